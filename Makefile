@@ -1,0 +1,37 @@
+# Each target makes the virtual environment it needs; none needs another.
+PYTHON ?= python3
+TORCH := torch==2.13.0
+RUN_ENV := .venv
+DEV_ENV := .venv-dev
+
+.PHONY: quickstart test test-all lint bench clean
+
+quickstart: $(RUN_ENV)/ready  ## train a small model on real text, from nothing
+	$(RUN_ENV)/bin/bmforge quickstart $(ARGS)
+
+test: $(DEV_ENV)/ready  ## everything that must hold, in minutes
+	OMP_NUM_THREADS=1 $(DEV_ENV)/bin/python -m pytest -m "not long" $(ARGS)
+
+test-all: $(DEV_ENV)/ready  ## the long matrices as well
+	OMP_NUM_THREADS=1 $(DEV_ENV)/bin/python -m pytest $(ARGS)
+
+lint: $(DEV_ENV)/ready  ## style and types
+	$(DEV_ENV)/bin/ruff check . && $(DEV_ENV)/bin/ruff format --check . && $(DEV_ENV)/bin/mypy
+
+bench: $(DEV_ENV)/ready  ## ratios against peers; alone on the machine, please
+	$(DEV_ENV)/bin/python benchmarks/$(or $(NAME),train_step).py $(ARGS)
+
+clean:
+	rm -rf $(RUN_ENV) $(DEV_ENV) build dist
+
+$(RUN_ENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(RUN_ENV)
+	$(RUN_ENV)/bin/python -m pip install --quiet $(TORCH)
+	$(RUN_ENV)/bin/python -m pip install --quiet -e .
+	touch $@
+
+$(DEV_ENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(DEV_ENV)
+	$(DEV_ENV)/bin/python -m pip install --quiet $(TORCH)
+	$(DEV_ENV)/bin/python -m pip install --quiet -e ".[dev]"
+	touch $@

@@ -1,0 +1,168 @@
+"""Configs are dataclasses; here they become TOML and come back, strictly.
+
+An unknown field, a wrong type or a missing value raises `ConfigError` with the field's whole path and
+the nearest known name. The command line sets the same fields (`cli/`), so a run has one form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = ["config_from_dict", "config_to_dict", "dump_toml", "load_toml", "save_toml"]
+
+C = TypeVar("C")
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Return a dataclass as plain nested dicts; fields that are None are left out (TOML has no null)."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is not None:
+            out[field.name] = _plain(value)
+    return out
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return config_to_dict(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
+    """Build a config dataclass from nested dicts.
+
+    Args:
+        cls: the dataclass.
+        values: field name -> value; missing fields take their default.
+        path: where in the whole config we are, for messages.
+
+    Raises:
+        ConfigError: an unknown field (with the nearest name), a wrong type, or a missing value.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for name in values:
+        if name not in fields:
+            raise ConfigError(
+                f"unknown field {path}{name!s}.{suggest(name, fields)} "
+                f"{cls.__name__} has: {', '.join(fields)}."
+            )
+    required = [
+        name
+        for name, f in fields.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    missing = [path + name for name in required if name not in values]
+    if missing:
+        raise ConfigError(f"missing {', '.join(missing)}: {cls.__name__} needs a value for each.")
+    built = {name: _convert(hints[name], v, path + name) for name, v in values.items()}
+    return cls(**built)
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """Check `value` against a type hint and convert what TOML spells differently."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(args, value, path)
+    if origin is typing.Literal:
+        if value not in args:
+            hint_text = suggest(str(value), [str(a) for a in args])
+            raise ConfigError(f"{path}={value!r} must be one of {list(args)}.{hint_text}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):  # type: ignore[arg-type]
+            return value
+        if not isinstance(value, dict):
+            raise _wrong_type(path, value, "a table of fields")
+        return config_from_dict(hint, value, path + ".")  # type: ignore[arg-type]
+    if origin in (list, tuple):
+        return _convert_sequence(origin, args, value, path)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _wrong_type(path, value, "a table")
+        return {k: _convert(args[1], v, f"{path}.{k}") for k, v in value.items()}
+    return _convert_scalar(hint, value, path)
+
+
+def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    error: ConfigError | None = None
+    for option in (a for a in args if a is not type(None)):
+        try:
+            return _convert(option, value, path)
+        except ConfigError as problem:
+            error = error or problem
+    assert error is not None
+    raise error
+
+
+def _convert_sequence(origin: Any, args: tuple[Any, ...], value: Any, path: str) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong_type(path, value, "a list")
+    if origin is tuple and args[-1:] != (Ellipsis,) and len(args) != len(value):
+        raise ConfigError(f"{path}={value!r} needs {len(args)} values, was given {len(value)}.")
+    hints = args if origin is tuple and args[-1:] != (Ellipsis,) else (args[0],) * len(value)
+    return origin(
+        _convert(h, v, f"{path}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True))
+    )
+
+
+def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
+    if hint is Any:
+        return value
+    if hint is Path and isinstance(value, (str, Path)):
+        return Path(value)
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, bool):
+        raise _wrong_type(path, value, "int")
+    if isinstance(hint, type) and isinstance(value, hint):
+        return value
+    raise _wrong_type(path, value, getattr(hint, "__name__", str(hint)))
+
+
+def _wrong_type(path: str, value: Any, needed: str) -> ConfigError:
+    return ConfigError(f"{path}={value!r} is {type(value).__name__}; it must be {needed}.")
+
+
+def dump_toml(config: Any) -> str:
+    """Return a config as TOML text."""
+    return tomli_w.dumps(config_to_dict(config))
+
+
+def save_toml(config: Any, path: str | Path) -> None:
+    """Write a config to a TOML file."""
+    Path(path).write_text(dump_toml(config), encoding="utf-8")
+
+
+def load_toml(cls: type[C], path: str | Path) -> C:
+    """Read a config from a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or does not fit the dataclass.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"config file {str(file)!r} does not exist.")
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(file)!r} is not valid TOML: {error}") from error
+    return config_from_dict(cls, values)

@@ -1,0 +1,99 @@
+"""The one file that knows which kinds of device there are.
+
+Everything else asks here: which device to use, which collective backend suits it, how much memory it
+has given out, and how fast it is at best. A machine without an accelerator uses the CPU.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+from bmforge.errors import ConfigError
+
+__all__ = [
+    "backend_for",
+    "default_device",
+    "device_memory_bytes",
+    "device_name",
+    "parse_dtype",
+    "peak_flops",
+    "resident_bytes",
+]
+
+# Dense bf16/fp16 peak in FLOP/s without sparsity, from the vendors' data sheets.
+_PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "V100": 125e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+_BACKENDS = {"cuda": "nccl", "cpu": "gloo", "xpu": "xccl", "npu": "hccl"}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def default_device(local_rank: int = 0) -> torch.device:
+    """Return this process's accelerator, or the CPU where there is none."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, local_rank % torch.accelerator.device_count())
+    return torch.device("cpu")
+
+
+def backend_for(device: torch.device) -> str:
+    """Return the collective backends for `device`; host tensors always have gloo beside it."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{_BACKENDS.get(device.type, 'gloo')}"
+
+
+def device_name(device: torch.device) -> str:
+    """Return a name a person knows the device by."""
+    if device.type == "cpu":
+        return _cpu_name()
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the dense half-precision peak in FLOP/s, or None where no peak is known."""
+    if device.type == "cpu":
+        return None
+    name = device_name(device)
+    return next((flops for key, flops in _PEAK_FLOPS.items() if key in name), None)
+
+
+def device_memory_bytes(device: torch.device) -> int | None:
+    """Return the accelerator's high-water mark of allocated bytes, or None on the CPU."""
+    if device.type == "cpu":
+        return None
+    return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def resident_bytes() -> int:
+    """Return this process's resident set in bytes (0 where the system does not tell)."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return 0
+    return int(statm.read_text().split()[1]) * 4096
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a precision word: ``fp32``, ``bf16`` or ``fp16``."""
+    if name not in _DTYPES:
+        raise ConfigError(f"precision={name!r} is unknown; use one of {sorted(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,105 @@
+"""The one tree tool: find, replace and freeze modules by type or by name glob.
+
+A glob is matched against the whole dotted name of a module or parameter: `*` stands for any text
+without a dot, `**` for any text (`layers.*`, `layers.*.attn.q_proj`, `**.bias`). A glob that matches
+nothing is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = [
+    "find_modules",
+    "find_parameters",
+    "find_repeated_blocks",
+    "freeze_",
+    "match_glob",
+    "replace_module_",
+]
+
+
+def match_glob(name: str, glob: str) -> bool:
+    """Tell whether a dotted name fits a glob (`*` within one part, `**` across parts)."""
+    pattern = re.escape(glob).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
+    return re.fullmatch(pattern, name) is not None
+
+
+def _match(names: Iterable[str], globs: Iterable[str], what: str) -> list[str]:
+    known = list(names)
+    found: dict[str, None] = {}
+    for glob in globs:
+        hits = [name for name in known if match_glob(name, glob)]
+        if not hits:
+            raise ConfigError(f"{what} glob {glob!r} matches nothing.{suggest(glob, known)}")
+        found.update(dict.fromkeys(hits))
+    return [name for name in known if name in found]
+
+
+def find_modules(
+    root: nn.Module, *, globs: Iterable[str] | None = None, kind: type | None = None
+) -> dict[str, nn.Module]:
+    """Return name -> module of all descendants that fit, in the tree's order.
+
+    Args:
+        root: where to look.
+        globs: name globs, any of which must match; None takes every name.
+        kind: a module type; None takes every type.
+
+    Raises:
+        ConfigError: a glob matches no module.
+    """
+    modules = dict(root.named_modules())
+    names = list(modules) if globs is None else _match(modules, globs, "module")
+    return {n: modules[n] for n in names if kind is None or isinstance(modules[n], kind)}
+
+
+def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Return name -> parameter for the globs; tied parameters come once.
+
+    Raises:
+        ConfigError: a glob matches no parameter.
+    """
+    parameters = dict(root.named_parameters())
+    return {name: parameters[name] for name in _match(parameters, globs, "parameter")}
+
+
+def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
+    """Put `new` where the descendant `name` stood and return the old one."""
+    parent_name, _, child = name.rpartition(".")
+    parent = root.get_submodule(parent_name)
+    old = parent.get_submodule(child)
+    setattr(parent, child, new)
+    return old
+
+
+def freeze_(root: nn.Module, globs: Iterable[str] = ("**",)) -> nn.Module:
+    """Switch gradients off for the parameters that match; return `root`."""
+    for parameter in find_parameters(root, globs).values():
+        parameter.requires_grad_(False)
+    return root
+
+
+def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks of any model: what ZeRO units and recompute work on.
+
+    A container (ModuleList, ModuleDict, Sequential) whose children, at least two, are of one class with
+    parameters holds blocks. Blocks inside blocks are not listed.
+    """
+    blocks: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        if any(name == b or name.startswith(b + ".") for b in blocks):
+            continue
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            children = dict(module.named_children())
+            kinds = {type(child) for child in children.values()}
+            has_parameters = all(any(True for _ in c.parameters()) for c in children.values())
+            if len(children) >= 2 and len(kinds) == 1 and has_parameters:
+                prefix = f"{name}." if name else ""
+                blocks.update({prefix + key: child for key, child in children.items()})
+    return blocks

@@ -1,0 +1,146 @@
+"""Import directions, sizes and literals: the rules that keep the house livable, checked on the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "bmforge"
+FILES = sorted(PACKAGE.rglob("*.py"))
+GROUND = {"errors", "config", "logging", "surgery", "shards", "device"}
+
+# room -> rooms it may import, besides the ground floor and itself
+ALLOWED = {
+    "nn": set(),
+    "models": {"nn"},
+    "tokenizers": set(),
+    "data": set(),
+    "parallel": set(),
+    "train": {"parallel", "data"},
+    "tune": {"nn"},
+    "compress": {"nn"},
+    "infer": {"nn", "parallel", "models", "compress"},
+    "testing": {"nn", "models", "parallel", "data", "train", "infer"},
+    "compat": {"*"},
+    "recipes": {"*"},
+    "cli": {"*"},
+}
+FORBIDDEN_ROOMS = {"utils", "common", "misc", "legacy", "experiments"}
+DEVICE_WORDS = re.compile(r"\b(cuda|nccl|mps|xpu|hpu|npu|rocm)\b")
+FILE_WALL, FUNCTION_WALL, PARAMETER_WALL = 400, 60, 10
+
+
+def room_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py") if relative.parts else ""
+
+
+def imported_rooms(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            if node.module == "bmforge":
+                names |= {f"bmforge.{alias.name}" for alias in node.names}
+    return {n.split(".")[1] for n in names if n.startswith("bmforge.")}
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_in_one_direction(path):
+    room = room_of(path)
+    rooms = imported_rooms(ast.parse(path.read_text())) - {room, "__version__"}
+    if room in GROUND:
+        assert rooms <= GROUND, f"the ground floor imports {rooms - GROUND}"
+    elif room in ALLOWED and ALLOWED[room] != {"*"}:
+        assert rooms <= ALLOWED[room] | GROUND, f"{room} imports {rooms - ALLOWED[room] - GROUND}"
+
+
+def test_ground_floor_has_no_cycle():
+    graph = {
+        name: imported_rooms(ast.parse((PACKAGE / f"{name}.py").read_text())) for name in GROUND
+    }
+    done: set[str] = set()
+    while graph:
+        free = [name for name, needs in graph.items() if needs - {name} <= done]
+        assert free, f"cycle among {sorted(graph)}"
+        done |= set(free)
+        graph = {n: g for n, g in graph.items() if n not in done}
+
+
+def test_every_room_is_known_and_says_what_it_is():
+    for folder in {p.parent for p in FILES} - {PACKAGE}:
+        assert folder.name not in FORBIDDEN_ROOMS
+        assert folder.relative_to(PACKAGE).parts[0] in ALLOWED
+        init = folder / "__init__.py"
+        assert init.exists(), f"{folder} has no __init__.py"
+        assert ast.get_docstring(ast.parse(init.read_text())), f"{init} has no docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_sizes(path):
+    text = path.read_text()
+    assert text.count("\n") <= FILE_WALL
+    for node in functions(ast.parse(text)):
+        length = node.end_lineno - node.lineno + 1
+        docstring = ast.get_docstring(node, clean=False)
+        length -= docstring.count("\n") + 1 if docstring else 0
+        assert length <= FUNCTION_WALL, f"{node.name} is {length} lines long"
+        if node.name == "__init__":
+            count = len(node.args.args + node.args.kwonlyargs) - 1
+            assert count <= PARAMETER_WALL, f"a constructor at line {node.lineno} takes {count}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_devices_are_named_in_one_file(path):
+    if path.name == "device.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            docstring = "\n" in node.value or " " in node.value
+            assert docstring or not DEVICE_WORDS.search(node.value), f"line {node.lineno}"
+        if isinstance(node, ast.Attribute):
+            assert not DEVICE_WORDS.fullmatch(node.attr), f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_public_names_are_listed_and_documented(path):
+    tree = ast.parse(path.read_text())
+    if path.name == "__main__.py":
+        return
+    listed = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+    ]
+    assert listed, "no __all__"
+    definitions = {
+        n.name: n
+        for n in tree.body
+        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    }
+    for name in listed[0]:
+        if name in definitions:
+            assert ast.get_docstring(definitions[name]), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nothing_unpickles_what_can_run_code(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called = ast.unparse(node.func)
+            if called == "torch.load":
+                keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert keywords.get("weights_only") == "True"
+            # The worker pool talks to its own children over a pipe, never to a file.
+            if room_of(path) != "testing":
+                assert called not in ("pickle.load", "pickle.loads"), f"line {node.lineno}"
