@@ -1,0 +1,186 @@
+"""GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.causal_lm import CausalLM
+from bmforge.models.config import ModelConfig
+from bmforge.models.weights import WeightRule
+from bmforge.nn import BlockSpec
+
+__all__ = ["GPT2", "GPT2Config"]
+
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+}
+
+
+def _size(hidden_size: int, num_layers: int, num_heads: int) -> dict[str, int]:
+    return {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads}
+
+
+@dataclass(kw_only=True)
+class GPT2Config(ModelConfig):
+    """Sizes of a GPT-2; the fields not named here are `ModelConfig`'s.
+
+    Args:
+        activation: transformers' name of the activation.
+        dropout: on embeddings and on what each part adds to the residual.
+        attn_dropout: on attention weights.
+    """
+
+    family: ClassVar[str] = "gpt2"
+    hf_architecture: ClassVar[str] = "GPT2LMHeadModel"
+    hf_names: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_layers": "n_layer",
+        "num_heads": "n_head",
+        "max_seq_len": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+        "activation": "activation_function",
+        "dropout": "resid_pdrop",
+        "attn_dropout": "attn_pdrop",
+        "init_std": "initializer_range",
+        "tie_word_embeddings": "tie_word_embeddings",
+    }
+    # n_ctx repeats n_positions; the summary_ fields belong to a head for multiple choice.
+    hf_ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "n_ctx",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        }
+    )
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,),
+    }
+    hf_defaults: ClassVar[dict[str, Any]] = {"dropout": 0.1, "attn_dropout": 0.1}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "gpt2": _size(768, 12, 12),
+        "gpt2-small": _size(768, 12, 12),
+        "gpt2-medium": _size(1024, 24, 16),
+        "gpt2-large": _size(1280, 36, 20),
+        "gpt2-xl": _size(1600, 48, 25),
+    }
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    intermediate_size: int = 0
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    max_seq_len: int = 1024
+    norm_eps: float = 1e-5
+    activation: str = "gelu_new"
+    dropout: float = 0.0
+    attn_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from the rest: F = 4 D, K = N, H = D / N."""
+        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
+        self.num_kv_heads = self.num_kv_heads or self.num_heads
+        self.head_dim = self.head_dim or self.hidden_size // self.num_heads
+        self.check()
+
+    def check(self) -> None:
+        """Check the fields against each other and the activation against the list."""
+        super().check()
+        if (
+            self.num_heads * self.head_dim != self.hidden_size
+            or self.num_kv_heads != self.num_heads
+        ):
+            raise ConfigError(
+                f"GPT2Config: hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
+                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same."
+            )
+        if self.activation not in _ACTIVATIONS:
+            raise ConfigError(
+                f"GPT2Config: activation={self.activation!r} is unknown; use {list(_ACTIVATIONS)}."
+            )
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        embed, residual = raw.pop("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
+        if embed != residual:
+            raise ConfigError(
+                f"GPT2Config: embd_pdrop={embed} and resid_pdrop={residual} differ; "
+                "bmforge has one dropout for both. Set them equal in config.json."
+            )
+        return {}, raw
+
+    def _give_special(self) -> dict[str, Any]:
+        implied = self.intermediate_size == 4 * self.hidden_size
+        keep_none = implied and self.raw.get("n_inner") is None
+        return {
+            "embd_pdrop": self.dropout,
+            "n_inner": None if keep_none else self.intermediate_size,
+        }
+
+
+class GPT2(CausalLM):
+    """GPT-2 with a language-model head, by default tied to the embedding."""
+
+    config_class = GPT2Config
+    hf_prefix = "transformer."
+
+    def __init__(self, config: GPT2Config) -> None:
+        spec = BlockSpec(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+            activation=_ACTIVATIONS[config.activation],
+            attn_dropout=config.attn_dropout,
+            residual_dropout=config.dropout,
+        )
+        super().__init__(config, spec, rope=None, embed_dropout=config.dropout)
+
+    def init_std(self, name: str) -> float:
+        """Scale what adds to the residual by 1/sqrt(2 L), as the paper does."""
+        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
+        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names: Conv1D weights are transposed, q, k and v are fused."""
+        width = self.config.hidden_size
+        block, theirs = "layers.{i}.", "transformer.h.{i}."
+        rules = [
+            WeightRule("embed.weight", "transformer.wte.weight"),
+            WeightRule("embed_positions.weight", "transformer.wpe.weight"),
+            WeightRule("norm.weight", "transformer.ln_f.weight"),
+            WeightRule("norm.bias", "transformer.ln_f.bias"),
+            WeightRule("lm_head.weight", "lm_head.weight"),
+        ]
+        for kind in ("weight", "bias"):
+            transpose = kind == "weight"
+            rules += [
+                WeightRule(f"{block}attn_norm.{kind}", f"{theirs}ln_1.{kind}"),
+                WeightRule(f"{block}mlp_norm.{kind}", f"{theirs}ln_2.{kind}"),
+                WeightRule(f"{block}attn.o_proj.{kind}", f"{theirs}attn.c_proj.{kind}", transpose),
+                WeightRule(f"{block}mlp.up_proj.{kind}", f"{theirs}mlp.c_fc.{kind}", transpose),
+                WeightRule(f"{block}mlp.down_proj.{kind}", f"{theirs}mlp.c_proj.{kind}", transpose),
+            ]
+            for number, part in enumerate(("q_proj", "k_proj", "v_proj")):
+                rows = (number * width, 3 * width)
+                fused = f"{theirs}attn.c_attn.{kind}"
+                rules.append(WeightRule(f"{block}attn.{part}.{kind}", fused, transpose, rows))
+        return rules

@@ -1,0 +1,82 @@
+"""Drawing weights so that every layout draws the same ones.
+
+A weight is drawn in blocks of rows, each from a generator seeded by (seed, parameter name, block
+number). A rank draws only the blocks that its rows touch, on the CPU, and copies its part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.shards import local_box, local_tensor
+
+__all__ = ["draw_normal_", "init_parameter_", "materialize_"]
+
+# Fixed for ever: another block size would draw other weights.
+_BLOCK_ELEMENTS = 1 << 16
+
+
+def materialize_(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Give memory to a model built on meta; ties, layouts and already real tensors stay."""
+    if any(p.is_meta for p in model.parameters()):
+        sharded = next((p for p in model.parameters() if hasattr(p, "device_mesh")), None)
+        if device is None:
+            device = sharded.device_mesh.device_type if sharded is not None else "cpu"
+        ties = _tied_names(model)
+        model.to_empty(device=device)
+        for first, *others in ties:
+            _tie_(model, first, others)
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie_(model: nn.Module, first: str, others: list[str]) -> None:
+    """Make the parameters one again where `to_empty` gave each its own memory."""
+    parameter = model.get_parameter(first)
+    for name in others:
+        owner, _, leaf = name.rpartition(".")
+        if model.get_parameter(name) is not parameter:
+            setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def init_parameter_(parameter: Tensor, name: str, std: float, seed: int) -> None:
+    """Fill one parameter: norm weights with 1, biases with 0, matrices from N(0, std^2)."""
+    with torch.no_grad():
+        if name.endswith("norm.weight"):
+            local_tensor(parameter).fill_(1.0)
+        elif name.endswith("bias"):
+            local_tensor(parameter).zero_()
+        else:
+            draw_normal_(parameter, name, std, seed)
+
+
+def draw_normal_(parameter: Tensor, name: str, std: float, seed: int) -> None:
+    """Draw this process's part of a parameter from N(0, std^2)."""
+    box = local_box(parameter)
+    if box.numel == 0:
+        return
+    target = local_tensor(parameter)
+    width = max(1, parameter[0].numel()) if parameter.dim() else 1
+    rows = max(1, _BLOCK_ELEMENTS // width)
+    first, last = box.offsets[0], box.offsets[0] + box.lengths[0]
+    for block in range(first // rows, (last - 1) // rows + 1):
+        start = block * rows
+        stop = min(start + rows, parameter.shape[0])
+        drawn = torch.empty(stop - start, *parameter.shape[1:])
+        drawn.normal_(0.0, std, generator=_generator(seed, name, block))
+        low, high = max(start, first), min(stop, last)
+        piece = drawn[(slice(low - start, high - start), *box.slices[1:])]
+        target[low - first : high - first].copy_(piece)
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,0 +1,26 @@
+"""The shared blocks: tensors in, tensors out. No config files, no meshes, no foreign names.
+
+Start reading at `block.py`; every family in `models/` is an assembly of these parts.
+"""
+
+from bmforge.nn.attention import Attention, build_mask
+from bmforge.nn.block import Block, BlockSpec
+from bmforge.nn.losses import causal_lm_loss, linear_cross_entropy
+from bmforge.nn.mlp import MLP
+from bmforge.nn.norm import build_norm
+from bmforge.nn.position import RopeSpec, apply_rope, rope_frequencies, rope_table
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "BlockSpec",
+    "RopeSpec",
+    "apply_rope",
+    "build_mask",
+    "build_norm",
+    "causal_lm_loss",
+    "linear_cross_entropy",
+    "rope_frequencies",
+    "rope_table",
+]

@@ -1,0 +1,152 @@
+"""Cross-entropy straight from hidden states: the full logits never exist.
+
+The head of a language model makes N x V logits; for 8,192 tokens and a vocabulary of 128k that is 4
+GiB in fp32, several times over in a plain implementation. Here the tokens go through in chunks, and
+each chunk's gradient is taken while its logits are at hand, so nothing is kept and nothing is
+recomputed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["IGNORE_INDEX", "causal_lm_loss", "linear_cross_entropy"]
+
+IGNORE_INDEX = -100
+# Logits in flight: 2^24 elements (64 MiB in fp32) keep matrix products large and memory small.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum of token losses times `scale`; the sum's gradients are made in forward, by chunks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: Tensor
+    ) -> Tensor:
+        rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+        wide = scale.dtype
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.empty_like(weight, dtype=wide) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if need_bias and bias is not None else None
+        # The same memory for every chunk: fresh pages cost a tenth of the product that fills them.
+        shape = min(rows, hidden.shape[0]), weight.shape[0]
+        buffer = hidden.new_empty(shape)
+        wide_buffer = buffer if hidden.dtype == wide else hidden.new_empty(shape, dtype=wide)
+        for start in range(0, max(1, hidden.shape[0]), rows):
+            piece = hidden[start : start + rows]
+            grad = torch.mm(piece, weight.t(), out=buffer[: piece.shape[0]])
+            if bias is not None:
+                grad += bias
+            logits = wide_buffer[: piece.shape[0]].copy_(grad)
+            total += _softmax_loss_(logits, labels[start : start + rows])
+            if not (need_hidden or need_weight or need_bias):
+                continue
+            grad.copy_(logits)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[start : start + rows])
+            if grad_weight is not None:
+                _add_product_(grad_weight, grad.t(), piece, first=start == 0)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=wide)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, scale)
+        ctx.dtypes = hidden.dtype, weight.dtype, hidden.dtype if bias is None else bias.dtype
+        return total * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *sums, scale = ctx.saved_tensors
+        factor = grads[0] * scale
+        return (
+            *(_scale_(g, factor, dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)),
+            None,
+            None,
+        )
+
+
+def _softmax_loss_(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the summed loss and turn `logits` into its gradient.
+
+    In place and with one exponential: on a CPU `torch.logsumexp` costs as much as the product that
+    made the logits.
+    """
+    kept = (target != IGNORE_INDEX)[:, None]
+    index = target.clamp(min=0)[:, None]
+    top = logits.amax(-1, keepdim=True)
+    picked = logits.gather(1, index)
+    mass = logits.sub_(top).exp_().sum(-1, keepdim=True)
+    loss = ((mass.log() + top - picked) * kept).sum()
+    logits.mul_(kept / mass).scatter_add_(1, index, -kept.to(logits.dtype))
+    return loss
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """``total += left @ right``, summed in `total`'s wider dtype; the `first` chunk overwrites."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=0 if first else 1, out=total)
+    elif first:
+        total.copy_(left @ right)
+    else:
+        total += left @ right
+
+
+def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Scale in the wide dtype, so that fp16 neither under- nor overflows; in place if it is wide.
+
+    A second backward through the same graph therefore raises torch's error about in-place changes.
+    """
+    return None if gradient is None else gradient.to(factor.dtype).mul_(factor).to(dtype)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of ``hidden @ weight.T + bias`` against `labels`, without the full logits.
+
+    Args:
+        hidden: last hidden states.
+        weight: the head's weight.
+        labels: class of every row; rows with -100 count nothing.
+        bias: the head's bias.
+        num_items: what the sum is divided by; None divides by the number of labels (their mean; 0
+            when there is none). A trainer passes the number of labels in the whole global batch,
+            divided by the loss scale when it trains in fp16, so that the scaled gradient is made
+            here.
+
+    Shape:
+        hidden: (M, D); weight: (V, D); labels: (M,); bias: (V,); returns a scalar in fp32 or wider
+
+    Memory: one chunk of logits, and one gradient the size of `weight` in fp32.
+    Source: the idea of taking the gradient in forward is Liger Kernel's (Hsu et al. 2024).
+    """
+    if num_items is None:
+        num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale)
+
+
+def causal_lm_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+) -> Tensor:
+    """Next-token loss: position t predicts ``labels[:, t + 1]``, as in transformers.
+
+    Shape:
+        hidden: (B, T, D); weight: (V, D); labels: (B, T); returns a scalar
+    """
+    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return linear_cross_entropy(hidden.flatten(0, 1), weight, shifted.flatten(), bias, num_items)

@@ -1,0 +1,210 @@
+"""Rotary position embedding with the scaling kinds in use.
+
+Nothing is stored: the frequencies are a function of the config and the table of cosines a function
+of the positions, so there is no buffer to lose when a model is built on meta, sharded or cut into
+stages.
+
+Source: Su et al., "RoFormer" (2021). Scalings: linear (kaiokendev 2023), dynamic NTK (bloc97,
+emozilla 2023), YaRN (Peng et al. 2023), llama3 (Meta 2024), longrope (Ding et al. 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = ["RopeKind", "RopeSpec", "apply_rope", "rope_frequencies", "rope_table"]
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """What a rotary embedding needs to know.
+
+    Args:
+        rotary_dim: how many of a head's dims are turned (an even number).
+        theta: base of the frequencies.
+        kind: scaling kind.
+        factor: how many times longer the context became.
+        max_seq_len: the longest context of the model as configured.
+        original_seq_len: the longest context before scaling (yarn, llama3, longrope).
+        low_freq_factor: llama3.
+        high_freq_factor: llama3.
+        beta_fast: yarn.
+        beta_slow: yarn.
+        truncate: yarn, round the correction range to whole dims.
+        attention_factor: factor on cos and sin; None takes the kind's own rule.
+        mscale: yarn.
+        mscale_all_dim: yarn.
+        short_factor: longrope, one number per frequency, up to the original length.
+        long_factor: longrope, one number per frequency, beyond it.
+        interleaved: pairs are neighbours (GPT-J) instead of halves (Llama).
+    """
+
+    rotary_dim: int
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    max_seq_len: int = 2048
+    original_seq_len: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what would otherwise give wrong numbers silently."""
+        kinds = get_args(RopeKind)
+        if self.kind not in kinds:
+            raise ConfigError(
+                f"rotary kind {self.kind!r} is unknown.{suggest(self.kind, kinds)} Known: {kinds}."
+            )
+        if self.rotary_dim % 2:
+            raise ConfigError(f"rotary_dim={self.rotary_dim} is odd; dims are turned in pairs.")
+        if self.kind in ("yarn", "llama3", "longrope") and not self.original_seq_len:
+            raise ConfigError(f"rotary kind {self.kind!r} needs original_seq_len (was not given).")
+        for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
+            if len(getattr(self, name)) != self.rotary_dim // 2:
+                raise ConfigError(
+                    f"{name} has {len(getattr(self, name))} numbers; "
+                    f"longrope needs rotary_dim/2 = {self.rotary_dim // 2}."
+                )
+
+
+def rope_frequencies(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, float]:
+    """Return the turning speed of every pair and the factor on cos and sin.
+
+    Args:
+        spec: the embedding.
+        positions: token positions; only the device and, for dynamic and longrope, the largest
+            matter.
+
+    Shape:
+        returns (rotary_dim / 2,) in fp32
+    """
+    exponent = torch.arange(0, spec.rotary_dim, 2, device=positions.device).float()
+    exponent = exponent / spec.rotary_dim
+    plain = 1.0 / (spec.theta**exponent)
+    if spec.kind == "linear":
+        return plain / spec.factor, 1.0
+    if spec.kind == "dynamic":
+        return _dynamic(spec, exponent, positions), 1.0
+    if spec.kind == "llama3":
+        return _llama3(spec, plain), 1.0
+    if spec.kind == "yarn":
+        return _yarn(spec, exponent)
+    if spec.kind == "longrope":
+        return _longrope(spec, plain, positions)
+    return plain, 1.0
+
+
+def _dynamic(spec: RopeSpec, exponent: Tensor, positions: Tensor) -> Tensor:
+    longest = torch.clamp(positions.max() + 1, min=spec.max_seq_len).float()
+    growth = spec.factor * longest / spec.max_seq_len - (spec.factor - 1)
+    base = spec.theta * growth ** (spec.rotary_dim / (spec.rotary_dim - 2))
+    return 1.0 / (base**exponent)
+
+
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+    assert spec.original_seq_len is not None
+    wavelength = 2 * math.pi / plain
+    longest_kept = spec.original_seq_len / spec.high_freq_factor
+    shortest_scaled = spec.original_seq_len / spec.low_freq_factor
+    smooth = (spec.original_seq_len / wavelength - spec.low_freq_factor) / (
+        spec.high_freq_factor - spec.low_freq_factor
+    )
+    blended = (1 - smooth) * plain / spec.factor + smooth * plain
+    scaled = torch.where(wavelength > shortest_scaled, plain / spec.factor, blended)
+    return torch.where(wavelength < longest_kept, plain, scaled)
+
+
+def _yarn(spec: RopeSpec, exponent: Tensor) -> tuple[Tensor, float]:
+    assert spec.original_seq_len is not None
+    dim, original = spec.rotary_dim, spec.original_seq_len
+
+    def correction_dim(rotations: float) -> float:
+        turns = original / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(spec.theta))
+
+    low, high = correction_dim(spec.beta_fast), correction_dim(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    span = high - low if high != low else 0.001
+    ramp = ((torch.arange(dim // 2, device=exponent.device).float() - low) / span).clamp(0, 1)
+    frequency = spec.theta**exponent
+    mixed = (1.0 / (spec.factor * frequency)) * ramp + (1.0 / frequency) * (1 - ramp)
+    return mixed, _yarn_factor(spec)
+
+
+def _yarn_factor(spec: RopeSpec) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if spec.factor <= 1 else 0.1 * weight * math.log(spec.factor) + 1.0
+
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:
+        return mscale(spec.mscale) / mscale(spec.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _longrope(spec: RopeSpec, plain: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+    assert spec.original_seq_len is not None
+    short = torch.tensor(spec.short_factor, device=plain.device)
+    long = torch.tensor(spec.long_factor, device=plain.device)
+    beyond = positions.max() + 1 > spec.original_seq_len
+    factor = 1.0
+    if spec.attention_factor is not None:
+        factor = spec.attention_factor
+    elif spec.factor > 1:
+        factor = math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_seq_len))
+    return plain / torch.where(beyond, long, short), factor
+
+
+def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos and sin for `positions`, to be applied by `apply_rope`.
+
+    Shape:
+        positions: (B or 1, T), integers
+        returns: two tensors (B or 1, 1, T, rotary_dim)
+    """
+    frequencies, factor = rope_frequencies(spec, positions)
+    angles = positions[:, None, :, None].float() * frequencies
+    if spec.interleaved:
+        angles = angles.repeat_interleave(2, dim=-1)
+    else:
+        angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
+    """Turn the first rotary_dim dims of every head by its position's angles.
+
+    Shape:
+        x: (B, heads, T, H) -> same
+    """
+    cos, sin = table
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        even, odd = turned[..., 0::2], turned[..., 1::2]
+        swapped = torch.stack((-odd, even), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        swapped = torch.cat((-second, first), dim=-1)
+    turned = turned * cos + swapped * sin
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)

@@ -1,0 +1,9 @@
+"""Tools for people who test what they build on bmforge: a pool of gloo workers, tiny models, tolerances.
+
+Start reading at `pool.py`.
+"""
+
+from bmforge.testing.pool import run_distributed, shutdown_pool
+from bmforge.testing.tolerance import assert_close, assert_equal_trees
+
+__all__ = ["assert_close", "assert_equal_trees", "run_distributed", "shutdown_pool"]

@@ -1,0 +1,47 @@
+"""The worker pool: results by rank, errors with their rank, and life after a dead worker."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bmforge.errors import DistributedError
+from bmforge.testing import run_distributed
+
+
+def sum_of_ranks(offset: int) -> tuple[int, float]:
+    value = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("this one")
+    dist.barrier()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGABRT)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_results_come_back_by_rank(world):
+    results = run_distributed(sum_of_ranks, world, 10)
+    assert results == [(r, sum(range(10, 10 + world))) for r in range(world)]
+
+
+def test_an_exception_names_its_rank_and_the_pool_lives_on():
+    with pytest.raises(DistributedError, match=r"(?s)rank 1: .*this one"):
+        run_distributed(fail_on, 2, 1)
+    assert run_distributed(sum_of_ranks, 2, 0)[0] == (0, 1.0)
+
+
+def test_a_dead_worker_is_named_and_replaced():
+    with pytest.raises(DistributedError, match="rank 1: the process died with exit code -6"):
+        run_distributed(die_on, 2, 1)
+    assert run_distributed(sum_of_ranks, 2, 0)[1] == (1, 1.0)
