@@ -1,0 +1,63 @@
+"""Text in, batches out: collect, clean, tokenise, store and load a corpus.
+
+Start reading at `prepare.py` (the whole way from files to token stores), then `packing.py` and
+`loader.py` (from a store to batches). `sources`, `clean` and `tokenise` are the steps of `prepare`;
+`store` and `store_writer` are the file format; `order`, `mixture` and `prefetch` serve the loader.
+"""
+
+from __future__ import annotations
+
+from bmforge.data.clean import (
+    CleanCount,
+    drop_duplicates,
+    normalise,
+    normalise_documents,
+    split_documents,
+)
+from bmforge.data.loader import Batch, DataLoader, iter_once
+from bmforge.data.mixture import Mixture
+from bmforge.data.packing import Dataset, PackedDataset
+from bmforge.data.prepare import prepare
+from bmforge.data.prepared import PrepareConfig, PrepareReport
+from bmforge.data.sources import Document, SkipCount, python_topics, read_documents
+from bmforge.data.store import TokenStore, check_vocabulary
+from bmforge.data.store_writer import TokenStoreWriter, merge_stores
+from bmforge.data.tokenise import (
+    END_OF_TEXT,
+    EncodeCount,
+    encode_to_store,
+    load_tokenizer,
+    save_tokenizer,
+    train_bpe,
+)
+
+__all__ = [
+    "prepare",
+    "PrepareConfig",
+    "PrepareReport",
+    "Document",
+    "SkipCount",
+    "read_documents",
+    "python_topics",
+    "CleanCount",
+    "normalise",
+    "normalise_documents",
+    "drop_duplicates",
+    "split_documents",
+    "END_OF_TEXT",
+    "EncodeCount",
+    "train_bpe",
+    "save_tokenizer",
+    "load_tokenizer",
+    "encode_to_store",
+    "TokenStore",
+    "TokenStoreWriter",
+    "merge_stores",
+    "check_vocabulary",
+    "Dataset",
+    "PackedDataset",
+    "Mixture",
+    "Batch",
+    "DataLoader",
+    "iter_once",
+]

@@ -1,0 +1,74 @@
+"""Sample order without state: a keyed permutation of [0, n) computed point by point.
+
+Source: the generalised Feistel network with cycle walking of Black and Rogaway, "Ciphers with
+arbitrary finite domains" (2002). A number below n is written as (left, right) with left < a and
+right < b, a and b near sqrt(n); each round adds to one half a function of the other, which is a
+permutation whatever the function is (Luby and Rackoff, 1988). A result of n or more is sent through
+again until it is below n; as a b - n < a that is rare. The round function is the finaliser of
+splitmix64 (Steele, Lea and Flood, 2014). This is for shuffling, not for secrecy.
+"""
+
+from __future__ import annotations
+
+import math
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["derive_key", "draw_below", "permute"]
+
+_ROUNDS = 8
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def derive_key(*parts: int | str) -> bytes:
+    """Return 64 bytes that depend on every one of `parts` and on their order and types."""
+    return blake2b(repr(parts).encode(), digest_size=8 * _ROUNDS).digest()
+
+
+def draw_below(n: int, key: bytes) -> int:
+    """Return a number in [0, n) that depends on `key` alone."""
+    return int.from_bytes(blake2b(key, digest_size=16, person=b"draw").digest(), "little") % n
+
+
+def permute(indices: NDArray[np.int64], n: int, key: bytes) -> NDArray[np.int64]:
+    """Return where the permutation of [0, n) named by `key` sends each of `indices`.
+
+    Args:
+        indices: numbers in [0, n), any shape.
+        n: size of the permuted range, 1 <= n < 2**62.
+        key: 64 bytes of `derive_key`.
+
+    Memory: O(len(indices)), whatever n is.
+    """
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    keys = np.frombuffer(key, dtype="<u8").astype(np.uint64)
+    values = _feistel(np.asarray(indices).astype(np.uint64).ravel(), a, b, keys)
+    limit = np.uint64(n)
+    outside = np.flatnonzero(values >= limit)
+    while len(outside):
+        values[outside] = _feistel(values[outside], a, b, keys)
+        outside = outside[values[outside] >= limit]
+    return values.astype(np.int64).reshape(np.shape(indices))
+
+
+def _feistel(
+    values: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Permute [0, a b) by one pass through the network."""
+    size_left, size_right = np.uint64(a), np.uint64(b)
+    left, right = np.divmod(values, size_right)
+    for key_left, key_right in keys.reshape(-1, 2):
+        left = (left + _mix(right + key_left) % size_left) % size_left
+        right = (right + _mix(left + key_right) % size_right) % size_right
+    return left * size_right + right
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter 64-bit numbers (multiplication wraps around, as meant)."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))

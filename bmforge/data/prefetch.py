@@ -1,0 +1,72 @@
+"""Make the next items in one background thread while the caller works on the present one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["Prefetcher"]
+
+T = TypeVar("T")
+
+
+class Prefetcher(Generic[T]):
+    """Call ``make(first)``, ``make(first + 1)``, ... ahead of ``take()``, at most `depth` ahead.
+
+    Args:
+        make: a pure function of the number; it runs in the thread.
+        first: the first number.
+        depth: finished items that may wait, at least 1.
+    """
+
+    def __init__(self, make: Callable[[int], T], first: int, depth: int) -> None:
+        self._make = make
+        self._next = first
+        self._depth = depth
+        self._ready: deque[T] = deque()
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="bmforge-prefetch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> T:
+        """Return the next item; an exception of `make` is raised here, at its item's turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error or self._stopped)
+            if self._ready:
+                item = self._ready.popleft()
+                self._changed.notify_all()
+                return item
+        if self._error is not None:
+            raise self._error
+        raise RuntimeError("take() on a prefetcher that was stopped")
+
+    def stop(self) -> None:
+        """End the thread and drop what it made; may be called more than once."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._ready.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
+                if self._stopped:
+                    return
+            try:
+                item = self._make(self._next)
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            self._next += 1
+            with self._changed:
+                self._ready.append(item)
+                self._changed.notify_all()

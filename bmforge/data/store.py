@@ -1,0 +1,229 @@
+"""The token store: tokens in ``PREFIX.bin``, where sequences and documents lie in ``PREFIX.idx``.
+
+The layout is Megatron-LM's ``MMIDIDX`` version 1, little-endian, so corpora of the old tools open
+unchanged. ``.idx`` is: the magic (9 bytes), u64 version, u8 dtype code, u64 number of sequences,
+u64 length of doc_idx, i32 sizes[], i64 byte pointers[], i64 doc_idx[]. ``.bin`` is the raw tokens.
+
+Source: Megatron-LM ``indexed_dataset.py``. Codes 6 and 7 (floats) hold no tokens: refused.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.errors import DataError
+from bmforge.logging import ProgressBar
+
+__all__ = ["DTYPE_CODES", "HEADER", "MAGIC", "TokenStore", "check_vocabulary", "store_paths"]
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_SCAN_TOKENS = 1 << 22
+_SPAN_DOCUMENTS = 1 << 16
+
+
+def store_paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Return the paths ``PREFIX.bin`` and ``PREFIX.idx``."""
+    name = os.fspath(prefix)
+    return Path(name + ".bin"), Path(name + ".idx")
+
+
+class TokenStore:
+    """A token store opened for reading; nothing is copied, the files are mapped into memory.
+
+    Args:
+        prefix: path of the store without ``.bin`` or ``.idx``.
+
+    Attributes:
+        tokens: all tokens one after the other, shape (num_tokens,), mapped.
+        sizes: tokens per sequence, shape (len(self),), int32, mapped.
+        pointers: byte offset of each sequence in .bin, shape (len(self),), int64, mapped.
+        doc_idx: the sequence each document starts at, then the number of sequences; int64, mapped.
+
+    Raises:
+        DataError: a file is missing, not a token store, damaged, or cut off.
+
+    Memory: a few kB, whatever the size of the corpus; pages come in as they are read.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = Path(prefix)
+        bin_path, idx_path = store_paths(prefix)
+        for path in (bin_path, idx_path):
+            if not path.is_file():
+                raise DataError(
+                    f"token store {str(prefix)!r}: {str(path)!r} does not exist; give the path "
+                    "without .bin/.idx, or write the store with bmforge prepare"
+                )
+        self.dtype, sequences, marks = _read_header(idx_path)
+        self.tokens = _map(bin_path, self.dtype, 0, bin_path.stat().st_size // self.dtype.itemsize)
+        at = HEADER.size
+        self.sizes = _map(idx_path, np.dtype("<i4"), at, sequences)
+        self.pointers = _map(idx_path, np.dtype("<i8"), at + 4 * sequences, sequences)
+        self.doc_idx = _map(idx_path, np.dtype("<i8"), at + 12 * sequences, marks)
+        self._check_ends(bin_path, idx_path)
+
+    def _check_ends(self, bin_path: Path, idx_path: Path) -> None:
+        """Compare the index with the size of .bin, reading only the first and the last entries."""
+        count = len(self.sizes)
+        needed = 0
+        if count:
+            needed = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
+        if count and int(self.pointers[0]) != 0:
+            raise DataError(
+                f"{str(idx_path)!r} is damaged: its first sequence begins at byte "
+                f"{int(self.pointers[0])}, needed is 0; copy or write the store again"
+            )
+        if bin_path.stat().st_size != needed:
+            raise DataError(
+                f"{str(bin_path)!r} has {bin_path.stat().st_size} bytes, but its index speaks of "
+                f"{needed}: one of the two is cut off or from another store; copy both again"
+            )
+        marks = self.doc_idx
+        if len(marks) and not (int(marks[0]) == 0 and 0 <= int(marks[-1]) <= count):
+            raise DataError(
+                f"{str(idx_path)!r} is damaged: doc_idx runs from {int(marks[0])} to "
+                f"{int(marks[-1])}, there are {count} sequences; copy or write the store again"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self.sizes)
+
+    def map_for_random_access(self) -> NDArray[np.integer]:
+        """Return `tokens` mapped once more, for reading short pieces in random order.
+
+        The system then reads only the pages that are asked for. By default it reads far ahead,
+        which made a cold random row over 100 times slower where that was 8 MB; scans want it.
+        """
+        tokens = _map(store_paths(self.prefix)[0], self.dtype, 0, self.num_tokens)
+        mapping = getattr(tokens.base, "_mmap", None)
+        if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
+            mapping.madvise(mmap.MADV_RANDOM)
+        return tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the store."""
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents in the store."""
+        marks = len(self.doc_idx)
+        last = int(self.doc_idx[-1]) if marks else 0
+        return max(marks - 1, 0) + (last < len(self))
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
+        """Return `length` tokens of sequence `i` from `offset` on (to its end by default), mapped.
+
+        Raises:
+            IndexError: there is no sequence `i`, or the part leaves it.
+        """
+        index = i + len(self) if i < 0 else i
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {i} of a store with {len(self)} sequences")
+        size = int(self.sizes[index])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(f"offset={offset}, length={length} in a sequence of {size} tokens")
+        start = int(self.pointers[index]) // self.dtype.itemsize + offset
+        return self.tokens[start : start + length]
+
+    def __getitem__(self, key: int | slice) -> NDArray[np.integer] | list[NDArray[np.integer]]:
+        """Return one sequence, or the list of sequences of a slice with step 1."""
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            if step != 1:
+                raise IndexError(f"slice with step {step}: a token store is sliced with step 1")
+            return [self.get(i) for i in range(start, stop)]
+        return self.get(key)
+
+    def documents(self) -> Iterator[tuple[int, int]]:
+        """Yield each document as the range (first token, one past its last) in `tokens`.
+
+        Sequences behind the last mark of doc_idx count as one more document.
+        """
+        marks, count = len(self.doc_idx), len(self)
+        start = 0
+        for at in range(1, marks, _SPAN_DOCUMENTS):
+            chunk = np.array(self.doc_idx[at : at + _SPAN_DOCUMENTS])
+            ends = np.full(len(chunk), self.num_tokens, dtype=np.int64)
+            inside = chunk < count
+            ends[inside] = self.pointers[chunk[inside]] // self.dtype.itemsize
+            for end in ends.tolist():
+                yield start, end
+                start = end
+        if count and (not marks or int(self.doc_idx[-1]) < count):
+            yield start, self.num_tokens
+
+
+def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
+    """Return (dtype, number of sequences, length of doc_idx) after checking the header and size."""
+    with path.open("rb") as file:
+        head = file.read(HEADER.size)
+    if head[: len(MAGIC)] != MAGIC:
+        hint = " (a legacy TNTIDX store: convert it)" if head.startswith(b"TNTIDX") else ""
+        raise DataError(
+            f"{str(path)!r} is not a token store index{hint}: it begins with {head[:9]!r}, needed "
+            f"is {MAGIC!r}; write the store with bmforge prepare"
+        )
+    if len(head) < HEADER.size:
+        raise DataError(f"{str(path)!r} is cut off inside its header: copy or write it again")
+    _, version, code, sequences, marks = HEADER.unpack(head)
+    if version != 1:
+        raise DataError(
+            f"{str(path)!r} has version {version}, known is version 1: it comes from a newer "
+            "program; export it there as version 1"
+        )
+    if code not in DTYPE_CODES:
+        raise DataError(
+            f"{str(path)!r} has dtype code {code}, token codes are {sorted(DTYPE_CODES)} (6 and 7 "
+            "are floats, not tokens); write the store again with integers"
+        )
+    needed = HEADER.size + 12 * sequences + 8 * marks
+    if path.stat().st_size != needed:
+        raise DataError(
+            f"{str(path)!r} has {path.stat().st_size} bytes, its header speaks of {needed} "
+            f"({sequences} sequences, {marks} document marks): it is cut off or damaged; copy or "
+            "write it again"
+        )
+    return np.dtype(DTYPE_CODES[code]), sequences, marks
+
+
+def _map(path: Path, dtype: np.dtype[np.integer], offset: int, count: int) -> NDArray[np.integer]:
+    """Map `count` numbers at byte `offset` of a file (numpy cannot map zero of them)."""
+    if count == 0:
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
+
+
+def check_vocabulary(store: TokenStore, vocab_size: int) -> int:
+    """Read the whole store and return its largest token id; each must be below `vocab_size`.
+
+    Raises:
+        DataError: an id does not fit the model's vocabulary.
+    """
+    largest = -1
+    with ProgressBar("check vocabulary", store.num_tokens) as bar:
+        for at in range(0, store.num_tokens, _SCAN_TOKENS):
+            part = store.tokens[at : at + _SCAN_TOKENS]
+            low, high = int(part.min()), int(part.max())
+            if low < 0 or high >= vocab_size:
+                wrong = low if low < 0 else high
+                raise DataError(
+                    f"token store {str(store.prefix)!r} holds the token id {wrong}, the model's "
+                    f"vocabulary is vocab_size={vocab_size}: set the model's vocab_size to at "
+                    f"least {high + 1}, or prepare the corpus with the model's own tokenizer"
+                )
+            largest = max(largest, high)
+            bar.advance(len(part))
+    return largest

@@ -1,0 +1,186 @@
+"""Train a byte-level BPE tokenizer, and turn documents into a token store with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from bmforge.data.sources import Document
+from bmforge.data.store_writer import TokenStoreWriter
+from bmforge.errors import ConfigError, DataError
+from bmforge.logging import ProgressBar, track
+
+__all__ = [
+    "END_OF_TEXT",
+    "EncodeCount",
+    "encode_to_store",
+    "end_of_text_id",
+    "load_tokenizer",
+    "save_tokenizer",
+    "train_bpe",
+]
+
+END_OF_TEXT = "<|endoftext|>"
+_SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
+_BATCH_DOCUMENTS = 256
+_BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass
+class EncodeCount:
+    """What went into a store: documents, UTF-8 bytes of their text, tokens with end-of-text."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> Tokenizer:
+    """Train a byte-level BPE tokenizer; it encodes any text without an unknown token.
+
+    ``<|endoftext|>`` gets id 0. A small corpus may give fewer than `vocab_size` tokens.
+
+    Args:
+        vocab_size: token ids to make, at least 257.
+        min_frequency: a pair seen less often is not merged.
+
+    Raises:
+        ConfigError: `vocab_size` is below 257.
+    """
+    if vocab_size < _SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"vocab_size={vocab_size}: byte-level BPE needs at least {_SMALLEST_VOCABULARY} "
+            "(256 bytes and the end-of-text token)"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(track(texts, "train tokenizer"), trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> None:
+    """Write tokenizer.json and tokenizer_config.json, which transformers' fast tokenizer reads."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
+    """Read the tokenizer.json of a directory.
+
+    Raises:
+        DataError: the file is missing or not a tokenizer.
+    """
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} does not exist: name a directory with a tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"{str(path)!r} is not a tokenizer of the tokenizers library ({error}): save it again"
+        ) from error
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """Return the id of ``<|endoftext|>``.
+
+    Raises:
+        DataError: the tokenizer has no such token.
+    """
+    found = tokenizer.token_to_id(END_OF_TEXT)
+    if found is None:
+        raise DataError(
+            f"the tokenizer has no token {END_OF_TEXT!r}: name its end-of-document "
+            "token with eos_id"
+        )
+    return int(found)
+
+
+def encode_to_store(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    prefix: str | os.PathLike[str],
+    *,
+    eos_id: int | None = None,
+    num_documents: int | None = None,
+    overwrite: bool = False,
+) -> EncodeCount:
+    """Encode documents in batches and write them as a token store, eos behind each.
+
+    A special token's name inside a text is encoded as ordinary text, so that no text can forge the
+    end of a document. Empty documents are kept as their eos alone.
+
+    Args:
+        prefix: path of the store without ``.bin`` or ``.idx``.
+        eos_id: the end-of-document token; by default that of ``<|endoftext|>``.
+        num_documents: for the progress bar.
+        overwrite: replace a store that is there.
+
+    Memory: about a million characters of text at a time, or one document if that is longer.
+    """
+    eos = end_of_text_id(tokenizer) if eos_id is None else eos_id
+    count = EncodeCount()
+    vocab_size = max(tokenizer.get_vocab_size(), eos + 1)
+    with (
+        TokenStoreWriter(prefix, vocab_size=vocab_size, overwrite=overwrite) as writer,
+        ProgressBar("tokenise", num_documents) as bar,
+        _specials_as_text(tokenizer),
+    ):
+        for texts in _batches(documents):
+            for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+                ids = encoding.ids
+                ids.append(eos)
+                writer.add_item(ids)
+                writer.end_document()
+                count.tokens += len(ids)
+            count.documents += len(texts)
+            count.text_bytes += sum(len(text.encode()) for text in texts)
+            bar.advance(len(texts), f"{count.tokens} tokens")
+    return count
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
+    """Yield lists of texts, closed at 256 documents or a million characters."""
+    texts: list[str] = []
+    characters = 0
+    for document in documents:
+        texts.append(document.text)
+        characters += len(document.text)
+        if len(texts) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts
+
+
+@contextmanager
+def _specials_as_text(tokenizer: Tokenizer) -> Iterator[None]:
+    """Let names of special tokens inside texts be plain text, and put the setting back."""
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True
+    try:
+        yield
+    finally:
+        tokenizer.encode_special_tokens = before

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from bmforge.data import (
+    PrepareConfig,
+    TokenStore,
+    load_tokenizer,
+    normalise,
+    prepare,
+    python_topics,
+    train_bpe,
+)
+from bmforge.errors import ConfigError, DataError
+
+SMALL = PrepareConfig(vocab_size=400, validation_fraction=0.2)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """Ten topics as .jsonl with a copy and an empty text, one more as .txt."""
+    texts = [d.text for d in python_topics()][:11]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = [*texts[:10], texts[0] + "  \r\n", " \n"]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
+    (folder / "b.txt").write_text(texts[10])
+    return folder
+
+
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+def test_end_to_end_rerun_and_conflict(tmp_path: Path, inputs: Path) -> None:
+    out = tmp_path / "out"
+    report = prepare(inputs, out, SMALL)
+    assert (report.documents, report.duplicates, report.empty, report.skipped) == (11, 1, 1, 0)
+    tokenizer = load_tokenizer(report.tokenizer_dir)
+    assert report.vocab_size == tokenizer.get_vocab_size() == SMALL.vocab_size
+    assert report.validation_prefix is not None
+    found: list[str] = []
+    for prefix, count in (
+        (report.train_prefix, report.train),
+        (report.validation_prefix, report.validation),
+    ):
+        store = TokenStore(prefix)
+        texts = [tokenizer.decode(store.tokens[a : b - 1].tolist()) for a, b in store.documents()]
+        assert count.documents == len(texts)
+        assert count.text_bytes == sum(len(t.encode()) for t in texts)
+        assert count.tokens == store.num_tokens
+        found += texts
+        if prefix == report.train_prefix:  # the tokenizer saw the training split alone
+            retrained = train_bpe(texts, report.config.vocab_size)
+            assert retrained.get_vocab() == tokenizer.get_vocab()
+    assert sorted(found) == sorted(normalise(d.text) for d in list(python_topics())[:11])
+    before = all_bytes(out)
+    assert sorted(before) == [
+        "prepared.toml", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json",
+        "train/tokens.bin", "train/tokens.idx", "validation/tokens.bin", "validation/tokens.idx",
+    ]  # fmt: skip
+
+    again = prepare([inputs / "a.jsonl", inputs / "b.txt"], out, SMALL)
+    assert again.reused
+    assert (again.train, again.validation, again.config) == (
+        report.train, report.validation, SMALL,
+    )  # fmt: skip
+    os.utime(inputs / "b.txt", (1, 1))  # another time, the same bytes
+    assert prepare(inputs, out, SMALL).reused
+    with pytest.raises(ConfigError, match=r"out.*vocab_size=400 there, 500 asked.*overwrite"):
+        prepare(inputs, out, PrepareConfig(vocab_size=500, validation_fraction=0.2))
+    with pytest.raises(ConfigError, match="other input text"):
+        prepare(inputs / "a.jsonl", out, SMALL)
+    with pytest.raises(ConfigError, match=r"other input text.*pydoc_data"):
+        prepare(None, out, SMALL)
+    assert all_bytes(out) == before
+    smaller = prepare(inputs / "a.jsonl", out, SMALL, overwrite=True)
+    assert (smaller.reused, smaller.documents) == (False, 10)
+    assert prepare(inputs / "a.jsonl", out, SMALL).reused
+
+
+def test_two_preparations_are_equal_byte_for_byte(tmp_path: Path, inputs: Path) -> None:
+    for name in ("one", "two"):
+        prepare(inputs, tmp_path / name, SMALL)
+    assert all_bytes(tmp_path / "one") == all_bytes(tmp_path / "two")
+
+
+def test_python_topics_by_default(tmp_path: Path) -> None:
+    report = prepare(None, tmp_path, PrepareConfig(vocab_size=300, validation_fraction=0.1))
+    total = report.train.text_bytes + report.validation.text_bytes
+    assert total > 400_000
+    assert abs(report.validation.text_bytes / total - 0.1) < 0.02
+    assert prepare(None, tmp_path, report.config).reused
+
+
+def test_skip_bad_is_counted(tmp_path: Path, inputs: Path) -> None:
+    path = inputs / "a.jsonl"
+    path.write_text("{oops\n" + path.read_text())
+    with pytest.raises(DataError, match=r"a\.jsonl:1"):
+        prepare(inputs, tmp_path / "out", SMALL)
+    assert all_bytes(tmp_path / "out") == {}
+    config = PrepareConfig(vocab_size=400, validation_fraction=0.2, skip_bad=True)
+    assert prepare(inputs, tmp_path / "out", config).skipped == 1
+    assert prepare(inputs, tmp_path / "out", config).skipped == 1
+
+
+def test_one_document_has_no_validation(tmp_path: Path, inputs: Path) -> None:
+    report = prepare(inputs / "b.txt", tmp_path / "out", SMALL)
+    assert report.validation_prefix is None
+    assert report.validation.documents == 0
+    assert not (tmp_path / "out" / "validation").exists()
+    assert prepare(inputs / "b.txt", tmp_path / "out", SMALL).validation_prefix is None
+
+
+def test_strange_output_directories(tmp_path: Path, inputs: Path) -> None:
+    foreign = tmp_path / "foreign"
+    (foreign / "train").mkdir(parents=True)
+    (foreign / "train" / "tokens.bin").write_bytes(b"mine")
+    (foreign / "notes.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match=r"train/tokens\.bin but no prepared\.toml"):
+        prepare(inputs, foreign, SMALL)
+    assert (foreign / "train" / "tokens.bin").read_bytes() == b"mine"
+    prepare(inputs, foreign, SMALL, overwrite=True)
+    assert (foreign / "notes.txt").read_text() == "keep me"
+    (foreign / "train" / "tokens.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="index speaks of"):
+        prepare(inputs, foreign, SMALL)
+    (foreign / "prepared.toml").write_text("format = 2\n")
+    with pytest.raises(DataError, match="format 2"):
+        prepare(inputs, foreign, SMALL)
+    with pytest.raises(ConfigError, match="is a file"):
+        prepare(inputs, foreign / "notes.txt", SMALL)
+
+
+def test_interrupted_preparation_is_done_again(
+    tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    prepare_module = sys.modules["bmforge.data.prepare"]
+    move = prepare_module._move_into_place  # type: ignore[attr-defined]
+
+    def stop_halfway(work: Path, target: Path) -> None:
+        (target / "train").mkdir()
+        (work / "train/tokens.bin").replace(target / "train/tokens.bin")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module, "_move_into_place", stop_halfway)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(inputs, out, SMALL)
+    assert (out / "preparing.tmp").exists()
+    monkeypatch.setattr(prepare_module, "_move_into_place", move)
+    assert not prepare(inputs, out, SMALL).reused
+    assert prepare(inputs, out, SMALL).reused
+    assert not (out / "preparing.tmp").exists()
+
+
+def test_nothing_left_after_cleaning(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": " \\n"}\n')
+    with pytest.raises(DataError, match="no text is left"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", SMALL)

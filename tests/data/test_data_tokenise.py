@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from bmforge.data import (
+    END_OF_TEXT,
+    Document,
+    TokenStore,
+    encode_to_store,
+    load_tokenizer,
+    python_topics,
+    save_tokenizer,
+    train_bpe,
+)
+from bmforge.errors import ConfigError, DataError
+
+TEXTS = [d.text for d in python_topics()][:12]
+SAMPLES = [*TEXTS[:2], "Grüße, 世界! 🦉\n\n  tab\tend ", "", f"a{END_OF_TEXT}b"]
+
+
+def test_transformers_opens_it_with_the_same_ids(tmp_path: Path) -> None:
+    tokenizer = train_bpe(TEXTS, 600)
+    save_tokenizer(tokenizer, tmp_path / "t")
+    ours = load_tokenizer(tmp_path / "t")
+    assert ours.get_vocab_size() == 600
+    assert ours.token_to_id(END_OF_TEXT) == 0
+    for cls in (PreTrainedTokenizerFast, AutoTokenizer):
+        theirs = cls.from_pretrained(tmp_path / "t")
+        assert (len(theirs), theirs.eos_token_id, theirs.eos_token) == (600, 0, END_OF_TEXT)
+        for text in SAMPLES:
+            ids = ours.encode(text).ids
+            assert theirs(text)["input_ids"] == ids
+            assert theirs.decode(ids) == text
+
+
+def test_training_is_deterministic() -> None:
+    assert train_bpe(TEXTS, 500).to_str() == train_bpe(iter(TEXTS), 500).to_str()
+
+
+def test_store_holds_the_text_back_and_forth(tmp_path: Path) -> None:
+    tokenizer = train_bpe(TEXTS, 400)
+    samples = SAMPLES * 150  # several batches
+    count = encode_to_store((Document(t, "x") for t in samples), tokenizer, tmp_path / "s")
+    store = TokenStore(tmp_path / "s")
+    assert (count.documents, count.tokens) == (len(samples), store.num_tokens)
+    assert count.text_bytes == sum(len(t.encode()) for t in samples)
+    assert store.dtype.name == "uint16"
+    for (start, end), text in zip(store.documents(), samples, strict=True):
+        ids = store.tokens[start:end].tolist()
+        assert ids.count(0) == 1  # a text cannot forge the end of a document
+        assert ids[-1] == 0
+        assert tokenizer.decode(ids[:-1], skip_special_tokens=False) == text
+    assert tokenizer.encode(END_OF_TEXT).ids == [0]  # the setting is put back
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size=256"):
+        train_bpe(TEXTS, 256)
+    with pytest.raises(DataError, match=r"tokenizer\.json.*does not exist"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="is not a tokenizer"):
+        load_tokenizer(tmp_path)
