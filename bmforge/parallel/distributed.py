@@ -1,0 +1,96 @@
+"""Joining the other processes: torchrun's environment, or a single process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from bmforge.device import backend_for, default_device
+from bmforge.errors import DistributedError
+
+__all__ = ["World", "init_distributed", "shutdown_distributed"]
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among all of them.
+
+    Args:
+        rank: global rank.
+        size: number of processes.
+        device: what this process computes on.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def init_distributed(*, device: torch.device | None = None, timeout_s: float = 600.0) -> World:
+    """Join the process group and return this process's place in it.
+
+    Under torchrun its environment is used; without a launcher the group is this one process. A group
+    that the program has initialised itself is adopted as it is.
+
+    Args:
+        device: what to compute on; None takes the accelerator of the local rank, or the CPU.
+        timeout_s: how long a collective may wait for another process.
+
+    Raises:
+        DistributedError: the launcher's environment is incomplete, or the others do not come.
+    """
+    device = device or default_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    if not dist.is_initialized():
+        _join(device, timedelta(seconds=timeout_s))
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _join(device: torch.device, timeout: timedelta) -> None:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(
+            backend_for(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+        return
+    missing = [name for name in _NEEDED if name not in os.environ]
+    if missing:
+        raise DistributedError(
+            f"the launcher's environment lacks {', '.join(missing)}. Start with "
+            "`torchrun --nproc-per-node N -m bmforge ...`, or unset RANK and WORLD_SIZE for one process."
+        )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size=size,
+            is_master=rank == 0 and not agent_hosts,
+            timeout=timeout,
+            multi_tenant=True,
+        )
+        # The agent's store outlives a restart of the workers; without a prefix per restart they find
+        # the dead workers' addresses in it and never connect.
+        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"bmforge/restart{generation}", store)
+        dist.init_process_group(
+            backend_for(device), store=store, rank=rank, world_size=size, timeout=timeout
+        )
+    except (dist.DistError, RuntimeError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise DistributedError(
+            f"rank {rank} of {size} could not join the others at {address}: {error}"
+        ) from error
+
+
+def shutdown_distributed() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

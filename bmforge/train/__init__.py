@@ -1,0 +1,43 @@
+"""Training any model on any layout: the loop, what it optimises, and how it never loses a step.
+
+Start reading at `trainer.py`; `checkpoint.py` saves and resumes, `optim.py` and `schedule.py` hold
+the optimizers and learning rates, `report.py` draws a run.
+"""
+
+from bmforge.train.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
+from bmforge.train.config import TrainConfig
+from bmforge.train.evaluate import EvalResult, evaluate
+from bmforge.train.metrics import MetricsWriter, WandbSink, read_metrics
+from bmforge.train.objective import causal_lm, count_labels
+from bmforge.train.optim import Muon, OptimConfig, build_optimizers, clip_grad_norm_, param_groups
+from bmforge.train.precision import LossScaler
+from bmforge.train.report import write_report
+from bmforge.train.schedule import ScheduleConfig, build_schedule
+from bmforge.train.spike import DivergenceError, SpikeGuard
+from bmforge.train.trainer import Trainer
+
+__all__ = [
+    "Checkpointer",
+    "DivergenceError",
+    "EvalResult",
+    "LossScaler",
+    "MetricsWriter",
+    "Muon",
+    "OptimConfig",
+    "ScheduleConfig",
+    "SpikeGuard",
+    "TrainConfig",
+    "Trainer",
+    "WandbSink",
+    "build_optimizers",
+    "build_schedule",
+    "causal_lm",
+    "clip_grad_norm_",
+    "count_labels",
+    "evaluate",
+    "load_checkpoint",
+    "param_groups",
+    "read_metrics",
+    "save_checkpoint",
+    "write_report",
+]

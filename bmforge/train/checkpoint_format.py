@@ -1,0 +1,274 @@
+"""What a checkpoint looks like on disk: names, manifest, hashes, durable writes, verification.
+
+    checkpoints/step-00001000/
+      manifest.json                          what is where: files, tensors, chunks, state
+      manifest.sha256                        hash of manifest.json, as `sha256sum` prints it
+      shard-00000-of-00004.safetensors ...   one per process
+
+The manifest holds size and sha256 of every shard, and a file of its own holds the manifest's, so no
+byte can change unseen. Nothing here is a pickle; `sha256sum -c` and safetensors read it all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError
+
+__all__ = [
+    "DTYPE_CODES",
+    "FORMAT_NAME",
+    "FORMAT_VERSION",
+    "LATEST_NAME",
+    "MANIFEST_HASH_NAME",
+    "MANIFEST_NAME",
+    "TEMPORARY_PREFIX",
+    "DamagedCheckpointError",
+    "find_checkpoints",
+    "find_damage",
+    "hash_line",
+    "read_manifest",
+    "shard_name",
+    "step_name",
+    "step_of",
+    "sync_directory",
+    "verify_checkpoint",
+    "write_durably",
+    "write_shard",
+]
+
+FORMAT_NAME = "bmforge-checkpoint"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MANIFEST_HASH_NAME = "manifest.sha256"
+LATEST_NAME = "latest"
+TEMPORARY_PREFIX = ".tmp-"
+
+_BLOCK_BYTES = 4 << 20
+_STEP_PATTERN = re.compile(r"step-(\d{8,})")
+DTYPE_CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The files are not the ones that were saved: a byte differs, or something is missing."""
+
+
+def step_name(step: int) -> str:
+    """Return the directory name of a step, for example ``"step-00001000"``."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step that a directory name stands for, or None for any other name."""
+    match = _STEP_PATTERN.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """Return the file name of one process's shard."""
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def find_checkpoints(directory: str | Path) -> list[Path]:
+    """Return the step directories under `directory`, the newest step first (none: empty list).
+
+    They are not verified, and half-written ones (``.tmp-*``) are not among them.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    found = [(step_of(path), path) for path in directory.iterdir() if path.is_dir()]
+    return [path for step, path in sorted(found, key=_newest_first) if step is not None]
+
+
+def _newest_first(item: tuple[int | None, Path]) -> int:
+    return -(item[0] or 0)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names inside directory `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write `data` to `path` and return once the disk has it."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def hash_line(manifest: bytes) -> bytes:
+    """Return the content of manifest.sha256 for these manifest bytes."""
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST_NAME}\n".encode()
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_shard(
+    path: Path, tensors: dict[str, Tensor], fault: Callable[[str], None]
+) -> dict[str, Any]:
+    """Write host tensors as one new safetensors file, hashed on the way and synced.
+
+    The hash is taken of the bytes in memory, so a disk that stores others is found out on loading.
+
+    Args:
+        path: the file; it must not exist yet.
+        tensors: contiguous host tensors.
+        fault: called with the phases "shard-open", "shard-half", "shard-written", "shard-synced".
+
+    Returns:
+        ``{"bytes": size, "sha256": hex digest}``.
+
+    Memory:
+        No copy of the tensors is made.
+    """
+    # Wider types first keeps every tensor aligned to its own element size, as readers expect.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, payload_bytes = _shard_header(names, tensors)
+    digest = hashlib.sha256(header)
+    with open(path, "xb") as file:
+        fault("shard-open")
+        file.write(header)
+        written, half_done = 0, False
+        for name in names:
+            payload = memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
+            for start in range(0, len(payload), _BLOCK_BYTES):
+                block = payload[start : start + _BLOCK_BYTES]
+                file.write(block)
+                digest.update(block)
+                written += len(block)
+                if not half_done and 2 * written >= payload_bytes:
+                    half_done = True
+                    file.flush()
+                    fault("shard-half")
+        file.flush()
+        fault("shard-written")
+        os.fsync(file.fileno())
+    fault("shard-synced")
+    return {"bytes": len(header) + written, "sha256": digest.hexdigest()}
+
+
+def _shard_header(names: list[str], tensors: dict[str, Tensor]) -> tuple[bytes, int]:
+    """Return the safetensors header (length word included) and the payload's size in bytes."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": DTYPE_CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """Read and check the manifest of one checkpoint directory; its shards are not read.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, or the manifest does not match its hash.
+        CheckpointError: it is no bmforge checkpoint, or one of a newer format.
+    """
+    path = Path(path)
+    try:
+        content = (path / MANIFEST_NAME).read_bytes()
+        expected = (path / MANIFEST_HASH_NAME).read_bytes()
+    except OSError as error:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error}") from error
+    if hash_line(content) != expected:
+        raise DamagedCheckpointError(
+            f"checkpoint {path} is damaged: {MANIFEST_NAME} and {MANIFEST_HASH_NAME} do not agree"
+        )
+    manifest: dict[str, Any] = json.loads(content)
+    if manifest.get("format") != FORMAT_NAME:
+        raise CheckpointError(
+            f"{path} is not a bmforge checkpoint: format={manifest.get('format')!r}, "
+            f"needed {FORMAT_NAME!r}"
+        )
+    if manifest["version"] > FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint {path} has format version={manifest['version']}, this bmforge reads up "
+            f"to {FORMAT_VERSION}. Upgrade bmforge: pip install -U bmforge"
+        )
+    return manifest
+
+
+def find_damage(
+    path: str | Path, manifest: dict[str, Any], part: int = 0, parts: int = 1
+) -> list[str]:
+    """Compare size and sha256 of shards with the manifest; return one line per damaged file.
+
+    Args:
+        path: the checkpoint directory.
+        manifest: what `read_manifest` returned.
+        part: check only every `parts`-th file, from this one on (processes share the work).
+        parts: number of processes that share the work.
+    """
+    problems = []
+    for name in sorted(manifest["files"])[part::parts]:
+        record = manifest["files"][name]
+        try:
+            size = os.path.getsize(Path(path) / name)
+            if size != record["bytes"]:
+                problems.append(f"{name} has {size} bytes instead of {record['bytes']}")
+            elif _hash_file(Path(path) / name) != record["sha256"]:
+                problems.append(f"{name} does not match its sha256")
+        except OSError as error:
+            problems.append(str(error))
+    return problems
+
+
+def verify_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Check every byte of one checkpoint directory and return its manifest.
+
+    Files that the manifest does not name are left alone.
+
+    Raises:
+        DamagedCheckpointError: something is missing or differs from what was saved.
+        CheckpointError: it is no bmforge checkpoint, or one of a newer format.
+    """
+    manifest = read_manifest(path)
+    problems = find_damage(path, manifest)
+    if problems:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: " + "; ".join(problems))
+    return manifest

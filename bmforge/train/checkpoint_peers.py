@@ -1,0 +1,45 @@
+"""How the processes of one run agree on a checkpoint: two collectives on a group of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Peers"]
+
+
+class Peers:
+    """The processes that save and load together; alone, every call is a no-op.
+
+    Constructing and closing are collective. The group is separate from the training's, so that a
+    background thread may talk while the training talks; only one thread may use it at a time.
+    """
+
+    def __init__(self) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if joined else 0
+        self.world_size: int = dist.get_world_size() if joined else 1
+        self._group: Any = dist.new_group(backend="gloo") if self.world_size > 1 else None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's `value`, ordered by rank, on every process."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's `value` on every process."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def close(self) -> None:
+        """Give the group back (nothing to do when the process group is gone already)."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None

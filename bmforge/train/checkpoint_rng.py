@@ -1,0 +1,76 @@
+"""The random number generators of this process as tensors: python, numpy, torch, accelerator."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["capture_rng", "reseed_rng", "restore_rng"]
+
+
+def capture_rng() -> dict[str, Tensor]:
+    """Return the state of every generator as uint8 host tensors; drawing nothing from them."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states = {
+        "rng/python": _to_bytes([version, list(internal), gauss]),
+        "rng/numpy": _to_bytes(
+            [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)]
+        ),
+        "rng/torch": torch.get_rng_state().clone(),
+    }
+    device = _device_module()
+    if device is not None:
+        states["rng/accelerator"] = device.get_rng_state().cpu().clone()
+    return states
+
+
+def restore_rng(states: dict[str, Tensor]) -> None:
+    """Put every generator where `capture_rng` found it.
+
+    An accelerator that the saving process did not have is seeded from the restored torch state.
+    """
+    version, internal, gauss = _from_bytes(states["rng/python"])
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = _from_bytes(states["rng/numpy"])
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    device = _device_module()
+    if device is not None:
+        if "rng/accelerator" in states:
+            device.set_rng_state(states["rng/accelerator"])
+        else:
+            device.manual_seed(_seed_of(bytes(states["rng/torch"].numpy())))
+    torch.set_rng_state(states["rng/torch"])
+
+
+def reseed_rng(seed: int, step: int, rank: int) -> None:
+    """Seed every generator from (seed, step, rank): the same numbers whenever that recurs."""
+    mixed = _seed_of(f"{seed}/{step}/{rank}".encode())
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed)
+
+
+def _seed_of(text: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+def _device_module() -> Any:
+    """Return the torch module of the accelerator (it has get_rng_state), or None without one."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.get_device_module(torch.accelerator.current_accelerator())
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(tensor: Tensor) -> Any:
+    return json.loads(bytes(tensor.numpy()))

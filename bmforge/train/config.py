@@ -1,0 +1,56 @@
+"""The settings of a training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bmforge.errors import ConfigError
+from bmforge.train.optim import OptimConfig
+from bmforge.train.schedule import ScheduleConfig
+
+__all__ = ["TrainConfig"]
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """What the `Trainer` does with a model and a loader.
+
+    Args:
+        steps: optimizer steps in all.
+        seed: of dropout; weights and sample order have their own.
+        precision: fp32, or bf16 / fp16 compute with fp32 parameters.
+        grad_clip: largest gradient norm; None does not clip.
+        spike_sigmas: skip a step whose loss is so many standard deviations above the recent mean;
+            None skips non-finite steps only.
+        eval_every_steps: steps between evaluations; None evaluates at the end only.
+        save_every_steps: steps between checkpoints; None saves at the end only.
+        keep_last: checkpoints to keep.
+        keep_every_steps: also keep every checkpoint whose step this divides.
+        log_every_steps: steps between lines in the log.
+        optim: the optimizer.
+        schedule: the learning rate over the steps.
+    """
+
+    steps: int = 1000
+    seed: int = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    grad_clip: float | None = 1.0
+    spike_sigmas: float | None = None
+    eval_every_steps: int | None = None
+    save_every_steps: int | None = 100
+    keep_last: int = 2
+    keep_every_steps: int | None = None
+    log_every_steps: int = 10
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a number out of range."""
+        for name in ("steps", "log_every_steps", "keep_last"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name}={getattr(self, name)} must be at least 1.")
+        for name in ("eval_every_steps", "save_every_steps", "keep_every_steps", "grad_clip"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"train.{name}={value} must be above 0, or None for never.")

@@ -1,0 +1,67 @@
+"""Loss on held-out batches, averaged over tokens across all processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from bmforge.parallel import data_parallel_group
+from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
+
+__all__ = ["EvalResult", "evaluate"]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Outcome of one pass.
+
+    Args:
+        loss: mean over all predicted tokens, in nats.
+        tokens: how many were predicted.
+    """
+
+    loss: float
+    tokens: int
+
+    def bits_per_byte(self, num_bytes: int) -> float:
+        """Return the code length of `num_bytes` bytes of text, which the tokens spell, per byte."""
+        return self.loss * self.tokens / math.log(2) / num_bytes
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    objective: Objective = causal_lm,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str = "cpu",
+) -> EvalResult:
+    """Return the mean loss over `batches`; the model goes back to the mode it was in.
+
+    Args:
+        model: on any layout; all processes call this together.
+        batches: this process's micro-batches, equally many on every process.
+        objective: as in training.
+        mesh: the model's mesh; None for one process.
+        device: where the model computes.
+    """
+    training = model.training
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in batches:
+        moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
+        sums[0] += objective(model, moved, 1.0).double()
+        sums[1] += count_labels(batch)
+    model.train(training)
+    group = data_parallel_group(mesh)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    total, tokens = sums.tolist()
+    return EvalResult(total / max(tokens, 1), int(tokens))

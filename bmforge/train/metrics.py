@@ -1,0 +1,288 @@
+"""What a run writes down while it trains: metrics.jsonl, TensorBoard, the progress line.
+
+A row of ``metrics.jsonl`` is one JSON object with ``step`` (optimizer steps done) and any of
+``loss lr grad_norm tokens_per_s mfu tokens memory_bytes`` (training), ``val_loss`` (validation) and
+``skipped`` (why the step was not applied). A number that is not finite is written as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bmforge.device import resident_bytes
+from bmforge.errors import DataError, MissingDependencyError
+from bmforge.logging import get_logger
+
+__all__ = [
+    "MetricsWriter",
+    "Row",
+    "Throughput",
+    "WandbSink",
+    "format_progress",
+    "measure_memory",
+    "read_metrics",
+]
+
+Row = dict[str, Any]
+Sink = Callable[[int, Mapping[str, Any]], None]
+
+
+def read_metrics(path: str | Path) -> list[Row]:
+    """Return the rows of a metrics.jsonl; a torn last line (a killed run's) is left out.
+
+    Raises:
+        DataError: a line other than the last is not a JSON object with a step.
+    """
+    path = Path(path)
+    lines = path.read_bytes().split(b"\n")
+    rows: list[Row] = []
+    last = max((i for i, line in enumerate(lines) if line.strip()), default=-1)
+    for number, line in enumerate(lines[: last + 1]):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("not an object with an integer 'step'")
+        except ValueError as error:
+            if number == last:
+                break
+            raise DataError(
+                f"{path}, line {number + 1}: {error}. Remove the line or restore the file."
+            ) from error
+        rows.append(row)
+    return rows
+
+
+class MetricsWriter:
+    """Append rows to ``run_dir/metrics.jsonl`` and hand them on; one per run, on rank 0.
+
+    Args:
+        run_dir: the run's directory; it is made.
+        resume_step: the step the run goes on from: rows after it are dropped, so that curves do not
+            fold back. None starts the file over.
+        tensorboard: also write ``run_dir/tensorboard`` where that package is installed.
+        sinks: functions called with (step, values) for every row, for example a `WandbSink`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        resume_step: int | None = None,
+        tensorboard: bool = True,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.path = run_dir / "metrics.jsonl"
+        _truncate(self.path, resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._sinks = tuple(sinks)
+        self._board = _open_board(run_dir, resume_step) if tensorboard else None
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write one row and flush it."""
+        row = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
+        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(name, value, step)
+        for sink in self._sinks:
+            sink(step, row)
+
+    def close(self) -> None:
+        """Close the files; writing afterwards is an error."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _truncate(path: Path, resume_step: int | None) -> None:
+    """Drop the rows after `resume_step`: the kept ones are written beside and renamed."""
+    if not path.exists():
+        return
+    kept = [] if resume_step is None else read_metrics(path)
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        for row in kept:
+            if resume_step is not None and row["step"] <= resume_step:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number JSON can hold (null for NaN and infinity), or a text as it is."""
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _open_board(run_dir: Path, resume_step: int | None) -> Any:
+    """Return a TensorBoard writer, or None (and one log line) where the package is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        get_logger().info("No TensorBoard log: pip install 'bmforge[report]' brings the package.")
+        return None
+    purge = None if resume_step is None else resume_step + 1
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+
+
+class WandbSink:
+    """Send every row to Weights & Biases; pass it to `MetricsWriter` in ``sinks``.
+
+    Args:
+        project: the project's name there.
+        run_dir: the run's directory; its name is the run's name and id, so that a resumed run goes
+            on in the same place.
+        config: the settings to show there.
+
+    Raises:
+        MissingDependencyError: wandb is not installed.
+    """
+
+    def __init__(
+        self, project: str, run_dir: str | Path, config: Mapping[str, Any] | None = None
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingDependencyError("wandb", "wandb", "Weights & Biases logging") from error
+        name = Path(run_dir).resolve().name
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=name,
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(config or {}),
+        )
+
+    def __call__(self, step: int, values: Mapping[str, Any]) -> None:
+        """Send one row."""
+        self._run.log({k: v for k, v in values.items() if k != "step"}, step=step)
+
+    def close(self) -> None:
+        """End the run there."""
+        self._run.finish()
+
+
+class Throughput:
+    """Tokens per second over the last steps, and MFU where the machine's peak is known.
+
+    Call `start` before a step and `stop` after it; time in between (evaluation, saving) is not
+    counted.
+
+    Args:
+        flops_per_token: forward and backward, of the whole model; None when unknown.
+        peak_flops: of all devices together, per second; None when unknown.
+        window_steps: steps to average over.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        window_steps: int = 20,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._clock = clock
+        self._steps: deque[tuple[int, float]] = deque(maxlen=window_steps)
+        self._started = clock()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._started = self._clock()
+
+    def stop(self, tokens: int) -> None:
+        """End a step in which all processes together worked on `tokens` tokens."""
+        now = self._clock()
+        self._steps.append((tokens, now - self._started))
+        self._started = now
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds per step in the window (0 before the first step)."""
+        return sum(s for _, s in self._steps) / len(self._steps) if self._steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second in the window (0 before the first step)."""
+        seconds = sum(s for _, s in self._steps)
+        return sum(t for t, _ in self._steps) / seconds if seconds > 0 else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Part of the peak in use, 0 to 1; None where FLOPs or peak are unknown."""
+        if not self._flops_per_token or not self._peak_flops:
+            return None
+        return self.tokens_per_s * self._flops_per_token / self._peak_flops
+
+
+def measure_memory(device_memory: Callable[[], int | None] | None = None) -> dict[str, int]:
+    """Return this process's resident set now and at its peak, in bytes.
+
+    Args:
+        device_memory: gives the accelerator's bytes, or None without one (for example a closure
+            over `bmforge.device.device_memory_bytes`); added as ``device_memory_bytes``.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak *= 1 if sys.platform == "darwin" else 1024
+    now = resident_bytes() or peak
+    found = {"memory_bytes": now, "memory_peak_bytes": max(peak, now)}
+    on_device = None if device_memory is None else device_memory()
+    if on_device is not None:
+        found["device_memory_bytes"] = on_device
+    return found
+
+
+def format_progress(
+    step: int,
+    total_steps: int,
+    loss: float,
+    tokens_per_s: float,
+    memory_bytes: int,
+    eta_s: float,
+    mfu: float | None = None,
+) -> str:
+    """Return the progress line: step, loss, tokens/s, MFU if known, memory, time left."""
+    rate = f"{tokens_per_s:,.0f}" if tokens_per_s < 100_000 else f"{tokens_per_s / 1000:,.0f}k"
+    parts = [f"step {step}/{total_steps}", f"loss {loss:.4f}", f"{rate} tokens/s"]
+    if mfu is not None:
+        parts.append(f"MFU {mfu:.1%}")
+    parts += [f"{memory_bytes / 1e9:.2f} GB", f"ETA {_duration(eta_s)}"]
+    return "  ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    """Return h:mm:ss, with days in front where there are any."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02d}:{second:02d}"
+    return f"{days}d {clock}" if days else clock

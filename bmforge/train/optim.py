@@ -1,0 +1,377 @@
+"""Optimizers: which parameter goes into which group, AdamW, SGD and Muon, and gradient clipping.
+
+Start at `build_optimizers`. Everything works on plain parameters and on sharded ones (DTensor) and
+gives the same numbers on both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from bmforge.errors import ConfigError, DistributedError, suggest
+from bmforge.shards import local_box, local_tensor
+
+__all__ = ["Muon", "OptimConfig", "build_optimizers", "clip_grad_norm_", "param_groups"]
+
+_NAMES = ("adamw", "muon", "sgd")
+_NOT_HIDDEN = ("embed*", "*_head", "classifier*", "rel_bias")
+_NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_NS_EPS = 1e-7
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Which optimizer, and its numbers.
+
+    Args:
+        name: adamw, muon (hidden matrices by Muon, the rest by AdamW) or sgd.
+        lr: peak learning rate; the schedule multiplies it.
+        weight_decay: decoupled for adamw and muon; norms, biases and other vectors get none.
+        betas, eps: AdamW's (for muon those of its AdamW remainder).
+        momentum: Muon's (None takes 0.95) or SGD's (None takes 0.9).
+        muon_lr: muon only: another peak rate for the hidden matrices; None takes `lr`. The update
+            is scaled to the size of an AdamW update, so that AdamW's rate fits.
+        ns_steps: muon only: Newton-Schulz iterations (None takes 5).
+    """
+
+    name: str = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float | None = None
+    muon_lr: float | None = None
+    ns_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number out of range or one that has no effect."""
+        if self.name not in _NAMES:
+            raise ConfigError(
+                f"optim.name={self.name!r} is unknown; the optimizers are {', '.join(_NAMES)}."
+                + suggest(self.name, _NAMES)
+            )
+        for field in ("lr", "weight_decay", "eps", "muon_lr"):
+            value = getattr(self, field)
+            if value is not None and not (value >= 0.0 and math.isfinite(value)):
+                raise ConfigError(f"optim.{field}={value} must be finite and at least 0.")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"optim.betas={self.betas} must be two, at least 0 and below 1.")
+        if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"optim.momentum={self.momentum} must be at least 0 and below 1.")
+        if self.ns_steps is not None and not 1 <= self.ns_steps < 100:
+            raise ConfigError(f"optim.ns_steps={self.ns_steps} must be between 1 and 99.")
+        unused = {
+            "adamw": ("momentum", "muon_lr", "ns_steps"),
+            "muon": (),
+            "sgd": ("betas", "eps", "muon_lr", "ns_steps"),
+        }[self.name]
+        for field in unused:
+            if getattr(self, field) != type(self).__dataclass_fields__[field].default:
+                raise ConfigError(
+                    f"optim.{field}={getattr(self, field)} has no effect with "
+                    f"optim.name={self.name!r}. Leave it out or choose another optimizer."
+                )
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
+    """Return the trainable parameters in one group with weight decay and one without.
+
+    Vectors, scalars and everything called a bias get none. A tied parameter is there once, under
+    its first name. ``params`` holds (name, parameter) pairs, of which torch's optimizers make
+    ``params`` and ``param_names``. A group that would be empty is left out.
+    """
+    return _decay_groups(_trainable(model), weight_decay)
+
+
+def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a run; call it after `parallelize`, and step all of them.
+
+    Each parameter group carries its peak rate in ``base_lr`` and its parameters' names in
+    ``param_names``.
+
+    Raises:
+        ConfigError: nothing is trainable, or name="muon" and there is no hidden matrix.
+    """
+    named = _trainable(model)
+    if not named:
+        raise ConfigError("The model has no trainable parameter: every requires_grad is False.")
+    if config.name == "sgd":
+        momentum = 0.9 if config.momentum is None else config.momentum
+        groups = _decay_groups(named, config.weight_decay)
+        return [torch.optim.SGD(_with_base(groups, config.lr), momentum=momentum)]
+    if config.name == "adamw":
+        return [_adamw(named, config)]
+    hidden = _hidden_matrices(model, named)
+    if not hidden:
+        raise ConfigError(
+            "optim.name='muon' needs hidden matrices (2-dim parameters outside embeddings and "
+            "heads) and this model has none that is trainable. Use optim.name='adamw'."
+        )
+    lr = config.lr if config.muon_lr is None else config.muon_lr
+    muon = Muon(
+        _with_base([{"params": hidden}], lr),
+        weight_decay=config.weight_decay,
+        momentum=0.95 if config.momentum is None else config.momentum,
+        ns_steps=5 if config.ns_steps is None else config.ns_steps,
+    )
+    taken = {name for name, _ in hidden}
+    rest = [(name, parameter) for name, parameter in named if name not in taken]
+    return [muon, _adamw(rest, config)] if rest else [muon]
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _decay_groups(named: list[tuple[str, nn.Parameter]], weight_decay: float) -> list[Group]:
+    """Split (name, parameter) pairs into those that decay and those that do not."""
+    plain = {name for name, p in named if p.dim() <= 1 or name.endswith(("_bias", ".bias"))}
+    groups: list[Group] = [
+        {"params": [(n, p) for n, p in named if n not in plain], "weight_decay": weight_decay},
+        {"params": [(n, p) for n, p in named if n in plain], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _with_base(groups: list[Group], lr: float) -> list[Group]:
+    return [{**group, "lr": lr, "base_lr": lr} for group in groups]
+
+
+def _by_mesh(groups: list[Group]) -> list[Group]:
+    """Split groups further, so that none mixes plain and sharded parameters or two meshes.
+
+    The fused kernel raises on such a mix.
+    """
+    split: list[Group] = []
+    for group in groups:
+        parts: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in group["params"]:
+            mesh = p.device_mesh if isinstance(p, DTensor) else None
+            parts.setdefault(mesh, []).append((name, p))
+        split += [{**group, "params": part} for part in parts.values()]
+    return split
+
+
+def _adamw(named: list[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
+    """Build AdamW: fused, or torch's default form where the device or dtype has no fused one."""
+    groups = _by_mesh(_with_base(_decay_groups(named, config.weight_decay), config.lr))
+    settings = {"betas": config.betas, "eps": config.eps}
+    try:
+        return torch.optim.AdamW([dict(group) for group in groups], fused=True, **settings)
+    except RuntimeError:
+        return torch.optim.AdamW(groups, **settings)
+
+
+def _hidden_matrices(
+    model: nn.Module, named: list[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return what Muon takes: matrices that are no embedding, no head and no bias."""
+    embeddings = {
+        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(False)
+    }
+    return [
+        (name, p)
+        for name, p in named
+        if p.dim() == 2
+        and id(p) not in embeddings
+        and not name.endswith(("_bias", ".bias"))
+        and not any(fnmatchcase(part, glob) for part in name.split(".") for glob in _NOT_HIDDEN)
+    ]
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised; for hidden matrices, plain or sharded.
+
+    Equal to `torch.optim.Muon` bit for bit on plain float32 and bfloat16 parameters. On a sharded
+    matrix torch's iterates on DTensors and gives other numbers (2.13: 1e-2 apart after 3 steps);
+    this one gathers the momentum, orthogonalises the whole matrix on every process and keeps the
+    local part. Float64 parameters are orthogonalised in float64, so that layouts can be compared
+    closely. Older versions of torch need no `torch.optim.Muon`.
+
+    Args:
+        params: 2-dim parameters, or groups of them.
+        lr: learning rate.
+        weight_decay: decoupled.
+        momentum: of the moving average of gradients, with Nesterov's look-ahead.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr: "match_rms_adamw": 0.2 sqrt(max(rows, columns)), so that AdamW's rate fits;
+            "original": sqrt(max(1, rows / columns)).
+
+    Memory/Comm: one whole matrix at a time, all-gathered in bfloat16; momentum stays sharded.
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the rate by Liu et al.
+        2025, "Muon is scalable for LLM training".
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        adjust_lr: str = "match_rms_adamw",
+    ) -> None:
+        if adjust_lr not in ("match_rms_adamw", "original"):
+            raise ConfigError(f"adjust_lr={adjust_lr!r} must be 'match_rms_adamw' or 'original'.")
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "ns_steps": ns_steps,
+            "adjust_lr": adjust_lr,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() != 2:
+                    raise ConfigError(
+                        f"Muon takes matrices only, not a parameter of shape="
+                        f"{tuple(parameter.shape)}. Give that one to AdamW."
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; every process of a sharded parameter's mesh must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update_(parameter, group)
+        return loss
+
+    def _update_(self, parameter: Tensor, group: Group) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter.grad, memory_format=torch.preserve_format
+            )
+        grad, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
+        buffer.lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(buffer, group["momentum"])
+        update = _orthogonalize(_whole(update, parameter), group["ns_steps"])
+        rows, columns = parameter.shape
+        if group["adjust_lr"] == "original":
+            ratio = math.sqrt(max(1, rows / columns))
+        else:
+            ratio = 0.2 * math.sqrt(max(rows, columns))
+        local = local_tensor(parameter)
+        local.mul_(1 - group["lr"] * group["weight_decay"])
+        local.add_(update[local_box(parameter).slices], alpha=-(group["lr"] * ratio))
+
+
+def _whole(part: Tensor, like: Tensor) -> Tensor:
+    """Return the whole matrix of which `part` is this process's share, in the working dtype."""
+    part = part if part.dtype == torch.float64 else part.bfloat16()
+    if not isinstance(like, DTensor):
+        return part
+    sharded = DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return sharded.full_tensor()
+
+
+def _orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Return U S' V^T for the matrix U S V^T, S' near 1, by the quintic Newton-Schulz iteration."""
+    a, b, c = _NS_COEFFICIENTS
+    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    x = x / x.norm().clamp(min=_NS_EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.size(0) > matrix.size(1) else x
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """Scale all gradients down to a global norm of at most `max_norm`; return the norm before.
+
+    Plain and sharded parameters and several meshes may be mixed. A plain gradient counts once: it
+    must already be the same on every process.
+
+    Args:
+        parameters: the same parameters in the same order on every process.
+        max_norm: largest norm, above 0; None only measures.
+
+    Returns:
+        The 2-norm over all gradients, a plain 0-dim tensor, the same on every process: float64
+        where a gradient is float64, else float32.
+
+    Comm: one all-reduce of one number per mesh axis on which something is sharded.
+    """
+    if max_norm is not None and not max_norm > 0.0:
+        raise ConfigError(f"max_norm={max_norm} must be above 0, or None for no clipping.")
+    parameters = [p for p in parameters if p.requires_grad]
+    if not parameters:
+        return torch.zeros(())
+    buckets: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:  # by parameter, so that all processes make the same buckets
+        bucket = buckets.setdefault(_sharded_over(parameter), [])
+        if parameter.grad is not None:
+            _sharded_over(parameter.grad)
+            bucket.append(local_tensor(parameter.grad))
+    device = local_tensor(parameters[0]).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for key, bucket in buckets.items():
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        if bucket:
+            norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(bucket)])
+            square = norms.square().sum()
+        if key is not None:
+            mesh, axes = key
+            for axis in axes:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        total += square
+    grads = [grad for bucket in buckets.values() for grad in bucket]
+    total = total.sqrt()
+    coefficient = 1.0 if max_norm is None else float(max_norm / (total + 1e-6))
+    if coefficient < 1.0:
+        for same_kind in _by_kind(grads):
+            torch._foreach_mul_(same_kind, coefficient)
+    wide = any(grad.dtype == torch.float64 for grad in grads)
+    return total if wide else total.float()
+
+
+def _sharded_over(tensor: Tensor) -> Any:
+    """Return (mesh, axes on which it is sharded), or None for a tensor that is whole everywhere."""
+    if not isinstance(tensor, DTensor):
+        return None
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise DistributedError(
+            f"A gradient has placements={tensor.placements}: it is not summed up yet. Reduce it "
+            "before clip_grad_norm_."
+        )
+    axes = tuple(i for i, p in enumerate(tensor.placements) if not isinstance(p, Replicate))
+    return (tensor.device_mesh, axes) if axes else None
+
+
+def _norms(grads: list[Tensor]) -> Iterator[Tensor]:
+    """Yield the 2-norm of each gradient, in float32 at least."""
+    for grad in grads:
+        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        yield torch.linalg.vector_norm(grad, dtype=dtype)
+
+
+def _by_kind(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Group tensors by device and dtype, as the foreach operations want them."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds.values()

@@ -1,0 +1,113 @@
+"""Dynamic loss scaling for float16, where small gradients would otherwise be rounded to zero.
+
+There is no overflow check in here. The caller finds an overflow in the gradient norm, which was
+all-reduced, so every process takes the same decision and the scale is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.shards import local_tensor
+
+__all__ = ["LossScaler"]
+
+_LARGEST_SCALE = torch.finfo(torch.float32).max
+
+
+class LossScaler:
+    """Multiply the loss by a scale that grows while all is well and halves on overflow.
+
+    Args:
+        init_scale: the first scale.
+        growth_interval_steps: sound steps in a row after which the scale grows.
+        growth_factor: what it grows by.
+        backoff_factor: what it is multiplied by on overflow, between 0 and 1.
+        min_scale: it never falls below this.
+
+    Source: the scale follows the rule of `torch.amp.GradScaler`, with a lower bound added.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_interval_steps: int = 2000,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        min_scale: float = 1.0,
+    ) -> None:
+        if growth_interval_steps < 1:
+            raise ConfigError(f"growth_interval_steps={growth_interval_steps} must be at least 1.")
+        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0:
+            raise ConfigError(
+                f"growth_factor={growth_factor} must be above 1 and "
+                f"backoff_factor={backoff_factor} between 0 and 1."
+            )
+        if not 0.0 < min_scale <= init_scale <= _LARGEST_SCALE:
+            raise ConfigError(
+                f"min_scale={min_scale} must be above 0 and at most init_scale={init_scale}, "
+                "which must be finite."
+            )
+        self.current_scale = float(init_scale)
+        self._growth_interval_steps = growth_interval_steps
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._min_scale = min_scale
+        self._sound_steps = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the current scale; call backward on the result."""
+        return loss * self.current_scale
+
+    @torch.no_grad()
+    def unscale_(self, parameters: Iterable[Tensor]) -> None:
+        """Divide every gradient by the scale, in place; once per optimizer step, before clipping.
+
+        Raises:
+            ConfigError: a gradient is itself float16, so that dividing would lose what was saved.
+        """
+        inverse = 1.0 / self.current_scale
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.dtype == torch.float16:
+                raise ConfigError(
+                    "A gradient has dtype=torch.float16. Loss scaling needs float32 parameters "
+                    "that are cast to float16 for the forward pass; load the model in float32."
+                )
+            local_tensor(parameter.grad).mul_(inverse)
+
+    def update(self, overflow: bool) -> None:
+        """Adapt the scale after a step; `overflow` must be the same on every process."""
+        if overflow:
+            self.current_scale = max(self._min_scale, self.current_scale * self._backoff_factor)
+            self._sound_steps = 0
+            return
+        self._sound_steps += 1
+        if self._sound_steps == self._growth_interval_steps:
+            grown = self.current_scale * self._growth_factor
+            self.current_scale = grown if grown <= _LARGEST_SCALE else self.current_scale
+            self._sound_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state as plain numbers."""
+        return {"scale": self.current_scale, "sound_steps": self._sound_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take the state that `state_dict` gave.
+
+        Raises:
+            ConfigError: a number is missing or out of range.
+        """
+        scale, steps = state.get("scale"), state.get("sound_steps")
+        if scale is None or steps is None or not math.isfinite(scale) or scale <= 0 or steps < 0:
+            raise ConfigError(
+                f"The loss scaler's state is {dict(state)!r}; it needs a positive finite 'scale' "
+                "and 'sound_steps' of at least 0."
+            )
+        self.current_scale, self._sound_steps = float(scale), int(steps)

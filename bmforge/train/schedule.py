@@ -1,0 +1,196 @@
+"""Learning-rate schedules: pure functions from the step number to a multiplier of the base rate.
+
+Nothing here has a state: the multiplier of optimizer step ``s`` (0-based) depends on ``s`` alone,
+so a checkpoint that knows its step knows its learning rate.
+
+With ``w`` warm-up steps, ``n`` steps in all and the floor ``m = min_lr_ratio``:
+
+* warm-up, ``s < w``: ``(s + 1) / w``, so that the first step already learns and step ``w - 1`` is
+  at the peak;
+* afterwards ``p = (s - w) / (n - w)`` runs from 0 to 1 and the multiplier is
+
+  ============  =======================================================================
+  constant      1
+  linear        m + (1 - m) (1 - p)
+  cosine        m + (1 - m) (1 + cos(pi p)) / 2
+  exponential   m ** p                                      (the floor is the end value)
+  noam          max(m, sqrt(w / (s + 1)))
+  wsd           1, then over the last ``decay_steps`` steps, with q from 0 to 1,
+                m + (1 - m) d(q), where d is 1 - q, (1 + cos(pi q)) / 2 or 1 - sqrt(q)
+  ============  =======================================================================
+* from step ``n`` on it stays at the floor (constant: at 1; noam: it goes on falling).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = ["ScheduleConfig", "build_schedule", "set_learning_rate_"]
+
+Schedule = Callable[[int], float]
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda p: 1.0 - p,
+    "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
+    "1-sqrt": lambda p: 1.0 - math.sqrt(p),
+}
+_KINDS = ("constant", "linear", "cosine", "exponential", "noam", "wsd")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Which schedule, and how long its parts are.
+
+    Args:
+        kind: constant, linear, cosine, exponential, noam or wsd (warmup-stable-decay).
+        warmup_steps: steps of linear warm-up; noam needs at least 1.
+        min_lr_ratio: the floor, as a part of the peak, 0 to 1; exponential needs more than 0.
+        total_steps: length of the schedule; None takes the length of the run.
+        decay_steps: wsd only: length of the decay; None takes a tenth of the total.
+        decay_kind: wsd only: linear, cosine or 1-sqrt (None takes 1-sqrt).
+    """
+
+    kind: str = "cosine"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    total_steps: int | None = None
+    decay_steps: int | None = None
+    decay_kind: str | None = None
+
+
+def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
+    """Return the function from optimizer step number (0-based) to learning-rate multiplier.
+
+    Args:
+        config: the settings, all of which must have an effect for its kind.
+        total_steps: length of the run, used where the config does not set its own.
+
+    Raises:
+        ConfigError: an unknown kind, a number out of range, or a setting without effect.
+    """
+    total = total_steps if config.total_steps is None else config.total_steps
+    _check(config, total)
+    warmup = config.warmup_steps
+    after = _after_warmup(config, total)
+
+    def multiplier(step: int) -> float:
+        if step < 0:
+            raise ConfigError(f"step={step} is negative; optimizer steps are counted from 0.")
+        if step < warmup:
+            return (step + 1) / warmup
+        return after(step)
+
+    return multiplier
+
+
+def _after_warmup(config: ScheduleConfig, total: int) -> Schedule:
+    """Return the part of the schedule behind the warm-up."""
+    warmup, floor = config.warmup_steps, config.min_lr_ratio
+    if config.kind == "constant":
+        return lambda step: 1.0
+    if config.kind == "noam":
+        return lambda step: max(floor, math.sqrt(warmup / (step + 1)))
+    if config.kind == "exponential":
+        return lambda step: floor ** _progress(step, warmup, total)
+    if config.kind == "wsd":
+        shape = _SHAPES[config.decay_kind or "1-sqrt"]
+        start = total - _decay_steps(config, total)
+    else:
+        shape, start = _SHAPES[config.kind], warmup
+    return lambda step: floor + (1.0 - floor) * shape(_progress(step, start, total))
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    """Return how far `step` is on the way from `start` to `end`, held between 0 and 1."""
+    if step >= end:
+        return 1.0
+    return 0.0 if step <= start else (step - start) / (end - start)
+
+
+def _decay_steps(config: ScheduleConfig, total: int) -> int:
+    """Return the length of the wsd decay."""
+    if config.decay_steps is not None:
+        return config.decay_steps
+    return min(max(1, total // 10), total - config.warmup_steps)
+
+
+def _check(config: ScheduleConfig, total: int) -> None:
+    """Raise ConfigError for the first setting that is wrong or has no effect."""
+    if config.kind not in _KINDS:
+        raise ConfigError(
+            f"schedule.kind={config.kind!r} is unknown; the kinds are {', '.join(_KINDS)}."
+            + suggest(config.kind, _KINDS)
+        )
+    if total < 1:
+        raise ConfigError(f"total_steps={total} must be at least 1.")
+    if not 0 <= config.warmup_steps <= total:
+        raise ConfigError(
+            f"schedule.warmup_steps={config.warmup_steps} must be between 0 and total_steps="
+            f"{total}. Warm up for fewer steps or train for more."
+        )
+    if not 0.0 <= config.min_lr_ratio <= 1.0:
+        raise ConfigError(
+            f"schedule.min_lr_ratio={config.min_lr_ratio} must be between 0 and 1: it is a part of "
+            "the peak learning rate."
+        )
+    _check_effects(config)
+    _check_kind(config, total)
+
+
+def _check_effects(config: ScheduleConfig) -> None:
+    """Raise ConfigError for a setting that this kind does not look at."""
+    unused = []
+    if config.kind == "constant" and config.min_lr_ratio != 0.0:
+        unused.append("min_lr_ratio")
+    if config.kind in ("constant", "noam") and config.total_steps is not None:
+        unused.append("total_steps")
+    if config.kind != "wsd":
+        unused += [n for n in ("decay_steps", "decay_kind") if getattr(config, n) is not None]
+    if unused:
+        named = ", ".join(f"schedule.{name}={getattr(config, name)!r}" for name in unused)
+        raise ConfigError(
+            f"{named} has no effect with schedule.kind={config.kind!r}. Leave it out or choose "
+            "another kind."
+        )
+
+
+def _check_kind(config: ScheduleConfig, total: int) -> None:
+    """Raise ConfigError where a kind needs a setting that is missing or out of its range."""
+    if config.kind == "noam" and config.warmup_steps < 1:
+        raise ConfigError("schedule.kind='noam' needs schedule.warmup_steps of at least 1.")
+    if config.kind == "exponential" and config.min_lr_ratio == 0.0:
+        raise ConfigError(
+            "schedule.kind='exponential' falls to schedule.min_lr_ratio, which must be above 0 "
+            "(for example 0.1)."
+        )
+    if config.kind != "wsd":
+        return
+    kind = config.decay_kind
+    if kind is not None and kind not in _SHAPES:
+        raise ConfigError(
+            f"schedule.decay_kind={kind!r} is unknown; the kinds are {', '.join(_SHAPES)}."
+            + suggest(kind, _SHAPES)
+        )
+    decay = _decay_steps(config, total)
+    if decay < 0 or config.warmup_steps + decay > total:
+        raise ConfigError(
+            f"schedule.decay_steps={decay} must be at least 0 and, with "
+            f"schedule.warmup_steps={config.warmup_steps}, fit into total_steps={total}."
+        )
+
+
+def set_learning_rate_(optimizers: Iterable[torch.optim.Optimizer], multiplier: float) -> None:
+    """Set every parameter group's rate to its own ``base_lr`` times `multiplier`.
+
+    A group without ``base_lr`` takes its present ``lr`` as the base, once.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            base_lr = group.setdefault("base_lr", group["lr"])
+            group["lr"] = base_lr * multiplier

@@ -1,0 +1,108 @@
+"""Which steps are not applied: those with NaN or infinity, and if asked for those that jump up.
+
+The decision is a pure function of the global loss and gradient norm, both all-reduced before they
+come here, and of earlier ones; so every process decides alike without another collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from bmforge.errors import BmforgeError, ConfigError
+
+__all__ = ["DivergenceError", "SpikeGuard"]
+
+
+class DivergenceError(BmforgeError, RuntimeError):
+    """Too many steps in a row had to be skipped: the run does not train any more."""
+
+
+class SpikeGuard:
+    """Decide for each step whether it is skipped, and give up when none is sound any more.
+
+    Args:
+        spike_sigmas: skip where loss > mean + spike_sigmas * standard deviation of the last
+            `window_steps` applied losses; None (the default) skips non-finite steps only.
+        window_steps: how many applied losses are looked at; spikes are only judged once it is full.
+        max_consecutive_skips: give up at this many skipped steps in a row. The default leaves room
+            for a float16 loss scale to come down from 2**16 to 1.
+    """
+
+    def __init__(
+        self,
+        spike_sigmas: float | None = None,
+        window_steps: int = 128,
+        max_consecutive_skips: int = 25,
+    ) -> None:
+        if spike_sigmas is not None and not spike_sigmas > 0.0:
+            raise ConfigError(f"spike_sigmas={spike_sigmas} must be above 0, or None for off.")
+        if window_steps < 2 or max_consecutive_skips < 1:
+            raise ConfigError(
+                f"window_steps={window_steps} must be at least 2 and "
+                f"max_consecutive_skips={max_consecutive_skips} at least 1."
+            )
+        self.skipped_steps = 0
+        self.consecutive_skips = 0
+        self._spike_sigmas = spike_sigmas
+        self._max_consecutive_skips = max_consecutive_skips
+        self._window: deque[float] = deque(maxlen=window_steps)
+
+    def check(self, loss: float, grad_norm: float) -> str | None:
+        """Return why this step must be skipped, or None when it may be applied.
+
+        Args:
+            loss: mean loss over the whole global batch, unscaled, the same on every process.
+            grad_norm: norm of the whole gradient, unscaled, before clipping, likewise.
+
+        Raises:
+            DivergenceError: `max_consecutive_skips` steps in a row were skipped.
+        """
+        reason = self._reason(loss, grad_norm)
+        if reason is None:
+            self.consecutive_skips = 0
+            self._window.append(loss)
+            return None
+        self.skipped_steps += 1
+        self.consecutive_skips += 1
+        if self.consecutive_skips >= self._max_consecutive_skips:
+            raise DivergenceError(
+                f"{self.consecutive_skips} steps in a row were skipped, the last one because of "
+                f"{reason} (loss={loss}, grad_norm={grad_norm}). The parameters are still those of "
+                "the last sound step. Continue from an earlier checkpoint with a lower learning "
+                "rate, a longer warm-up or other data, or raise max_consecutive_skips."
+            )
+        return reason
+
+    def _reason(self, loss: float, grad_norm: float) -> str | None:
+        if not math.isfinite(loss):
+            return "a non-finite loss"
+        if not math.isfinite(grad_norm):
+            return "a non-finite gradient"
+        if self._spike_sigmas is None or len(self._window) < (self._window.maxlen or 0):
+            return None
+        mean = math.fsum(self._window) / len(self._window)
+        variance = math.fsum((x - mean) ** 2 for x in self._window) / len(self._window)
+        if loss > mean + self._spike_sigmas * math.sqrt(variance):
+            return f"a loss spike over the recent mean of {mean:.4g}"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain numbers and one list of them."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "consecutive_skips": self.consecutive_skips,
+            "window": list(self._window),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state that `state_dict` gave; a shorter window keeps the newest losses."""
+        missing = {"skipped_steps", "consecutive_skips", "window"} - set(state)
+        if missing:
+            raise ConfigError(f"The spike guard's state lacks {', '.join(sorted(missing))}.")
+        self.skipped_steps = int(state["skipped_steps"])
+        self.consecutive_skips = int(state["consecutive_skips"])
+        self._window.clear()
+        self._window.extend(float(loss) for loss in state["window"])

@@ -1,0 +1,275 @@
+"""The training loop.
+
+It is short on purpose: a step is `train_step`, everything else is a callback or a plain function.
+The model comes laid out (`parallel.parallelize`); the Trainer does not know its family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from bmforge.device import device_memory_bytes, peak_flops
+from bmforge.logging import ProgressBar, get_logger
+from bmforge.parallel import data_parallel_group, data_parallel_size
+from bmforge.train.checkpoint import Checkpointer
+from bmforge.train.config import TrainConfig
+from bmforge.train.evaluate import EvalResult
+from bmforge.train.metrics import (
+    MetricsWriter,
+    Row,
+    Throughput,
+    format_progress,
+    measure_memory,
+)
+from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
+from bmforge.train.optim import build_optimizers, clip_grad_norm_
+from bmforge.train.precision import LossScaler
+from bmforge.train.schedule import build_schedule, set_learning_rate_
+from bmforge.train.signals import StopRequest
+from bmforge.train.spike import SpikeGuard
+
+__all__ = ["Callback", "Loader", "Trainer"]
+
+Callback = Callable[["Trainer", Row], None]
+
+
+class Loader(Protocol):
+    """What the Trainer needs of a loader; `data.DataLoader` is one."""
+
+    def __next__(self) -> list[dict[str, torch.Tensor]]:
+        """Return this process's micro-batches of the next optimizer step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class Trainer:
+    """Trains a model; resumes by itself when its run directory holds a checkpoint.
+
+    Args:
+        model: laid out and initialised.
+        loader: yields a list of micro-batches per optimizer step, with a state.
+        config: the numbers.
+        mesh: the model's mesh; None for one process.
+        run_dir: where metrics and checkpoints go; None keeps nothing.
+        objective: the loss; see `objective.py`.
+        evaluator: evaluates the model (collectively); None never evaluates.
+        callbacks: called with (trainer, row) after every step, on every process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: Loader,
+        config: TrainConfig,
+        *,
+        mesh: DeviceMesh | None = None,
+        run_dir: str | Path | None = None,
+        objective: Objective = causal_lm,
+        evaluator: Callable[[nn.Module], EvalResult] | None = None,
+        callbacks: Sequence[Callback] = (),
+        flops_per_token: float | None = None,
+    ) -> None:
+        self.model, self.loader, self.config = model, loader, config
+        self.objective, self.evaluator, self.callbacks = objective, evaluator, tuple(callbacks)
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.device = next(model.parameters()).device
+        self.optimizers = build_optimizers(model, config.optim)
+        self.schedule = build_schedule(config.schedule, config.steps)
+        self.guard = SpikeGuard(config.spike_sigmas)
+        self.scaler = LossScaler() if config.precision == "fp16" else None
+        self.step = 0
+        self._dp_size = data_parallel_size(mesh)
+        self._group = data_parallel_group(mesh)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        peak = peak_flops(self.device)
+        self._throughput = Throughput(flops_per_token, peak and peak * self._dp_size)
+
+    def fit(self, until_step: int | None = None) -> Self:
+        """Train to `config.steps`, saving and evaluating on the way; return the trainer.
+
+        Stops early, after saving, when SIGINT or SIGTERM reaches any process.
+
+        Args:
+            until_step: stop there instead; the schedule stays that of the whole run.
+        """
+        last_step = min(self.config.steps, until_step or self.config.steps)
+        torch.manual_seed(self.config.seed + 1_000_003 * self._rank)
+        if self.run_dir is None:
+            with StopRequest() as stop:
+                self._loop(last_step, stop, None, None)
+            return self
+        with (
+            Checkpointer(
+                self.run_dir / "checkpoints",
+                keep_last=self.config.keep_last,
+                keep_every=self.config.keep_every_steps,
+            ) as checkpointer,
+            StopRequest() as stop,
+        ):
+            resumed = self._resume(checkpointer)
+            writer = MetricsWriter(self.run_dir, resumed) if self._rank == 0 else None
+            try:
+                self._loop(last_step, stop, checkpointer, writer)
+            finally:
+                if writer is not None:
+                    writer.close()
+        return self
+
+    def _resume(self, checkpointer: Checkpointer) -> int | None:
+        found = checkpointer.load_newest(self.model, self.optimizers)
+        if found is None:
+            return None
+        self.step, state = found
+        self.load_state_dict(state)
+        get_logger().info("resumed at step %d of %d", self.step, self.config.steps)
+        return self.step
+
+    def _loop(
+        self,
+        last_step: int,
+        stop: StopRequest,
+        checkpointer: Checkpointer | None,
+        writer: MetricsWriter | None,
+    ) -> None:
+        config, saved_at = self.config, self.step
+        self.model.train()
+        with ProgressBar("train", config.steps) as bar:
+            bar.advance(self.step)
+            stopping = False
+            while self.step < last_step and not stopping:
+                row, stopping = self.train_step(stop.asked is not None)
+                due = config.eval_every_steps and self.step % config.eval_every_steps == 0
+                if self.evaluator is not None and (due or self.step == config.steps):
+                    row["val_loss"] = self.evaluator(self.model).loss
+                if writer is not None:
+                    writer.write(self.step, row)
+                self._show(row, bar)
+                for callback in self.callbacks:
+                    callback(self, row)
+                due = config.save_every_steps and self.step % config.save_every_steps == 0
+                if checkpointer is not None and (due or stopping or self.step == last_step):
+                    checkpointer.save(self.step, self.model, self.optimizers, self.state_dict())
+                    saved_at = self.step
+        if stopping:
+            get_logger().info(
+                "stopped by a signal at step %d, saved at step %d; run it again to go on.",
+                self.step,
+                saved_at,
+            )
+
+    def train_step(self, stop_asked: bool = False) -> tuple[Row, bool]:
+        """Run one optimizer step over the next global batch.
+
+        Args:
+            stop_asked: whether this process wants to stop; all learn of it.
+
+        Returns:
+            the metrics row, and whether any process wants to stop.
+
+        Comm: one all-reduce of three integers before, one of the loss after, the gradients' own,
+            and one per kind of sharding for the norm.
+        """
+        self._throughput.start()
+        micro_batches = next(self.loader)
+        items, tokens, stops = self._sum(
+            [
+                sum(count_labels(b) for b in micro_batches),
+                sum(b["labels"].numel() for b in micro_batches),
+                int(stop_asked),
+            ]
+        )
+        loss, norm, applied_scale = self._backward(micro_batches, max(items, 1))
+        skipped = self.guard.check(loss, norm)
+        multiplier = self.schedule(self.step)
+        set_learning_rate_(self.optimizers, multiplier)
+        for optimizer in self.optimizers:
+            if skipped is None:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if self.scaler is not None:
+            self.scaler.update(overflow=not math.isfinite(norm))
+        self.step += 1
+        self._throughput.stop(tokens)
+        row: Row = {
+            "loss": loss,
+            "lr": self.optimizers[0].param_groups[0]["lr"],
+            "grad_norm": norm,
+            "tokens": tokens,
+            "tokens_per_s": self._throughput.tokens_per_s,
+            **measure_memory(lambda: device_memory_bytes(self.device)),
+        }
+        optional = {"mfu": self._throughput.mfu, "skipped": skipped, "loss_scale": applied_scale}
+        row.update({name: value for name, value in optional.items() if value is not None})
+        return row, stops > 0
+
+    def _backward(
+        self, micro_batches: Sequence[Batch], items: int
+    ) -> tuple[float, float, float | None]:
+        """Accumulate the mean loss's gradient; return the loss, the norm and the loss scale."""
+        scale = None if self.scaler is None else self.scaler.current_scale
+        # Gradients are averaged over the data-parallel processes, so each divides by its share.
+        divisor = items / self._dp_size / (scale or 1.0)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in micro_batches:
+            moved = {name: value.to(self.device) for name, value in batch.items()}
+            loss = self.objective(self.model, moved, divisor)
+            loss.backward()
+            total += loss.detach().double()
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        if self.scaler is not None:
+            self.scaler.unscale_(parameters)
+        norm = clip_grad_norm_(parameters, self.config.grad_clip)
+        return total.item() / self._dp_size / (scale or 1.0), norm.item(), scale
+
+    def _sum(self, numbers: list[int]) -> list[int]:
+        """Add up integers over the data-parallel processes."""
+        if self._group is None:
+            return numbers
+        summed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(summed, group=self._group)
+        return summed.tolist()
+
+    def _show(self, row: Row, bar: ProgressBar) -> None:
+        left = (self.config.steps - self.step) * self._throughput.step_s
+        memory = int(row.get("device_memory_bytes") or row["memory_bytes"])
+        speed = row["tokens_per_s"]
+        text = format_progress(
+            self.step, self.config.steps, row["loss"], speed, memory, left, row.get("mfu")
+        )
+        bar.advance(1, text)
+        if "skipped" in row:
+            get_logger().warning("step %d was skipped: %s", self.step, row["skipped"])
+        if "val_loss" in row:
+            text += f"  val_loss {row['val_loss']:.4f}"
+        if self.step % self.config.log_every_steps == 0 or "val_loss" in row:
+            bar.log(text)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is neither model nor optimizer: plain numbers, the same on every process."""
+        return {
+            "seed": self.config.seed,
+            "loader": self.loader.state_dict(),
+            "guard": self.guard.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.loader.load_state_dict(state["loader"])
+        self.guard.load_state_dict(state["guard"])
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,191 @@
+"""Every layout against one process: loss, gradients, clipped norm and parameters after three steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from bmforge.errors import ConfigError, DistributedError
+from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, init_weights_
+from bmforge.parallel import Layout, init_distributed, parallelize
+from bmforge.testing import assert_close, assert_equal_trees, run_distributed
+from bmforge.train.optim import OptimConfig, build_optimizers, clip_grad_norm_
+
+BATCH, LENGTH, STEPS, MICRO = 12, 10, 3, 1
+
+
+def tiny(family: str):
+    """A model whose rows (vocab 29, hidden 20) divide by neither 2, 3 nor 4 throughout."""
+    common = {"vocab_size": 29, "hidden_size": 20, "num_layers": 3, "num_heads": 2}
+    if family == "gpt2":
+        return GPT2.from_config(GPT2Config(**common, max_seq_len=16), device="meta")
+    config = LlamaConfig(**common, intermediate_size=27, num_kv_heads=1, head_dim=10)
+    return Llama.from_config(config, device="meta")
+
+
+def batches(dtype: torch.dtype):
+    """The whole batches; some labels are left out so that ranks have different counts."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        ids = torch.randint(0, 29, (BATCH, LENGTH), generator=generator)
+        labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
+        yield ids, labels
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def train(family, layout, dtype, recompute=False, accumulate=1, optimizer="adamw"):
+    """Three steps on this process's rows; return everything that a layout must not change."""
+    world = init_distributed()
+    model = tiny(family).to(dtype)
+    parallelize(model, layout, recompute=recompute)
+    init_weights_(model, seed=3)
+    out = {f"init/{n}": full(p) for n, p in model.named_parameters()}
+    optimizers = build_optimizers(model, OptimConfig(name=optimizer, lr=1e-2))
+    rows = BATCH // (world.size * accumulate)
+    for step, (ids, labels) in enumerate(batches(dtype)):
+        items = (labels[:, 1:] != -100).sum().item()
+        loss = torch.zeros((), dtype=dtype)
+        for micro in range(accumulate):
+            first = (micro * world.size + world.rank) * rows
+            mine = slice(first, first + rows)
+            part = model(
+                input_ids=ids[mine], labels=labels[mine], num_items_in_batch=items / world.size
+            ).loss
+            part.backward()
+            loss += part.detach()
+        if world.size > 1:
+            dist.all_reduce(loss)
+        out[f"loss/{step}"] = loss / world.size
+        if step == 0:
+            out.update({f"grad/{n}": full(p.grad) for n, p in model.named_parameters()})
+        out[f"norm/{step}"] = clip_grad_norm_(model.parameters(), 0.5).to(dtype)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    out.update({f"final/{n}": full(p) for n, p in model.named_parameters()})
+    return out
+
+
+@pytest.fixture(scope="module")
+def reference():
+    known = {}
+
+    def get(family, dtype, optimizer="adamw"):
+        key = (family, dtype, optimizer)
+        if key not in known:
+            known[key] = run_distributed(train, 1, family, Layout(), dtype, optimizer=optimizer)[0]
+        return known[key]
+
+    return get
+
+
+CASES = [
+    pytest.param(2, Layout(zero=2), {}, id="zero2x2"),
+    pytest.param(2, Layout(zero=3), {"recompute": True, "accumulate": 2}, id="zero3x2-rc-acc"),
+    pytest.param(2, Layout(zero=0), {}, id="replicate2"),
+    pytest.param(3, Layout(zero=3), {}, id="zero3x3"),
+    pytest.param(4, Layout(zero=3), {"recompute": True}, id="zero3x4-rc"),
+    pytest.param(4, Layout(zero=2), {"accumulate": 3}, id="zero2x4-acc"),
+    pytest.param(4, Layout(zero=3, dp_replicate=2), {}, id="hsdp2x2"),
+    pytest.param(4, Layout(zero=2, dp_replicate=2), {"recompute": True}, id="hsdp2x2-z2-rc"),
+]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("world", "layout", "options"), CASES)
+def test_float64_equals_one_process(reference, family, world, layout, options):
+    want = reference(family, torch.float64)
+    for got in run_distributed(train, world, family, layout, torch.float64, **options):
+        init = {n: t for n, t in got.items() if n.startswith("init/")}
+        assert_equal_trees(init, {n: want[n] for n in init})
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize(("world", "layout", "options"), CASES)
+def test_float32_row(reference, world, layout, options):
+    want = reference("gpt2", torch.float32)
+    got = run_distributed(train, world, "gpt2", layout, torch.float32, **options)[0]
+    for name in (n for n in want if n.startswith("loss/")):
+        assert_close(got[name], want[name], rtol=1e-5, atol=0)
+    for name in (n for n in want if n.startswith("grad/")):
+        difference, size = (got[name] - want[name]).norm(), want[name].norm()
+        if name.endswith("k_proj.bias"):  # its true gradient is 0
+            assert difference < 1e-6
+        else:
+            assert difference <= 1e-5 * size, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
+@pytest.mark.parametrize(("world", "layout", "options"), CASES)
+def test_other_optimizers(reference, optimizer, world, layout, options):
+    want = reference("gpt2", torch.float64, optimizer)
+    kwargs = {**options, "optimizer": optimizer}
+    assert_close(run_distributed(train, world, "gpt2", layout, torch.float64, **kwargs)[0], want)
+
+
+def train_half(precision, recompute=False):
+    """Loss of three bf16 or fp16 steps, and the dtypes on the way."""
+    world = init_distributed()
+    model = tiny("gpt2")
+    parallelize(model, Layout(zero=3), precision=precision, recompute=recompute)
+    init_weights_(model, seed=3)
+    optimizers = build_optimizers(model, OptimConfig(lr=1e-2))
+    losses = []
+    rows = BATCH // world.size
+    for ids, labels in batches(torch.float32):
+        mine = slice(world.rank * rows, (world.rank + 1) * rows)
+        items = (labels[:, 1:] != -100).sum().item() / world.size
+        out = model(input_ids=ids[mine], labels=labels[mine], num_items_in_batch=items)
+        out.loss.backward()
+        total = out.loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total / world.size)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    dtypes = {str(p.dtype) for p in model.parameters()} | {str(out.last_hidden_state.dtype)}
+    return torch.stack(losses), dtypes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows_fp32_on_one_and_two_processes(precision):
+    exact = run_distributed(train_half, 1, "fp32")[0][0]
+    for world in (1, 2):
+        losses, dtypes = run_distributed(train_half, world, precision, recompute=world == 2)[0]
+        half = "torch.bfloat16" if precision == "bf16" else "torch.float16"
+        assert dtypes == {"torch.float32", half}
+        assert_close(losses, exact, rtol=2e-2, atol=0)
+
+
+def lay_out(layout, kwargs):
+    parallelize(tiny("gpt2"), layout, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "kwargs", "words"),
+    [
+        (3, Layout(dp_replicate=2), {}, ["dp_replicate=2", "does not divide the 3 processes"]),
+        (2, Layout(tp=2), {}, ["tp=2", "set them to 1"]),
+        (1, Layout(zero=1), {}, ["zero=1 must be 0, 2 or 3"]),  # type: ignore[arg-type]
+        (2, Layout(zero=0, dp_replicate=2), {}, ["no effect"]),
+        (1, Layout(), {"precision": "bf17"}, ["precision='bf17'", "bf16"]),
+        (2, Layout(), {"prefetch": -1, "precision": "int8"}, ["prefetch=-1", "int8"]),
+    ],
+)
+def test_what_does_not_fit_is_said_on_every_rank(world, layout, kwargs, words):
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(lay_out, world, layout, kwargs)
+    for word in [*words, "ConfigError", *(f"rank {r}:" for r in range(world))]:
+        assert word in str(caught.value)
+
+
+def test_layout_problems_without_processes():
+    assert Layout(zero=3).problems(5) == []
+    with pytest.raises(ConfigError, match="pp=0 must be at least 1"):
+        Layout(pp=0).check(4)

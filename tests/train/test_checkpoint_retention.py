@@ -1,0 +1,93 @@
+"""Which checkpoints are kept, found and published, and in which order that happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.train.checkpoint import (
+    FAULT_POINTS,
+    Checkpointer,
+    find_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [(1, None, [7]), (3, None, [7, 6, 5]), (2, 3, [7, 6, 3]), (1, 2, [7, 6, 4, 2])],
+)
+def test_retention(keep_last: int, keep_every: int | None, kept: list[int], tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpointer(tmp_path, keep_last=keep_last, keep_every=keep_every) as checkpointer:
+        for step in range(1, 8):
+            checkpointer.save(step, model)
+    assert [path.name for path in find_checkpoints(tmp_path)] == [f"step-{n:08d}" for n in kept]
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_retention_leaves_later_steps_alone(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path, model, step=9)
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(4, model)
+        checkpointer.save(5, model)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000009", "step-00000005"]
+
+
+def test_saving_a_step_twice_keeps_the_first(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    path = save_checkpoint(tmp_path, model, step=1, state={"n": 1})
+    stamp = (path / "manifest.json").stat().st_mtime_ns
+    save_checkpoint(tmp_path, model, step=1, state={"n": 2})
+    assert (path / "manifest.json").stat().st_mtime_ns == stamp
+    assert load_checkpoint(path, model) == {"n": 1}
+
+
+def test_a_damaged_one_of_the_same_step_is_moved_aside(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    path = save_checkpoint(tmp_path, model, step=1, state={"n": 1})
+    (path / "manifest.json").write_bytes(b"{}")
+    save_checkpoint(tmp_path, model, step=1, state={"n": 2})
+    assert load_checkpoint(tmp_path, model) == {"n": 2}
+    assert len(list(tmp_path.glob("damaged-step-00000001-*"))) == 1
+
+
+def test_leftovers_are_cleaned_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-step-00000003-abc").mkdir()
+    (tmp_path / ".tmp-latest").write_text("x")
+    Checkpointer(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "none") as checkpointer:
+        assert checkpointer.load_newest(nn.Linear(2, 2)) is None
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        load_checkpoint(tmp_path, nn.Linear(2, 2))
+
+
+def test_run_directory_is_understood(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoints", nn.Linear(2, 2), step=1, state={"n": 1})
+    assert load_checkpoint(tmp_path, nn.Linear(2, 2)) == {"n": 1}
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep_last=0"):
+        Checkpointer(tmp_path, keep_last=0)
+    with pytest.raises(ConfigError, match="keep_every=0"):
+        Checkpointer(tmp_path, keep_every=0)
+
+
+def test_phases_come_in_the_documented_order(tmp_path: Path) -> None:
+    phases: list[str] = []
+    with Checkpointer(tmp_path, keep_last=1, fault=phases.append) as checkpointer:
+        checkpointer.save(1, nn.Linear(2, 2))
+        checkpointer.wait()
+        phases.clear()
+        checkpointer.save(2, nn.Linear(2, 2))
+    assert tuple(phases) == FAULT_POINTS
