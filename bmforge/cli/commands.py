@@ -1,0 +1,226 @@
+"""The commands. Options are the fields of config dataclasses, so `--help` always tells the truth."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from bmforge.config import dump_toml, load_toml
+from bmforge.data import PrepareConfig, load_tokenizer, prepare
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+from bmforge.recipes import RECIPES, QuickstartConfig, find_recipe, quickstart
+from bmforge.train import write_report
+
+__all__ = ["COMMANDS"]
+
+Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
+
+
+def _parse(kind: Any, arguments: Sequence[str], command: str, default: Any = None) -> Any:
+    """Turn arguments into a dataclass; a wrong one is explained and ends the program with 2."""
+    return tyro.cli(
+        kind,
+        args=list(arguments),
+        prog=f"bmforge {command}",
+        default=default if default is not None else tyro.MISSING_NONPROP,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
+    )
+
+
+def run_quickstart(arguments: Sequence[str]) -> None:
+    """Real text in, a trained model out."""
+    report = quickstart(_parse(QuickstartConfig, _bare_flags(arguments, "fresh"), "quickstart"))
+    get_logger().info("done: open %s", report)
+
+
+@dataclass(kw_only=True)
+class PrepareCommand:
+    """Prepare text for training.
+
+    Args:
+        input: files (.txt .md .jsonl, also .gz .zst) or directories; none takes Python's help texts.
+        out: directory to write.
+        overwrite: replace what an earlier preparation wrote there.
+        config: how.
+    """
+
+    input: Inputs = ()
+    out: Path
+    overwrite: bool = False
+    config: Annotated[PrepareConfig, tyro.conf.arg(name="")] = field(default_factory=PrepareConfig)
+
+
+def run_prepare(arguments: Sequence[str]) -> None:
+    """Text files to a token store and a tokenizer."""
+    flags = _bare_flags(arguments, "overwrite", "skip-bad")
+    command = _parse(PrepareCommand, flags, "prepare")
+    report = prepare(
+        list(command.input) or None, command.out, command.config, overwrite=command.overwrite
+    )
+    get_logger().info(
+        "%s %s: %d documents, %d duplicates, %d bad entries skipped, %d + %d tokens, vocabulary %d",
+        "already prepared:" if report.reused else "prepared",
+        command.out,
+        report.documents,
+        report.duplicates,
+        report.skipped,
+        report.train.tokens,
+        report.validation.tokens,
+        report.vocab_size,
+    )
+
+
+def run_train(arguments: Sequence[str]) -> None:
+    """Run a recipe, or go on with it."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        listed = "\n".join(f"  {name:<18}{r.about}" for name, r in RECIPES.items())
+        print(
+            f"usage: bmforge train RECIPE [--config FILE] [--print-config] [--field.path VALUE ...]\n\n{listed}"
+        )
+        return
+    recipe = find_recipe(arguments[0])
+    rest = _bare_flags(arguments[1:], "print-config")
+    file = _take_option(rest, "--config")
+    show = _take_option(rest, "--print-config")
+    default = recipe.config() if file is None else load_toml(recipe.config, file)
+    config = _parse(recipe.config, rest, f"train {arguments[0]}", default)
+    if show == "True":
+        print(dump_toml(config), end="")
+        return
+    recipe.run(config)
+
+
+@dataclass(kw_only=True)
+class GenerateCommand:
+    """Continue a text.
+
+    Args:
+        model: directory or hub id of a model with its tokenizer.
+        prompt: the text; none reads standard input.
+        max_new_tokens: at most so many tokens.
+        num_beams: beam search with so many beams; 1 is greedy.
+        do_sample: draw instead of taking the likeliest.
+        temperature: of the drawing.
+        top_k: draw among the k likeliest.
+        top_p: draw among the likeliest that make up this probability.
+        seed: of the drawing.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    prompt: str | None = None
+    max_new_tokens: int = 100
+    num_beams: int = 1
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+
+def run_generate(arguments: Sequence[str]) -> None:
+    """Continue a text with a model."""
+    from bmforge.infer import generate
+    from bmforge.models import AutoModel
+    from bmforge.models.hub import resolve_model
+
+    command = _parse(GenerateCommand, _bare_flags(arguments, "do-sample"), "generate")
+    directory = resolve_model(command.model)
+    tokenizer = load_tokenizer(directory)
+    model = AutoModel.from_pretrained(directory)
+    prompt = command.prompt if command.prompt is not None else sys.stdin.read()
+    ids = tokenizer.encode(prompt).ids
+    if not ids:
+        raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
+    sampling = {"temperature": command.temperature, "top_k": command.top_k, "top_p": command.top_p}
+    torch.manual_seed(command.seed)
+    out = generate(
+        model,
+        torch.tensor([ids]),
+        max_new_tokens=command.max_new_tokens,
+        num_beams=command.num_beams,
+        do_sample=command.do_sample,
+        eos_token_id=tokenizer.token_to_id("<|endoftext|>"),
+        **(sampling if command.do_sample else {}),
+    )
+    print(tokenizer.decode(out[0].tolist()))
+
+
+@dataclass(kw_only=True)
+class ReportCommand:
+    """Draw a run's report.
+
+    Args:
+        run: the run's directory.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+
+
+def run_report(arguments: Sequence[str]) -> None:
+    """Draw a run: curves, config, samples on one page."""
+    get_logger().info("%s", write_report(_parse(ReportCommand, arguments, "report").run))
+
+
+@dataclass(kw_only=True)
+class InfoCommand:
+    """Describe a model.
+
+    Args:
+        name: a preset's name or a model's directory.
+        seq_len: length of the rows for the FLOPs of attention; none takes the longest context.
+    """
+
+    name: Annotated[str, tyro.conf.Positional]
+    seq_len: int | None = None
+
+
+def run_info(arguments: Sequence[str]) -> None:
+    """Parameters, FLOPs and cache size of a model."""
+    from bmforge.cli.info import describe_model
+
+    command = _parse(InfoCommand, arguments, "info")
+    print(describe_model(command.name, command.seq_len))
+
+
+def _bare_flags(arguments: Sequence[str], *names: str) -> list[str]:
+    """Let ``--flag`` stand for ``--flag True`` for the named switches."""
+    known = {f"--{n}" for n in names} | {f"--{n.replace('-', '_')}" for n in names}
+    out: list[str] = []
+    for index, argument in enumerate(arguments):
+        out.append(argument)
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if argument in known and following not in ("True", "False"):
+            out.append("True")
+    return out
+
+
+def _take_option(arguments: list[str], name: str) -> str | None:
+    """Remove ``name VALUE`` or ``name=VALUE`` from the arguments and return the value."""
+    for index, argument in enumerate(arguments):
+        if argument == name:
+            if index + 1 == len(arguments):
+                raise ConfigError(f"{name} needs a value.")
+            value = arguments[index + 1]
+            del arguments[index : index + 2]
+            return value
+        if argument.startswith(f"{name}="):
+            del arguments[index]
+            return argument.partition("=")[2]
+    return None
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
+    "quickstart": (run_quickstart, "train a small model on real text, from nothing, in minutes"),
+    "prepare": (run_prepare, "text files to a token store and a tokenizer"),
+    "train": (run_train, "run a recipe, or go on with it"),
+    "generate": (run_generate, "continue a text with a model"),
+    "report": (run_report, "draw a run on one page"),
+    "info": (run_info, "parameters, FLOPs and cache size of a preset or a model"),
+}

@@ -1,0 +1,42 @@
+"""What `bmforge info` says of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bmforge.config import config_to_dict
+from bmforge.models.hub import AutoModel, find_preset
+
+__all__ = ["describe_model"]
+
+
+def describe_model(name: str, seq_len: int | None = None) -> str:
+    """Return a description of a preset or of a model directory.
+
+    Args:
+        name: preset or directory.
+        seq_len: tokens per row for the FLOPs; None takes the longest context.
+
+    Raises:
+        ConfigError: neither a preset nor a model.
+    """
+    file = Path(name) / "config.json"
+    if file.is_file():
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        family = AutoModel.family_of(raw)
+        config = family.config_class.from_hf(raw)
+    else:
+        family, config = find_preset(name)
+    model = family.from_config(config, device="meta")
+    parameters = sum(p.numel() for p in model.parameters())
+    length = seq_len or config.max_seq_len
+    fields = {k: v for k, v in config_to_dict(config).items() if k != "raw"}
+    lines = [f"{name}: {family.__name__}"]
+    lines += [f"  {key:<28}{value}" for key, value in fields.items()]
+    lines += [
+        f"  {'parameters':<28}{parameters:,}",
+        f"  {'training FLOPs per token':<28}{config.flops_per_token(length):.4g} at {length} tokens",
+        f"  {'KV-cache bytes per token':<28}{config.kv_bytes_per_token():,} in bf16",
+    ]
+    return "\n".join(lines)

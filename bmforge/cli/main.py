@@ -1,0 +1,47 @@
+"""The entry point: finds the command, and shows errors as sentences."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from bmforge import __version__
+from bmforge.errors import BmforgeError, ConfigError, suggest
+from bmforge.logging import process_rank
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``bmforge COMMAND ...`` and return the exit status: 0, or 2 for a user's mistake."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["--version"], ["-V"]):
+        print(f"bmforge {__version__}")
+        return 0
+    # Imported here so that `bmforge --version` and a mistyped command answer at once.
+    from bmforge.cli.commands import COMMANDS
+    from bmforge.parallel import shutdown_distributed
+
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview(COMMANDS))
+        return 0
+    try:
+        if arguments[0] not in COMMANDS:
+            raise ConfigError(
+                f"unknown command {arguments[0]!r}.{suggest(arguments[0], COMMANDS)} "
+                f"Commands: {', '.join(COMMANDS)}."
+            )
+        COMMANDS[arguments[0]][0](arguments[1:])
+        return 0
+    except BmforgeError as error:
+        rank = process_rank()
+        print(f"{f'[rank {rank}] ' if rank else ''}error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        shutdown_distributed()
+
+
+def _overview(commands: dict) -> str:
+    lines = [f"bmforge {__version__}", "", "usage: bmforge COMMAND [OPTIONS]", ""]
+    lines += [f"  {name:<12}{about}" for name, (_, about) in commands.items()]
+    return "\n".join([*lines, "", "`bmforge COMMAND --help` lists a command's options."])

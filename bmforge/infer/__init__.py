@@ -1,0 +1,11 @@
+"""Running trained models: text generation with a key-value cache.
+
+Start reading at `generate.py`: `decoder.py` runs the model, `sampling.py` turns scores into tokens
+and `beam.py` searches. Results equal those of transformers' ``generate`` on the same weights.
+"""
+
+from bmforge.infer.cache import KVCache
+from bmforge.infer.generate import generate
+from bmforge.infer.options import GenerationConfig
+
+__all__ = ["GenerationConfig", "KVCache", "generate"]

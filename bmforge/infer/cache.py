@@ -1,0 +1,88 @@
+"""The key-value cache: what attention computed for earlier tokens, in memory taken once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ShapeError
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """Keys and values of every layer, in one buffer per layer that never moves.
+
+    A layer's buffer is made when its first keys come, so dtype, device and head counts are those of
+    the model as it runs. `length` moves once per model call, when the last layer has stored its
+    part: until then every layer and the position ids see the same past, and a call that fails
+    half-way leaves the cache as it was.
+
+    Args:
+        num_layers: number of layers that will store.
+        max_length: tokens there is room for, prompt and new ones.
+
+    Memory: 2 x num_layers x B x K x max_length x H elements; see `ModelConfig.kv_bytes_per_token`.
+    """
+
+    def __init__(self, num_layers: int, max_length: int) -> None:
+        self.num_layers = num_layers
+        self.max_length = max_length
+        self.length = 0
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one layer's new keys and values; return all of them so far, as views.
+
+        Shape:
+            key, value: (B, K, T, H) -> (B, K, length + T, H)
+
+        Raises:
+            ShapeError: no room for T more tokens, or another number of rows than before.
+        """
+        end = self.length + key.shape[2]
+        if end > self.max_length:
+            raise ShapeError(
+                f"the cache has room for max_length={self.max_length} tokens and holds "
+                f"{self.length}; {key.shape[2]} more do not fit. Make it with a larger max_length."
+            )
+        keys = self._keys[layer] = _store(self._keys[layer], key, self.length, self.max_length)
+        values = self._values[layer] = _store(
+            self._values[layer], value, self.length, self.max_length
+        )
+        if layer == self.num_layers - 1:
+            self.length = end
+        return keys[:, :, :end], values[:, :, :end]
+
+    def reorder(self, indices: Tensor) -> None:
+        """Make row i the old row ``indices[i]``; there may be more or fewer rows afterwards.
+
+        Shape:
+            indices: (new B,), integers
+        """
+        self._keys = [self._pick(buffer, indices) for buffer in self._keys]
+        self._values = [self._pick(buffer, indices) for buffer in self._values]
+
+    def _pick(self, buffer: Tensor | None, indices: Tensor) -> Tensor | None:
+        if buffer is None:
+            return None
+        used = buffer[:, :, : self.length].index_select(0, indices)
+        if indices.shape[0] != buffer.shape[0]:
+            buffer = buffer.new_empty(indices.shape[0], *buffer.shape[1:])
+        buffer[:, :, : self.length] = used
+        return buffer
+
+
+def _store(buffer: Tensor | None, new: Tensor, start: int, max_length: int) -> Tensor:
+    """Write (B, K, T, H) into a buffer from token `start` on; make one when there is none."""
+    if buffer is None:
+        batch, heads, _, width = new.shape
+        buffer = torch.empty(batch, heads, max_length, width, dtype=new.dtype, device=new.device)
+    if buffer.shape[0] != new.shape[0]:
+        raise ShapeError(
+            f"the cache holds {buffer.shape[0]} rows and was given {new.shape[0]}. "
+            "Use one cache per batch, or `reorder` it to the new rows."
+        )
+    buffer[:, :, start : start + new.shape[2]] = new
+    return buffer

@@ -1,0 +1,178 @@
+"""`generate`: prompts in, continued prompts out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.infer.beam import beam_search
+from bmforge.infer.decoder import Decoder
+from bmforge.infer.options import GenerationConfig
+from bmforge.infer.sampling import choose_tokens, is_one_of, process_scores
+from bmforge.models.causal_lm import CausalLM
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: CausalLM,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    config: GenerationConfig | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Continue prompts greedily, by sampling or with a beam search; equal to transformers.
+
+    Dropout is off while this runs; afterwards every module is in the mode it was in.
+
+    Args:
+        model: any decoder of `bmforge.models`.
+        input_ids: prompts, padded on the left.
+        attention_mask: 1 for tokens, 0 for padding; when not given, `pad_token_id` (where it is set
+            and is no end token) marks the padding.
+        config: what to do; `GenerationConfig()` when not given.
+        on_token: called with the (B,) tokens of every step as they are chosen (not with beams).
+        options: fields of `GenerationConfig` that replace those of `config`.
+
+    Shape:
+        input_ids, attention_mask: (B, T)
+        returns (B * num_return_sequences, T + new), filled with `pad_token_id` where rows ended
+
+    Raises:
+        ConfigError: an unknown option, one out of range, or one that has no effect.
+        ShapeError: a prompt that is empty, padded on the right, or too long for the model.
+    """
+    config = _complete_config(model, (config or GenerationConfig()).replace(**options))
+    if on_token is not None and config.num_beams > 1:
+        raise ConfigError(
+            f"on_token cannot follow num_beams={config.num_beams}: what a beam search returns "
+            "is known only at the end. Leave out on_token, or set num_beams=1."
+        )
+    mask = _check_prompt(model, input_ids, attention_mask, config)
+    padding = _count_padding(input_ids, mask)
+    with _evaluating(model), torch.no_grad():
+        decoder = Decoder(model, mask, input_ids.shape[1] + config.max_new_tokens)
+        if config.num_beams > 1:
+            return beam_search(decoder, input_ids, padding, config)[0]
+        return _continue_rows(decoder, input_ids, padding, config, on_token)
+
+
+def _continue_rows(
+    decoder: Decoder,
+    prompt: Tensor,
+    padding: Tensor,
+    config: GenerationConfig,
+    on_token: Callable[[Tensor], None] | None,
+) -> Tensor:
+    """Choose one token per row and step until every row has ended or is full."""
+    generator = None
+    if config.seed is not None:
+        generator = torch.Generator(prompt.device).manual_seed(config.seed)
+    times, length = config.num_return_sequences, prompt.shape[1]
+    scores = decoder.repeat(times, decoder.run(prompt))
+    padding = padding.repeat_interleave(times)
+    ids = prompt.new_zeros(prompt.shape[0] * times, length + config.max_new_tokens)
+    ids[:, :length] = prompt.repeat_interleave(times, 0)
+    ended = torch.zeros_like(ids[:, 0], dtype=torch.bool)
+    for step in range(config.max_new_tokens):
+        if step:
+            scores = decoder.run(ids[:, length - 1 : length])
+        scores = process_scores(scores, ids[:, :length], step, padding, config)
+        tokens = choose_tokens(scores, config, generator)
+        if config.eos_tokens:
+            tokens = tokens.masked_fill(ended, config.pad_token_id or 0)
+            ended = ended | is_one_of(tokens, config.eos_tokens)
+        ids[:, length] = tokens
+        length += 1
+        if on_token is not None:
+            on_token(tokens)
+        if config.eos_tokens and bool(ended.all()):
+            break
+    return ids[:, :length]
+
+
+def _complete_config(model: CausalLM, config: GenerationConfig) -> GenerationConfig:
+    """Fill in end and padding tokens from the model's config.json."""
+    raw = model.config.raw
+    eos = raw.get("eos_token_id") if config.eos_token_id is None else config.eos_token_id
+    eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    pad = raw.get("pad_token_id") if config.pad_token_id is None else config.pad_token_id
+    if pad is None and eos:
+        pad = eos[0]
+    if config.min_new_tokens and not eos:
+        raise ConfigError(
+            f"min_new_tokens={config.min_new_tokens} has no effect without an end token. "
+            "Set eos_token_id, or leave min_new_tokens out."
+        )
+    return config.replace(eos_token_id=eos, pad_token_id=pad)
+
+
+def _check_prompt(
+    model: CausalLM, input_ids: Tensor, attention_mask: Tensor | None, config: GenerationConfig
+) -> Tensor | None:
+    """Check the prompt against the model; return its mask, or None where nothing is padded."""
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
+        raise ShapeError(
+            f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; it must be "
+            "integers of shape (B, T) with at least one token. For one prompt use input_ids[None]."
+        )
+    low, high, vocab_size = int(input_ids.min()), int(input_ids.max()), model.config.vocab_size
+    if low < 0 or high >= vocab_size:
+        raise ShapeError(
+            f"input_ids has ids from {low} to {high}, but the model has vocab_size={vocab_size}. "
+            "Use the tokenizer that belongs to the model."
+        )
+    longest = input_ids.shape[1] + config.max_new_tokens
+    if model.rope is None and longest > model.config.max_seq_len:
+        raise ConfigError(
+            f"{input_ids.shape[1]} prompt tokens and max_new_tokens={config.max_new_tokens} make "
+            f"{longest}, but the model has max_seq_len={model.config.max_seq_len} positions. "
+            "Cut the prompt on the left, or ask for fewer new tokens."
+        )
+    pad = config.pad_token_id
+    if attention_mask is None and pad is not None and pad not in config.eos_tokens:
+        attention_mask = input_ids != pad
+    return None if attention_mask is None else _check_mask(input_ids, attention_mask)
+
+
+def _check_mask(input_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
+    if attention_mask.shape != input_ids.shape:
+        raise ShapeError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be that of "
+            f"input_ids, {tuple(input_ids.shape)}."
+        )
+    mask = (attention_mask != 0).long()
+    if bool(mask.all()):
+        return None
+    if not bool(mask[:, -1].all()):
+        rows = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
+        raise ShapeError(
+            f"rows {rows} end in padding, so there is nothing to continue. Pad on the left: "
+            "tokens last, attention_mask 0 in front."
+        )
+    return mask
+
+
+def _count_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Number of leading padding tokens of each row, (B,)."""
+    if mask is None:
+        return torch.zeros_like(input_ids[:, 0])
+    return mask.argmax(1)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and afterwards give every module its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,180 @@
+"""The main job in one command: real text in, a trained language model out, in minutes on two cores.
+
+prepare -> pretrain a small GPT-2 -> compare with n-gram models -> sample -> export -> report.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bmforge.data import PrepareConfig, PrepareReport, TokenStore, load_tokenizer, prepare
+from bmforge.data.prepared import RECORD_NAME
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer import generate
+from bmforge.logging import get_logger
+from bmforge.models import AutoModel
+from bmforge.models.gpt2 import GPT2Config
+from bmforge.recipes.corpus import CorpusConfig
+from bmforge.recipes.ngram import bigram_bits, unigram_bits
+from bmforge.recipes.pretrain import GPT2PretrainConfig, PretrainResult, pretrain
+from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig, write_report
+
+__all__ = ["QuickstartConfig", "quickstart"]
+
+
+@dataclass(kw_only=True)
+class QuickstartConfig:
+    """What the quickstart may be told.
+
+    Args:
+        input: text files or directories; empty takes the help texts that Python carries.
+        run_dir: where everything goes.
+        steps: optimizer steps.
+        fresh: start over: what an earlier quickstart left in `run_dir` is removed.
+        prompt: what the samples go on from; empty takes the beginning of a held-out document.
+        samples: how many samples to draw.
+        prepare: how the text is prepared.
+    """
+
+    input: tuple[str, ...] = ()
+    run_dir: Path = Path("runs/quickstart")
+    steps: int = 300
+    fresh: bool = False
+    prompt: str = ""
+    samples: int = 2
+    prepare: PrepareConfig = field(
+        default_factory=lambda: PrepareConfig(vocab_size=2048, validation_fraction=0.1)
+    )
+
+
+def quickstart(config: QuickstartConfig) -> Path:
+    """Run, or go on with, the quickstart; return the path of its report.
+
+    Raises:
+        BmforgeError: bad input, or `run_dir` belongs to something else.
+    """
+    if config.fresh:
+        _remove(config.run_dir)
+    log = get_logger()
+    data_dir = config.run_dir / "data"
+    corpus = prepare(list(config.input) or None, data_dir, config.prepare)
+    log.info(
+        "%s %s: %d documents (%d duplicates dropped), %d training tokens, %d held out",
+        "found prepared text in" if corpus.reused else "prepared text in",
+        data_dir,
+        corpus.documents,
+        corpus.duplicates,
+        corpus.train.tokens,
+        corpus.validation.tokens,
+    )
+    if corpus.validation_prefix is None:
+        raise DataError(
+            "the input is one document, so none could be held out. Give several files, or a .jsonl "
+            "with one document a line."
+        )
+    result = pretrain(_training(config, corpus, data_dir))
+    if result.step < config.steps:
+        log.info(
+            "the run is at step %d of %d; run the same command to go on", result.step, config.steps
+        )
+        return config.run_dir / "report.html"
+    _compare(config, corpus, result)
+    _sample(config, corpus)
+    return write_report(config.run_dir)
+
+
+def _training(
+    config: QuickstartConfig, corpus: PrepareReport, data_dir: Path
+) -> GPT2PretrainConfig:
+    """The model and loop: about 3 million weights, a few passes over half a megabyte."""
+    return GPT2PretrainConfig(
+        run_dir=config.run_dir,
+        model=GPT2Config(
+            vocab_size=corpus.vocab_size,
+            hidden_size=192,
+            num_layers=4,
+            num_heads=6,
+            max_seq_len=256,
+            dropout=0.1,
+        ),
+        data=CorpusConfig(
+            paths=(str(data_dir),), seq_len=256, global_batch_size=16, micro_batch_size=16
+        ),
+        train=TrainConfig(
+            steps=config.steps,
+            eval_every_steps=max(1, config.steps // 6),
+            save_every_steps=max(1, config.steps // 6),
+            optim=OptimConfig(lr=3e-3, weight_decay=0.1),
+            schedule=ScheduleConfig(
+                kind="cosine", warmup_steps=min(20, config.steps // 2), min_lr_ratio=0.1
+            ),
+        ),
+    )
+
+
+def _compare(config: QuickstartConfig, corpus: PrepareReport, result: PretrainResult) -> None:
+    """Add the n-gram models to results.json and say how the model compares."""
+    assert corpus.validation_prefix is not None and result.evaluation is not None
+    if result.world.rank != 0:
+        return
+    train, held_out = TokenStore(corpus.train_prefix), TokenStore(corpus.validation_prefix)
+    num_bytes = corpus.validation.text_bytes
+    bits = {
+        "model": result.evaluation.bits_per_byte(num_bytes),
+        "bigram": bigram_bits(train, held_out, corpus.vocab_size) / num_bytes,
+        "unigram": unigram_bits(train, held_out, corpus.vocab_size) / num_bytes,
+    }
+    file = config.run_dir / "results.json"
+    results = json.loads(file.read_text("utf-8"))
+    results["bits per byte"] = bits
+    file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    get_logger().info(
+        "bits per byte on %d held-out bytes: model %.3f, bigram %.3f, unigram %.3f",
+        num_bytes,
+        bits["model"],
+        bits["bigram"],
+        bits["unigram"],
+    )
+
+
+def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
+    """Generate from the exported model, so that what is shown is what was saved."""
+    assert corpus.validation_prefix is not None
+    tokenizer = load_tokenizer(corpus.tokenizer_dir)
+    model = AutoModel.from_pretrained(config.run_dir / "export")
+    held_out = TokenStore(corpus.validation_prefix)
+    with (config.run_dir / "samples.jsonl").open("w", encoding="utf-8") as file:
+        for number in range(config.samples):
+            start = held_out.get(number % len(held_out))[:12].tolist()
+            ids = tokenizer.encode(config.prompt).ids if config.prompt else start
+            torch.manual_seed(number)
+            out = generate(
+                model,
+                torch.tensor([ids]),
+                max_new_tokens=100,
+                do_sample=True,
+                temperature=0.8,
+                top_k=50,
+                eos_token_id=corpus.eos_id,
+            )
+            prompt, text = tokenizer.decode(ids), tokenizer.decode(out[0, len(ids) :].tolist())
+            row = {"step": config.steps, "prompt": prompt, "text": text}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            get_logger().info("sample %d: %s|%s", number + 1, prompt, text)
+
+
+def _remove(run_dir: Path) -> None:
+    """Remove an earlier quickstart, and nothing that is not one."""
+    if not run_dir.exists():
+        return
+    if not (run_dir / "data" / RECORD_NAME).exists():
+        raise ConfigError(
+            f"{str(run_dir)!r} holds no data/{RECORD_NAME}, so it is not a quickstart's and is left "
+            "alone. Remove it yourself, or name another --run-dir."
+        )
+    shutil.rmtree(run_dir)

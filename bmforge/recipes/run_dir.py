@@ -1,0 +1,91 @@
+"""A run's directory: it belongs to one config, and a run never takes over another one's."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from bmforge.config import config_to_dict, save_toml
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+
+__all__ = ["check_run_dir", "open_run_dir"]
+
+_FILE = "run.toml"
+
+
+def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
+    """Make a run's directory and write ``run.toml``, or check that it is this run's.
+
+    All processes call it and all get the same answer.
+
+    Args:
+        run_dir: the directory.
+        config: the run's config dataclass.
+        free: dotted fields, or tables, that may differ from the run that is there: they change
+            neither the numbers nor what was learned (layout, cadence of logging, length).
+
+    Raises:
+        ConfigError: the directory holds another run, or files that are no run at all.
+    """
+    problem: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        problem[0] = check_run_dir(run_dir, config, free)
+        if problem[0] is None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            save_toml(config, run_dir / _FILE)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ConfigError(problem[0])
+
+
+def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
+    """Return why `config` may not run in `run_dir`, or None."""
+    file = run_dir / _FILE
+    if not file.exists():
+        if run_dir.exists() and not _is_free_place(run_dir):
+            return (
+                f"run_dir={str(run_dir)!r} holds files but no {_FILE}, so it is not a run of "
+                "bmforge. Name an empty or new directory."
+            )
+        return None
+    before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
+    now = _flatten(config_to_dict(config))
+    changed = [
+        f"{name}: {before.get(name)!r} there, {now.get(name)!r} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not _is_free(name, free)
+    ]
+    if changed:
+        return (
+            f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(changed)}. "
+            "Name another run_dir, or set these back to go on with that run."
+        )
+    freely = [n for n in now if before.get(n) != now.get(n)]
+    if freely:
+        get_logger().info("changed since the run began: %s", ", ".join(freely))
+    return None
+
+
+def _is_free_place(run_dir: Path) -> bool:
+    """True for an empty directory, or one in which only the run's own data was prepared."""
+    return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {"data"}
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _is_free(name: str, free: frozenset[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in free for n in range(1, len(parts) + 1))
