@@ -1,7 +1,7 @@
 """Configs are dataclasses; here they become TOML and come back, strictly.
 
-An unknown field, a wrong type or a missing value raises `ConfigError` with the field's whole path and
-the nearest known name. The command line sets the same fields (`cli/`), so a run has one form.
+An unknown field, a wrong type or a missing value raises `ConfigError` with the field's whole path
+and the nearest known name. The command line sets the same fields (`cli/`), so a run has one form.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ C = TypeVar("C")
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Return a dataclass as plain nested dicts; fields that are None are left out (TOML has no null)."""
+    """Return a dataclass as plain nested dicts, without fields that are None (TOML has no null)."""
     out: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -1,7 +1,7 @@
 """The one file that knows which kinds of device there are.
 
-Everything else asks here: which device to use, which collective backend suits it, how much memory it
-has given out, and how fast it is at best. A machine without an accelerator uses the CPU.
+Everything else asks here: which device to use, which collective backend suits it, how much memory
+it has given out, and how fast it is at best. A machine without an accelerator uses the CPU.
 """
 
 from __future__ import annotations

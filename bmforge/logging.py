@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import TypeVar
 
@@ -93,13 +93,13 @@ class ProgressBar:
         self._progress.update(self._task, advance=amount, text=text)
 
     def log(self, text: str) -> None:
-        """Write a line to the log; the terminal shows it only where the live line cannot be seen."""
+        """Write a line to the log; the terminal shows it only where no live line can be seen."""
         get_logger().info(text, extra={"file_only": self._live})
 
 
 def track(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
     """Yield from `items` while a progress bar counts them."""
-    if total is None and hasattr(items, "__len__"):
+    if total is None and isinstance(items, Sized):
         total = len(items)
     with ProgressBar(title, total) as bar:
         for item in items:

@@ -1,8 +1,8 @@
 """The one tree tool: find, replace and freeze modules by type or by name glob.
 
 A glob is matched against the whole dotted name of a module or parameter: `*` stands for any text
-without a dot, `**` for any text (`layers.*`, `layers.*.attn.q_proj`, `**.bias`). A glob that matches
-nothing is an error.
+without a dot, `**` for any text (`layers.*`, `layers.*.attn.q_proj`, `**.bias`). A glob that
+matches nothing is an error.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def freeze_(root: nn.Module, globs: Iterable[str] = ("**",)) -> nn.Module:
 def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of any model: what ZeRO units and recompute work on.
 
-    A container (ModuleList, ModuleDict, Sequential) whose children, at least two, are of one class with
-    parameters holds blocks. Blocks inside blocks are not listed.
+    A container (ModuleList, ModuleDict, Sequential) whose children, at least two, are of one class
+    with parameters holds blocks. Blocks inside blocks are not listed.
     """
     blocks: dict[str, nn.Module] = {}
     for name, module in root.named_modules():

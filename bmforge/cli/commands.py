@@ -1,4 +1,4 @@
-"""The commands. Options are the fields of config dataclasses, so `--help` always tells the truth."""
+"""The commands: options are the fields of config dataclasses, so `--help` tells the truth."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class PrepareCommand:
     """Prepare text for training.
 
     Args:
-        input: files (.txt .md .jsonl, also .gz .zst) or directories; none takes Python's help texts.
+        input: files (.txt .md .jsonl, also .gz .zst) or directories; none takes Python's help
+            texts.
         out: directory to write.
         overwrite: replace what an earlier preparation wrote there.
         config: how.
@@ -82,7 +83,8 @@ def run_train(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:<18}{r.about}" for name, r in RECIPES.items())
         print(
-            f"usage: bmforge train RECIPE [--config FILE] [--print-config] [--field.path VALUE ...]\n\n{listed}"
+            "usage: bmforge train RECIPE [--config FILE] [--print-config] [--field.path VALUE ...]"
+            f"\n\n{listed}"
         )
         return
     recipe = find_recipe(arguments[0])

@@ -31,12 +31,13 @@ def describe_model(name: str, seq_len: int | None = None) -> str:
     model = family.from_config(config, device="meta")
     parameters = sum(p.numel() for p in model.parameters())
     length = seq_len or config.max_seq_len
+    flops = config.flops_per_token(length)
     fields = {k: v for k, v in config_to_dict(config).items() if k != "raw"}
     lines = [f"{name}: {family.__name__}"]
     lines += [f"  {key:<28}{value}" for key, value in fields.items()]
     lines += [
         f"  {'parameters':<28}{parameters:,}",
-        f"  {'training FLOPs per token':<28}{config.flops_per_token(length):.4g} at {length} tokens",
+        f"  {'training FLOPs per token':<28}{flops:.4g} at {length} tokens",
         f"  {'KV-cache bytes per token':<28}{config.kv_bytes_per_token():,} in bf16",
     ]
     return "\n".join(lines)

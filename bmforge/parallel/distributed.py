@@ -35,8 +35,8 @@ class World:
 def init_distributed(*, device: torch.device | None = None, timeout_s: float = 600.0) -> World:
     """Join the process group and return this process's place in it.
 
-    Under torchrun its environment is used; without a launcher the group is this one process. A group
-    that the program has initialised itself is adopted as it is.
+    Under torchrun its environment is used; without a launcher the group is this one process. A
+    group that the program has initialised itself is adopted as it is.
 
     Args:
         device: what to compute on; None takes the accelerator of the local rank, or the CPU.
@@ -63,7 +63,8 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     if missing:
         raise DistributedError(
             f"the launcher's environment lacks {', '.join(missing)}. Start with "
-            "`torchrun --nproc-per-node N -m bmforge ...`, or unset RANK and WORLD_SIZE for one process."
+            "`torchrun --nproc-per-node N -m bmforge ...`, or unset RANK and WORLD_SIZE for one "
+            "process."
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -76,8 +77,8 @@ def _join(device: torch.device, timeout: timedelta) -> None:
             timeout=timeout,
             multi_tenant=True,
         )
-        # The agent's store outlives a restart of the workers; without a prefix per restart they find
-        # the dead workers' addresses in it and never connect.
+        # The agent's store outlives a restart of the workers; without a prefix per restart they
+        # find the dead workers' addresses in it and never connect.
         generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"bmforge/restart{generation}", store)
         dist.init_process_group(

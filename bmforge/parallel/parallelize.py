@@ -1,7 +1,7 @@
 """The one function that lays a model out, in the one order.
 
-check everything -> recompute -> compile per block -> shard per unit. Each step is a function in its own
-file and does nothing at size 1, so one process takes the same way as many.
+check everything -> recompute -> compile per block -> shard per unit. Each step is a function in its
+own file and does nothing at size 1, so one process takes the same way as many.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def parallelize(
 ) -> nn.Module:
     """Lay a model out over the processes, in place, and return it.
 
-    Works on any model: with `rules` (or the model's own `layout_rules()`) the globs say what a unit is;
-    without, the repeated blocks are found. The model may be on meta and is then initialised or loaded
-    afterwards.
+    Works on any model: with `rules` (or the model's own `layout_rules()`) the globs say what a unit
+    is; without, the repeated blocks are found. The model may be on meta and is then initialised or
+    loaded afterwards.
 
     Args:
         model: any nn.Module; a bmforge model brings its rules.

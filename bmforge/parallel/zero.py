@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-__all__ = ["apply_zero_"]
+__all__ = ["apply_zero_", "reshard_"]
 
 
 def apply_zero_(
@@ -46,3 +46,14 @@ def apply_zero_(
     for index, unit in enumerate(sharded):
         unit.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + prefetch])
         unit.set_modules_to_backward_prefetch(sharded[max(0, index - prefetch) : index][::-1])
+
+
+def reshard_(model: nn.Module) -> None:
+    """Free the gathered parameters, so that the model holds its shards again.
+
+    Backward does this by itself; after a forward without one (evaluating, generating) the root, and
+    with ZeRO-2 every unit, still holds whole parameters, which are not the optimizer's.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -52,7 +52,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Corpus:
-    """An opened corpus: its loader, its held-out rows, its tokenizer and what a document ends with."""
+    """An opened corpus: its loader, held-out rows, tokenizer, and what a document ends with."""
 
     loader: DataLoader
     validation: PackedDataset | None

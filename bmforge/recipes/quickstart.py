@@ -119,7 +119,8 @@ def _training(
 
 def _compare(config: QuickstartConfig, corpus: PrepareReport, result: PretrainResult) -> None:
     """Add the n-gram models to results.json and say how the model compares."""
-    assert corpus.validation_prefix is not None and result.evaluation is not None
+    assert corpus.validation_prefix is not None
+    assert result.evaluation is not None
     if result.world.rank != 0:
         return
     train, held_out = TokenStore(corpus.train_prefix), TokenStore(corpus.validation_prefix)
@@ -174,7 +175,7 @@ def _remove(run_dir: Path) -> None:
         return
     if not (run_dir / "data" / RECORD_NAME).exists():
         raise ConfigError(
-            f"{str(run_dir)!r} holds no data/{RECORD_NAME}, so it is not a quickstart's and is left "
-            "alone. Remove it yourself, or name another --run-dir."
+            f"{str(run_dir)!r} holds no data/{RECORD_NAME}, so it is not a quickstart's and is "
+            "left alone. Remove it yourself, or name another --run-dir."
         )
     shutil.rmtree(run_dir)

@@ -1,4 +1,4 @@
-"""Tools for people who test what they build on bmforge: a pool of gloo workers, tiny models, tolerances.
+"""Tools for people who test what they build on bmforge: gloo workers, tiny models, tolerances.
 
 Start reading at `pool.py`.
 """

@@ -1,8 +1,9 @@
 """A pool of gloo workers that lives for the whole test run.
 
-Starting four processes that import torch costs seconds, a job on a running pool about 0.1 s. Every job
-gets a fresh default process group, so no state leaks from one test into the next. A worker that dies
-(gloo aborts the process on some errors) or hangs is named; the pool starts anew with the next job.
+Starting four processes that import torch costs seconds, a job on a running pool about 0.1 s. Every
+job gets a fresh default process group, so no state leaks from one test into the next. A worker that
+dies (gloo aborts the process on some errors) or hangs is named; the pool starts anew with the next
+job.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def assert_close(
     """
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         actual, expected = {"tensor": actual}, {"tensor": expected}
-    assert isinstance(actual, Mapping) and isinstance(expected, Mapping)
+    assert isinstance(actual, Mapping)
+    assert isinstance(expected, Mapping)
     assert set(actual) == set(expected), f"keys differ: {set(actual) ^ set(expected)}"
     wrong = []
     for name, want in expected.items():

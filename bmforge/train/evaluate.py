@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bmforge.parallel import data_parallel_group
+from bmforge.parallel import data_parallel_group, reshard_
 from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
 
 __all__ = ["EvalResult", "evaluate"]
@@ -59,6 +59,7 @@ def evaluate(
         moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
         sums[0] += objective(model, moved, 1.0).double()
         sums[1] += count_labels(batch)
+    reshard_(model)
     model.train(training)
     group = data_parallel_group(mesh)
     if group is not None:

@@ -30,5 +30,11 @@ def causal_lm(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
 
 
 def count_labels(batch: Batch) -> int:
-    """Return how many tokens a causal language model is asked to predict in a micro-batch."""
-    return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
+    """Return how many predictions the labels of a micro-batch ask for; those of -100 do not count.
+
+    Shape:
+        labels: (B, T) token ids, not shifted: the first of a row is not predicted; or (B,), one
+        class per row
+    """
+    labels = batch["labels"]
+    return int(((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum())

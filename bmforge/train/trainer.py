@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.device import device_memory_bytes, peak_flops
 from bmforge.logging import ProgressBar, get_logger
-from bmforge.parallel import data_parallel_group, data_parallel_size
+from bmforge.parallel import data_parallel_group, data_parallel_size, reshard_
 from bmforge.train.checkpoint import Checkpointer
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult
@@ -160,6 +160,7 @@ class Trainer:
                     callback(self, row)
                 due = config.save_every_steps and self.step % config.save_every_steps == 0
                 if checkpointer is not None and (due or stopping or self.step == last_step):
+                    reshard_(self.model)  # a callback may have run the model
                     checkpointer.save(self.step, self.model, self.optimizers, self.state_dict())
                     saved_at = self.step
         if stopping:

@@ -1,4 +1,4 @@
-"""Import directions, sizes and literals: the rules that keep the house livable, checked on the source."""
+"""Import directions, sizes and literals: the rules that keep the house livable, on its source."""
 
 from __future__ import annotations
 

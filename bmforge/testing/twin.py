@@ -1,0 +1,74 @@
+"""A transformers model and its bmforge twin with the same weights, for parity tests.
+
+Needs transformers (the `dev` extra). Nothing is downloaded: weights are random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
+
+from bmforge.models import Model
+from bmforge.models.weights import assemble_source, group_by_source
+
+__all__ = ["Twin", "build_reference", "make_batch", "make_twin", "rename_to_theirs"]
+
+
+@dataclass(frozen=True)
+class Twin:
+    """Two models with one set of weights.
+
+    Args:
+        theirs: the transformers model, in eval mode, its attention written out.
+        ours: the same, opened by bmforge from `directory`.
+        directory: where transformers saved it.
+    """
+
+    theirs: Any
+    ours: Any
+    directory: Path
+
+
+def build_reference(hf_class: Any, fields: Mapping[str, Any], seed: int = 0) -> Any:
+    """Return a transformers model with random weights, norms and biases included.
+
+    Args:
+        hf_class: such as ``transformers.GPT2LMHeadModel``.
+        fields: of its config.
+        seed: of the weights.
+    """
+    torch.manual_seed(seed)
+    model = hf_class(hf_class.config_class(**fields, attn_implementation="eager")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def make_twin(
+    model_class: type[Model], hf_class: Any, fields: Mapping[str, Any], directory: Path
+) -> Twin:
+    """Build a transformers model, save it, and open it with bmforge; random, on the CPU."""
+    transformers_logging.disable_progress_bar()
+    theirs = build_reference(hf_class, fields)
+    theirs.save_pretrained(directory)
+    return Twin(theirs, model_class.from_pretrained(directory), directory)
+
+
+def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bring tensors shaped like our parameters (gradients, say) into the published form."""
+    groups = group_by_source(model.active_rules())
+    return {name: assemble_source(rules, tensors.__getitem__) for name, rules in groups.items()}
+
+
+def make_batch(model: nn.Module, batch: int = 2, length: int = 12, seed: int = 1) -> Tensor:
+    """Return random token ids (batch, length) for a model with `config.vocab_size`."""
+    generator = torch.Generator().manual_seed(seed)
+    config: Any = model.config
+    return torch.randint(config.vocab_size, (batch, length), generator=generator)

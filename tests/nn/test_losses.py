@@ -1,0 +1,118 @@
+"""The chunked linear cross-entropy against torch's cross-entropy on whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bmforge.nn import causal_lm_loss, linear_cross_entropy, losses
+from bmforge.testing import assert_close
+
+V, D = 11, 6
+
+
+def make_inputs(rows: int, dtype: torch.dtype, bias: bool) -> dict[str, torch.Tensor | None]:
+    """Random hidden states, head and bias that want gradients."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+    return {"hidden": draw(rows, D), "weight": draw(V, D), "bias": draw(V) if bias else None}
+
+
+def make_labels(rows: int, ignored: str) -> torch.Tensor:
+    """Random labels, none, some or all of them -100."""
+    labels = torch.randint(V, (rows,), generator=torch.Generator().manual_seed(rows + 1))
+    if ignored == "some":
+        labels[::3] = -100
+    return labels if ignored != "all" else torch.full_like(labels, -100)
+
+
+def compute_plain(
+    inputs: dict[str, torch.Tensor | None], labels: torch.Tensor, num_items: float | None
+) -> torch.Tensor:
+    """The sum of torch's token losses over the count, 0 where there is no label."""
+    logits = F.linear(inputs["hidden"], inputs["weight"], inputs["bias"])
+    count = max(1, int((labels != -100).sum())) if num_items is None else num_items
+    return F.cross_entropy(logits, labels, reduction="sum") / count
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 7, 8, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+@pytest.mark.parametrize(("bias", "num_items"), [(False, None), (True, None), (True, 5.5)])
+def test_equals_torch(
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_rows: int,
+    dtype: torch.dtype,
+    ignored: str,
+    bias: bool,
+    num_items: float | None,
+) -> None:
+    """Loss and all gradients, whatever the chunks: 8 rows in chunks of 1, 3, 7, 8 and more."""
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_rows * V)
+    labels = make_labels(8, ignored)
+    results = []
+    for compute in (compute_plain, None):
+        inputs = make_inputs(8, dtype, bias)
+        if compute is None:
+            loss = linear_cross_entropy(
+                inputs["hidden"], inputs["weight"], labels, inputs["bias"], num_items
+            )
+        else:
+            loss = compute(inputs, labels, num_items)
+        (loss * 1.7).backward()
+        results.append({n: t.grad for n, t in inputs.items() if t is not None} | {"loss": loss})
+    assert_close(results[1], results[0])
+
+
+def test_no_gradients_wanted() -> None:
+    """The loss is the same without autograd, and for a frozen head."""
+    inputs, labels = make_inputs(8, torch.float32, True), make_labels(8, "some")
+    plain = compute_plain(inputs, labels, None)
+    with torch.no_grad():
+        loss = linear_cross_entropy(inputs["hidden"], inputs["weight"], labels, inputs["bias"])
+    assert_close(loss, plain.detach())
+    frozen = [inputs["weight"].detach(), labels, inputs["bias"].detach()]
+    linear_cross_entropy(inputs["hidden"], *frozen).backward()
+    (expected,) = torch.autograd.grad(plain, inputs["hidden"])
+    assert_close(inputs["hidden"].grad, expected)
+
+
+def test_num_items_as_tensor() -> None:
+    """A count that is a tensor divides as a number does."""
+    inputs, labels = make_inputs(8, torch.float32, False), make_labels(8, "some")
+    arguments = (inputs["hidden"], inputs["weight"], labels, None)
+    one = linear_cross_entropy(*arguments, 12)
+    assert torch.equal(linear_cross_entropy(*arguments, torch.tensor(12)), one)
+
+
+def test_bf16_is_summed_in_fp32() -> None:
+    """Half-precision inputs give an fp32 loss near the exact one."""
+    inputs, labels = make_inputs(64, torch.float32, False), make_labels(64, "none")
+    half = {n: None if t is None else t.detach().bfloat16() for n, t in inputs.items()}
+    loss = linear_cross_entropy(half["hidden"], half["weight"], labels)
+    assert loss.dtype == torch.float32
+    exact = {n: None if t is None else t.double() for n, t in half.items()}
+    assert_close(loss.double(), compute_plain(exact, labels, None), rtol=1e-2)
+
+
+def test_causal_loss_shifts() -> None:
+    """Position t predicts label t + 1; the last position predicts nothing."""
+    hidden, weight = torch.randn(2, 5, D), torch.randn(V, D)
+    labels = make_labels(10, "some").view(2, 5)
+    logits = hidden @ weight.T
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert_close(causal_lm_loss(hidden, weight, labels), expected)
+
+
+def test_extreme_logits_stay_finite() -> None:
+    """Logits of thousands do not overflow."""
+    hidden = torch.eye(2, requires_grad=True)
+    weight = torch.tensor([[5e3, 0.0], [0.0, 5e3], [-5e3, -5e3]])
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0, 0]))
+    loss.backward()
+    assert_close(loss, torch.tensor(2.5e3))
+    assert hidden.grad.isfinite().all()

@@ -1,0 +1,150 @@
+"""GPT-2 and Llama against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
+from bmforge.testing.file_suite import FileSuite
+from bmforge.testing.model_suite import ModelSuite
+
+GPT2_TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+LLAMA_TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+
+
+def scaled(kind: str, **numbers: Any) -> dict[str, Any]:
+    """Tiny Llama with a rotary scaling; sequences of 24 tokens go beyond its 16 positions."""
+    rope = {"rope_type": kind, "rope_theta": 100.0, **numbers}
+    return {**LLAMA_TINY, "rope_parameters": rope}
+
+
+class TestGPT2(ModelSuite, FileSuite):
+    """GPT-2."""
+
+    model_class = GPT2
+    hf_class = transformers.GPT2LMHeadModel
+    cases = {  # noqa: RUF012
+        "default": GPT2_TINY,
+        "odd_n_inner": {**GPT2_TINY, "n_inner": 37},
+        "untied": {**GPT2_TINY, "tie_word_embeddings": False},
+        "relu": {**GPT2_TINY, "activation_function": "relu"},
+        "exact_gelu": {**GPT2_TINY, "activation_function": "gelu", "layer_norm_epsilon": 1e-3},
+    }
+
+
+class TestLlama(ModelSuite, FileSuite):
+    """Llama."""
+
+    model_class = Llama
+    hf_class = transformers.LlamaForCausalLM
+    cases = {  # noqa: RUF012
+        "gqa": {**LLAMA_TINY, "num_key_value_heads": 2},
+        "mha": LLAMA_TINY,
+        "mqa": {**LLAMA_TINY, "num_key_value_heads": 1},
+        "biases": {**LLAMA_TINY, "attention_bias": True, "mlp_bias": True},
+        "tied": {**LLAMA_TINY, "tie_word_embeddings": True},
+        "head_dim": {**LLAMA_TINY, "head_dim": 12, "rms_norm_eps": 1e-3},
+        "gelu": {**LLAMA_TINY, "hidden_act": "gelu"},
+        "linear": scaled("linear", factor=2.0),
+        "dynamic": scaled("dynamic", factor=2.0),
+        "yarn": scaled("yarn", factor=4.0, original_max_position_embeddings=16),
+        "yarn_mscale": scaled(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            beta_fast=8.0,
+            beta_slow=2.0,
+            mscale=0.7,
+            mscale_all_dim=1.3,
+            truncate=False,
+        ),
+        "llama3": scaled(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+        "longrope": scaled(
+            "longrope",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            short_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[1.0, 2.0, 3.0, 4.0],
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2-small", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_gpt2_preset_sizes(name: str, count: int) -> None:
+    """The published numbers of parameters (Radford et al. 2019, as released)."""
+    model = GPT2.from_config(GPT2Config.preset(name), device="meta")
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def check_llama_preset(name: str) -> None:
+    """Compare a preset's shapes with transformers', built from the config we write."""
+    ours = Llama.from_config(LlamaConfig.preset(name), device="meta")
+    fields = {k: v for k, v in ours.config.to_hf().items() if k != "model_type"}
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
+    shapes = {r.theirs: tuple(ours.get_parameter(r.ours).shape) for r in ours.active_rules()}
+    assert shapes == {n: tuple(p.shape) for n, p in theirs.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+    ],
+)
+def test_llama_preset_sizes(name: str, count: int) -> None:
+    """The published numbers of parameters."""
+    model = Llama.from_config(LlamaConfig.preset(name), device="meta")
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_llama_preset_shapes() -> None:
+    """A preset's shapes are transformers'."""
+    check_llama_preset("llama-3.2-1b")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(LlamaConfig.presets))
+def test_every_llama_preset_shapes(name: str) -> None:
+    """Every preset's shapes are transformers'."""
+    check_llama_preset(name)
