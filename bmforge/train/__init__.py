@@ -8,8 +8,9 @@ from bmforge.train.checkpoint import Checkpointer, load_checkpoint, save_checkpo
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult, evaluate
 from bmforge.train.metrics import MetricsWriter, WandbSink, read_metrics
+from bmforge.train.muon import Muon
 from bmforge.train.objective import causal_lm, count_labels
-from bmforge.train.optim import Muon, OptimConfig, build_optimizers, clip_grad_norm_, param_groups
+from bmforge.train.optim import OptimConfig, build_optimizers, clip_grad_norm_, param_groups
 from bmforge.train.precision import LossScaler
 from bmforge.train.report import write_report
 from bmforge.train.schedule import ScheduleConfig, build_schedule

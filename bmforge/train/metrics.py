@@ -7,6 +7,7 @@ A row of ``metrics.jsonl`` is one JSON object with ``step`` (optimizer steps don
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -85,27 +86,49 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
         _truncate(self.path, resume_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        # Unbuffered: a row is in the file when `write` returns, and nothing is left to write later.
+        self._file = self.path.open("ab", buffering=0)
         self._sinks = tuple(sinks)
         self._board = _open_board(run_dir, resume_step) if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row and flush it."""
+        """Write one row at once; where the disk is full the row is lost, with a warning."""
         row = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
-        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
-        if self._board is not None:
-            for name, value in row.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, step)
+        try:
+            self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
+            self._show(row)
+        except OSError as error:
+            get_logger().warning("metrics of step %d could not be written: %s", step, error)
         for sink in self._sinks:
             sink(step, row)
+
+    def _append(self, line: bytes) -> None:
+        """Write a whole line, or nothing: a torn one in the middle would spoil the file."""
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            self._file.truncate(end)
+            raise
+
+    def _show(self, row: Row) -> None:
+        """Add the row's numbers to TensorBoard; once that has failed it is left off."""
+        board, self._board = self._board, None
+        if board is not None:
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    board.add_scalar(name, value, row["step"])
+            self._board = board
 
     def close(self) -> None:
         """Close the files; writing afterwards is an error."""
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            try:
+                self._board.close()
+            except OSError as error:
+                get_logger().warning("the TensorBoard log is incomplete: %s", error)
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -7,7 +7,7 @@ gives the same numbers on both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from bmforge.errors import ConfigError, DistributedError, suggest
-from bmforge.shards import local_box, local_tensor
+from bmforge.shards import local_tensor
+from bmforge.train.muon import Muon
 
 __all__ = ["Muon", "OptimConfig", "build_optimizers", "clip_grad_norm_", "param_groups"]
 
 _NAMES = ("adamw", "muon", "sgd")
 _NOT_HIDDEN = ("embed*", "*_head", "classifier*", "rel_bias")
-_NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_NS_EPS = 1e-7
 Group = dict[str, Any]
 
 
@@ -187,116 +186,6 @@ def _hidden_matrices(
         and not name.endswith(("_bias", ".bias"))
         and not any(fnmatchcase(part, glob) for part in name.split(".") for glob in _NOT_HIDDEN)
     ]
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised; for hidden matrices, plain or sharded.
-
-    Equal to `torch.optim.Muon` bit for bit on plain float32 and bfloat16 parameters. On a sharded
-    matrix torch's iterates on DTensors and gives other numbers (2.13: 1e-2 apart after 3 steps);
-    this one gathers the momentum, orthogonalises the whole matrix on every process and keeps the
-    local part. Float64 parameters are orthogonalised in float64, so that layouts can be compared
-    closely. Older versions of torch need no `torch.optim.Muon`.
-
-    Args:
-        params: 2-dim parameters, or groups of them.
-        lr: learning rate.
-        weight_decay: decoupled.
-        momentum: of the moving average of gradients, with Nesterov's look-ahead.
-        ns_steps: Newton-Schulz iterations.
-        adjust_lr: "match_rms_adamw": 0.2 sqrt(max(rows, columns)), so that AdamW's rate fits;
-            "original": sqrt(max(1, rows / columns)).
-
-    Memory/Comm: one whole matrix at a time, all-gathered in bfloat16; momentum stays sharded.
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the rate by Liu et al.
-        2025, "Muon is scalable for LLM training".
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        ns_steps: int = 5,
-        adjust_lr: str = "match_rms_adamw",
-    ) -> None:
-        if adjust_lr not in ("match_rms_adamw", "original"):
-            raise ConfigError(f"adjust_lr={adjust_lr!r} must be 'match_rms_adamw' or 'original'.")
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "ns_steps": ns_steps,
-            "adjust_lr": adjust_lr,
-        }
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.dim() != 2:
-                    raise ConfigError(
-                        f"Muon takes matrices only, not a parameter of shape="
-                        f"{tuple(parameter.shape)}. Give that one to AdamW."
-                    )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; every process of a sharded parameter's mesh must call it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update_(parameter, group)
-        return loss
-
-    def _update_(self, parameter: Tensor, group: Group) -> None:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(
-                parameter.grad, memory_format=torch.preserve_format
-            )
-        grad, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
-        buffer.lerp_(grad, 1 - group["momentum"])
-        update = grad.lerp(buffer, group["momentum"])
-        update = _orthogonalize(_whole(update, parameter), group["ns_steps"])
-        rows, columns = parameter.shape
-        if group["adjust_lr"] == "original":
-            ratio = math.sqrt(max(1, rows / columns))
-        else:
-            ratio = 0.2 * math.sqrt(max(rows, columns))
-        local = local_tensor(parameter)
-        local.mul_(1 - group["lr"] * group["weight_decay"])
-        local.add_(update[local_box(parameter).slices], alpha=-(group["lr"] * ratio))
-
-
-def _whole(part: Tensor, like: Tensor) -> Tensor:
-    """Return the whole matrix of which `part` is this process's share, in the working dtype."""
-    part = part if part.dtype == torch.float64 else part.bfloat16()
-    if not isinstance(like, DTensor):
-        return part
-    sharded = DTensor.from_local(
-        part,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    return sharded.full_tensor()
-
-
-def _orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return U S' V^T for the matrix U S V^T, S' near 1, by the quintic Newton-Schulz iteration."""
-    a, b, c = _NS_COEFFICIENTS
-    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
-    x = x / x.norm().clamp(min=_NS_EPS)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.size(0) > matrix.size(1) else x
 
 
 @torch.no_grad()

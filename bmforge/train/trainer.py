@@ -20,6 +20,7 @@ from bmforge.device import device_memory_bytes, peak_flops
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import data_parallel_group, data_parallel_size, reshard_
 from bmforge.train.checkpoint import Checkpointer
+from bmforge.train.checkpoint_rng import reseed_rng
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult
 from bmforge.train.metrics import (
@@ -105,7 +106,7 @@ class Trainer:
             until_step: stop there instead; the schedule stays that of the whole run.
         """
         last_step = min(self.config.steps, until_step or self.config.steps)
-        torch.manual_seed(self.config.seed + 1_000_003 * self._rank)
+        reseed_rng(self.config.seed, self.step, self._rank)
         if self.run_dir is None:
             with StopRequest() as stop:
                 self._loop(last_step, stop, None, None)

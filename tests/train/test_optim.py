@@ -121,7 +121,7 @@ def test_muon_equals_torch_bit_for_bit(dtype, adjust):
     model = nn.Sequential(nn.Linear(7, 12, False), nn.Linear(12, 5, False), nn.Linear(5, 5, False))
     model.to(dtype)
     twin = copy.deepcopy(model)
-    ours = Muon(model.parameters(), lr=0.02, weight_decay=0.1, adjust_lr=adjust)
+    ours = Muon(model.parameters(), lr=0.02, weight_decay=0.1, adjust_lr=adjust, ns_dtype="bf16")
     theirs = torch.optim.Muon(twin.parameters(), lr=0.02, weight_decay=0.1, adjust_lr_fn=adjust)
     expected = train(twin, [theirs])
     for name, parameter in train(model, [ours]).items():
