@@ -20,15 +20,21 @@ from bmforge.errors import ConfigError, suggest
 __all__ = ["config_from_dict", "config_to_dict", "dump_toml", "load_toml", "save_toml"]
 
 C = TypeVar("C")
+_NONE = "none"
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Return a dataclass as plain nested dicts, without fields that are None (TOML has no null)."""
+    """Return a dataclass as plain nested dicts.
+
+    TOML has no null: a field that is None is left out where None is its default, else it is "none".
+    """
     out: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value is not None:
             out[field.name] = _plain(value)
+        elif field.default is not None:
+            out[field.name] = _NONE
     return out
 
 
@@ -101,7 +107,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
-    if value is None and type(None) in args:
+    if value in (None, _NONE) and type(None) in args:
         return None
     error: ConfigError | None = None
     for option in (a for a in args if a is not type(None)):

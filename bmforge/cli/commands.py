@@ -92,6 +92,8 @@ def run_train(arguments: Sequence[str]) -> None:
     file = _take_option(rest, "--config")
     show = _take_option(rest, "--print-config")
     default = recipe.config() if file is None else load_toml(recipe.config, file)
+    # What follows from other fields (heads from widths) is left to follow from the changed ones.
+    default.model = default.model.with_implied()
     config = _parse(recipe.config, rest, f"train {arguments[0]}", default)
     if show == "True":
         print(dump_toml(config), end="")
@@ -130,7 +132,7 @@ def run_generate(arguments: Sequence[str]) -> None:
     """Continue a text with a model."""
     from bmforge.infer import generate
     from bmforge.models import AutoModel
-    from bmforge.models.hub import resolve_model
+    from bmforge.models.resolve import resolve_model
 
     command = _parse(GenerateCommand, _bare_flags(arguments, "do-sample"), "generate")
     directory = resolve_model(command.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from bmforge.errors import BmforgeError, ConfigError, suggest
 from bmforge.logging import process_rank
 
 __all__ = ["main"]
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = process_rank()
         print(f"{f'[rank {rank}] ' if rank else ''}error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        print(
+            f"error: the disk is full: {error}. Make room and run the same command again; what was "
+            "finished before is still there.",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        print("stopped.", file=sys.stderr)
+        return 130
     finally:
         shutdown_distributed()
 

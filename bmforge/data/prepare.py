@@ -38,6 +38,7 @@ from bmforge.data.tokenise import (
     EncodeCount,
     encode_to_store,
     end_of_text_id,
+    load_tokenizer,
     save_tokenizer,
     train_bpe,
 )
@@ -150,7 +151,10 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
     clean_path = work / "clean.jsonl"
     held_out = _write_clean(kept, clean_path, config)
     train_texts = (document.text for document in _read_clean(clean_path, ~held_out))
-    tokenizer = train_bpe(train_texts, config.vocab_size)
+    if config.tokenizer:
+        tokenizer = load_tokenizer(config.tokenizer)
+    else:
+        tokenizer = train_bpe(train_texts, config.vocab_size)
     save_tokenizer(tokenizer, work / "tokenizer")
     counts = {"train": EncodeCount(), "validation": EncodeCount()}
     for split, chosen in (("train", ~held_out), ("validation", held_out)):

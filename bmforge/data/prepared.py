@@ -14,7 +14,7 @@ import tomli_w
 from bmforge.data.clean import text_digest
 from bmforge.data.sources import python_topics
 from bmforge.data.tokenise import EncodeCount
-from bmforge.errors import DataError
+from bmforge.errors import ConfigError, DataError
 from bmforge.logging import track
 
 __all__ = [
@@ -42,6 +42,8 @@ class PrepareConfig:
         seed: decides which documents are held out.
         skip_bad: count bad lines and files instead of stopping at them.
         text_field: the field of a .jsonl line that holds the text.
+        tokenizer: directory of a tokenizer.json to use, so that several corpora share one; empty
+            trains a new one.
     """
 
     vocab_size: int = 8192
@@ -49,6 +51,16 @@ class PrepareConfig:
     seed: int = 0
     skip_bad: bool = False
     text_field: str = "text"
+    tokenizer: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a setting that would have no effect."""
+        default = type(self).__dataclass_fields__["vocab_size"].default
+        if self.tokenizer and self.vocab_size != default:
+            raise ConfigError(
+                f"vocab_size={self.vocab_size} has no effect beside tokenizer={self.tokenizer!r}, "
+                "whose vocabulary is what it is; leave one of them out."
+            )
 
 
 @dataclass(frozen=True)

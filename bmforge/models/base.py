@@ -21,6 +21,7 @@ from bmforge.logging import track
 from bmforge.models.config import ModelConfig
 from bmforge.models.hf_format import WeightFiles, has_weights, plan_files, write_file, write_index
 from bmforge.models.init import init_parameter_, materialize_
+from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules
 from bmforge.models.weights import WeightRule, assemble_source, expand_rules, group_by_source
 from bmforge.shards import local_box, local_tensor
@@ -96,8 +97,6 @@ class Model(nn.Module):
             ConfigError: no such model, or its config is not understood.
             CheckpointError: weights missing, unexpected, wrongly shaped or damaged; all listed.
         """
-        from bmforge.models.hub import resolve_model  # here, because hub lists the families
-
         directory = resolve_model(name)
         config = cls.config_class.from_pretrained(directory, allow_unknown)
         model = cls.from_config(config, device="meta", dtype=dtype)

@@ -6,6 +6,7 @@ handled, ignored or must have one value is data of the family.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from dataclasses import dataclass, field
@@ -38,8 +39,8 @@ class ModelConfig:
         intermediate_size: F.
         num_layers: number of blocks.
         num_heads: N.
-        num_kv_heads: K.
-        head_dim: H.
+        num_kv_heads: K; 0 takes num_heads.
+        head_dim: H; 0 takes hidden_size / num_heads.
         max_seq_len: longest context.
         norm_eps: epsilon of the norms.
         init_std: standard deviation of freshly drawn weights.
@@ -159,6 +160,22 @@ class ModelConfig:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def with_implied(self) -> Self:
+        """Return a copy whose fields that follow from others are 0 again, to be set anew.
+
+        It describes changes to make (the command line's defaults); a model needs them filled in.
+        """
+        copied = copy.copy(self)
+        for name in ("intermediate_size", "num_kv_heads", "head_dim"):
+            try:
+                changes: dict[str, Any] = {name: 0}
+                implied = getattr(dataclasses.replace(self, **changes), name)
+            except ConfigError:
+                continue
+            if implied == getattr(self, name):
+                setattr(copied, name, 0)
+        return copied
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations of forward and backward for one token in a row of `seq_len`.

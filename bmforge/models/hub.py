@@ -1,4 +1,4 @@
-"""Finding a model: a directory, the Hugging Face cache, or the hub, in this order."""
+"""The families by name: opening any checkpoint, and finding a preset."""
 
 from __future__ import annotations
 
@@ -6,47 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.gpt2 import GPT2
 from bmforge.models.llama import Llama
+from bmforge.models.resolve import resolve_model
 
-__all__ = ["FAMILIES", "AutoModel", "find_preset", "resolve_model"]
+__all__ = ["FAMILIES", "AutoModel", "find_preset"]
 
 FAMILIES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
-
-_WANTED = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*"]
-
-
-def resolve_model(name: str | Path) -> Path:
-    """Return the directory of a model: `name` itself, its cached copy, or a fresh download.
-
-    Raises:
-        ConfigError: no such directory, and neither the cache nor the hub has it.
-    """
-    path = Path(name)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ConfigError(f"{str(name)!r} is a file; give the directory that holds config.json.")
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=_WANTED, local_files_only=True))
-    except HFValidationError as error:
-        raise ConfigError(f"{str(name)!r} is neither a directory nor a hub id.") from error
-    except LocalEntryNotFoundError:
-        pass  # not cached: ask the hub next
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=_WANTED))
-    except Exception as error:
-        raise ConfigError(
-            f"{str(name)!r} is not a directory, not in the Hugging Face cache, and the hub could "
-            f"not be asked ({type(error).__name__}). Offline, put config.json and the weights into "
-            f"the directory {str(path.absolute())!r}."
-        ) from error
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:

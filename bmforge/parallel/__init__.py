@@ -4,7 +4,12 @@ Start reading at `parallelize.py` (the one function, in the one order), then `la
 here imports `nn` or `models`: what to cut where comes as data (name globs) with the model.
 """
 
-from bmforge.parallel.distributed import World, init_distributed, shutdown_distributed
+from bmforge.parallel.distributed import (
+    World,
+    init_distributed,
+    run_on_first,
+    shutdown_distributed,
+)
 from bmforge.parallel.layout import Layout, build_mesh, data_parallel_group, data_parallel_size
 from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.zero import reshard_
@@ -18,5 +23,6 @@ __all__ = [
     "init_distributed",
     "parallelize",
     "reshard_",
+    "run_on_first",
     "shutdown_distributed",
 ]

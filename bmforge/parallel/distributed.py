@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from bmforge.device import backend_for, default_device
-from bmforge.errors import DistributedError
+from bmforge.errors import BmforgeError, DistributedError
 
-__all__ = ["World", "init_distributed", "shutdown_distributed"]
+__all__ = ["World", "init_distributed", "run_on_first", "shutdown_distributed"]
 
+T = TypeVar("T")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -89,6 +92,26 @@ def _join(device: torch.device, timeout: timedelta) -> None:
         raise DistributedError(
             f"rank {rank} of {size} could not join the others at {address}: {error}"
         ) from error
+
+
+def run_on_first(function: Callable[[], T]) -> T | None:
+    """Run a function on rank 0 while the others wait; what it raises is raised on every rank.
+
+    Returns:
+        what it returned, on rank 0; None on the others.
+    """
+    result: T | None = None
+    problem: list[BmforgeError | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            result = function()
+        except BmforgeError as error:
+            problem[0] = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise problem[0]
+    return result
 
 
 def shutdown_distributed() -> None:

@@ -20,7 +20,7 @@ from bmforge.models.gpt2 import GPT2, GPT2Config
 from bmforge.models.llama import Llama, LlamaConfig
 from bmforge.parallel import Layout, World, build_mesh, init_distributed, parallelize
 from bmforge.recipes.corpus import Corpus, CorpusConfig, open_corpus
-from bmforge.recipes.run_dir import open_run_dir
+from bmforge.recipes.run_dir import claim_run_dir, open_run_dir
 from bmforge.train import EvalResult, TrainConfig, Trainer, WandbSink, write_report
 from bmforge.train.trainer import Callback
 
@@ -161,12 +161,13 @@ def _run(config: Any, world: World) -> PretrainResult:
     )
     get_logger().info(
         "%s, %d parameters, on %d x %s; run directory %s",
-        type(model).__name__,
+        type(config.model).__name__.removesuffix("Config"),
         sum(p.numel() for p in model.parameters()),
         world.size,
         device_name(world.device),
         config.run_dir,
     )
+    claim_run_dir(config.run_dir, config)
     with corpus.loader:
         trainer.fit()
     finished = trainer.step >= config.train.steps

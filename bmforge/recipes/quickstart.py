@@ -19,6 +19,7 @@ from bmforge.infer import generate
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.gpt2 import GPT2Config
+from bmforge.parallel import init_distributed, run_on_first
 from bmforge.recipes.corpus import CorpusConfig
 from bmforge.recipes.ngram import bigram_bits, unigram_bits
 from bmforge.recipes.pretrain import GPT2PretrainConfig, PretrainResult, pretrain
@@ -43,12 +44,12 @@ class QuickstartConfig:
 
     input: tuple[str, ...] = ()
     run_dir: Path = Path("runs/quickstart")
-    steps: int = 300
+    steps: int = 600
     fresh: bool = False
     prompt: str = ""
     samples: int = 2
     prepare: PrepareConfig = field(
-        default_factory=lambda: PrepareConfig(vocab_size=2048, validation_fraction=0.1)
+        default_factory=lambda: PrepareConfig(vocab_size=1024, validation_fraction=0.1)
     )
 
 
@@ -58,11 +59,14 @@ def quickstart(config: QuickstartConfig) -> Path:
     Raises:
         BmforgeError: bad input, or `run_dir` belongs to something else.
     """
-    if config.fresh:
-        _remove(config.run_dir)
+    world = init_distributed()
     log = get_logger()
     data_dir = config.run_dir / "data"
-    corpus = prepare(list(config.input) or None, data_dir, config.prepare)
+    if config.fresh:
+        run_on_first(lambda: _remove(config.run_dir))
+    inputs = list(config.input) or None
+    first = run_on_first(lambda: prepare(inputs, data_dir, config.prepare))
+    corpus = first or prepare(inputs, data_dir, config.prepare)
     log.info(
         "%s %s: %d documents (%d duplicates dropped), %d training tokens, %d held out",
         "found prepared text in" if corpus.reused else "prepared text in",
@@ -83,15 +87,17 @@ def quickstart(config: QuickstartConfig) -> Path:
             "the run is at step %d of %d; run the same command to go on", result.step, config.steps
         )
         return config.run_dir / "report.html"
-    _compare(config, corpus, result)
-    _sample(config, corpus)
-    return write_report(config.run_dir)
+    if world.rank == 0:
+        _compare(config, corpus, result)
+        _sample(config, corpus)
+        write_report(config.run_dir)
+    return config.run_dir / "report.html"
 
 
 def _training(
     config: QuickstartConfig, corpus: PrepareReport, data_dir: Path
 ) -> GPT2PretrainConfig:
-    """The model and loop: about 3 million weights, a few passes over half a megabyte."""
+    """The model and loop: two million weights, a few passes over half a megabyte."""
     return GPT2PretrainConfig(
         run_dir=config.run_dir,
         model=GPT2Config(
@@ -99,17 +105,16 @@ def _training(
             hidden_size=192,
             num_layers=4,
             num_heads=6,
-            max_seq_len=256,
-            dropout=0.1,
+            max_seq_len=128,
         ),
         data=CorpusConfig(
-            paths=(str(data_dir),), seq_len=256, global_batch_size=16, micro_batch_size=16
+            paths=(str(data_dir),), seq_len=128, global_batch_size=8, micro_batch_size=8
         ),
         train=TrainConfig(
             steps=config.steps,
             eval_every_steps=max(1, config.steps // 6),
             save_every_steps=max(1, config.steps // 6),
-            optim=OptimConfig(lr=3e-3, weight_decay=0.1),
+            optim=OptimConfig(name="muon", lr=5e-3, weight_decay=0.1),
             schedule=ScheduleConfig(
                 kind="cosine", warmup_steps=min(20, config.steps // 2), min_lr_ratio=0.1
             ),
@@ -121,8 +126,6 @@ def _compare(config: QuickstartConfig, corpus: PrepareReport, result: PretrainRe
     """Add the n-gram models to results.json and say how the model compares."""
     assert corpus.validation_prefix is not None
     assert result.evaluation is not None
-    if result.world.rank != 0:
-        return
     train, held_out = TokenStore(corpus.train_prefix), TokenStore(corpus.validation_prefix)
     num_bytes = corpus.validation.text_bytes
     bits = {

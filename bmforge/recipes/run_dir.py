@@ -6,19 +6,18 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from bmforge.config import config_to_dict, save_toml
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
+from bmforge.parallel import run_on_first
 
-__all__ = ["check_run_dir", "open_run_dir"]
+__all__ = ["check_run_dir", "claim_run_dir", "open_run_dir"]
 
 _FILE = "run.toml"
 
 
 def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
-    """Make a run's directory and write ``run.toml``, or check that it is this run's.
+    """Make a run's directory, or check that it is this run's; `claim_run_dir` makes it so.
 
     All processes call it and all get the same answer.
 
@@ -31,16 +30,19 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     Raises:
         ConfigError: the directory holds another run, or files that are no run at all.
     """
-    problem: list[str | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        problem[0] = check_run_dir(run_dir, config, free)
-        if problem[0] is None:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            save_toml(config, run_dir / _FILE)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ConfigError(problem[0])
+
+    def check() -> None:
+        problem = check_run_dir(run_dir, config, free)
+        if problem is not None:
+            raise ConfigError(problem)
+        run_dir.mkdir(parents=True, exist_ok=True)
+
+    run_on_first(check)
+
+
+def claim_run_dir(run_dir: Path, config: Any) -> None:
+    """Write ``run.toml``, once all else is checked: from here on the directory is this run's."""
+    run_on_first(lambda: save_toml(config, run_dir / _FILE))
 
 
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
@@ -72,8 +74,8 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
 
 
 def _is_free_place(run_dir: Path) -> bool:
-    """True for an empty directory, or one in which only the run's own data was prepared."""
-    return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {"data"}
+    """True for an empty directory, or one in which a run was prepared but never begun."""
+    return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {"data", "log.txt"}
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Every layout against one process: loss, gradients, clipped norm and parameters after three steps."""
+"""Every layout against one process: loss, gradients, clipped norm, parameters after 3 steps."""
 
 from __future__ import annotations
 

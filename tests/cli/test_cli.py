@@ -1,0 +1,195 @@
+"""The commands, through the entry point, from text to a trained and exported model."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bmforge.cli.commands import COMMANDS
+from bmforge.config import config_to_dict, load_toml
+from bmforge.data import TokenStore, load_tokenizer
+from bmforge.infer import generate
+from bmforge.models import AutoModel
+from bmforge.recipes import RECIPES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+
+from cli_calls import assert_refused, bmforge, files_below
+from real_runs import write_text
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("help",)])
+def test_overview_lists_every_command(arguments) -> None:
+    (said,) = bmforge(*arguments)
+    assert said.status == 0
+    for name, (_, about) in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(about)}$", said.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command(name: str) -> None:
+    (said,) = bmforge(name, "--help")
+    assert said.status == 0
+    assert f"usage: bmforge {name}" in said.out
+    assert said.err == ""
+
+
+def test_version() -> None:
+    (said,) = bmforge("--version")
+    assert re.fullmatch(r"bmforge \d+\.\d+\.\d+\S*\n", said.out)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_print_config_round_trips(name: str, tmp_path: Path) -> None:
+    options = ("--train.steps", "7", "--train.optim.lr", "1e-05", "--data.paths", "a b", "c")
+    (said,) = bmforge("train", name, *options, "--print-config")
+    assert said.status == 0
+    shown = tomllib.loads(said.out)
+    assert (shown["train"]["steps"], shown["train"]["optim"]["lr"]) == (7, 1e-05)
+    assert shown["data"]["paths"] == ["a b", "c"]
+    file = tmp_path / "shown.toml"
+    file.write_text(said.out)
+    assert config_to_dict(load_toml(RECIPES[name].config, file)) == shown
+    (again,) = bmforge("train", name, "--config", file, "--print-config")
+    assert again.out == said.out
+    (changed,) = bmforge("train", name, f"--config={file}", "--train.steps", "8", "--print-config")
+    assert changed.out == said.out.replace("steps = 7\n", "steps = 8\n", 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["shown.toml"]
+
+
+def number(text: str, label: str) -> float:
+    """The first number behind a label."""
+    found = re.search(rf"{label} +([\d,.e+]+)", text)
+    assert found is not None, text
+    return float(found[1].replace(",", ""))
+
+
+def test_info_of_a_preset() -> None:
+    """GPT-2 small: 124,439,808 parameters, counted by hand from the paper's sizes."""
+    d, layers, vocab, positions = 768, 12, 50257, 1024
+    block = 4 * d * d + 4 * d + 8 * d * d + 5 * d + 4 * d
+    parameters = vocab * d + positions * d + layers * block + 2 * d
+    assert parameters == 124_439_808
+    (said,) = bmforge("info", "gpt2-small", "--seq-len", "512")
+    assert number(said.out, "parameters") == parameters
+    assert number(said.out, "KV-cache bytes per token") == 2 * layers * d * 2
+    # 6 FLOPs per weight of a matrix and token (Kaplan et al. 2020); attention's 12 L D T at most.
+    matrices = 6 * (layers * 12 * d * d + vocab * d)
+    flops = number(said.out, "training FLOPs per token")
+    assert matrices * 0.999 <= flops <= (matrices + 12 * layers * d * 512) * 1.001
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A quickstart of few steps on a tiny folder: its run directory and its arguments."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    (folder / "texts").mkdir()
+    write_text(folder / "texts" / "a.jsonl", 60)
+    run_dir = folder / "runs" / "quick"
+    options = ["--input", str(folder / "texts"), "--run-dir", str(run_dir)]
+    options += ["--prepare.vocab-size", "300", "--samples", "1", "--steps", "12"]
+    (said,) = bmforge("quickstart", *options)
+    assert said.status == 0, said
+    assert "bits per byte" in said.err
+    return run_dir, options
+
+
+def test_quickstart_leaves_everything(finished) -> None:
+    run_dir, _ = finished
+    results = json.loads((run_dir / "results.json").read_text())
+    assert set(results["bits per byte"]) == {"model", "bigram", "unigram"}
+    assert all(0 < bits < 8.5 for bits in results["bits per byte"].values())
+    assert results["bits per byte"]["bigram"] < results["bits per byte"]["unigram"]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert "val_loss" in rows[-1]
+    (sample,) = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
+    assert sample["prompt"]
+    assert sample["text"]
+    page = (run_dir / "report.html").read_text()
+    assert "bigram" in page
+    assert not re.search(r"(src|href)=[\"']https?://", page)
+
+
+def test_export_opens_in_transformers_with_equal_logits(finished) -> None:
+    run_dir, _ = finished
+    theirs = AutoModelForCausalLM.from_pretrained(run_dir / "export").eval()
+    ours = AutoModel.from_pretrained(run_dir / "export").eval()
+    ids = torch.randint(ours.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_bits_per_byte_of_the_export(finished) -> None:
+    """Every held-out token but the first is predicted once, by transformers' model."""
+    run_dir, _ = finished
+    data = run_dir / "data"
+    theirs = AutoModelForCausalLM.from_pretrained(run_dir / "export").eval()
+    stream = torch.from_numpy(TokenStore(data / "validation" / "tokens").tokens.astype("int64"))
+    nats = 0.0
+    for start in range(0, len(stream) - 1, 255):
+        row = stream[None, start : start + 256]
+        with torch.no_grad():
+            logits = theirs(row).logits[0, :-1]
+        nats += torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
+    report = tomllib.loads((data / "prepared.toml").read_text())
+    bits = nats / torch.log(torch.tensor(2.0)).item() / report["validation"]["text_bytes"]
+    results = json.loads((run_dir / "results.json").read_text())
+    assert results["bits per byte"]["model"] == pytest.approx(bits, rel=1e-4)
+
+
+def test_generate_equals_the_library(finished) -> None:
+    run_dir, _ = finished
+    export = run_dir / "export"
+    tokenizer, model = load_tokenizer(export), AutoModel.from_pretrained(export)
+    ids = torch.tensor([tokenizer.encode("river stone").ids])
+    end = tokenizer.token_to_id("<|endoftext|>")
+    options = ("--prompt", "river stone", "--max-new-tokens", "12")
+    for extra, changes in (
+        ((), {}),
+        (("--num-beams", "3"), {"num_beams": 3}),
+        (("--do-sample", "--top-k", "20", "--seed", "5"), {"do_sample": True, "top_k": 20}),
+    ):
+        torch.manual_seed(5)
+        wanted = generate(model, ids, max_new_tokens=12, eos_token_id=end, **changes)[0].tolist()
+        (said,) = bmforge("generate", export, *options, *extra)
+        assert said.status == 0, said
+        assert said.out == tokenizer.decode(wanted) + "\n"
+    assert_refused(bmforge("generate", export, "--prompt", ""), "prompt is empty")
+
+
+def test_info_of_an_export_and_report(finished) -> None:
+    run_dir, _ = finished
+    (said,) = bmforge("info", run_dir / "export")
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
+    assert number(said.out, "parameters") == sum(p.numel() for p in model.parameters())
+    page = run_dir / "report.html"
+    page.unlink()
+    (said,) = bmforge("report", run_dir)
+    assert said.status == 0
+    assert str(page) in said.err
+    assert page.stat().st_size > 1000
+
+
+def test_quickstart_again_continues_and_fresh_starts_over(finished) -> None:
+    run_dir, options = finished
+    before = files_below(run_dir / "checkpoints")
+    (said,) = bmforge("quickstart", *options)
+    assert said.status == 0, said
+    assert "found prepared text" in said.err
+    assert "resumed at step 12 of 12" in said.err
+    assert files_below(run_dir / "checkpoints") == before
+    (said,) = bmforge("quickstart", *options, "--fresh", "--steps", "4")
+    assert said.status == 0, said
+    assert "resumed" not in said.err
+    assert "prepared text" in said.err
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]

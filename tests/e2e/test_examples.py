@@ -1,0 +1,61 @@
+"""The examples run alone and on two processes, with the same losses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_runs import environment, write_config
+
+from bmforge.testing import run_distributed
+from bmforge.train import read_metrics
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_hugging_face  # noqa: E402
+import train_own_module  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("examples")
+    write_config(folder, 1)
+    return str(folder / "data")
+
+
+def run_script(name: str, run_dir: Path, *options: str) -> list[float]:
+    """The losses in metrics.jsonl of an example run as a script."""
+    arguments = [sys.executable, str(EXAMPLES / name), "--run-dir", str(run_dir), *options]
+    done = subprocess.run(
+        arguments, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [row["loss"] for row in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def test_own_module(tmp_path: Path) -> None:
+    alone = run_script("train_own_module.py", tmp_path / "alone", "--steps", "6")
+    assert alone[-1] < alone[0]
+    for losses in run_distributed(train_own_module.main, 2, 6):
+        assert losses == pytest.approx(alone, rel=1e-5)
+    folder = str(tmp_path / "two")
+    run_distributed(train_own_module.main, 2, 6, folder)
+    assert run_distributed(train_own_module.main, 2, 6, folder) == [[], []]
+
+
+def test_hugging_face_script(tmp_path: Path, data: str) -> None:
+    losses = run_script("train_hugging_face.py", tmp_path / "run", "--data", data, "--steps", "4")
+    assert losses[-1] < losses[0]
+    wanted = run_distributed(train_hugging_face.main, 1, data, "gpt2", 4)[0]
+    assert losses == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_hugging_face_on_two_processes_is_the_same(data: str, family: str) -> None:
+    alone = run_distributed(train_hugging_face.main, 1, data, family, 6)[0]
+    for losses in run_distributed(train_hugging_face.main, 2, data, family, 6):
+        assert losses == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < alone[0]
