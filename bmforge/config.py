@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.files import replace_file
 
 __all__ = ["config_from_dict", "config_to_dict", "dump_toml", "load_toml", "save_toml"]
 
@@ -155,7 +156,7 @@ def dump_toml(config: Any) -> str:
 
 def save_toml(config: Any, path: str | Path) -> None:
     """Write a config to a TOML file."""
-    Path(path).write_text(dump_toml(config), encoding="utf-8")
+    replace_file(path, dump_toml(config))
 
 
 def load_toml(cls: type[C], path: str | Path) -> C:

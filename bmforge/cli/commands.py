@@ -142,7 +142,6 @@ def run_generate(arguments: Sequence[str]) -> None:
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
-    sampling = {"temperature": command.temperature, "top_k": command.top_k, "top_p": command.top_p}
     torch.manual_seed(command.seed)
     out = generate(
         model,
@@ -151,7 +150,9 @@ def run_generate(arguments: Sequence[str]) -> None:
         num_beams=command.num_beams,
         do_sample=command.do_sample,
         eos_token_id=tokenizer.token_to_id("<|endoftext|>"),
-        **(sampling if command.do_sample else {}),
+        temperature=command.temperature,
+        top_k=command.top_k,
+        top_p=command.top_p,
     )
     print(tokenizer.decode(out[0].tolist()))
 

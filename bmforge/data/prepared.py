@@ -14,7 +14,7 @@ import tomli_w
 from bmforge.data.clean import text_digest
 from bmforge.data.sources import python_topics
 from bmforge.data.tokenise import EncodeCount
-from bmforge.errors import ConfigError, DataError
+from bmforge.errors import DataError
 from bmforge.logging import track
 
 __all__ = [
@@ -37,7 +37,7 @@ class PrepareConfig:
     """How to prepare a corpus.
 
     Args:
-        vocab_size: token ids of the BPE tokenizer, at least 257.
+        vocab_size: token ids of the BPE tokenizer when one is trained, at least 257.
         validation_fraction: share of the text's bytes to hold out, 0 <= fraction < 1.
         seed: decides which documents are held out.
         skip_bad: count bad lines and files instead of stopping at them.
@@ -52,15 +52,6 @@ class PrepareConfig:
     skip_bad: bool = False
     text_field: str = "text"
     tokenizer: str = ""
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for a setting that would have no effect."""
-        default = type(self).__dataclass_fields__["vocab_size"].default
-        if self.tokenizer and self.vocab_size != default:
-            raise ConfigError(
-                f"vocab_size={self.vocab_size} has no effect beside tokenizer={self.tokenizer!r}, "
-                "whose vocabulary is what it is; leave one of them out."
-            )
 
 
 @dataclass(frozen=True)

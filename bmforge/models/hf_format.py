@@ -129,7 +129,12 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) -> None:
-    """Write the index of several files; a single one needs none, and an old one would win."""
+    """Write the index of several files; a single one needs none.
+
+    What an earlier save left beside them is removed: a reader might take it for the model.
+    """
+    for stale in set(directory.glob("model*.safetensors")) - {directory / name for name in files}:
+        stale.unlink()
     if len(files) == 1:
         (directory / _INDEX).unlink(missing_ok=True)
     else:

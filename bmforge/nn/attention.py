@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.errors import ShapeError
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.position import apply_rope
 
@@ -54,6 +55,7 @@ def build_mask(
     _, length = batch
     if attention_mask is None and document_ids is None and (past == 0 or length == 1):
         return None
+    _check_mask_shapes(batch, past, attention_mask, document_ids)
     query = torch.arange(past, past + length, device=device)[:, None]
     key = torch.arange(past + length, device=device)[None, :]
     mask = (key <= query)[None, None]
@@ -63,6 +65,22 @@ def build_mask(
     if document_ids is not None:
         mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
     return mask
+
+
+def _check_mask_shapes(
+    batch: tuple[int, int], past: int, attention_mask: Tensor | None, document_ids: Tensor | None
+) -> None:
+    """Refuse masks that would broadcast to a wrong meaning."""
+    rows, length = batch
+    wanted = {"attention_mask": (rows, past + length), "document_ids": (rows, length)}
+    for name, tensor in (("attention_mask", attention_mask), ("document_ids", document_ids)):
+        if tensor is not None and tuple(tensor.shape) != wanted[name]:
+            raise ShapeError(
+                f"{name} is {tuple(tensor.shape)}; with {length} new and {past} cached tokens "
+                f"it must be {wanted[name]}."
+            )
+    if document_ids is not None and past:
+        raise ShapeError("document_ids belong to training rows; they cannot be used with a cache.")
 
 
 class Attention(nn.Module):

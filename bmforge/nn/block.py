@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bmforge.nn.attention import Attention, KeyValueCache
 from bmforge.nn.mlp import MLP
 from bmforge.nn.norm import NormKind, build_norm
+from bmforge.nn.remake import call_and_drop
 
 __all__ = ["Block", "BlockSpec"]
 
@@ -96,8 +97,13 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Run one layer; the arguments are those of `Attention.forward`."""
-        x = x + self._drop(self.attn(self.attn_norm(x), mask, rope, cache))
-        return x + self._drop(self.mlp(self.mlp_norm(x)))
+        attended = call_and_drop(
+            lambda normed: self.attn(normed, mask, rope, cache),
+            self.attn_norm(x),
+            lambda: self.attn_norm(x),
+        )
+        y = x + self._drop(attended)
+        return y + self._drop(call_and_drop(self.mlp, self.mlp_norm(y), lambda: self.mlp_norm(y)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -22,14 +22,14 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of token losses times `scale`; the sum's gradients are made in forward, by chunks."""
+    """Sum of token losses times `scale`; its gradients are made in forward, by chunks."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: Tensor
     ) -> Tensor:
         rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
-        wide = scale.dtype
+        wide, is_fp16 = scale.dtype, hidden.dtype == torch.float16
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -48,14 +48,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += _softmax_loss_(logits, labels[start : start + rows])
             if not (need_hidden or need_weight or need_bias):
                 continue
-            grad.copy_(logits)
+            # fp16 takes the scale here, while the values are wide: most of them are far below its
+            # smallest number, and a loss scale must reach them in time.
+            torch.mul(logits, scale, out=grad) if is_fp16 else grad.copy_(logits)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[start : start + rows])
             if grad_weight is not None:
                 _add_product_(grad_weight, grad.t(), piece, first=start == 0)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=wide)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, scale)
+        left = torch.ones_like(scale) if is_fp16 else scale
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, left)
         ctx.dtypes = hidden.dtype, weight.dtype, hidden.dtype if bias is None else bias.dtype
         return total * scale
 

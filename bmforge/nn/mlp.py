@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.nn.remake import call_and_drop
 
 __all__ = ["ACTIVATIONS", "MLP", "get_activation"]
 
@@ -59,6 +60,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the projections and the activation."""
-        if self.gate_proj is None:
-            return self.down_proj(self.activation(self.up_proj(x)))
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        up = self.up_proj(x)
+        gate = None if self.gate_proj is None else self.gate_proj(x)
+
+        def inner() -> Tensor:
+            return self.activation(up) if gate is None else self.activation(gate) * up
+
+        return call_and_drop(self.down_proj, inner(), inner)

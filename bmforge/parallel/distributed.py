@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bmforge.device import backend_for, default_device
-from bmforge.errors import BmforgeError, DistributedError
+from bmforge.errors import DistributedError
 
 __all__ = ["World", "init_distributed", "run_on_first", "shutdown_distributed"]
 
@@ -101,11 +101,11 @@ def run_on_first(function: Callable[[], T]) -> T | None:
         what it returned, on rank 0; None on the others.
     """
     result: T | None = None
-    problem: list[BmforgeError | None] = [None]
+    problem: list[Exception | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             result = function()
-        except BmforgeError as error:
+        except Exception as error:
             problem[0] = error
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(problem, src=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,18 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bmforge.data import DataLoader, Mixture, PackedDataset, TokenStore, check_vocabulary, iter_once
+from bmforge.data import (
+    DataLoader,
+    Mixture,
+    PackedDataset,
+    PrepareReport,
+    TokenStore,
+    check_vocabulary,
+    iter_once,
+)
 from bmforge.data.prepared import RECORD_NAME, read_record
-from bmforge.errors import ConfigError
-from bmforge.parallel import World, data_parallel_size
+from bmforge.errors import ConfigError, DataError
+from bmforge.parallel import World, data_parallel_size, run_on_first
 from bmforge.train import EvalResult, evaluate
 
 __all__ = ["CorpusConfig", "Corpus", "open_corpus"]
@@ -87,34 +96,21 @@ def open_corpus(config: CorpusConfig, vocab_size: int, world: World) -> Corpus:
     """Open the token stores of a run and check that the model can read them.
 
     Raises:
-        ConfigError: nothing to read, or weights that do not fit the paths.
+        ConfigError: nothing to read, weights that do not fit the paths, or corpora of different
+            tokenizers.
         DataError: a store is missing, damaged, too short, or has ids beyond `vocab_size`.
     """
-    if not config.paths:
-        raise ConfigError(
-            "data.paths is empty. Prepare a corpus with `bmforge prepare TEXT... --out DIR`, then "
-            "give --data.paths DIR."
-        )
-    if config.weights and len(config.weights) != len(config.paths):
-        raise ConfigError(
-            f"data.weights has {len(config.weights)} numbers for {len(config.paths)} paths; "
-            "give one for each, or none."
-        )
-    first = Path(config.paths[0])
-    report = read_record(first)[0] if (first / RECORD_NAME).exists() else None
-    eos_id = config.eos_id if config.eos_id is not None or report is None else report.eos_id
-    parts = {}
-    for number, path in enumerate(config.paths):
-        store = TokenStore(_train_prefix(Path(path)))
-        check_vocabulary(store, vocab_size)
-        weight = config.weights[number] if config.weights else 1.0
-        parts[str(path)] = (PackedDataset(store, config.seq_len, eos_id), weight)
-    dataset = next(iter(parts.values()))[0] if len(parts) == 1 else Mixture(parts)
-    held_out, text_bytes = config.validation, None
-    if held_out is None and report is not None and report.validation_prefix is not None:
-        held_out, text_bytes = str(report.validation_prefix), report.validation.text_bytes
+    _check_paths(config)
+    run_on_first(lambda: _check_stores(config, vocab_size))
+    first = _read_report(config.paths[0])
+    eos_id = config.eos_id if config.eos_id is not None or first is None else first.eos_id
+    weights = config.weights or (1.0,) * len(config.paths)
+    parts = {
+        path: (PackedDataset(TokenStore(_train_prefix(path)), config.seq_len, eos_id), weight)
+        for path, weight in zip(config.paths, weights, strict=True)
+    }
     loader = DataLoader(
-        dataset,
+        parts[config.paths[0]][0] if len(parts) == 1 else Mixture(parts),
         global_batch_size=config.global_batch_size,
         micro_batch_size=config.micro_batch_size,
         rank=world.rank,
@@ -123,15 +119,71 @@ def open_corpus(config: CorpusConfig, vocab_size: int, world: World) -> Corpus:
         reset_at_documents=config.reset_at_documents,
         prefetch_steps=config.prefetch_steps,
     )
+    held_out = _validation_prefix(config)
+    validation = None
+    if held_out is not None:
+        validation = PackedDataset(TokenStore(held_out), config.seq_len, eos_id)
+    own = first is not None and config.validation is None
     return Corpus(
         loader,
-        None if held_out is None else PackedDataset(TokenStore(held_out), config.seq_len, eos_id),
-        text_bytes,
-        None if report is None else report.tokenizer_dir,
+        validation,
+        first.validation.text_bytes if own and first is not None else None,
+        None if first is None else first.tokenizer_dir,
         eos_id,
         config,
     )
 
 
-def _train_prefix(path: Path) -> Path:
-    return path / "train" / "tokens" if path.is_dir() else path
+def _check_paths(config: CorpusConfig) -> None:
+    if not config.paths:
+        raise ConfigError(
+            "data.paths is empty. Prepare a corpus with `bmforge prepare TEXT... --out DIR`, then "
+            "give --data.paths DIR."
+        )
+    if len(set(config.paths)) != len(config.paths):
+        raise ConfigError(f"data.paths={list(config.paths)} names a path twice; raise its weight.")
+    if config.weights and (len(config.weights) != len(config.paths) or len(config.paths) == 1):
+        raise ConfigError(
+            f"data.weights has {len(config.weights)} numbers for {len(config.paths)} paths; "
+            "several paths need one each, a single path none."
+        )
+
+
+def _check_stores(config: CorpusConfig, vocab_size: int) -> None:
+    """Check every store against the vocabulary; a prepared directory has its size on record."""
+    tokenizers = {}
+    for path in config.paths:
+        report = _read_report(path)
+        if report is None or report.vocab_size > vocab_size:
+            check_vocabulary(TokenStore(_train_prefix(path)), vocab_size)
+        if report is not None:
+            text = (report.tokenizer_dir / "tokenizer.json").read_bytes()
+            tokenizers[path] = hashlib.blake2b(text).hexdigest()
+    if len(set(tokenizers.values())) > 1:
+        raise ConfigError(
+            f"the corpora {list(tokenizers)} have different tokenizers, so their token ids do not "
+            "mean the same. Prepare the later ones with `--tokenizer FIRST/tokenizer`."
+        )
+    held_out = _validation_prefix(config)
+    if held_out is not None:
+        store = TokenStore(held_out)
+        check_vocabulary(store, vocab_size)
+        if store.num_tokens < 2:
+            raise DataError(f"validation store {held_out!r} has fewer than 2 tokens to predict.")
+
+
+def _read_report(path: str) -> PrepareReport | None:
+    """Return the record of a prepared directory; None for a bare token store."""
+    return read_record(Path(path))[0] if (Path(path) / RECORD_NAME).exists() else None
+
+
+def _train_prefix(path: str) -> Path:
+    return Path(path) / "train" / "tokens" if Path(path).is_dir() else Path(path)
+
+
+def _validation_prefix(config: CorpusConfig) -> str | None:
+    if config.validation is not None:
+        return config.validation
+    report = _read_report(config.paths[0])
+    prefix = None if report is None else report.validation_prefix
+    return None if prefix is None else str(prefix)

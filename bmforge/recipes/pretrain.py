@@ -6,21 +6,28 @@ evaluate, export. Run again in the same directory, it goes on where it stopped.
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bmforge.config import config_to_dict
 from bmforge.device import device_name
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger, log_to_file
 from bmforge.models import Model, init_weights_, load_weights_
 from bmforge.models.gpt2 import GPT2, GPT2Config
 from bmforge.models.llama import Llama, LlamaConfig
-from bmforge.parallel import Layout, World, build_mesh, init_distributed, parallelize
+from bmforge.parallel import (
+    Layout,
+    World,
+    build_mesh,
+    init_distributed,
+    parallelize,
+    run_on_first,
+)
 from bmforge.recipes.corpus import Corpus, CorpusConfig, open_corpus
-from bmforge.recipes.run_dir import claim_run_dir, open_run_dir
+from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir
 from bmforge.train import EvalResult, TrainConfig, Trainer, WandbSink, write_report
 from bmforge.train.trainer import Callback
 
@@ -156,7 +163,7 @@ def _run(config: Any, world: World) -> PretrainResult:
         mesh=mesh,
         run_dir=config.run_dir,
         evaluator=evaluator,
-        callbacks=_callbacks(config, world),
+        callbacks=_callbacks(config),
         flops_per_token=config.model.flops_per_token(config.data.seq_len),
     )
     get_logger().info(
@@ -173,9 +180,10 @@ def _run(config: Any, world: World) -> PretrainResult:
     finished = trainer.step >= config.train.steps
     evaluation = evaluator(model) if finished and evaluator is not None else None
     if finished and config.export:
-        _export(model, config.run_dir / "export", corpus.tokenizer_dir, world)
+        _export(model, config.run_dir / "export", corpus, world)
     if world.rank == 0:
-        _write_results(config.run_dir, corpus, evaluation)
+        if evaluation is not None:
+            _add_evaluation(config.run_dir, corpus, evaluation)
         get_logger().info("report: %s", write_report(config.run_dir))
     return PretrainResult(model, trainer.step, evaluation, corpus, world)
 
@@ -197,30 +205,31 @@ def _build_model(config: Any, world: World, mesh: Any) -> Model:
     return init_weights_(model, config.seed, device=world.device)
 
 
-def _callbacks(config: PretrainConfig, world: World) -> list[Callback]:
-    if config.wandb_project is None or world.rank != 0:
+def _callbacks(config: PretrainConfig) -> list[Callback]:
+    project = config.wandb_project
+    if project is None:
         return []
-    sink = WandbSink(config.wandb_project, config.run_dir)
-    return [lambda trainer, row: sink(trainer.step, row)]
+    sink = run_on_first(lambda: WandbSink(project, config.run_dir, config_to_dict(config)))
+    return [] if sink is None else [lambda trainer, row: sink(trainer.step, row)]
 
 
-def _export(model: Model, directory: Path, tokenizer_dir: Path | None, world: World) -> None:
+def _export(model: Model, directory: Path, corpus: Corpus, world: World) -> None:
+    if corpus.eos_id is not None:
+        ends = {"bos_token_id": corpus.eos_id, "eos_token_id": corpus.eos_id}
+        model.config = model.config.replace(raw={**model.config.raw, **ends})
     model.save_pretrained(directory, overwrite=True)
-    if tokenizer_dir is not None and world.rank == 0:
-        for file in tokenizer_dir.iterdir():
+    if corpus.tokenizer_dir is not None and world.rank == 0:
+        for file in corpus.tokenizer_dir.iterdir():
             shutil.copy2(file, directory / file.name)
     get_logger().info("exported to %s", directory)
 
 
-def _write_results(run_dir: Path, corpus: Corpus, evaluation: EvalResult | None) -> None:
-    if evaluation is None:
-        return
-    results: dict[str, Any] = {"validation loss": {"model": evaluation.loss}}
-    if corpus.validation_text_bytes and corpus.config.validation_batches is None:
+def _add_evaluation(run_dir: Path, corpus: Corpus, evaluation: EvalResult) -> None:
+    results = {"validation loss": {"model": evaluation.loss}}
+    config = corpus.config
+    # With resets the first token of a document is not predicted, so its bytes have no code length.
+    whole = config.validation_batches is None and not config.reset_at_documents
+    if corpus.validation_text_bytes and whole:
         bits = evaluation.bits_per_byte(corpus.validation_text_bytes)
         results["bits per byte"] = {"model": bits}
-    file = run_dir / "results.json"
-    known = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    for name, values in results.items():
-        known[name] = {**known.get(name, {}), **values}
-    file.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+    add_results(run_dir, results)

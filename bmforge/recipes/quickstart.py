@@ -23,6 +23,7 @@ from bmforge.parallel import init_distributed, run_on_first
 from bmforge.recipes.corpus import CorpusConfig
 from bmforge.recipes.ngram import bigram_bits, unigram_bits
 from bmforge.recipes.pretrain import GPT2PretrainConfig, PretrainResult, pretrain
+from bmforge.recipes.run_dir import add_results
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig, write_report
 
 __all__ = ["QuickstartConfig", "quickstart"]
@@ -133,10 +134,7 @@ def _compare(config: QuickstartConfig, corpus: PrepareReport, result: PretrainRe
         "bigram": bigram_bits(train, held_out, corpus.vocab_size) / num_bytes,
         "unigram": unigram_bits(train, held_out, corpus.vocab_size) / num_bytes,
     }
-    file = config.run_dir / "results.json"
-    results = json.loads(file.read_text("utf-8"))
-    results["bits per byte"] = bits
-    file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    add_results(config.run_dir, {"bits per byte": bits})
     get_logger().info(
         "bits per byte on %d held-out bytes: model %.3f, bigram %.3f, unigram %.3f",
         num_bytes,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from bmforge.config import config_to_dict, save_toml
 from bmforge.errors import ConfigError
+from bmforge.files import replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
 
-__all__ = ["check_run_dir", "claim_run_dir", "open_run_dir"]
+__all__ = ["add_results", "check_run_dir", "claim_run_dir", "open_run_dir"]
 
 _FILE = "run.toml"
 
@@ -55,7 +57,10 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
                 "bmforge. Name an empty or new directory."
             )
         return None
-    before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
+    try:
+        before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return f"{str(file)!r} is damaged ({error}); restore it, or name another run_dir."
     now = _flatten(config_to_dict(config))
     changed = [
         f"{name}: {before.get(name)!r} there, {now.get(name)!r} now"
@@ -76,6 +81,15 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
 def _is_free_place(run_dir: Path) -> bool:
     """True for an empty directory, or one in which a run was prepared but never begun."""
     return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {"data", "log.txt"}
+
+
+def add_results(run_dir: Path, results: dict[str, dict[str, float]]) -> None:
+    """Add figures to ``results.json``: title -> name -> number."""
+    file = run_dir / "results.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for title, numbers in results.items():
+        known[title] = {**known.get(title, {}), **numbers}
+    replace_file(file, json.dumps(known, indent=2) + "\n")
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

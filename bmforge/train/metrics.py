@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import secrets
 import sys
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from typing import Any
 
 from bmforge.device import resident_bytes
 from bmforge.errors import DataError, MissingDependencyError
+from bmforge.files import replace_file
 from bmforge.logging import get_logger
 
 __all__ = [
@@ -176,8 +178,8 @@ class WandbSink:
 
     Args:
         project: the project's name there.
-        run_dir: the run's directory; its name is the run's name and id, so that a resumed run goes
-            on in the same place.
+        run_dir: the run's directory; its name is the run's name, and an id drawn once is kept in
+            ``run_dir/wandb_id``, so that a resumed run goes on in the same place.
         config: the settings to show there.
 
     Raises:
@@ -191,11 +193,13 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise MissingDependencyError("wandb", "wandb", "Weights & Biases logging") from error
-        name = Path(run_dir).resolve().name
+        kept = Path(run_dir) / "wandb_id"
+        if not kept.exists():
+            replace_file(kept, secrets.token_hex(8))
         self._run = wandb.init(
             project=project,
-            name=name,
-            id=name,
+            name=Path(run_dir).resolve().name,
+            id=kept.read_text(encoding="utf-8"),
             resume="allow",
             dir=str(run_dir),
             config=dict(config or {}),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-__all__ = ["IGNORE_INDEX", "Objective", "causal_lm", "count_labels"]
+__all__ = ["IGNORE_INDEX", "Objective", "causal_lm", "count_labels", "count_tokens"]
 
 IGNORE_INDEX = -100
 Batch = Mapping[str, Tensor]
@@ -38,3 +38,10 @@ def count_labels(batch: Batch) -> int:
     """
     labels = batch["labels"]
     return int(((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum())
+
+
+def count_tokens(batch: Batch) -> int:
+    """Return how many tokens a micro-batch works on: whole rows, without those that only pad."""
+    labels = batch["labels"]
+    rows = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels
+    return int(rows.sum()) * labels.shape[1] if labels.dim() > 1 else labels.numel()

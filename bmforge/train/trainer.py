@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from bmforge.device import device_memory_bytes, peak_flops
+from bmforge.errors import ConfigError
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import data_parallel_group, data_parallel_size, reshard_
 from bmforge.train.checkpoint import Checkpointer
+from bmforge.train.checkpoint_format import find_checkpoints, step_of
 from bmforge.train.checkpoint_rng import reseed_rng
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult
@@ -30,7 +33,7 @@ from bmforge.train.metrics import (
     format_progress,
     measure_memory,
 )
-from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
+from bmforge.train.objective import Batch, Objective, causal_lm, count_labels, count_tokens
 from bmforge.train.optim import build_optimizers, clip_grad_norm_
 from bmforge.train.precision import LossScaler
 from bmforge.train.schedule import build_schedule, set_learning_rate_
@@ -62,7 +65,7 @@ class Trainer:
         model: laid out and initialised.
         loader: yields a list of micro-batches per optimizer step, with a state.
         config: the numbers.
-        mesh: the model's mesh; None for one process.
+        mesh: the model's mesh; None takes the one its parameters are sharded over.
         run_dir: where metrics and checkpoints go; None keeps nothing.
         objective: the loss; see `objective.py`.
         evaluator: evaluates the model (collectively); None never evaluates.
@@ -91,6 +94,7 @@ class Trainer:
         self.guard = SpikeGuard(config.spike_sigmas)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self.step = 0
+        mesh = mesh or _mesh_of(model)
         self._dp_size = data_parallel_size(mesh)
         self._group = data_parallel_group(mesh)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -105,7 +109,8 @@ class Trainer:
         Args:
             until_step: stop there instead; the schedule stays that of the whole run.
         """
-        last_step = min(self.config.steps, until_step or self.config.steps)
+        last_step = self.config.steps if until_step is None else until_step
+        last_step = min(self.config.steps, last_step)
         reseed_rng(self.config.seed, self.step, self._rank)
         if self.run_dir is None:
             with StopRequest() as stop:
@@ -144,7 +149,7 @@ class Trainer:
         checkpointer: Checkpointer | None,
         writer: MetricsWriter | None,
     ) -> None:
-        config, saved_at = self.config, self.step
+        config = self.config
         self.model.train()
         with ProgressBar("train", config.steps) as bar:
             bar.advance(self.step)
@@ -163,12 +168,26 @@ class Trainer:
                 if checkpointer is not None and (due or stopping or self.step == last_step):
                     reshard_(self.model)  # a callback may have run the model
                     checkpointer.save(self.step, self.model, self.optimizers, self.state_dict())
-                    saved_at = self.step
+        if checkpointer is not None:
+            self._report_saved(checkpointer, stopping)
+
+    def _report_saved(self, checkpointer: Checkpointer, stopping: bool) -> None:
+        """Wait for the last save and say what is on disk."""
+        checkpointer.wait()
+        found = find_checkpoints(checkpointer.directory)
+        newest = f"step {step_of(found[0])}" if found else "none"
+        if checkpointer.last_error is not None:
+            get_logger().error(
+                "the checkpoint of step %d could not be written (%s); the newest on disk: %s",
+                self.step,
+                checkpointer.last_error,
+                newest,
+            )
         if stopping:
             get_logger().info(
-                "stopped by a signal at step %d, saved at step %d; run it again to go on.",
+                "stopped by a signal at step %d; the newest checkpoint: %s. Run it again to go on.",
                 self.step,
-                saved_at,
+                newest,
             )
 
     def train_step(self, stop_asked: bool = False) -> tuple[Row, bool]:
@@ -188,7 +207,7 @@ class Trainer:
         items, tokens, stops = self._sum(
             [
                 sum(count_labels(b) for b in micro_batches),
-                sum(b["labels"].numel() for b in micro_batches),
+                sum(count_tokens(b) for b in micro_batches),
                 int(stop_asked),
             ]
         )
@@ -275,3 +294,18 @@ class Trainer:
         self.guard.load_state_dict(state["guard"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh that the model's parameters lie on; None for a model of one process.
+
+    Raises:
+        ConfigError: there are several processes, and the model is not laid out over them.
+    """
+    found = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    if found is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"{dist.get_world_size()} processes train a {type(model).__name__} that is not laid "
+            "out over them. Call parallelize(model, layout) first."
+        )
+    return found

@@ -135,8 +135,8 @@ def test_bits_per_byte_of_the_export(finished) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(run_dir / "export").eval()
     stream = torch.from_numpy(TokenStore(data / "validation" / "tokens").tokens.astype("int64"))
     nats = 0.0
-    for start in range(0, len(stream) - 1, 255):
-        row = stream[None, start : start + 256]
+    for start in range(0, len(stream) - 1, 127):
+        row = stream[None, start : start + 128]
         with torch.no_grad():
             logits = theirs(row).logits[0, :-1]
         nats += torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
