@@ -134,12 +134,20 @@ def test_wandb_is_optional_and_gets_the_rows(tmp_path, monkeypatch):
     )
     fake = types.SimpleNamespace(init=lambda **settings: started.update(settings) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    (tmp_path / "run-7").mkdir()
     sink = WandbSink("project", tmp_path / "run-7", {"lr": 0.1})
     with MetricsWriter(tmp_path, tensorboard=False, sinks=[sink]) as writer:
         writer.write(4, {"loss": 2.0})
     sink.close()
     assert logged == [(4, {"loss": 2.0}), "finished"]
-    assert (started["id"], started["resume"], started["config"]) == ("run-7", "allow", {"lr": 0.1})
+    assert (started["name"], started["resume"]) == ("run-7", "allow")
+    assert started["config"] == {"lr": 0.1}
+    first = started["id"]
+    WandbSink("project", tmp_path / "run-7")
+    assert started["id"] == first  # a resumed run goes on in the same place
+    (tmp_path / "elsewhere" / "run-7").mkdir(parents=True)
+    WandbSink("project", tmp_path / "elsewhere" / "run-7")
+    assert started["id"] != first  # and another run of the same name does not
     hide(monkeypatch, "wandb")
     with pytest.raises(MissingDependencyError, match=r"bmforge\[wandb\]"):
         WandbSink("project", tmp_path)
