@@ -110,6 +110,8 @@ class FileSuite:
         assert_equal_trees(self.model_class.from_pretrained(saved).state_dict(), tiny.state_dict())
         other.save_pretrained(saved, overwrite=True)
         assert_equal_trees(self.model_class.from_pretrained(saved).state_dict(), other.state_dict())
+        other.save_pretrained(saved, overwrite=True, max_file_bytes=20_000)
+        assert not (saved / "model.safetensors").exists()  # readers would prefer it to the index
 
     def test_sharded_files(self, tiny: Model, tmp_path: Path) -> None:
         """Large models go into several files with an index, which transformers' names describe."""

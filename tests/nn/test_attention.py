@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn import MLP, Attention, Block, BlockSpec, build_mask, build_norm
 from bmforge.testing import assert_close
 
@@ -173,3 +173,13 @@ def test_unknown_activation() -> None:
     """The nearest name is suggested."""
     with pytest.raises(ConfigError, match="Did you mean 'gelu'"):
         MLP(D, 32, "gelo", False, True)
+
+
+def test_masks_that_would_broadcast_are_refused():
+    one = torch.ones(2, 1, dtype=torch.long)
+    with pytest.raises(ShapeError, match=r"attention_mask is \(2, 1\).*\(2, 4\)"):
+        build_mask((2, 1), one.device, past=3, attention_mask=one)
+    with pytest.raises(ShapeError, match=r"document_ids is \(2, 1\)"):
+        build_mask((2, 5), one.device, document_ids=one)
+    with pytest.raises(ShapeError, match="cannot be used with a cache"):
+        build_mask((2, 1), one.device, past=3, document_ids=one)

@@ -116,3 +116,17 @@ def test_extreme_logits_stay_finite() -> None:
     loss.backward()
     assert_close(loss, torch.tensor(2.5e3))
     assert hidden.grad.isfinite().all()
+
+
+def test_a_loss_scale_reaches_fp16_gradients_that_would_vanish_without():
+    """One sure token: the other classes' probabilities lie far below fp16's smallest number."""
+    hidden = torch.eye(2, 4, dtype=torch.float16).requires_grad_()
+    weight = torch.zeros(3, 4, dtype=torch.float16)
+    weight[0, 0], weight[0, 1] = 18.0, 18.0
+    weight.requires_grad_()
+    labels, loss_scale = torch.tensor([0, 0]), 2.0**20
+    linear_cross_entropy(hidden, weight, labels, num_items=2 / loss_scale).backward()
+    twin = weight.detach().double().requires_grad_()
+    F.cross_entropy(F.linear(hidden.detach().double(), twin), labels).backward()
+    assert weight.grad[1, 0] != 0
+    assert_close(weight.grad.double() / loss_scale, twin.grad, rtol=2e-3, atol=0.0)

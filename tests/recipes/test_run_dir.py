@@ -1,0 +1,58 @@
+"""A run's directory belongs to one run, and no instant leaves it unusable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from bmforge.config import load_toml
+from bmforge.errors import ConfigError
+from bmforge.recipes.run_dir import add_results, check_run_dir, claim_run_dir, open_run_dir
+
+FREE = frozenset({"cadence"})
+
+
+@dataclass
+class Config:
+    """A run's config with a field that may be None although its default is not."""
+
+    lr: float = 0.1
+    cadence: int = 5
+    clip: float | None = 1.0
+    eval_every: int | None = None
+
+
+def test_claimed_late_and_found_again(tmp_path):
+    run_dir = tmp_path / "run"
+    open_run_dir(run_dir, Config(), FREE)
+    (run_dir / "log.txt").write_text("said something, then failed")
+    open_run_dir(run_dir, Config(lr=0.2), FREE)  # the first one never began
+    claim_run_dir(run_dir, Config(lr=0.2))
+    open_run_dir(run_dir, Config(lr=0.2, cadence=7), FREE)
+    with pytest.raises(ConfigError, match=r"lr: 0.2 there, 0.3 now"):
+        open_run_dir(run_dir, Config(lr=0.3), FREE)
+
+
+def test_none_survives_the_file(tmp_path):
+    claim_run_dir(tmp_path, Config(clip=None))
+    assert load_toml(Config, tmp_path / "run.toml") == Config(clip=None)
+
+
+def test_a_torn_file_is_named(tmp_path):
+    (tmp_path / "run.toml").write_text("lr = ")
+    assert "damaged" in (check_run_dir(tmp_path, Config(), FREE) or "")
+
+
+def test_foreign_files_are_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="not a run"):
+        open_run_dir(tmp_path, Config(), FREE)
+
+
+def test_results_are_added_up(tmp_path):
+    add_results(tmp_path, {"bits": {"model": 1.0}})
+    add_results(tmp_path, {"bits": {"bigram": 2.0}, "loss": {"model": 3.0}})
+    text = (tmp_path / "results.json").read_text()
+    assert "bigram" in text
+    assert text.count("model") == 2
