@@ -115,6 +115,7 @@ def _training(
             steps=config.steps,
             eval_every_steps=max(1, config.steps // 6),
             save_every_steps=max(1, config.steps // 6),
+            log_every_steps=max(1, config.steps // 12),
             optim=OptimConfig(name="muon", lr=5e-3, weight_decay=0.1),
             schedule=ScheduleConfig(
                 kind="cosine", warmup_steps=min(20, config.steps // 2), min_lr_ratio=0.1
