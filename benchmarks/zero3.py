@@ -119,10 +119,8 @@ def report(seconds: dict[str, list[float]], losses: dict[str, list[float]], worl
     ]
     print(table(["ZeRO-3, 2 processes", "median step, ms", "tokens/s"], lines))
     pairs = len(seconds["bmforge"])
-    print(
     interval = f"95 % interval {low:.3f} to {high:.3f} over {pairs} pairs"
     print(f"\nmedian speed ratio of the pairs {ratio:.3f}, {interval}")
-    )
     gap = max(abs(a - b) / b for a, b in zip(*losses.values(), strict=True))
     print(f"largest relative difference of the losses of all steps: {gap:.1e}")
 
