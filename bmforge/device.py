@@ -18,6 +18,7 @@ __all__ = [
     "default_device",
     "device_memory_bytes",
     "device_name",
+    "has_fast_half",
     "parse_dtype",
     "peak_flops",
     "resident_bytes",
@@ -66,6 +67,18 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = device_name(device)
     return next((flops for key, flops in _PEAK_FLOPS.items() if key in name), None)
+
+
+def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether half-precision products are faster than fp32 ones on `device`.
+
+    A CPU without the instructions for them emulates them at a hundredth of the speed.
+    """
+    if device.type != "cpu" or dtype == torch.float32:
+        return True
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def device_memory_bytes(device: torch.device) -> int | None:

@@ -6,15 +6,17 @@ own file and does nothing at size 1, so one process takes the same way as many.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bmforge.device import parse_dtype
+from bmforge.device import has_fast_half, parse_dtype
 from bmforge.errors import BmforgeError, ConfigError
-from bmforge.parallel.distributed import init_distributed
+from bmforge.logging import get_logger
+from bmforge.parallel.distributed import World, init_distributed
 from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.recompute import apply_recompute_
 from bmforge.parallel.zero import apply_zero_
@@ -68,36 +70,60 @@ def parallelize(
     """
     layout = layout or Layout()
     world = init_distributed()
+    plan = _check(model, layout, rules, world, precision, recompute or compile, prefetch)
+    mesh = mesh or build_mesh(layout, world.device)
+    if recompute:
+        apply_recompute_(plan.blocks)
+    if compile:
+        for block in plan.blocks:
+            block.compile()
+    if plan.is_sharded:
+        apply_zero_(model, plan.units, mesh, zero=layout.zero, dtype=plan.dtype, prefetch=prefetch)
+    return model
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be done, once everything has been checked."""
+
+    units: list[nn.Module]
+    blocks: list[nn.Module]
+    dtype: torch.dtype | None
+    is_sharded: bool
+
+
+def _check(
+    model: nn.Module,
+    layout: Layout,
+    rules: Rules | None,
+    world: World,
+    precision: str,
+    need_blocks: bool,
+    prefetch: int,
+) -> _Plan:
+    """Find the units, or raise everything that does not fit in one `ConfigError`."""
     problems = layout.problems(world.size)
     units = _collect(model, rules, "zero_units", problems)
-    blocks = _collect(model, rules, "recompute_units", problems) if recompute or compile else {}
+    blocks = _collect(model, rules, "recompute_units", problems) if need_blocks else {}
     dtype = _half_dtype(precision, problems)
     if prefetch < 0:
         problems.append(f"prefetch={prefetch} must not be negative")
-    if (recompute or compile) and not blocks and not problems:
+    if need_blocks and not blocks and not problems:
         problems.append("recompute and compile work on repeated blocks, and the model has none")
-    if world.size > 1 or dtype is not None:
+    is_sharded = world.size > 1 or dtype is not None
+    if is_sharded:
         problems += _split_ties(model, units)
     if problems:
         raise ConfigError(
             f"cannot lay out {type(model).__name__} as {layout}: " + "; ".join(problems) + "."
         )
-    mesh = mesh or build_mesh(layout, world.device)
-    if recompute:
-        apply_recompute_(blocks.values())
-    if compile:
-        for block in blocks.values():
-            block.compile()
-    if world.size > 1 or dtype is not None:
-        apply_zero_(
-            model,
-            list(units.values()),
-            mesh,
-            zero=layout.zero,
-            dtype=dtype,
-            prefetch=prefetch,
+    if dtype is not None and not has_fast_half(world.device, dtype):
+        get_logger().warning(
+            "precision=%s: this CPU has no such products and emulates them, many times slower than "
+            "fp32",
+            precision,
         )
-    return model
+    return _Plan(list(units.values()), list(blocks.values()), dtype, is_sharded)
 
 
 def _collect(

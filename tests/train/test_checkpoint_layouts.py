@@ -154,7 +154,7 @@ def test_replicas_are_written_once(tmp_path: Path) -> None:
     assert held == sum(saved[name].numel() for name in names)
 
 
-def boxes_job(directory: str, mesh_shape: tuple[int, ...], cuts: tuple[int | None, ...]) -> None:
+def boxes_job(directory: str, mesh_shape: tuple[int, ...], cuts: tuple[int | None, ...]) -> bool:
     """Save one tensor cut along the given dims (None: replicated), then load it elsewhere."""
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = [Replicate() if dim is None else Shard(dim) for dim in cuts]
@@ -167,7 +167,7 @@ def boxes_job(directory: str, mesh_shape: tuple[int, ...], cuts: tuple[int | Non
     with torch.no_grad():
         model.weight.to_local().zero_()
     load_checkpoint(directory, model)
-    assert torch.equal(full(model.weight), whole)
+    return torch.equal(full(model.weight), whole)
 
 
 def test_boxes_cut_along_several_dims(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_boxes_cut_along_several_dims(tmp_path: Path) -> None:
         folder = str(tmp_path / f"{mesh_shape}{cuts}")
         for other_shape, other_cuts in [(mesh_shape, cuts), *layouts[::3]]:
             world = torch.Size(other_shape).numel()
-            run_distributed(boxes_job, world, folder, other_shape, other_cuts)
+            assert all(run_distributed(boxes_job, world, folder, other_shape, other_cuts))
 
 
 def unsharded_job(directory: str) -> bool:
