@@ -129,4 +129,6 @@ def test_a_loss_scale_reaches_fp16_gradients_that_would_vanish_without():
     twin = weight.detach().double().requires_grad_()
     F.cross_entropy(F.linear(hidden.detach().double(), twin), labels).backward()
     assert weight.grad[1, 0] != 0
-    assert_close(weight.grad.double() / loss_scale, twin.grad, rtol=2e-3, atol=0.0)
+    others = slice(1, None)  # the sure class itself is 1 - 3e-8, which fp32 rounds to 1
+    got, want = weight.grad.double() / loss_scale, twin.grad
+    assert_close(got[others], want[others], rtol=2e-3, atol=0.0)
