@@ -72,7 +72,7 @@ def peak_flops(device: torch.device) -> float | None:
 def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether half-precision products are faster than fp32 ones on `device`.
 
-    A CPU without the instructions for them emulates them at a hundredth of the speed.
+    A CPU without the instructions for them emulates them, many times slower.
     """
     if device.type != "cpu" or dtype == torch.float32:
         return True

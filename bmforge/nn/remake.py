@@ -1,8 +1,8 @@
 """Dropping what is cheap to make again: outputs of norms and activations that projections keep.
 
 A projection keeps its input for its weight's gradient. Where that input is a norm or an activation
-of something that is kept anyway, backward makes it again: on GPT-2 shapes this is a third of the
-stored activations for about a hundredth of the time. The values are the same bits.
+of something that is kept anyway, backward makes it again: on GPT-2 shapes such inputs are
+about a third of the stored activations. The values are the same bits.
 """
 
 from __future__ import annotations
