@@ -21,6 +21,7 @@ __all__ = [
     "has_fast_half",
     "parse_dtype",
     "peak_flops",
+    "reads_are_free",
     "resident_bytes",
 ]
 
@@ -79,6 +80,12 @@ def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def reads_are_free(tensor: torch.Tensor) -> bool:
+    """Tell whether looking at values makes nobody wait and breaks no graph."""
+    is_plain = type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
+    return is_plain and tensor.device.type == "cpu"
 
 
 def device_memory_bytes(device: torch.device) -> int | None:

@@ -132,10 +132,10 @@ def run_generate(arguments: Sequence[str]) -> None:
     """Continue a text with a model."""
     from bmforge.infer import generate
     from bmforge.models import AutoModel
-    from bmforge.models.resolve import resolve_model
+    from bmforge.models.hub import find_model
 
     command = _parse(GenerateCommand, _bare_flags(arguments, "do-sample"), "generate")
-    directory = resolve_model(command.model)
+    directory = find_model(command.model)
     tokenizer = load_tokenizer(directory)
     model = AutoModel.from_pretrained(directory)
     prompt = command.prompt if command.prompt is not None else sys.stdin.read()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ class KVCache:
         self.num_layers = num_layers
         self.max_length = max_length
         self.length = 0
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
 
@@ -55,6 +58,18 @@ class KVCache:
             self.length = end
         return keys[:, :, :end], values[:, :, :end]
 
+    def remember(
+        self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of what an encoder made, computed once per layer.
+
+        Shape:
+            returns two tensors (B, K, S, H)
+        """
+        if layer not in self._memory:
+            self._memory[layer] = make()
+        return self._memory[layer]
+
     def reorder(self, indices: Tensor) -> None:
         """Make row i the old row ``indices[i]``; there may be more or fewer rows afterwards.
 
@@ -63,6 +78,8 @@ class KVCache:
         """
         self._keys = [self._pick(buffer, indices) for buffer in self._keys]
         self._values = [self._pick(buffer, indices) for buffer in self._values]
+        for layer, pair in self._memory.items():
+            self._memory[layer] = (pair[0].index_select(0, indices), pair[1].index_select(0, indices))
 
     def _pick(self, buffer: Tensor | None, indices: Tensor) -> Tensor | None:
         if buffer is None:

@@ -129,7 +129,7 @@ def _check_prompt(
             "Use the tokenizer that belongs to the model."
         )
     longest = input_ids.shape[1] + config.max_new_tokens
-    if model.rope is None and longest > model.config.max_seq_len:
+    if model.position_limit is not None and longest > model.position_limit:
         raise ConfigError(
             f"{input_ids.shape[1]} prompt tokens and max_new_tokens={config.max_new_tokens} make "
             f"{longest}, but the model has max_seq_len={model.config.max_seq_len} positions. "

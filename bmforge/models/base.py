@@ -8,6 +8,7 @@ part.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,20 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.logging import track
 from bmforge.models.config import ModelConfig
 from bmforge.models.hf_format import WeightFiles, has_weights, plan_files, write_file, write_index
-from bmforge.models.init import init_parameter_, materialize_
+from bmforge.models.init import init_weights_, materialize_
+from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules
 from bmforge.models.weights import WeightRule, assemble_source, expand_rules, group_by_source
-from bmforge.shards import local_box, local_tensor
 
-__all__ = ["Model", "init_weights_", "load_weights_"]
-
-# Buffers that old checkpoints carry and nothing needs.
-_DEAD_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".position_ids")
-_LISTED = 20
+__all__ = ["Model"]
 
 
 class Model(nn.Module):
@@ -38,10 +34,19 @@ class Model(nn.Module):
 
     A family sets `config_class`, `weight_rules` (the name map) and, where its checkpoints come with
     and without one, `hf_prefix`.
+
+    Attributes:
+        hf_prefix: what stands before the body's published names.
+        hf_unused: globs of published weights that none of our heads uses (a next-sentence head).
+        hf_old_names: (ending of a published name, what older checkpoints have in its place).
+        tied_head: the parameter that `tie_word_embeddings` makes one with the embedding.
     """
 
     config_class: ClassVar[type[ModelConfig]]
     hf_prefix: ClassVar[str] = ""
+    hf_unused: ClassVar[tuple[str, ...]] = ()
+    hf_old_names: ClassVar[tuple[tuple[str, str], ...]] = ()
+    tied_head: ClassVar[tuple[str, str]] = ("lm_head.weight", "embed.weight")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -82,30 +87,38 @@ class Model(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        head: str | None = None,
+        new_head: bool = False,
+        num_labels: int | None = None,
         allow_unknown: tuple[str, ...] = (),
     ) -> Self:
         """Open a Hugging Face checkpoint: a directory, or a hub id found in the cache or on the
         hub.
 
         Args:
-            name: directory or hub id.
+            name: directory, hub id, or a short name in the config's `hub_ids`.
             dtype: of the parameters, whatever the file's is.
             device: where the model lives.
+            head: another head than the one in config.json; a name in the config's `heads`.
+            new_head: draw the head's weights where the checkpoint has none.
+            num_labels: classes of a new classifier.
             allow_unknown: config fields to accept unread.
 
         Raises:
             ConfigError: no such model, or its config is not understood.
             CheckpointError: weights missing, unexpected, wrongly shaped or damaged; all listed.
         """
-        directory = resolve_model(name)
+        directory = resolve_model(name, cls.config_class.hub_ids)
         config = cls.config_class.from_pretrained(directory, allow_unknown)
-        model = cls.from_config(config, device="meta", dtype=dtype)
-        materialize_(model, device)
-        load_weights_(model, directory)
+        changes = {"head": head, "num_labels": num_labels}
+        config = config.replace(**{k: v for k, v in changes.items() if v is not None})
+        files = WeightFiles(directory)
+        model = cls.from_config(settle_tie(cls, config, files), device="meta", dtype=dtype)
+        load_weights_(model, files, device=device, new_head=new_head)
         return model.eval()
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the name map of this family, with `{i}` for the layer number."""
+        """Return the name map of this family's body, with `{i}` for the layer number."""
         raise TypeError(f"{type(self).__name__} defines no weight_rules")
 
     def layout_rules(self) -> LayoutRules:
@@ -116,11 +129,27 @@ class Model(nn.Module):
         """Return the standard deviation a parameter is drawn with."""
         return self.config.init_std
 
+    def tied_copies(self) -> dict[str, str]:
+        """Return their names of tensors that checkpoints hold twice: the copy -> the original."""
+        return {}
+
+    def all_rules(self) -> list[WeightRule]:
+        """Return the rules of body and head, under the names that this head's checkpoints use."""
+        head = self.config.heads[self.config.head]
+        rules = self.weight_rules()
+        if head.prefix is not None:
+            rules = [
+                replace(rule, theirs=head.prefix + rule.theirs.removeprefix(self.hf_prefix))
+                if rule.theirs.startswith(self.hf_prefix)
+                else rule
+                for rule in rules
+            ]
+        return rules + [WeightRule(ours, theirs) for ours, theirs in head.names.items()]
+
     def active_rules(self) -> list[WeightRule]:
         """Return the expanded rules of the parameters this model has (a tied one comes once)."""
-        present = {name for name, _ in self.named_parameters()}
-        rules = expand_rules(self.weight_rules(), self.config.num_layers)
-        return [rule for rule in rules if rule.ours in present]
+        shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        return expand_rules(self.all_rules(), shapes)
 
     def save_pretrained(
         self, directory: str | Path, *, overwrite: bool = False, max_file_bytes: int = 4 << 30
@@ -145,9 +174,10 @@ class Model(nn.Module):
             )
         out.mkdir(parents=True, exist_ok=True)
         parameters = dict(self.named_parameters())
+        whole = _Whole(parameters)
         groups = group_by_source(self.active_rules())
         sizes = {
-            name: sum(parameters[r.ours].numel() * parameters[r.ours].element_size() for r in rules)
+            name: sum(_source_bytes(rule, parameters[rule.ours]) for rule in rules)
             for name, rules in groups.items()
         }
         files = plan_files(sizes, max_file_bytes)
@@ -156,7 +186,7 @@ class Model(nn.Module):
             mine = number % world == rank
             tensors = {}
             for name in names:
-                tensor = assemble_source(groups[name], lambda n: _whole(parameters[n]))
+                tensor = assemble_source(groups[name], whole)
                 if mine:
                     tensors[name] = tensor.cpu()
             if mine:
@@ -177,96 +207,21 @@ def _rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    parameter = parameter.detach()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+def _source_bytes(rule: WeightRule, parameter: Tensor) -> int:
+    count = parameter.numel() if rule.index is None else parameter[0].numel()
+    return count * parameter.element_size()
 
 
-def init_weights_(
-    model: Model, seed: int = 0, *, device: torch.device | str | None = None
-) -> Model:
-    """Draw every weight of a model, with the same result on every layout; return the model.
+class _Whole:
+    """Gathers parameters by name; the last one is kept, for the many parts of a stacked one."""
 
-    Args:
-        model: plain, on meta, or laid out by `parallelize`.
-        seed: decides all of them.
-        device: where a model on meta comes to live; None takes its layout's, else the CPU.
-    """
-    materialize_(model, device)
-    for name, parameter in model.named_parameters():
-        init_parameter_(parameter, name, model.init_std(name), seed)
-    return model
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.last: tuple[str, Tensor] | None = None
 
-
-def load_weights_(
-    model: Model, directory: str | Path, *, device: torch.device | str | None = None
-) -> Model:
-    """Load a Hugging Face checkpoint into a model, reading only this process's slices.
-
-    Args:
-        model: plain, on meta, or laid out by `parallelize`.
-        directory: holds the weights.
-        device: where a model on meta comes to live; None takes its layout's, else the CPU.
-
-    Raises:
-        CheckpointError: weights missing, unexpected or wrongly shaped, all of them listed; the
-            model is not touched then.
-    """
-    files = WeightFiles(directory)
-    parameters = dict(model.named_parameters())
-    sources = _match_sources(model, files)
-    materialize_(model, device)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for rule, source in track(list(sources), "load weights"):
-            box = local_box(parameters[rule.ours])
-            if box.numel:
-                piece = rule.from_source(files.read(source, rule.source_slices(box)))
-                local_tensor(parameters[rule.ours]).copy_(piece)
-    return model
-
-
-def _match_sources(model: Model, files: WeightFiles) -> list[tuple[WeightRule, str]]:
-    """Pair every rule with a name in the files; raise with all that does not fit."""
-    shapes = {n: s for n, s in files.shapes.items() if not f".{n}".endswith(_DEAD_SUFFIXES)}
-    parameters = dict(model.named_parameters())
-    pairs, missing, wrong = [], [], []
-    for rule in model.active_rules():
-        bare = rule.theirs.removeprefix(model.hf_prefix)
-        source = next((n for n in (rule.theirs, bare) if n in shapes), None)
-        if source is None:
-            missing.append(rule.theirs)
-            continue
-        need = rule.source_shape(tuple(parameters[rule.ours].shape))
-        if shapes[source] != need:
-            wrong.append(f"{source} is {shapes[source]}, the config needs {need}")
-        pairs.append((rule, source))
-    used = {source for _, source in pairs}
-    extra = [n for n in shapes if n not in used and not _is_tied_copy(model, files, n)]
-    if missing or wrong or extra:
-        text = [
-            _list_names("missing", sorted(set(missing))),
-            _list_names("unexpected", extra),
-            _list_names("wrong shape", wrong),
-        ]
-        raise CheckpointError(
-            f"the weights in {str(files.directory)!r} do not fit {type(model).__name__}: "
-            + "; ".join(t for t in text if t)
-        )
-    return pairs
-
-
-def _is_tied_copy(model: Model, files: WeightFiles, name: str) -> bool:
-    """True for a head stored beside the embedding it equals."""
-    if name != "lm_head.weight" or not model.config.tie_word_embeddings:
-        return False
-    embed = next(r.theirs for r in model.active_rules() if r.ours == "embed.weight")
-    source = embed if embed in files.shapes else embed.removeprefix(model.hf_prefix)
-    return source in files.shapes and torch.equal(files.read(name), files.read(source))
-
-
-def _list_names(title: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{title}: {', '.join(names[:_LISTED])}{more}"
+    def __call__(self, name: str) -> Tensor:
+        if self.last is None or self.last[0] != name:
+            parameter = self.parameters[name].detach()
+            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            self.last = (name, tensor)
+        return self.last[1]

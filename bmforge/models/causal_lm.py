@@ -1,74 +1,117 @@
-"""The decoder-only language model that GPT2, Llama and their relatives assemble."""
+"""The decoder-only model that GPT2, Llama and their relatives assemble."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
+from bmforge.models.heads import classification_loss, find_last_token, span_loss
+from bmforge.models.output import ModelOutput
 from bmforge.nn import (
     Block,
     BlockSpec,
+    MLPSpec,
+    MoESpec,
     RopeSpec,
     build_mask,
     build_norm,
     causal_lm_loss,
+    load_balancing_loss,
     rope_table,
 )
 from bmforge.nn.attention import KeyValueCache
+from bmforge.nn.losses import IGNORE_INDEX
 
-__all__ = ["CausalLM", "CausalLMOutput"]
+__all__ = ["CausalLM", "DecoderSpec", "check_ids", "run_layers"]
 
 
-class CausalLMOutput(NamedTuple):
-    """What a language model returns.
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Everything in which decoder-only families differ around their blocks.
 
-    Shape:
-        loss: scalar, with labels
-        logits: (B, T, V), without labels
-        last_hidden_state: (B, T, D), after the last norm
-        hidden_states: num_layers + 1 tensors (B, T, D), when asked for
+    Args:
+        block: data of the blocks.
+        windows: `attn.window` of every layer, where it is not the same in all.
+        mlps: `block.mlp` of every layer, where it is not the same in all.
+        rope: rotary positions; None learns absolute ones (`embed_positions`).
+        num_positions: rows of `embed_positions`; 0 takes max_seq_len.
+        position_offset: row of the first position.
+        positions_from_mask: where positions are not given, count the tokens `attention_mask` shows;
+            padding is at -1.
+        embed_size: width of the embedding, projected to D and back; 0 is D itself.
+        padding_id: the token whose embedding gets no gradient.
+        embed_dropout: dropout after the embedding.
+        embed_scale: factor on the embedding.
+        final_norm: norm after the last block.
+        head_bias: bias of the language-model head.
+        head_scale: factor on what goes into the language-model head.
+        balance_weight: factor on the experts' load-balancing loss in the model's loss; None does not
+            compute it.
     """
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    last_hidden_state: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
+    block: BlockSpec
+    windows: tuple[int | None, ...] = ()
+    mlps: tuple[MLPSpec | MoESpec, ...] = ()
+    rope: RopeSpec | None = None
+    num_positions: int = 0
+    position_offset: int = 0
+    positions_from_mask: bool = False
+    embed_size: int = 0
+    padding_id: int | None = None
+    embed_dropout: float = 0.0
+    embed_scale: float = 1.0
+    final_norm: bool = True
+    head_bias: bool = False
+    head_scale: float = 1.0
+    balance_weight: float | None = None
 
 
 class CausalLM(Model):
-    """Embedding, blocks, norm, head.
+    """Embedding, blocks, norm, and one of the heads.
 
     Args:
         config: the family's config.
-        spec: data of the blocks.
-        rope: rotary positions; None learns absolute ones (`embed_positions`).
-        embed_dropout: dropout after the embedding.
+        spec: what the config comes down to.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        spec: BlockSpec,
-        rope: RopeSpec | None,
-        embed_dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, config: ModelConfig, spec: DecoderSpec) -> None:
         super().__init__(config)
-        self.rope = rope
-        self.embed_dropout = embed_dropout
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        if rope is None:
-            self.embed_positions = nn.Embedding(config.max_seq_len, config.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(config.num_layers)})
-        self.norm = build_norm(spec.norm, config.hidden_size, config.norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed.weight
+        self.spec = spec
+        size = spec.embed_size or config.hidden_size
+        self.embed = nn.Embedding(config.vocab_size, size, padding_idx=spec.padding_id)
+        if spec.rope is None:
+            rows = (spec.num_positions or config.max_seq_len) + spec.position_offset
+            self.embed_positions = nn.Embedding(rows, config.hidden_size)
+        if size != config.hidden_size:
+            self.project_in = nn.Linear(size, config.hidden_size, bias=False)
+            self.project_out = nn.Linear(config.hidden_size, size, bias=False)
+        self.layers = build_layers(spec.block, config.num_layers, spec.windows, spec.mlps)
+        self.norm = build_norm(spec.block.norm, config.hidden_size) if spec.final_norm else None
+        self._build_head(size)
+
+    def _build_head(self, size: int) -> None:
+        config = self.config
+        if config.head == "language_model":
+            self.lm_head = nn.Linear(size, config.vocab_size, bias=self.spec.head_bias)
+            if config.tie_word_embeddings:
+                self.lm_head.weight = self.embed.weight
+        elif config.head != "none":
+            has_bias = "classifier.bias" in config.heads[config.head].names
+            width = 2 if config.head == "question_answering" else config.num_labels
+            self.classifier = nn.Linear(size, width, bias=has_bias)
+
+    @property
+    def position_limit(self) -> int | None:
+        """The longest input, where positions are learned; None where rotary ones go on."""
+        return self.config.max_seq_len if self.spec.rope is None else None
 
     def forward(
         self,
@@ -81,64 +124,235 @@ class CausalLM(Model):
         cache: KeyValueCache | None = None,
         output_hidden_states: bool = False,
         logits_to_keep: int | None = None,
-    ) -> CausalLMOutput:
-        """Predict the next token at every position.
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+    ) -> ModelOutput:
+        """Predict the next token at every position, or what the head answers.
 
         Args:
             input_ids: token ids.
             attention_mask: 1 for tokens, 0 for padding; with a cache it covers the past as well.
             position_ids: positions; counted from the cache's length when not given.
             document_ids: packed rows: tokens see only their own document.
-            labels: token ids to predict, shifted in here; -100 is not counted. Returns the loss.
+            labels: of a language model: token ids to predict, shifted in here, -100 is not counted;
+                returns the loss instead of logits. Of a classifier: see `classification_loss`.
             num_items_in_batch: what the summed loss is divided by; None gives the mean.
             cache: keys and values of earlier tokens.
             output_hidden_states: return the embedding's and every layer's output.
             logits_to_keep: return logits of only the last so many positions.
+            start_positions: first token of the answers, for question answering.
+            end_positions: last token of the answers.
 
         Shape:
-            input_ids, labels, document_ids: (B, T); attention_mask: (B, past + T);
-            position_ids: (B or 1, T)
+            input_ids, document_ids: (B, T); attention_mask: (B, past + T);
+            position_ids: (B or 1, T); labels: (B, T) or (B,); start_positions, end_positions: (B,)
 
         Raises:
-            ShapeError: more positions than the model has.
+            ShapeError: more positions than the model has, or ids outside the vocabulary.
         """
         past = cache.length if cache is not None else 0
         self._check_length(past + input_ids.shape[1])
+        check_ids(input_ids, self.embed.num_embeddings)
         if position_ids is None:
-            position_ids = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[
-                None
-            ]
+            position_ids = self._count_positions(input_ids, attention_mask, past)
         x = self._embed(input_ids, position_ids)
-        mask = build_mask(
-            (input_ids.shape[0], input_ids.shape[1]),
-            input_ids.device,
-            past=past,
-            attention_mask=attention_mask,
-            document_ids=document_ids,
+        shape = (input_ids.shape[0], input_ids.shape[1])
+        masks = {
+            window: build_mask(
+                shape,
+                input_ids.device,
+                past=past,
+                attention_mask=attention_mask,
+                document_ids=document_ids,
+                window=window,
+            )
+            for window in self._windows()
+        }
+        rope = self.spec.rope
+        table = None if rope is None else rope_table(rope, position_ids, x.dtype)
+        routed: list[Tensor] = []
+        x, states = run_layers(
+            self.layers, x, masks, output_hidden_states, routed, rope=table, cache=cache
         )
-        table = None if self.rope is None else rope_table(self.rope, position_ids, x.dtype)
-        states = [x]
-        for layer in self.layers.values():
-            x = layer(x, mask, table, cache)
-            if output_hidden_states:
-                states.append(x)
-        x = self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        x = self.project_out(x) if self.spec.embed_size else x
         kept = (*states[:-1], x) if output_hidden_states else None
+        if self.config.head == "language_model":
+            out = self._predict(x, labels, num_items_in_batch, logits_to_keep, kept)
+            return self._balance(out, routed, attention_mask, labels, num_items_in_batch)
+        routers = tuple(routed) or None
+        out = ModelOutput(last_hidden_state=x, hidden_states=kept, router_logits=routers)
+        if self.config.head == "none":
+            return out
+        logits = self.classifier(x)
+        if self.config.head == "question_answering":
+            return finish_spans(out, logits, start_positions, end_positions, num_items_in_batch)
+        if self.config.head == "sequence_classification":
+            last = find_last_token(input_ids, attention_mask, self.config.raw)
+            logits = logits[torch.arange(shape[0], device=x.device), last]
+        return finish_classes(out, logits, labels, self.config.problem_type, num_items_in_batch)
+
+    def _predict(
+        self,
+        x: Tensor,
+        labels: Tensor | None,
+        num_items: float | Tensor | None,
+        logits_to_keep: int | None,
+        kept: tuple[Tensor, ...] | None,
+    ) -> ModelOutput:
+        """The language-model head: the loss with labels, else logits."""
         if labels is not None:
-            loss = causal_lm_loss(x, self.lm_head.weight, labels, None, num_items_in_batch)
-            return CausalLMOutput(loss, None, x, kept)
+            head = self.lm_head
+            loss = causal_lm_loss(self._leave(x), head.weight, labels, head.bias, num_items)
+            return ModelOutput(loss, None, x, kept)
         tail = x if logits_to_keep is None else x[:, -logits_to_keep:]
-        return CausalLMOutput(None, self.lm_head(tail), x, kept)
+        return ModelOutput(None, self.lm_head(self._leave(tail)), x, kept)
+
+    def _balance(
+        self,
+        out: ModelOutput,
+        routed: list[Tensor],
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        num_items: float | Tensor | None,
+    ) -> ModelOutput:
+        """Add the router's logits and, where the config asks for it, the experts' balance.
+
+        A part of a global batch weighs its balance by its share of the labels, so that parts and
+        loss scales add up as they do in the loss itself.
+        """
+        if not routed:
+            return out
+        out = out._replace(router_logits=tuple(routed))
+        if self.spec.balance_weight is None:
+            return out
+        if attention_mask is not None and out.last_hidden_state is not None:
+            attention_mask = attention_mask[:, -out.last_hidden_state.shape[1] :]
+        specs = (self.spec.block.mlp, *self.spec.mlps)
+        count = next(s.experts_per_token for s in specs if isinstance(s, MoESpec))
+        aux_loss = load_balancing_loss(routed, count, attention_mask)
+        if out.loss is None or labels is None:
+            return out._replace(aux_loss=aux_loss)
+        weight: float | Tensor = self.spec.balance_weight
+        if num_items is not None:
+            weight = weight * (labels[:, 1:] != IGNORE_INDEX).sum() / num_items
+        return out._replace(loss=out.loss + weight * aux_loss, aux_loss=aux_loss)
+
+    def _leave(self, x: Tensor) -> Tensor:
+        """From the last hidden state to what the language-model head reads."""
+        return x if self.spec.head_scale == 1.0 else x * self.spec.head_scale
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
-        if self.rope is None:
-            x = x + self.embed_positions(position_ids)
-        return F.dropout(x, self.embed_dropout, self.training) if self.embed_dropout else x
+        x = x if self.spec.embed_scale == 1.0 else x * self.spec.embed_scale
+        x = self.project_in(x) if self.spec.embed_size else x
+        if self.spec.rope is None:
+            x = x + self.embed_positions(position_ids + self.spec.position_offset)
+        dropout = self.spec.embed_dropout
+        return F.dropout(x, dropout, self.training) if dropout else x
+
+    def _count_positions(
+        self, input_ids: Tensor, attention_mask: Tensor | None, past: int
+    ) -> Tensor:
+        if attention_mask is not None and self.spec.positions_from_mask:
+            shown = attention_mask.long()
+            return (shown.cumsum(1) * shown - 1)[:, past:]
+        end = past + input_ids.shape[1]
+        return torch.arange(past, end, device=input_ids.device)[None]
+
+    def _windows(self) -> set[int | None]:
+        return set(self.spec.windows or (self.spec.block.attn.window,))
 
     def _check_length(self, length: int) -> None:
-        if self.rope is None and length > self.config.max_seq_len:
+        if self.position_limit is not None and length > self.position_limit:
             raise ShapeError(
                 f"{length} tokens were given, but the model has max_seq_len="
-                f"{self.config.max_seq_len} positions. Cut the input, or train with more positions."
+                f"{self.position_limit} positions. Cut the input, or train with more positions."
             )
+
+
+def build_layers(
+    spec: BlockSpec,
+    num_layers: int,
+    windows: tuple[int | None, ...] = (),
+    mlps: tuple[MLPSpec | MoESpec, ...] = (),
+) -> nn.ModuleDict:
+    """Return `num_layers` blocks keyed "0", "1", ...
+
+    `windows` gives each its own window, `mlps` its own feed-forward part.
+    """
+    specs = [replace(spec, mlp=mlp) for mlp in mlps] or [spec] * num_layers
+    layers = nn.ModuleDict({str(i): Block(s, i) for i, s in enumerate(specs)})
+    for layer, window in zip(layers.values(), windows, strict=bool(windows)):
+        layer.attn.window = window
+    return layers
+
+
+def run_layers(
+    layers: nn.ModuleDict,
+    x: Tensor,
+    masks: dict[int | None, Tensor | None],
+    keep_states: bool,
+    routed: list[Tensor] | None = None,
+    **inputs: Any,
+) -> tuple[Tensor, list[Tensor]]:
+    """Run blocks one after the other.
+
+    Args:
+        layers: the blocks.
+        x: what goes into the first, (B, T, D).
+        masks: window -> mask of the layers that have it.
+        keep_states: return what goes into and comes out of every block.
+        routed: gets the router's logits of every layer with experts.
+        inputs: further arguments of `Block.forward`.
+    """
+    states = [x]
+    for layer in layers.values():
+        x = layer(x, mask=masks[layer.attn.window], **inputs)
+        if isinstance(x, tuple):
+            x, logits = x
+            if routed is not None:
+                routed.append(logits)
+        if keep_states:
+            states.append(x)
+    return x, states
+
+
+def finish_classes(
+    out: ModelOutput,
+    logits: Tensor,
+    labels: Tensor | None,
+    problem_type: str,
+    num_items: float | Tensor | None,
+) -> ModelOutput:
+    """Add a classifier's logits and loss to `out`."""
+    loss = None
+    if labels is not None:
+        loss = classification_loss(logits, labels, problem_type, num_items)
+    return out._replace(logits=logits, loss=loss)
+
+
+def finish_spans(
+    out: ModelOutput,
+    logits: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    num_items: float | Tensor | None,
+) -> ModelOutput:
+    """Add question answering's logits (B, T, 2) and loss to `out`."""
+    loss = None
+    if starts is not None and ends is not None:
+        loss = span_loss(logits, starts, ends, num_items)
+    return out._replace(start_logits=logits[..., 0], end_logits=logits[..., 1], loss=loss)
+
+
+def check_ids(input_ids: Tensor, vocab_size: int) -> None:
+    """Raise `ShapeError` for ids outside the vocabulary, where looking costs no waiting."""
+    if not input_ids.numel() or not reads_are_free(input_ids):
+        return
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ShapeError(
+            f"input_ids has ids from {low} to {high}, but the model has vocab_size={vocab_size}. "
+            "Use the tokenizer that belongs to the model."
+        )

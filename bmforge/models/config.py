@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.models.heads import Head, check_head
 
 __all__ = ["ModelConfig", "read_config_file"]
 
@@ -21,17 +22,21 @@ __all__ = ["ModelConfig", "read_config_file"]
 _IGNORED_FIELDS = """
     model_type architectures transformers_version torch_dtype dtype use_cache _name_or_path
     id2label label2id problem_type output_attentions output_hidden_states return_dict
-    task_specific_params bos_token_id eos_token_id pad_token_id sep_token_id
+    num_labels task_specific_params bos_token_id eos_token_id pad_token_id sep_token_id
     decoder_start_token_id gradient_checkpointing initializer_range chunk_size_feed_forward
     tokenizer_class _attn_implementation_autoset is_decoder torchscript prefix max_length
     do_sample num_beams top_k top_p temperature auto_map pretraining_tp unsloth_version
 """
 _IGNORED = frozenset(_IGNORED_FIELDS.split())
+_POSITIVE_FIELDS = """
+    vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads num_labels
+"""
+_POSITIVE = frozenset(_POSITIVE_FIELDS.split())
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Fields that every decoder has. Widths in numbers of features, lengths in tokens.
+    """Fields that every family has. Widths in numbers of features, lengths in tokens.
 
     Args:
         vocab_size: V.
@@ -45,11 +50,19 @@ class ModelConfig:
         norm_eps: epsilon of the norms.
         init_std: standard deviation of freshly drawn weights.
         tie_word_embeddings: the head is the embedding.
+        head: what the hidden states are turned into; a name in `heads`, "" takes the first.
+        num_labels: classes of a classifier.
+        problem_type: of a sequence classifier; see `heads.classification_loss`.
         raw: the config.json this came from, written back on saving.
     """
 
     family: ClassVar[str] = ""
-    hf_architecture: ClassVar[str] = ""
+    # Values of config.json's model_type; `family` where there is only one.
+    model_types: ClassVar[tuple[str, ...]] = ()
+    # Preset or old short name -> where the hub has it.
+    hub_ids: ClassVar[dict[str, str]] = {}
+    # The first is what a published checkpoint has.
+    heads: ClassVar[dict[str, Head]] = {}
     hf_names: ClassVar[dict[str, str]] = {}
     hf_ignored: ClassVar[frozenset[str]] = frozenset()
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -68,25 +81,37 @@ class ModelConfig:
     norm_eps: float
     init_std: float = 0.02
     tie_word_embeddings: bool = True
+    head: str = ""
+    num_labels: int = 2
+    problem_type: str = ""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the numbers against each other."""
+        """Fill in what follows from the rest, K = N and H = D / N, and check it all."""
+        self.num_kv_heads = self.num_kv_heads or self.num_heads
+        self.head_dim = self.head_dim or self.hidden_size // max(self.num_heads, 1)
+        self.head = self.head or next(iter(self.heads))
         self.check()
 
     def check(self) -> None:
         """Raise `ConfigError` with every contradiction among the fields."""
         problems = [
             f"{name}={getattr(self, name)!r} must be a positive number"
-            for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
-            if getattr(self, name) < 1
+            for name in self.hf_names
+            if name in _POSITIVE and getattr(self, name) < 1
         ]
+        check_head(type(self).__name__, self.head, self.heads)
         if not problems and self.num_heads % self.num_kv_heads:
             problems.append(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if problems:
             raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems) + ".")
+
+    @classmethod
+    def opens(cls, raw: dict[str, Any]) -> bool:
+        """Tell whether a config.json's contents are of this family."""
+        return raw.get("model_type") in (cls.model_types or (cls.family,))
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -114,6 +139,7 @@ class ModelConfig:
             ConfigError: fields not understood, or values this family cannot compute; all listed.
         """
         values, rest = cls._take_special(dict(raw))
+        values = {**cls._take_head(raw), **values}
         theirs = {their: our for our, their in cls.hf_names.items()}
         problems = []
         for name, value in rest.items():
@@ -136,6 +162,31 @@ class ModelConfig:
         return cls(**{**cls.hf_defaults, **values}, raw=dict(raw))
 
     @classmethod
+    def _take_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """Read which head a config.json asks for; a class that is not known gets the first."""
+        values: dict[str, Any] = {"problem_type": raw.get("problem_type") or ""}
+        for name, head in cls.heads.items():
+            if set(raw.get("architectures") or ()) & {head.architecture, *head.aliases}:
+                values["head"] = name
+                break
+        labels = raw.get("id2label") or {}
+        values["num_labels"] = len(labels) or raw.get("num_labels") or 2
+        return values
+
+    def _give_head(self) -> dict[str, Any]:
+        """Write what `_take_head` reads; the names of the labels stay where they still fit."""
+        head = self.heads[self.head]
+        kept = self.raw.get("architectures") or []
+        same = bool(set(kept) & {head.architecture, *head.aliases})
+        out: dict[str, Any] = {"architectures": kept if same else [head.architecture]}
+        if self._take_head(self.raw)["num_labels"] != self.num_labels:
+            out["id2label"] = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
+            out["label2id"] = {f"LABEL_{i}": i for i in range(self.num_labels)}
+        if self.problem_type:
+            out["problem_type"] = self.problem_type
+        return out
+
+    @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Split off the fields that need more than a renaming; a family overrides this."""
         return {}, raw
@@ -148,9 +199,7 @@ class ModelConfig:
         """Return the config under transformers' names; what was read and not changed is kept."""
         named = {their: getattr(self, our) for our, their in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
-        architectures = self.raw.get("architectures") or [self.hf_architecture]
-        out = {**self.raw, **fixed, "architectures": architectures, **named}
-        return {**out, **self._give_special()}
+        return {**self.raw, **fixed, **self._give_head(), **named, **self._give_special()}
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, allow_unknown: tuple[str, ...] = ()) -> Self:

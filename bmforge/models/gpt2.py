@@ -7,20 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
-from bmforge.models.causal_lm import CausalLM
+from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
+from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.weights import WeightRule
-from bmforge.nn import BlockSpec
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
 __all__ = ["GPT2", "GPT2Config"]
-
-_ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-}
 
 
 def _size(hidden_size: int, num_layers: int, num_heads: int) -> dict[str, int]:
@@ -32,13 +25,17 @@ class GPT2Config(ModelConfig):
     """Sizes of a GPT-2; the fields not named here are `ModelConfig`'s.
 
     Args:
-        activation: transformers' name of the activation.
+        activation: of the MLP; a name in `nn.mlp.ACTIVATIONS`.
         dropout: on embeddings and on what each part adds to the residual.
         attn_dropout: on attention weights.
     """
 
     family: ClassVar[str] = "gpt2"
-    hf_architecture: ClassVar[str] = "GPT2LMHeadModel"
+    heads: ClassVar[dict[str, Head]] = {
+        "language_model": Head("GPT2LMHeadModel", {"lm_head.weight": "lm_head.weight"}),
+        **classifier_heads("GPT2", "score", "classifier", "qa_outputs", sequence_bias=False),
+        "none": Head("GPT2Model", prefix=""),
+    }
     hf_names: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size",
         "hidden_size": "n_embd",
@@ -77,6 +74,14 @@ class GPT2Config(ModelConfig):
         "gpt2-medium": _size(1024, 24, 16),
         "gpt2-large": _size(1280, 36, 20),
         "gpt2-xl": _size(1600, 48, 25),
+        "wenzhong-gpt2-3.5b": {**_size(3072, 30, 32), "vocab_size": 50304},
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "gpt2-small": "openai-community/gpt2",
+        "gpt2-base": "openai-community/gpt2",
+        **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large")},
+        "gpt2-xl": "openai-community/gpt2-xl",
+        "wenzhong-gpt2-3.5b": "IDEA-CCNL/Wenzhong-GPT2-3.5B",
     }
 
     vocab_size: int = 50257
@@ -93,14 +98,12 @@ class GPT2Config(ModelConfig):
     attn_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest: F = 4 D, K = N, H = D / N."""
+        """Fill in what follows from the rest: F = 4 D, and the base's."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
-        self.num_kv_heads = self.num_kv_heads or self.num_heads
-        self.head_dim = self.head_dim or self.hidden_size // self.num_heads
-        self.check()
+        super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields against each other and the activation against the list."""
+        """Check the fields against each other."""
         super().check()
         if (
             self.num_heads * self.head_dim != self.hidden_size
@@ -109,10 +112,6 @@ class GPT2Config(ModelConfig):
             raise ConfigError(
                 f"GPT2Config: hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
                 f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same."
-            )
-        if self.activation not in _ACTIVATIONS:
-            raise ConfigError(
-                f"GPT2Config: activation={self.activation!r} is unknown; use {list(_ACTIVATIONS)}."
             )
 
     @classmethod
@@ -141,18 +140,17 @@ class GPT2(CausalLM):
     hf_prefix = "transformer."
 
     def __init__(self, config: GPT2Config) -> None:
-        spec = BlockSpec(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            norm_eps=config.norm_eps,
-            activation=_ACTIVATIONS[config.activation],
-            attn_dropout=config.attn_dropout,
+        attn = AttentionSpec(
+            config.num_heads, config.num_kv_heads, config.head_dim, dropout=config.attn_dropout
+        )
+        block = BlockSpec(
+            config.hidden_size,
+            attn,
+            MLPSpec(config.intermediate_size, config.activation),
+            norm=NormSpec("layer", config.norm_eps),
             residual_dropout=config.dropout,
         )
-        super().__init__(config, spec, rope=None, embed_dropout=config.dropout)
+        super().__init__(config, DecoderSpec(block, embed_dropout=config.dropout))
 
     def init_std(self, name: str) -> float:
         """Scale what adds to the residual by 1/sqrt(2 L), as the paper does."""
@@ -168,7 +166,6 @@ class GPT2(CausalLM):
             WeightRule("embed_positions.weight", "transformer.wpe.weight"),
             WeightRule("norm.weight", "transformer.ln_f.weight"),
             WeightRule("norm.bias", "transformer.ln_f.bias"),
-            WeightRule("lm_head.weight", "lm_head.weight"),
         ]
         for kind in ("weight", "bias"):
             transpose = kind == "weight"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig, read_config_file
@@ -14,9 +12,9 @@ from bmforge.models.gpt2 import GPT2
 from bmforge.models.llama import Llama
 from bmforge.models.resolve import resolve_model
 
-__all__ = ["FAMILIES", "AutoModel", "find_preset"]
+__all__ = ["FAMILIES", "AutoModel", "find_model", "find_preset"]
 
-FAMILIES: dict[str, type[Model]] = {"gpt2": GPT2, "llama": Llama}
+FAMILIES: dict[str, type[Model]] = {family.__name__: family for family in (GPT2, Llama)}
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
@@ -32,6 +30,16 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
     raise ConfigError(f"no preset {name!r}.{suggest(name, known)} Known: {', '.join(known)}.")
 
 
+def find_model(name: str | Path) -> Path:
+    """Return the directory of a model by directory, hub id or any family's short name.
+
+    Raises:
+        ConfigError: neither here, nor in the cache, nor on the hub.
+    """
+    hub_ids = {k: v for f in FAMILIES.values() for k, v in f.config_class.hub_ids.items()}
+    return resolve_model(name, hub_ids)
+
+
 class AutoModel:
     """Opens a checkpoint of any family by the `model_type` in its config.json."""
 
@@ -42,26 +50,19 @@ class AutoModel:
         Raises:
             ConfigError: a model_type that no family handles.
         """
+        for family in FAMILIES.values():
+            if family.config_class.opens(raw):
+                return family
         kind = raw.get("model_type")
-        if kind not in FAMILIES:
-            raise ConfigError(
-                f"model_type={kind!r} is not known.{suggest(str(kind), FAMILIES)} "
-                f"Known: {', '.join(sorted(FAMILIES))}."
-            )
-        return FAMILIES[kind]
+        configs = [family.config_class for family in FAMILIES.values()]
+        known = sorted({t for c in configs for t in c.model_types or (c.family,)})
+        raise ConfigError(
+            f"model_type={kind!r} is not known.{suggest(str(kind), known)} "
+            f"Known: {', '.join(known)}."
+        )
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        allow_unknown: tuple[str, ...] = (),
-    ) -> Model:
-        """Open a checkpoint; see `Model.from_pretrained`."""
-        directory = resolve_model(name)
-        family = cls.family_of(read_config_file(directory))
-        return family.from_pretrained(
-            directory, dtype=dtype, device=device, allow_unknown=allow_unknown
-        )
+    def from_pretrained(cls, name: str | Path, **options: Any) -> Model:
+        """Open a checkpoint; the options are those of `Model.from_pretrained`."""
+        directory = find_model(name)
+        return cls.family_of(read_config_file(directory)).from_pretrained(directory, **options)

@@ -7,13 +7,14 @@ number). A rank draws only the blocks that its rows touch, on the CPU, and copie
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bmforge.shards import local_box, local_tensor
 
-__all__ = ["draw_normal_", "init_parameter_", "materialize_"]
+__all__ = ["draw_normal_", "init_parameter_", "init_weights_", "materialize_"]
 
 # Fixed for ever: another block size would draw other weights.
 _BLOCK_ELEMENTS = 1 << 16
@@ -45,6 +46,20 @@ def _tie_(model: nn.Module, first: str, others: list[str]) -> None:
         owner, _, leaf = name.rpartition(".")
         if model.get_parameter(name) is not parameter:
             setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | None = None) -> Any:
+    """Draw every weight of a model, with the same result on every layout; return the model.
+
+    Args:
+        model: a `Model`: plain, on meta, or laid out by `parallelize`.
+        seed: decides all of them.
+        device: where a model on meta comes to live; None takes its layout's, else the CPU.
+    """
+    materialize_(model, device)
+    for name, parameter in model.named_parameters():
+        init_parameter_(parameter, name, model.init_std(name), seed)
+    return model
 
 
 def init_parameter_(parameter: Tensor, name: str, std: float, seed: int) -> None:

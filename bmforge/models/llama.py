@@ -2,70 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
-from bmforge.models.causal_lm import CausalLM
-from bmforge.models.config import ModelConfig
-from bmforge.models.weights import WeightRule
-from bmforge.nn import BlockSpec, RopeSpec
+from bmforge.models.causal_lm import CausalLM, DecoderSpec
+from bmforge.models.heads import Head, classifier_heads
+from bmforge.models.rotary import RotaryConfig
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
-__all__ = ["Llama", "LlamaConfig", "rope_from_hf", "rope_to_hf"]
+__all__ = ["Llama", "LlamaConfig", "llama_heads", "llama_rules"]
 
-# transformers' name of a rotary scaling number -> RopeSpec's.
-_ROPE_NAMES = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_seq_len",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
-    "short_factor": "short_factor",
-    "long_factor": "long_factor",
-}
+_ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 
 
-def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
-    """Take the rotary fields out of a transformers config, old form or new.
+def llama_heads(
+    stem: str, sequence: str = "score", question_prefix: str | None = None
+) -> dict[str, Head]:
+    """Return the heads of Llama and of the families that transformers copied from it.
 
     Args:
-        raw: config.json's contents; the rotary fields are removed from it.
-
-    Returns:
-        `rope_theta` and `rope_scaling` (a dict with `kind` and RopeSpec's names, or empty).
-
-    Raises:
-        ConfigError: a scaling kind or number that is not understood.
+        stem: of transformers' class names.
+        sequence: module name of the sequence and token heads.
+        question_prefix: what stands before the body's names beside the span head.
     """
-    parameters = dict(raw.pop("rope_parameters", None) or raw.pop("rope_scaling", None) or {})
-    raw.pop("rope_scaling", None)
-    theta = parameters.pop("rope_theta", None) or raw.pop("rope_theta", None) or 10000.0
-    raw.pop("rope_theta", None)
-    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-    parameters.pop("type", None)
-    unknown = [name for name in parameters if name not in _ROPE_NAMES]
-    if unknown:
-        raise ConfigError(f"rotary scaling {kind!r} has fields that are not understood: {unknown}.")
-    scaling = {_ROPE_NAMES[n]: v for n, v in parameters.items() if v is not None}
+    heads = classifier_heads(stem, sequence, sequence, "qa_outputs", sequence_bias=False)
+    heads["question_answering"] = replace(heads["question_answering"], prefix=question_prefix)
     return {
-        "rope_theta": float(theta),
-        "rope_scaling": {} if kind == "default" else {"kind": kind, **scaling},
+        "language_model": Head(f"{stem}ForCausalLM", {"lm_head.weight": "lm_head.weight"}),
+        **heads,
+        "none": Head(f"{stem}Model", prefix=""),
     }
 
 
-def rope_to_hf(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary fields in the form that transformers 4 and 5 both read."""
-    ours = {our: their for their, our in _ROPE_NAMES.items()}
-    numbers = {ours[n]: v for n, v in scaling.items() if n != "kind"}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": {"rope_type": scaling["kind"], **numbers} if scaling else None,
-    }
+def llama_rules() -> list[WeightRule]:
+    """Map the body to transformers' names; only the names differ."""
+    block, theirs = "layers.{i}.", "model.layers.{i}."
+    parts = {f"{block}attn.{p}": f"{theirs}self_attn.{p}" for p in _ATTENTION_PARTS}
+    parts |= {f"{block}mlp.{p}": f"{theirs}mlp.{p}" for p in ("gate_proj", "up_proj", "down_proj")}
+    return [
+        WeightRule("embed.weight", "model.embed_tokens.weight"),
+        WeightRule("norm.weight", "model.norm.weight"),
+        WeightRule(f"{block}attn_norm.weight", f"{theirs}input_layernorm.weight"),
+        WeightRule(f"{block}mlp_norm.weight", f"{theirs}post_attention_layernorm.weight"),
+        *linear_rules(parts),
+    ]
 
 
 def _size(hidden: int, intermediate: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
@@ -94,20 +75,18 @@ _LLAMA32 = {
 
 
 @dataclass(kw_only=True)
-class LlamaConfig(ModelConfig):
-    """Sizes of a Llama; the fields not named here are `ModelConfig`'s.
+class LlamaConfig(RotaryConfig):
+    """Sizes of a Llama; the fields not named here are the base's.
 
     Args:
         activation: of the gated MLP.
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
         attn_dropout: on attention weights.
-        rope_theta: base of the rotary frequencies.
-        rope_scaling: `kind` and the numbers of `nn.RopeSpec`; empty for none.
     """
 
     family: ClassVar[str] = "llama"
-    hf_architecture: ClassVar[str] = "LlamaForCausalLM"
+    heads: ClassVar[dict[str, Head]] = llama_heads("Llama", question_prefix="transformer.")
     hf_names: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -141,6 +120,13 @@ class LlamaConfig(ModelConfig):
         "llama-3.2-1b": {**_size(2048, 8192, 16, 32, 8), **_LLAMA32},
         "llama-3.2-3b": {**_size(3072, 8192, 28, 24, 8), **_LLAMA32},
     }
+    hub_ids: ClassVar[dict[str, str]] = {
+        **{f"llama-{n}": f"huggyllama/llama-{n}" for n in ("7b", "13b", "30b", "65b")},
+        **{f"llama-2-{n}": f"meta-llama/Llama-2-{n}-hf" for n in ("7b", "13b", "70b")},
+        **{f"llama-3-{n}": f"meta-llama/Meta-Llama-3-{n.upper()}" for n in ("8b", "70b")},
+        **{f"llama-3.1-{n}": f"meta-llama/Llama-3.1-{n.upper()}" for n in ("8b", "70b", "405b")},
+        **{f"llama-3.2-{n}": f"meta-llama/Llama-3.2-{n.upper()}" for n in ("1b", "3b")},
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -156,86 +142,33 @@ class LlamaConfig(ModelConfig):
     attn_bias: bool = False
     mlp_bias: bool = False
     attn_dropout: float = 0.0
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Fill in what follows from the rest: K = N, H = D / N."""
-        self.num_kv_heads = self.num_kv_heads or self.num_heads
-        self.head_dim = self.head_dim or self.hidden_size // self.num_heads
-        self.check()
-        self.rope_spec()
 
     @property
     def is_gated(self) -> bool:
         """Llama's MLP has a gate."""
         return True
 
-    def rope_spec(self) -> RopeSpec:
-        """Return the rotary embedding these fields describe."""
-        numbers: dict[str, Any] = {
-            n: tuple(v) if isinstance(v, list) else v for n, v in self.rope_scaling.items()
-        }
-        kind = numbers.get("kind")
-        if kind in ("yarn", "llama3", "longrope"):
-            numbers.setdefault("original_seq_len", self.max_seq_len)
-        if kind in ("yarn", "longrope"):
-            numbers.setdefault("factor", self.max_seq_len / numbers["original_seq_len"])
-        elif kind and "factor" not in numbers:
-            raise ConfigError(f"rotary scaling {kind!r} needs a factor (was given {numbers}).")
-        return RopeSpec(self.head_dim, self.rope_theta, max_seq_len=self.max_seq_len, **numbers)
-
-    @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return rope_from_hf(raw), raw
-
-    def _give_special(self) -> dict[str, Any]:
-        return {**rope_to_hf(self.rope_theta, self.rope_scaling), "rope_parameters": None}
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return the config under transformers' names, the rotary fields in one form only."""
-        out = super().to_hf()
-        return {name: value for name, value in out.items() if name != "rope_parameters"}
-
 
 class Llama(CausalLM):
     """Llama with a language-model head."""
 
     config_class = LlamaConfig
+    hf_prefix = "model."
 
     def __init__(self, config: LlamaConfig) -> None:
-        spec = BlockSpec(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            norm="rms",
-            norm_eps=config.norm_eps,
-            activation=config.activation,
-            gated=True,
+        attn = AttentionSpec(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
             qkv_bias=config.attn_bias,
             out_bias=config.attn_bias,
-            mlp_bias=config.mlp_bias,
-            attn_dropout=config.attn_dropout,
+            dropout=config.attn_dropout,
         )
-        super().__init__(config, spec, rope=config.rope_spec())
+        mlp = MLPSpec(config.intermediate_size, config.activation, gated=True, bias=config.mlp_bias)
+        norm = NormSpec("rms", config.norm_eps)
+        block = BlockSpec(config.hidden_size, attn, mlp, norm=norm)
+        super().__init__(config, DecoderSpec(block, rope=config.rope_spec()))
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names; only the names differ."""
-        block, theirs = "layers.{i}.", "model.layers.{i}."
-        rules = [
-            WeightRule("embed.weight", "model.embed_tokens.weight"),
-            WeightRule("norm.weight", "model.norm.weight"),
-            WeightRule("lm_head.weight", "lm_head.weight"),
-            WeightRule(f"{block}attn_norm.weight", f"{theirs}input_layernorm.weight"),
-            WeightRule(f"{block}mlp_norm.weight", f"{theirs}post_attention_layernorm.weight"),
-        ]
-        for kind in ("weight", "bias"):
-            for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                rules.append(
-                    WeightRule(f"{block}attn.{part}.{kind}", f"{theirs}self_attn.{part}.{kind}")
-                )
-            for part in ("gate_proj", "up_proj", "down_proj"):
-                rules.append(WeightRule(f"{block}mlp.{part}.{kind}", f"{theirs}mlp.{part}.{kind}"))
-        return rules
+        """Map to transformers' names."""
+        return llama_rules()

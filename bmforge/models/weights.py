@@ -1,12 +1,14 @@
 """Weight-name maps: how a tensor of ours lies in a tensor of a published checkpoint.
 
-A rule says where our parameter is: under which name, transposed or not, and which rows of a fused
-tensor. Read in one direction it loads any slice of our parameter, in the other it saves.
+A rule says where our parameter is: under which name, transposed or not, which rows of a fused
+tensor, or which entry of a stacked one of ours. Read in one direction it loads any slice of our
+parameter, in the other it saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,52 +16,96 @@ from torch import Tensor
 
 from bmforge.shards import Box
 
-__all__ = ["WeightRule", "expand_rules", "group_by_source"]
+__all__ = ["WeightRule", "assemble_source", "expand_rules", "group_by_source", "linear_rules"]
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Our tensor `ours` is (a part of) their tensor `theirs`; `{i}` stands for the layer number.
+    """Our tensor `ours` is (a part of) their tensor `theirs`.
+
+    `{i}` stands for the layer number; `{e}` in `theirs` for the expert, the first dim of ours.
 
     Args:
         ours: canonical name.
         theirs: published name.
         transpose: theirs is stored (in, out).
         part: (first row, all rows) of the fused tensor, in our orientation; None: it is all ours.
+        index: theirs is this entry of our stacked tensor; `expand_rules` sets it.
     """
 
     ours: str
     theirs: str
     transpose: bool = False
     part: tuple[int, int] | None = None
+    index: int | None = None
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape `theirs` must have when our whole tensor has `shape`."""
+        shape = shape if self.index is None else shape[1:]
         rows = (self.part[1] if self.part else shape[0], *shape[1:])
         return rows[::-1] if self.transpose else rows
 
-    def source_slices(self, box: Box) -> tuple[slice, ...]:
-        """Return where in `theirs` the box of our tensor lies."""
-        first = self.part[0] if self.part else 0
+    def source_slices(self, box: Box) -> tuple[slice, ...] | None:
+        """Return where in `theirs` the box of our tensor lies; None where it has nothing of it."""
         slices = [slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True)]
-        slices[0] = slice(slices[0].start + first, slices[0].stop + first)
+        if self.index is not None:
+            stack = slices.pop(0)
+            if not stack.start <= self.index < stack.stop:
+                return None
+        if self.part is not None:
+            first = self.part[0]
+            slices[0] = slice(slices[0].start + first, slices[0].stop + first)
         return tuple(reversed(slices)) if self.transpose else tuple(slices)
+
+    def target(self, local: Tensor, box: Box) -> Tensor:
+        """Return the part of our local tensor (the box) that theirs fills."""
+        return local if self.index is None else local[self.index - box.offsets[0]]
 
     def from_source(self, piece: Tensor) -> Tensor:
         """Turn a slice of theirs into a slice of ours."""
         return piece.t() if self.transpose else piece
 
+    def to_source(self, whole: Tensor) -> Tensor:
+        """Return theirs, not yet transposed, of our whole tensor."""
+        return whole if self.index is None else whole[self.index]
 
-def expand_rules(rules: Iterable[WeightRule], num_layers: int) -> list[WeightRule]:
-    """Return the rules with `{i}` replaced by every layer number."""
-    out = []
-    for rule in rules:
-        if "{i}" not in rule.ours:
-            out.append(rule)
-            continue
-        for i in range(num_layers):
-            ours, theirs = (n.replace("{i}", str(i)) for n in (rule.ours, rule.theirs))
-            out.append(replace(rule, ours=ours, theirs=theirs))
+
+def linear_rules(
+    pairs: Mapping[str, str], kinds: Iterable[str] = ("weight", "bias")
+) -> list[WeightRule]:
+    """Return rules for modules whose weights (and biases) differ in their names only."""
+    return [WeightRule(f"{a}.{kind}", f"{b}.{kind}") for kind in kinds for a, b in pairs.items()]
+
+
+def expand_rules(
+    rules: Iterable[WeightRule], shapes: Mapping[str, tuple[int, ...]]
+) -> list[WeightRule]:
+    """Return the rules of the parameters in `shapes`, in their order, with numbers put in.
+
+    Args:
+        rules: of a family; those without a parameter are left out.
+        shapes: our parameters' names and whole shapes.
+
+    Raises:
+        TypeError: a parameter that no rule names, which saving would lose.
+    """
+    patterns = [
+        (re.compile(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)")), rule) for rule in rules
+    ]
+    out: list[WeightRule] = []
+    for name, shape in shapes.items():
+        found = [(match, rule) for pattern, rule in patterns if (match := pattern.fullmatch(name))]
+        if not found:
+            raise TypeError(f"no weight rule for parameter {name}")
+        for match, rule in found:
+            theirs = rule.theirs
+            for number in match.groups():
+                theirs = theirs.replace("{i}", number)
+            count = range(shape[0]) if "{e}" in theirs else (None,)
+            out += [
+                replace(rule, ours=name, theirs=theirs.replace("{e}", str(e)), index=e)
+                for e in count
+            ]
     return out
 
 
@@ -73,6 +119,6 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 
 def assemble_source(rules: list[WeightRule], whole: Callable[[str], Tensor]) -> Tensor:
     """Build their tensor from ours; `whole` returns our whole tensor by name."""
-    parts = [whole(rule.ours) for rule in rules]
+    parts = [rule.to_source(whole(rule.ours)) for rule in rules]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.t().contiguous() if rules[0].transpose else joined.contiguous()

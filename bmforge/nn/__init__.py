@@ -3,24 +3,31 @@
 Start reading at `block.py`; every family in `models/` is an assembly of these parts.
 """
 
-from bmforge.nn.attention import Attention, build_mask
+from bmforge.nn.attention import Attention, AttentionSpec, build_mask
 from bmforge.nn.block import Block, BlockSpec
 from bmforge.nn.losses import causal_lm_loss, linear_cross_entropy
-from bmforge.nn.mlp import MLP
-from bmforge.nn.norm import build_norm
+from bmforge.nn.mlp import MLP, MLPSpec
+from bmforge.nn.moe import MoE, MoESpec, load_balancing_loss
+from bmforge.nn.norm import NormSpec, build_norm
 from bmforge.nn.position import RopeSpec, apply_rope, rope_frequencies, rope_table
 
 __all__ = [
     "MLP",
     "Attention",
+    "AttentionSpec",
     "Block",
     "BlockSpec",
+    "MLPSpec",
+    "MoE",
+    "MoESpec",
+    "NormSpec",
     "RopeSpec",
     "apply_rope",
     "build_mask",
     "build_norm",
     "causal_lm_loss",
     "linear_cross_entropy",
+    "load_balancing_loss",
     "rope_frequencies",
     "rope_table",
 ]

@@ -1,10 +1,13 @@
-"""Multi-head attention with grouped keys and values, rotary positions and a cache.
+"""Multi-head attention: to itself or to a memory, with grouped keys and values, positions, a cache.
 
-The kernel is `F.scaled_dot_product_attention`. Masks are boolean, True where a query may look.
+The kernel is `F.scaled_dot_product_attention`; a trained bias on the scores goes through
+`biased_attention`. Masks are boolean, True where a query may look.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,10 +15,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ShapeError
+from bmforge.nn.biased import biased_attention
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.position import apply_rope
 
-__all__ = ["Attention", "KeyValueCache", "build_mask"]
+__all__ = ["Attention", "AttentionSpec", "KeyValueCache", "build_mask"]
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Everything in which attentions of different families differ.
+
+    Args:
+        num_heads: N.
+        num_kv_heads: K, divides N.
+        head_dim: H.
+        qkv_bias: biases on q, k, v.
+        out_bias: bias on o.
+        scale: factor on the scores; None is 1/sqrt(H).
+        dropout: of the attention weights, in training.
+        causal: a token sees none after it, unless a mask says otherwise.
+        window: a token sees only so many, itself included; None sees all.
+        rope_interleaved: rotary pairs are neighbours instead of halves.
+        qk_norm_eps: norm q and k per head with this epsilon; None leaves them.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = True
+    out_bias: bool = True
+    scale: float | None = None
+    dropout: float = 0.0
+    causal: bool = True
+    window: int | None = None
+    rope_interleaved: bool = False
+    qk_norm_eps: float | None = None
 
 
 class KeyValueCache(Protocol):
@@ -28,6 +63,11 @@ class KeyValueCache(Protocol):
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store (B, K, T, H) tensors of one layer; return (B, K, S, H) with the past in front."""
 
+    def remember(
+        self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a memory, made once per layer."""
+
 
 def build_mask(
     batch: tuple[int, int],
@@ -36,9 +76,13 @@ def build_mask(
     past: int = 0,
     attention_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    prefix_lengths: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the causal mask for T new tokens after `past` cached ones, or None when plain causal
-    does.
+    """Return the mask for T new tokens after `past` cached ones, or None where none is needed.
+
+    None means plain causal attention, or all of it when `causal` is off.
 
     Args:
         batch: (B, T).
@@ -46,22 +90,34 @@ def build_mask(
         past: number of cached tokens in front.
         attention_mask: 1 for real tokens, 0 for padding.
         document_ids: packed rows: a token sees only tokens of its own document.
+        causal: a token sees none after it.
+        window: causal only; a token sees only so many, itself included.
+        prefix_lengths: causal only; every token sees the first so many.
 
     Shape:
         attention_mask: (B, past + T)
         document_ids: (B, T), only without a past
-        returns: (B or 1, 1, T, past + T), True where a query may look
+        prefix_lengths: (B,)
+        returns: (B or 1, 1, T or 1, past + T), True where a query may look
     """
     _, length = batch
-    if attention_mask is None and document_ids is None and (past == 0 or length == 1):
+    narrow = window is not None and past + length > window
+    is_plain = attention_mask is None and document_ids is None and prefix_lengths is None
+    if is_plain and not narrow and (not causal or past == 0 or length == 1):
         return None
     _check_mask_shapes(batch, past, attention_mask, document_ids)
     query = torch.arange(past, past + length, device=device)[:, None]
     key = torch.arange(past + length, device=device)[None, :]
-    mask = (key <= query)[None, None]
+    mask = key <= query if causal else torch.ones_like(key, dtype=torch.bool)
+    if narrow and window is not None:
+        mask = mask & (key > query - window)
+    mask = mask[None, None]
+    if prefix_lengths is not None:
+        mask = mask | (key < prefix_lengths[:, None, None, None])
     if attention_mask is not None:
+        seen = attention_mask[:, None, None, :].bool()
         # A padding query has nothing to look at; looking at itself keeps its softmax finite.
-        mask = mask & attention_mask[:, None, None, :].bool() | (key == query)[None, None]
+        mask = mask & seen | (key == query)[None, None] if causal else seen
     if document_ids is not None:
         mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
     return mask
@@ -84,46 +140,31 @@ def _check_mask_shapes(
 
 
 class Attention(nn.Module):
-    """Causal self-attention over N query and K key-value heads of width H.
+    """Attention over N query and K key-value heads of width H.
 
     Args:
         hidden_size: D.
-        heads: (N, K, H); K divides N.
-        qkv_bias: biases on q, k and v.
-        out_bias: bias on o.
-        scale: factor on the scores; None means 1/sqrt(H).
-        dropout: of the attention weights, in training.
-        rope_interleaved: which pairs a rotary table turns.
-        qk_norm_eps: norm q and k per head with this epsilon; None leaves them.
+        spec: the heads and everything else.
 
     Shape:
         x: (B, T, D) -> (B, T, D)
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        heads: tuple[int, int, int],
-        qkv_bias: bool,
-        out_bias: bool,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        rope_interleaved: bool = False,
-        qk_norm_eps: float | None = None,
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: AttentionSpec) -> None:
         super().__init__()
-        num_heads, num_kv_heads, self.head_dim = heads
         self.layer_index = 0
-        self.scale = scale
-        self.dropout = dropout
-        self.rope_interleaved = rope_interleaved
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
-        has_norm = qk_norm_eps is not None
-        self.q_norm = RMSNorm(self.head_dim, qk_norm_eps) if has_norm else None  # type: ignore[arg-type]
-        self.k_norm = RMSNorm(self.head_dim, qk_norm_eps) if has_norm else None  # type: ignore[arg-type]
+        self.head_dim, self.scale, self.dropout = spec.head_dim, spec.scale, spec.dropout
+        self.causal, self.window = spec.causal, spec.window
+        self.rope_interleaved = spec.rope_interleaved
+        query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(hidden_size, query_size, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, key_size, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, key_size, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=spec.out_bias)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm_eps is not None:
+            self.q_norm = RMSNorm(spec.head_dim, spec.qk_norm_eps)
+            self.k_norm = RMSNorm(spec.head_dim, spec.qk_norm_eps)
 
     def forward(
         self,
@@ -131,45 +172,74 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
+        bias: Tensor | None = None,
+        memory: Tensor | None = None,
     ) -> Tensor:
-        """Attend from every token to itself and those before it that `mask` allows.
+        """Attend from every token to those that `mask` allows.
 
         Args:
-            x: (B, T, D).
-            mask: (B or 1, 1, T, S) boolean; None is plain causal.
+            x: the tokens that ask.
+            mask: boolean; None is plain causal, or everything where the spec is not causal.
             rope: cos and sin of `rope_table`.
-            cache: keys and values of earlier tokens, which this call extends.
+            cache: keys and values of earlier tokens, which this call extends; with `memory`, of it.
+            bias: added to the scores.
+            memory: attend to these instead of to `x`.
+
+        Shape:
+            mask: (B or 1, 1, T or 1, S); bias: (B or 1, N, T, S); memory: (B, S, D)
         """
-        query, key, value = self._heads(x)
+        query = self._heads(self.q_proj(x), self.q_norm)
+        if memory is not None:
+            kept = memory
+
+            def make() -> tuple[Tensor, Tensor]:
+                return self._keys_and_values(kept, None)
+
+            key, value = make() if cache is None else cache.remember(self.layer_index, make)
+        else:
+            key, value = self._keys_and_values(x, rope)
+            if cache is not None:
+                key, value = cache.append(self.layer_index, key, value)
         if rope is not None:
             query = apply_rope(query, rope, self.rope_interleaved)
-            key = apply_rope(key, rope, self.rope_interleaved)
-        if cache is not None:
-            key, value = cache.append(self.layer_index, key, value)
+        mixed = self._mix(query, key, value, mask, bias)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _mix(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """Weigh the values: (B, N, T, H)."""
+        dropout = self.dropout if self.training else 0.0
+        if bias is not None:
+            return biased_attention(query, key, value, bias, mask, self.scale, dropout)
         # A branch, because a compiled graph with a free length needs a plain bool here.
         is_causal = False
-        if mask is None and query.shape[2] > 1:
+        if self.causal and mask is None and query.shape[2] > 1:
             is_causal = True
-        mixed = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=is_causal,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project to heads: (B, N, T, H), (B, K, T, H), (B, K, T, H)."""
-        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    def _keys_and_values(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Project to keys and values: (B, K, S, H) each."""
+        key = self._heads(self.k_proj(x), self.k_norm)
+        if rope is not None:
+            key = apply_rope(key, rope, self.rope_interleaved)
+        return key, self._heads(self.v_proj(x), None)
+
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Split (B, T, heads * H) into (B, heads, T, H), normed per head where there is a norm."""
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return (x if norm is None else norm(x)).transpose(1, 2)
 
     def extra_repr(self) -> str:
         """Show what is not visible in the projections."""

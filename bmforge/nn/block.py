@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.nn.attention import Attention, KeyValueCache
-from bmforge.nn.mlp import MLP
-from bmforge.nn.norm import NormKind, build_norm
+from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
+from bmforge.nn.mlp import MLP, MLPSpec
+from bmforge.nn.moe import MoE, MoESpec
+from bmforge.nn.norm import NormSpec, build_norm
 from bmforge.nn.remake import call_and_drop
 
 __all__ = ["Block", "BlockSpec"]
@@ -21,73 +25,59 @@ class BlockSpec:
 
     Args:
         hidden_size: D.
-        intermediate_size: F.
-        num_heads: N.
-        num_kv_heads: K, divides N.
-        head_dim: H.
-        norm: kind of norm, in front of each part.
-        norm_eps: its epsilon.
-        activation: name in `nn.mlp.ACTIVATIONS`.
-        gated: gated MLP.
-        qkv_bias: biases on q, k, v.
-        out_bias: bias on o.
-        mlp_bias: biases in the MLP.
-        attn_scale: factor on attention scores; None is 1/sqrt(H).
-        attn_dropout: dropout of attention weights.
+        attn: self-attention.
+        mlp: feed-forward part, of one MLP or of experts.
+        cross_attn: attention to a memory, in decoders of encoder-decoders.
+        norm: kind, epsilon and bias of the norms.
+        norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": one norm, and
+            attention and MLP side by side.
         residual_dropout: dropout on what a part adds to the residual.
-        rope_interleaved: rotary pairs are neighbours.
-        qk_norm_eps: norm q and k per head with this epsilon.
+        residual_scale: factor on what a part adds to the residual.
+        layer_drop: how often training leaves the whole block out (Fan et al., "LayerDrop", 2019).
     """
 
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm: NormKind = "layer"
-    norm_eps: float = 1e-5
-    activation: str = "gelu"
-    gated: bool = False
-    qkv_bias: bool = True
-    out_bias: bool = True
-    mlp_bias: bool = True
-    attn_scale: float | None = None
-    attn_dropout: float = 0.0
+    attn: AttentionSpec
+    mlp: MLPSpec | MoESpec
+    cross_attn: AttentionSpec | None = None
+    norm: NormSpec = field(default_factory=NormSpec)
+    norm_place: Literal["pre", "post", "parallel"] = "pre"
     residual_dropout: float = 0.0
-    rope_interleaved: bool = False
-    qk_norm_eps: float | None = None
+    residual_scale: float = 1.0
+    layer_drop: float = 0.0
 
 
 class Block(nn.Module):
-    """Attention and MLP with pre-norms: ``x + attn(norm(x))``, then ``x + mlp(norm(x))``.
+    """Attention, attention to a memory where there is one, and MLP, each with its norm.
 
     Args:
         spec: the block's data.
         layer_index: its place in the stack, which names its part of a cache.
 
     Shape:
-        x: (B, T, D) -> (B, T, D)
+        x: (B, T, D) -> (B, T, D), and with experts the router's logits (B * T, E)
     """
 
     def __init__(self, spec: BlockSpec, layer_index: int) -> None:
         super().__init__()
-        self.dropout = spec.residual_dropout
-        self.attn_norm = build_norm(spec.norm, spec.hidden_size, spec.norm_eps)
-        self.attn = Attention(
-            spec.hidden_size,
-            (spec.num_heads, spec.num_kv_heads, spec.head_dim),
-            spec.qkv_bias,
-            spec.out_bias,
-            spec.attn_scale,
-            spec.attn_dropout,
-            spec.rope_interleaved,
-            spec.qk_norm_eps,
-        )
+        self.norm_place = spec.norm_place
+        self.dropout, self.scale = spec.residual_dropout, spec.residual_scale
+        self.layer_drop = spec.layer_drop
+        self.attn_norm = build_norm(spec.norm, spec.hidden_size)
+        self.attn = Attention(spec.hidden_size, spec.attn)
         self.attn.layer_index = layer_index
-        self.mlp_norm = build_norm(spec.norm, spec.hidden_size, spec.norm_eps)
-        self.mlp = MLP(
-            spec.hidden_size, spec.intermediate_size, spec.activation, spec.gated, spec.mlp_bias
-        )
+        self.cross_attn = None
+        if spec.cross_attn is not None:
+            self.cross_attn_norm = build_norm(spec.norm, spec.hidden_size)
+            self.cross_attn = Attention(spec.hidden_size, spec.cross_attn)
+            self.cross_attn.layer_index = layer_index
+        if spec.norm_place != "parallel":
+            self.mlp_norm = build_norm(spec.norm, spec.hidden_size)
+        self.mlp: MLP | MoE
+        if isinstance(spec.mlp, MoESpec):
+            self.mlp = MoE(spec.hidden_size, spec.mlp)
+        else:
+            self.mlp = MLP(spec.hidden_size, spec.mlp)
 
     def forward(
         self,
@@ -95,15 +85,83 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """Run one layer; the arguments are those of `Attention.forward`."""
-        attended = call_and_drop(
-            lambda normed: self.attn(normed, mask, rope, cache),
-            self.attn_norm(x),
-            lambda: self.attn_norm(x),
-        )
-        y = x + self._drop(attended)
-        return y + self._drop(call_and_drop(self.mlp, self.mlp_norm(y), lambda: self.mlp_norm(y)))
+        bias: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Run one layer.
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        Args:
+            x: hidden states.
+            mask: as in `Attention.forward`, for the self-attention.
+            rope: as there.
+            cache: as there.
+            bias: as there.
+            memory: what `cross_attn` attends to, (B, S, D).
+            memory_mask: which of it, (B, 1, 1, S); None is all.
+        """
+
+        router_logits: list[Tensor] = []
+
+        def attend(value: Tensor) -> Tensor:
+            return self.attn(value, mask, rope, cache, bias)
+
+        def feed(value: Tensor) -> Tensor:
+            out = self.mlp(value)
+            if isinstance(out, tuple):
+                router_logits.append(out[1])
+                return out[0]
+            return out
+
+        before = x
+        if self.norm_place == "parallel":
+            x = self._run_parallel(x, attend, feed)
+        else:
+            x = self._run_parts(x, attend, feed, cache, memory, memory_mask)
+        x = self._keep_or_drop(before, x)
+        return (x, router_logits[0]) if router_logits else x
+
+    def _run_parts(
+        self,
+        x: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        feed: Callable[[Tensor], Tensor],
+        cache: KeyValueCache | None,
+        memory: Tensor | None,
+        memory_mask: Tensor | None,
+    ) -> Tensor:
+        """Run the parts one after the other."""
+        x = self._add(x, self.attn_norm, attend)
+        if self.cross_attn is not None:
+            cross = self.cross_attn
+            x = self._add(
+                x,
+                self.cross_attn_norm,
+                lambda value: cross(value, memory_mask, None, cache, None, memory),
+            )
+        return self._add(x, self.mlp_norm, feed)
+
+    def _add(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add one part to the residual, its norm before it or after the sum."""
+        if self.norm_place == "post":
+            return norm(x + self._shrink(part(x)))
+        return x + self._shrink(call_and_drop(part, norm(x), lambda: norm(x)))
+
+    def _run_parallel(
+        self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        def both(value: Tensor) -> Tensor:
+            return self._shrink(attend(value)) + self._shrink(feed(value))
+
+        return x + call_and_drop(both, self.attn_norm(x), lambda: self.attn_norm(x))
+
+    def _keep_or_drop(self, before: Tensor, after: Tensor) -> Tensor:
+        """Leave the block out at random; it is computed all the same, as other processes wait."""
+        if not self.layer_drop or not self.training:
+            return after
+        return torch.where(torch.rand((), device=before.device) < self.layer_drop, before, after)
+
+    def _shrink(self, x: Tensor) -> Tensor:
+        """Dropout and scale, each only where there is one."""
+        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return x if self.scale == 1.0 else x * self.scale

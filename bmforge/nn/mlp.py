@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn.remake import call_and_drop
 
-__all__ = ["ACTIVATIONS", "MLP", "get_activation"]
+__all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "get_activation"]
 
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+# The aliases are names that published configs use.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
     "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
 }
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Everything in which MLPs of different families differ.
+
+    Args:
+        intermediate_size: F.
+        activation: a name in `ACTIVATIONS`.
+        gated: add `gate_proj` (SwiGLU and its relatives; Shazeer 2020).
+        bias: biases on all projections.
+        dropout: after the activation.
+    """
+
+    intermediate_size: int
+    activation: str = "gelu"
+    gated: bool = False
+    bias: bool = True
+    dropout: float = 0.0
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -40,23 +68,20 @@ class MLP(nn.Module):
 
     Args:
         hidden_size: D.
-        intermediate_size: F.
-        activation: a name in `ACTIVATIONS`.
-        gated: add `gate_proj` (SwiGLU and its relatives; Shazeer 2020).
-        bias: biases on all projections.
+        spec: the rest.
 
     Shape:
         x: (..., D) -> (..., D)
     """
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, activation: str, gated: bool, bias: bool
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
         super().__init__()
-        self.activation = get_activation(activation)
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias) if gated else None
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.activation = get_activation(spec.activation)
+        self.dropout = spec.dropout
+        sizes = hidden_size, spec.intermediate_size
+        self.gate_proj = nn.Linear(*sizes, bias=spec.bias) if spec.gated else None
+        self.up_proj = nn.Linear(*sizes, bias=spec.bias)
+        self.down_proj = nn.Linear(*reversed(sizes), bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the projections and the activation."""
@@ -66,4 +91,6 @@ class MLP(nn.Module):
         def inner() -> Tensor:
             return self.activation(up) if gate is None else self.activation(gate) * up
 
+        if self.dropout and self.training:
+            return self.down_proj(F.dropout(inner(), self.dropout))
         return call_and_drop(self.down_proj, inner(), inner)

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NormKind", "RMSNorm", "build_norm"]
+__all__ = ["NormKind", "NormSpec", "RMSNorm", "build_norm"]
 
 NormKind = Literal["layer", "rms"]
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Which norm a family has.
+
+    Args:
+        kind: "layer" or "rms".
+        eps: added to the variance.
+        bias: of a layer norm.
+        affine: a layer norm has a weight (and a bias) at all.
+    """
+
+    kind: NormKind = "layer"
+    eps: float = 1e-5
+    bias: bool = True
+    affine: bool = True
 
 
 class RMSNorm(nn.Module):
@@ -38,8 +56,8 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def build_norm(kind: NormKind, hidden_size: int, eps: float, bias: bool = True) -> nn.Module:
-    """Return the norm named by `kind`: ``"layer"`` (optionally without bias) or ``"rms"``."""
-    if kind == "rms":
-        return RMSNorm(hidden_size, eps)
-    return nn.LayerNorm(hidden_size, eps=eps, bias=bias)
+def build_norm(spec: NormSpec, hidden_size: int) -> nn.Module:
+    """Return the norm that `spec` describes for D = `hidden_size` features."""
+    if spec.kind == "rms":
+        return RMSNorm(hidden_size, spec.eps)
+    return nn.LayerNorm(hidden_size, spec.eps, spec.affine, spec.bias)

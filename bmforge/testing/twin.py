@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from bmforge.models import Model
 from bmforge.models.weights import assemble_source, group_by_source
 
-__all__ = ["Twin", "build_reference", "make_batch", "make_twin", "rename_to_theirs"]
+__all__ = ["Twin", "build_reference", "make_twin", "rename_to_theirs"]
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,3 @@ def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, T
     """Bring tensors shaped like our parameters (gradients, say) into the published form."""
     groups = group_by_source(model.active_rules())
     return {name: assemble_source(rules, tensors.__getitem__) for name, rules in groups.items()}
-
-
-def make_batch(model: nn.Module, batch: int = 2, length: int = 12, seed: int = 1) -> Tensor:
-    """Return random token ids (batch, length) for a model with `config.vocab_size`."""
-    generator = torch.Generator().manual_seed(seed)
-    config: Any = model.config
-    return torch.randint(config.vocab_size, (batch, length), generator=generator)

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.nn import MLP, Attention, Block, BlockSpec, build_mask, build_norm
+from bmforge.nn import (
+    MLP,
+    Attention,
+    AttentionSpec,
+    Block,
+    BlockSpec,
+    MLPSpec,
+    NormSpec,
+    build_mask,
+    build_norm,
+)
 from bmforge.testing import assert_close
 
 B, T, D, H = 2, 6, 24, 4
@@ -87,7 +97,7 @@ def test_attention_equals_plain_softmax(
 ) -> None:
     """Grouped heads, biases and scales, causal and masked, forward and backward."""
     torch.manual_seed(0)
-    layer = Attention(D, (heads, kv_heads, H), bias, bias, scale).double()
+    layer = Attention(D, AttentionSpec(heads, kv_heads, H, bias, bias, scale)).double()
     x = torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
     causal = torch.ones(T, T, dtype=torch.bool).tril()
     padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
@@ -106,7 +116,8 @@ def test_attention_equals_plain_softmax(
 
 def test_dropout_only_in_training() -> None:
     """Attention and residual dropout are off in eval mode and on in training."""
-    spec = BlockSpec(D, 32, 6, 6, H, attn_dropout=0.5, residual_dropout=0.5)
+    attn = AttentionSpec(6, 6, H, dropout=0.5)
+    spec = BlockSpec(D, attn, MLPSpec(32), residual_dropout=0.5)
     block, x = Block(spec, 0), torch.randn(B, T, D)
     assert not torch.equal(block(x), block(x))
     block.eval()
@@ -115,7 +126,7 @@ def test_dropout_only_in_training() -> None:
 
 def test_query_and_key_norms() -> None:
     """Per-head norms apply to queries and keys before the scores."""
-    layer = Attention(D, (6, 2, H), False, False, qk_norm_eps=1e-6)
+    layer = Attention(D, AttentionSpec(6, 2, H, False, False, qk_norm_eps=1e-6))
     nn.init.uniform_(layer.q_norm.weight, 0.5, 2)
     x = torch.randn(B, T, D)
     query = F.rms_norm(layer.q_proj(x).unflatten(-1, (6, H)), (H,), layer.q_norm.weight, 1e-6)
@@ -131,7 +142,7 @@ def test_query_and_key_norms() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_rms_norm_equals_torch(dtype: torch.dtype) -> None:
     """The RMS norm is torch's."""
-    norm = build_norm("rms", D, 1e-5).to(dtype)
+    norm = build_norm(NormSpec("rms"), D).to(dtype)
     with torch.no_grad():
         norm.weight.uniform_(0.5, 2)
     x = torch.randn(3, D, dtype=dtype)
@@ -140,8 +151,8 @@ def test_rms_norm_equals_torch(dtype: torch.dtype) -> None:
 
 def test_layer_norm_with_and_without_bias() -> None:
     """The layer norm is torch's, its bias optional."""
-    assert build_norm("layer", D, 1e-5).bias is not None
-    assert build_norm("layer", D, 1e-5, bias=False).bias is None
+    assert build_norm(NormSpec(), D).bias is not None
+    assert build_norm(NormSpec(bias=False), D).bias is None
 
 
 @pytest.mark.parametrize(
@@ -157,7 +168,7 @@ def test_layer_norm_with_and_without_bias() -> None:
 def test_mlp(name: str, function: object, gated: bool) -> None:
     """Plain and gated feed-forward with every activation, forward and backward."""
     torch.manual_seed(0)
-    mlp = MLP(D, 32, name, gated, bias=True).double()
+    mlp = MLP(D, MLPSpec(32, name, gated)).double()
     x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
     inner = mlp.up_proj(x)
     inner = function(mlp.gate_proj(x)) * inner if gated else function(inner)
@@ -172,7 +183,7 @@ def test_mlp(name: str, function: object, gated: bool) -> None:
 def test_unknown_activation() -> None:
     """The nearest name is suggested."""
     with pytest.raises(ConfigError, match="Did you mean 'gelu'"):
-        MLP(D, 32, "gelo", False, True)
+        MLP(D, MLPSpec(32, "gelo"))
 
 
 def test_masks_that_would_broadcast_are_refused():

@@ -8,21 +8,19 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from bmforge.nn import Block, BlockSpec
+from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, NormSpec
 from bmforge.nn.remake import call_and_drop
 
-SPEC = {"hidden_size": 32, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2}
 KINDS = [
-    pytest.param({"norm": "layer"}, id="plain"),
-    pytest.param(
-        {"norm": "rms", "activation": "silu", "gated": True, "qkv_bias": False}, id="gated"
-    ),
+    pytest.param((NormSpec("layer"), True, MLPSpec(96)), id="plain"),
+    pytest.param((NormSpec("rms"), False, MLPSpec(96, "silu", gated=True)), id="gated"),
 ]
 
 
-def build(options):
+def build(kind):
     torch.manual_seed(0)
-    return Block(BlockSpec(**SPEC, head_dim=8, **options), 0)
+    norm, bias, mlp = kind
+    return Block(BlockSpec(32, AttentionSpec(4, 2, 8, qkv_bias=bias), mlp, norm=norm), 0)
 
 
 def gradients(block, run):

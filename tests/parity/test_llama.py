@@ -1,4 +1,4 @@
-"""GPT-2 and Llama against transformers."""
+"""Llama against transformers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,10 @@ import pytest
 import torch
 import transformers
 
-from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
+from bmforge.models import Llama, LlamaConfig
+from bmforge.testing.decoder_suite import DecoderSuite
 from bmforge.testing.file_suite import FileSuite
-from bmforge.testing.model_suite import ModelSuite
 
-GPT2_TINY: dict[str, Any] = {
-    "vocab_size": 96,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 32,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
 LLAMA_TINY: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -40,25 +28,17 @@ def scaled(kind: str, **numbers: Any) -> dict[str, Any]:
     return {**LLAMA_TINY, "rope_parameters": rope}
 
 
-class TestGPT2(ModelSuite, FileSuite):
-    """GPT-2."""
-
-    model_class = GPT2
-    hf_class = transformers.GPT2LMHeadModel
-    cases = {  # noqa: RUF012
-        "default": GPT2_TINY,
-        "odd_n_inner": {**GPT2_TINY, "n_inner": 37},
-        "untied": {**GPT2_TINY, "tie_word_embeddings": False},
-        "relu": {**GPT2_TINY, "activation_function": "relu"},
-        "exact_gelu": {**GPT2_TINY, "activation_function": "gelu", "layer_norm_epsilon": 1e-3},
-    }
-
-
-class TestLlama(ModelSuite, FileSuite):
+class TestLlama(DecoderSuite, FileSuite):
     """Llama."""
 
     model_class = Llama
     hf_class = transformers.LlamaForCausalLM
+    hf_heads = {  # noqa: RUF012
+        "sequence_classification": transformers.LlamaForSequenceClassification,
+        "token_classification": transformers.LlamaForTokenClassification,
+        "question_answering": transformers.LlamaForQuestionAnswering,
+        "none": transformers.LlamaModel,
+    }
     cases = {  # noqa: RUF012
         "gqa": {**LLAMA_TINY, "num_key_value_heads": 2},
         "mha": LLAMA_TINY,
@@ -95,21 +75,6 @@ class TestLlama(ModelSuite, FileSuite):
             long_factor=[1.0, 2.0, 3.0, 4.0],
         ),
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("gpt2-small", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-    ],
-)
-def test_gpt2_preset_sizes(name: str, count: int) -> None:
-    """The published numbers of parameters (Radford et al. 2019, as released)."""
-    model = GPT2.from_config(GPT2Config.preset(name), device="meta")
-    assert sum(p.numel() for p in model.parameters()) == count
 
 
 def check_llama_preset(name: str) -> None:

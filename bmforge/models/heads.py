@@ -1,0 +1,146 @@
+"""Heads: what turns hidden states into an answer, the same for every family that has them.
+
+A config names its head; the family's table says what the head is called in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.nn.losses import IGNORE_INDEX
+
+__all__ = ["Head", "classification_loss", "classifier_heads", "find_last_token", "span_loss"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head of a family, under transformers' names.
+
+    Args:
+        architecture: the transformers class, as config.json names it.
+        names: our parameters of the head -> theirs.
+        prefix: what stands before the body's names; None takes the family's usual one.
+        aliases: other classes whose checkpoints open with this head.
+        optional: parameters a checkpoint may lack; they are drawn then.
+    """
+
+    architecture: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    prefix: str | None = None
+    aliases: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+def classifier_heads(
+    stem: str, sequence: str, token: str, question: str, *, sequence_bias: bool = True
+) -> dict[str, Head]:
+    """Return the three usual heads: a linear layer on one token, on every token, on spans.
+
+    Args:
+        stem: of the class names, such as ``"Llama"``.
+        sequence: their module for sequences ("" where the family has no such head).
+        token: their module for tokens, likewise.
+        question: their module for spans, likewise.
+        sequence_bias: whether the sequence head has a bias.
+    """
+
+    def linear(module: str, bias: bool = True) -> dict[str, str]:
+        kinds = ("weight", "bias") if bias else ("weight",)
+        return {f"classifier.{kind}": f"{module}.{kind}" for kind in kinds}
+
+    heads = {
+        "sequence_classification": (
+            sequence,
+            Head(f"{stem}ForSequenceClassification", linear(sequence, sequence_bias)),
+        ),
+        "token_classification": (token, Head(f"{stem}ForTokenClassification", linear(token))),
+        "question_answering": (question, Head(f"{stem}ForQuestionAnswering", linear(question))),
+    }
+    return {name: head for name, (module, head) in heads.items() if module}
+
+
+def classification_loss(
+    logits: Tensor, labels: Tensor, problem_type: str = "", num_items: float | Tensor | None = None
+) -> Tensor:
+    """Loss of a classifier, as transformers computes it.
+
+    Args:
+        logits: scores of L classes.
+        labels: integers for one class per row (-100 counts nothing), floats for several; with
+            L = 1, the number to predict.
+        problem_type: "regression", "single_label_classification" or "multi_label_classification";
+            "" decides by L and the labels' dtype.
+        num_items: what the summed loss is divided by; None takes the mean.
+
+    Shape:
+        logits: (B, L) or (B, T, L); labels: (B,), (B, T) or (B, L)
+    """
+    width = logits.shape[-1]
+    if not problem_type:
+        several = "multi" if labels.is_floating_point() else "single"
+        problem_type = "regression" if width == 1 else f"{several}_label_classification"
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    if problem_type == "regression":
+        total = F.mse_loss(wide.squeeze(-1), labels.to(wide.dtype).view_as(wide.squeeze(-1)))
+        return total if num_items is None else total * labels.shape[0] / num_items
+    if problem_type == "multi_label_classification":
+        total = F.binary_cross_entropy_with_logits(wide, labels.to(wide.dtype))
+        return total if num_items is None else total * labels.shape[0] / num_items
+    flat = labels.flatten()
+    total = F.cross_entropy(wide.flatten(0, -2), flat, ignore_index=IGNORE_INDEX, reduction="sum")
+    return total / ((flat != IGNORE_INDEX).sum().clamp(min=1) if num_items is None else num_items)
+
+
+def span_loss(
+    logits: Tensor, starts: Tensor, ends: Tensor, num_items: float | Tensor | None = None
+) -> Tensor:
+    """Loss of question answering: the mean of the start's and the end's cross-entropy.
+
+    Positions outside the row count nothing, as in transformers.
+
+    Shape:
+        logits: (B, T, 2); starts, ends: (B,)
+    """
+    length = logits.shape[1]
+    losses = []
+    for column, place in ((0, starts), (1, ends)):
+        inside = torch.where(place.clamp(0, length) == length, IGNORE_INDEX, place.clamp(min=0))
+        losses.append(classification_loss(logits[..., column], inside, "single", num_items))
+    return (losses[0] + losses[1]) / 2
+
+
+def find_last_token(
+    input_ids: Tensor, attention_mask: Tensor | None, raw: Mapping[str, Any]
+) -> Tensor:
+    """Return the index of every row's last real token, (B,).
+
+    It is the last one that `attention_mask` shows; without a mask the last that is not padding,
+    where the config has a padding token; else the last.
+    """
+    real = attention_mask
+    if real is None and raw.get("pad_token_id") is not None:
+        real = input_ids != raw["pad_token_id"]
+    length = input_ids.shape[1]
+    if real is None:
+        return torch.full_like(input_ids[:, 0], length - 1)
+    places = torch.arange(length, device=input_ids.device)
+    return (places * (real != 0)).argmax(-1)
+
+
+def check_head(family: str, head: str, heads: Mapping[str, Head]) -> None:
+    """Raise `ConfigError` for a head that the family does not have."""
+    if head not in heads:
+        raise ConfigError(f"{family} has no head {head!r}. It has: {', '.join(heads)}.")
+
+
+def check_labels(labels: Tensor, rows: int) -> None:
+    """Raise `ShapeError` where labels cannot belong to `rows` rows."""
+    if labels.shape[0] != rows:
+        raise ShapeError(f"labels have {labels.shape[0]} rows, the input has {rows}.")

@@ -1,0 +1,216 @@
+"""Loading published weights into a model on any layout, reading only this process's slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import CheckpointError
+from bmforge.logging import get_logger, track
+from bmforge.models.config import ModelConfig
+from bmforge.models.hf_format import WeightFiles
+from bmforge.models.init import init_parameter_, materialize_
+from bmforge.models.weights import WeightRule
+from bmforge.shards import local_box, local_tensor
+from bmforge.surgery import match_glob
+
+__all__ = ["load_weights_", "settle_tie"]
+
+# Buffers that old checkpoints carry and nothing needs.
+_DEAD = (
+    "**.attn.bias",
+    "**.attn.masked_bias",
+    "**.attention.bias",
+    "**.attention.masked_bias",
+    "**rotary_emb.inv_freq",
+    "**position_ids",
+    "**token_type_ids",
+)
+_LISTED = 20
+_COMPARED_ROWS = 1 << 12
+
+
+def load_weights_(
+    model: Any,
+    source: str | Path | WeightFiles,
+    *,
+    device: torch.device | str | None = None,
+    new_head: bool = False,
+) -> Any:
+    """Load a Hugging Face checkpoint into a model, reading only this process's slices.
+
+    Args:
+        model: a `Model`: plain, on meta, or laid out by `parallelize`.
+        source: the directory that holds the weights, or its opened files.
+        device: where a model on meta comes to live; None takes its layout's, else the CPU.
+        new_head: draw the head's weights (seed 0) where the checkpoint has none.
+
+    Raises:
+        CheckpointError: weights missing, unexpected or wrongly shaped, all of them listed; the
+            model is not touched then.
+    """
+    files = source if isinstance(source, WeightFiles) else WeightFiles(source)
+    pairs, fresh = _match_sources(model, files, new_head)
+    materialize_(model, device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for rule, name in track(pairs, "load weights"):
+            _load_piece_(parameters[rule.ours], rule, name, files)
+    for name in fresh:
+        init_parameter_(parameters[name], name, model.init_std(name), seed=0)
+    if fresh:
+        get_logger().info("new head, drawn at random: %s", ", ".join(fresh))
+    return model
+
+
+def _load_piece_(parameter: Tensor, rule: WeightRule, name: str, files: WeightFiles) -> None:
+    box = local_box(parameter)
+    slices = rule.source_slices(box) if box.numel else None
+    if slices is not None:
+        target = rule.target(local_tensor(parameter), box)
+        target.copy_(rule.from_source(files.read(name, slices)))
+
+
+def _match_sources(
+    model: Any, files: WeightFiles, new_head: bool
+) -> tuple[list[tuple[WeightRule, str]], list[str]]:
+    """Pair every rule with a name in the files; raise with all that does not fit."""
+    shapes = {n: s for n, s in files.shapes.items() if not any(match_glob(n, g) for g in _DEAD)}
+    parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+    head = model.config.heads[model.config.head]
+    pairs, missing, wrong, fresh = [], [], [], []
+    for rule in model.active_rules():
+        source = _find_name(model, rule, shapes)
+        if source is None:
+            if rule.ours in head.optional or (new_head and rule.ours in head.names):
+                fresh.append(rule.ours)
+            else:
+                missing.append(rule.theirs)
+            continue
+        need = rule.source_shape(tuple(parameters[rule.ours].shape))
+        if shapes[source] != need:
+            wrong.append(f"{source} is {shapes[source]}, the config needs {need}")
+        pairs.append((rule, source))
+    extra = _find_extra(model, files, shapes, {source for _, source in pairs})
+    if missing or wrong or extra:
+        _refuse(model, files, missing, extra, wrong)
+    return pairs, fresh
+
+
+def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
+    """Return the name under which the files hold what `rule` needs, with any known prefix."""
+    bare = rule.theirs.removeprefix(model.hf_prefix)
+    head_prefix = model.config.heads[model.config.head].prefix or ""
+    bare = bare.removeprefix(head_prefix)
+    names = [rule.theirs, bare, model.hf_prefix + bare]
+    names += [
+        name.removesuffix(new) + old
+        for new, old in model.hf_old_names
+        for name in names
+        if name.endswith(new)
+    ]
+    return next((name for name in names if name in shapes), None)
+
+
+def _as_new_name(model: Any, name: str) -> str:
+    """Return what newer checkpoints call a tensor."""
+    for new, old in model.hf_old_names:
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _find_extra(
+    model: Any, files: WeightFiles, shapes: dict[str, tuple[int, ...]], used: set[str]
+) -> list[str]:
+    """Return names that nothing explains; those of other heads are only told."""
+    others = {theirs for head in model.config.heads.values() for theirs in head.names.values()}
+    others -= set(model.config.heads[model.config.head].names.values())
+    left_out: list[str] = []
+    extra: list[str] = []
+    for name in shapes:
+        if name in used or _is_copy(model, files, name):
+            continue
+        known = name in others or _as_new_name(model, name) in others
+        is_head = known or any(match_glob(name, glob) for glob in model.hf_unused)
+        (left_out if is_head else extra).append(name)
+    if left_out and not extra:
+        get_logger().info(
+            "head %r leaves out of the checkpoint: %s", model.config.head, _list(left_out)
+        )
+    return extra
+
+
+def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
+    """True for a tensor stored beside the one it equals, such as a tied head."""
+    copies = dict(model.tied_copies())
+    head, embed = (_their_name(model, ours) for ours in model.tied_head)
+    if head is not None and embed is not None and model.config.tie_word_embeddings:
+        copies[head] = embed
+    original = copies.get(name)
+    if original is None:
+        return False
+    bare = original.removeprefix(model.hf_prefix)
+    source = next((n for n in (original, bare) if n in files.shapes), None)
+    return source is not None and _are_equal(files, name, source)
+
+
+def _their_name(model: Any, ours: str) -> str | None:
+    return next((rule.theirs for rule in model.all_rules() if rule.ours == ours), None)
+
+
+def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
+    """Compare two stored tensors, some rows at a time."""
+    if files.shapes[one] != files.shapes[other]:
+        return False
+    rows = files.shapes[one][0]
+    return all(
+        torch.equal(files.read(one, part), files.read(other, part))
+        for start in range(0, rows, _COMPARED_ROWS)
+        for part in [(slice(start, min(start + _COMPARED_ROWS, rows)),)]
+    )
+
+
+def settle_tie(model_class: Any, config: ModelConfig, files: WeightFiles) -> ModelConfig:
+    """Return the config with `tie_word_embeddings` as the weights are.
+
+    Old configs lack the field or state it wrongly. A head that differs from the embedding is kept;
+    one that is not there is the embedding where the config does not say otherwise.
+    """
+    model = model_class.from_config(config, device="meta")
+    head, embed = (_their_name(model, ours) for ours in model.tied_head)
+    if head is None or embed is None:
+        return config
+    bare = embed.removeprefix(model.hf_prefix)
+    source = next((n for n in (embed, bare) if n in files.shapes), None)
+    if head in files.shapes and source is not None and config.tie_word_embeddings:
+        if not _are_equal(files, head, source):
+            get_logger().warning(
+                "config.json ties %s to the embedding, but the weights differ: both are kept", head
+            )
+            return config.replace(tie_word_embeddings=False)
+    elif head not in files.shapes and "tie_word_embeddings" not in config.raw:
+        return config.replace(tie_word_embeddings=True)
+    return config
+
+
+def _refuse(
+    model: Any, files: WeightFiles, missing: list[str], extra: list[str], wrong: list[str]
+) -> None:
+    head = model.config.heads[model.config.head]
+    parts = [("missing", sorted(set(missing))), ("unexpected", extra), ("wrong shape", wrong)]
+    text = "; ".join(f"{title}: {_list(names)}" for title, names in parts if names)
+    hint = ""
+    if missing and set(missing) <= set(head.names.values()):
+        hint = f" The checkpoint has no head {model.config.head!r}; new_head=True draws a new one."
+    raise CheckpointError(
+        f"the weights in {str(files.directory)!r} do not fit {type(model).__name__}: {text}.{hint}"
+    )
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}"

@@ -1,0 +1,121 @@
+"""Rotary positions in configs: transformers' two forms, and the fields every such family has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from bmforge.errors import ConfigError
+from bmforge.models.config import ModelConfig
+from bmforge.nn import RopeSpec
+
+__all__ = ["RotaryConfig", "rope_from_hf", "rope_to_hf"]
+
+# transformers' name of a rotary scaling number -> RopeSpec's.
+_ROPE_NAMES = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_seq_len",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
+    "short_factor": "short_factor",
+    "long_factor": "long_factor",
+}
+
+
+def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
+    """Take the rotary fields out of a transformers config, old form or new.
+
+    Args:
+        raw: config.json's contents; the rotary fields are removed from it.
+
+    Returns:
+        `rope_theta` and `rope_scaling` (a dict with `kind` and RopeSpec's names, or empty).
+
+    Raises:
+        ConfigError: a scaling kind or number that is not understood.
+    """
+    parameters = dict(raw.pop("rope_parameters", None) or raw.pop("rope_scaling", None) or {})
+    raw.pop("rope_scaling", None)
+    theta = parameters.pop("rope_theta", None) or raw.pop("rope_theta", None) or 10000.0
+    raw.pop("rope_theta", None)
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    unknown = [name for name in parameters if name not in _ROPE_NAMES]
+    if unknown:
+        raise ConfigError(f"rotary scaling {kind!r} has fields that are not understood: {unknown}.")
+    scaling = {_ROPE_NAMES[n]: v for n, v in parameters.items() if v is not None}
+    return {
+        "rope_theta": float(theta),
+        "rope_scaling": {} if kind == "default" else {"kind": kind, **scaling},
+    }
+
+
+def rope_to_hf(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary fields in the form that transformers 4 and 5 both read."""
+    ours = {our: their for their, our in _ROPE_NAMES.items()}
+    numbers = {ours[n]: v for n, v in scaling.items() if n != "kind"}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": {"rope_type": scaling["kind"], **numbers} if scaling else None,
+    }
+
+
+@dataclass(kw_only=True)
+class RotaryConfig(ModelConfig):
+    """Fields of every family with rotary positions.
+
+    Args:
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: `kind` and the numbers of `nn.RopeSpec`; empty for none.
+    """
+
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Check the rotary fields with the others."""
+        super().check()
+        self.rope_spec()
+
+    def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> RopeSpec:
+        """Return the rotary embedding these fields describe.
+
+        Args:
+            rotary_dim: how many dims of a head are turned; 0 is all.
+            interleaved: pairs are neighbours.
+        """
+        numbers: dict[str, Any] = {
+            n: tuple(v) if isinstance(v, list) else v for n, v in self.rope_scaling.items()
+        }
+        kind = numbers.get("kind")
+        if kind in ("yarn", "llama3", "longrope"):
+            numbers.setdefault("original_seq_len", self.max_seq_len)
+        if kind in ("yarn", "longrope"):
+            numbers.setdefault("factor", self.max_seq_len / numbers["original_seq_len"])
+        elif kind and "factor" not in numbers:
+            raise ConfigError(f"rotary scaling {kind!r} needs a factor (was given {numbers}).")
+        return RopeSpec(
+            rotary_dim or self.head_dim,
+            self.rope_theta,
+            max_seq_len=self.max_seq_len,
+            interleaved=interleaved,
+            **numbers,
+        )
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return rope_from_hf(raw), raw
+
+    def _give_special(self) -> dict[str, Any]:
+        return {**rope_to_hf(self.rope_theta, self.rope_scaling), "rope_parameters": None}
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config under transformers' names, the rotary fields in one form only."""
+        out = super().to_hf()
+        return {name: value for name, value in out.items() if name != "rope_parameters"}

@@ -1,0 +1,186 @@
+"""Attention with a bias on the scores that is itself trained (T5 and its relatives).
+
+Torch's fused kernels refuse a bias that wants a gradient, and its fallback keeps B x N x T x S
+weights for backward. Here scores exist one block at a time, and backward makes them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["biased_attention"]
+
+# Scores in flight. On a CPU 1 MiB of fp32 per thread stays in its cache; an accelerator wants
+# large products.
+_HOST_BLOCK_ELEMENTS = 1 << 18
+_BLOCK_ELEMENTS = 1 << 26
+
+
+def biased_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return ``softmax(scale * q k^T + bias) v``.
+
+    Args:
+        query: queries.
+        key: keys, of as many heads.
+        value: values, of as many heads.
+        bias: added to the scaled scores; may want a gradient, and be -inf where a query may not
+            look (not in a whole row).
+        mask: boolean, True where a query may look.
+        scale: None is 1/sqrt(H).
+        dropout: probability of dropping a weight.
+
+    Shape:
+        query: (B, N, T, H); key, value: (B, N, S, H); bias: (B or 1, N, T, S);
+        mask: (B or 1, 1, T or 1, S); returns (B, N, T, H)
+
+    Memory: one block of scores; with dropout also one byte per weight, from forward to backward.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    wants_gradient = torch.is_grad_enabled() and bias.requires_grad
+    if torch.compiler.is_compiling() or not wants_gradient:
+        if mask is not None:
+            bias = bias.masked_fill(~mask, -torch.inf)
+        return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
+    hidden = None if mask is None else ~mask
+    return _BiasedAttention.apply(query, key, value, bias, hidden, scale, dropout)
+
+
+class _Block(NamedTuple):
+    """Which scores: slices of rows, heads and query tokens."""
+
+    rows: slice
+    heads: slice
+    tokens: slice
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """This block of (B or 1, N or 1, T or 1, ...), as (rows * heads, tokens, ...)."""
+        return self.cut_whole(tensor[:, :, self.tokens] if tensor.shape[2] > 1 else tensor)
+
+    def cut_whole(self, tensor: Tensor) -> Tensor:
+        """The same with all tokens of the third dim, which are keys."""
+        tensor = tensor[self.rows] if tensor.shape[0] > 1 else tensor
+        tensor = tensor[:, self.heads] if tensor.shape[1] > 1 else tensor
+        size = self.rows.stop - self.rows.start, self.heads.stop - self.heads.start
+        return tensor.expand(*size, *tensor.shape[2:]).flatten(0, 1)
+
+    def put(self, target: Tensor, part: Tensor, tokens: slice) -> None:
+        """Write (rows * heads, T, H) into this block's place in (B, N, T, H)."""
+        place = target[self.rows, self.heads, tokens]
+        place.copy_(part.view(place.shape))
+
+    def add(self, target: Tensor, part: Tensor, tokens: slice) -> None:
+        """Add likewise; summed over rows where the target has one row for all."""
+        rows = self.rows if target.shape[0] > 1 else slice(0, 1)
+        place = target[rows, self.heads, tokens]
+        part = part.unflatten(0, (-1, place.shape[1]))
+        place.add_(part if part.shape[0] == place.shape[0] else part.sum(0, keepdim=True))
+
+
+def _blocks(query: Tensor, key: Tensor) -> Iterator[_Block]:
+    """Cut the scores into blocks that are not too large: several rows, some heads or some tokens.
+
+    Heads come first, so that a block's bias is used for all rows while it is at hand.
+    """
+    batch, num_heads, length, _ = query.shape
+    limit = _BLOCK_ELEMENTS
+    if query.is_cpu:
+        limit = _HOST_BLOCK_ELEMENTS * torch.get_num_threads()
+    per_head = length * key.shape[2]
+    tokens = min(length, max(1, limit // key.shape[2]))
+    heads = min(num_heads, max(1, limit // per_head))
+    rows = min(batch, max(1, limit // (per_head * num_heads)))
+    for head in range(0, num_heads, heads):
+        for row in range(0, batch, rows):
+            for token in range(0, length, tokens):
+                yield _Block(
+                    slice(row, min(row + rows, batch)),
+                    slice(head, min(head + heads, num_heads)),
+                    slice(token, min(token + tokens, length)),
+                )
+
+
+class _BiasedAttention(torch.autograd.Function):
+    """Keeps its inputs and, with dropout, what was kept; weights are made again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        hidden: Tensor | None,
+        scale: float,
+        dropout: float,
+    ) -> Tensor:
+        out = torch.empty_like(query)
+        kept: Tensor | None = None
+        if dropout:
+            shape = (*query.shape[:3], key.shape[2])
+            kept = torch.empty(shape, dtype=torch.bool, device=query.device).bernoulli_(1 - dropout)
+        for block in _blocks(query, key):
+            weights = _make_weights(block, query, key, bias, hidden, scale)
+            if kept is not None:
+                weights.mul_(block.cut(kept)).div_(1 - dropout)
+            block.put(out, torch.bmm(weights, block.cut_whole(value)), block.tokens)
+        ctx.save_for_backward(query, key, value, bias, hidden, kept)
+        ctx.scale, ctx.dropout = scale, dropout
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, hidden, kept = ctx.saved_tensors
+        out = (torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value))
+        grad_query, grad_key, grad_value = out
+        wide = torch.promote_types(bias.dtype, torch.float32)
+        grad_bias = torch.zeros_like(bias, dtype=wide, memory_format=torch.contiguous_format)
+        everything = slice(None)
+        for block in _blocks(query, key):
+            weights = _make_weights(block, query, key, bias, hidden, ctx.scale)
+            grad = block.cut(grads[0])
+            scores = torch.bmm(grad, block.cut_whole(value).transpose(1, 2))
+            used = weights
+            if kept is not None:
+                factor = block.cut(kept).to(weights.dtype).div_(1 - ctx.dropout)
+                used = weights * factor
+                scores.mul_(factor)
+            block.add(grad_value, torch.bmm(used.transpose(1, 2), grad), everything)
+            scores = torch._softmax_backward_data(scores, weights, -1, weights.dtype)
+            block.add(grad_bias, scores, block.tokens)
+            if ctx.scale != 1.0:
+                scores.mul_(ctx.scale)
+            block.put(grad_query, torch.bmm(scores, block.cut_whole(key)), block.tokens)
+            block.add(grad_key, torch.bmm(scores.transpose(1, 2), block.cut(query)), everything)
+        return *out, grad_bias.to(bias.dtype), None, None, None
+
+
+def _make_weights(
+    block: _Block,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor,
+    hidden: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Softmax of one block of scores, (rows * heads, tokens, S)."""
+    keys = block.cut_whole(key).transpose(1, 2)
+    scores = torch.baddbmm(block.cut(bias), block.cut(query), keys, alpha=scale)
+    if hidden is not None:
+        scores.masked_fill_(block.cut(hidden), -torch.inf)
+    return scores.softmax(-1)

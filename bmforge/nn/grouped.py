@@ -1,0 +1,130 @@
+"""One product per group of rows: what a layer of experts is made of.
+
+Rows that belong to the same expert lie together, and ``ends[e]`` says where expert e's rows end.
+The groups' sizes are data, so a compiled graph must not see the loop over them: it is an operator
+of its own, with its gradient registered. Where the device has a grouped kernel, that is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["grouped_linear", "take_rows"]
+
+# A grouped kernel wants rows that begin on 16 bytes.
+_ALIGNED_ELEMENTS = 8
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply every group of rows by its own matrix: ``x[group e] @ weight[e].T``.
+
+    Args:
+        x: rows, sorted by group.
+        weight: one matrix per group.
+        ends: where each group ends; not decreasing, the last is S.
+
+    Shape:
+        x: (S, D); weight: (E, F, D); ends: (E,), integers; returns (S, F)
+    """
+    if _has_kernel(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+    return _grouped_linear(x, weight, ends)
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether torch's grouped product is faster than the loop, and can be compiled.
+
+    On a CPU it is itself a loop (torch 2.13), and only bf16 has a shape rule.
+    """
+    is_aligned = all(size % _ALIGNED_ELEMENTS == 0 for size in weight.shape[1:])
+    return not x.is_cpu and x.dtype == weight.dtype == torch.bfloat16 and is_aligned
+
+
+@torch.library.custom_op(
+    "bmforge::grouped_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor ends) -> Tensor",
+)
+def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    for expert, rows in _groups(ends):
+        torch.mm(x[rows], weight[expert].t(), out=out[rows])
+    return out
+
+
+@torch.library.custom_op(
+    "bmforge::grouped_outer",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor ends) -> Tensor",
+)
+def _grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Gradient of the matrices, ``grad[group e].T @ x[group e]``: (E, F, D)."""
+    out = grad.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+    for expert, rows in _groups(ends, keep_empty=True):
+        torch.mm(grad[rows].t(), x[rows], out=out[expert])
+    return out
+
+
+def _groups(ends: Tensor, keep_empty: bool = False) -> list[tuple[int, slice]]:
+    """Return (group, its rows), without the groups that have none."""
+    borders = [0, *ends.tolist()]
+    spans = [(e, slice(borders[e], borders[e + 1])) for e in range(len(borders) - 1)]
+    return [(e, rows) for e, rows in spans if keep_empty or rows.start < rows.stop]
+
+
+@_grouped_linear.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_grouped_outer.register_fake
+def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return grad.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    x, weight, ends = inputs
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if need_weight else None, weight if need_x else None, ends)
+
+
+def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    grad_x = None if weight is None else grouped_linear(grad, weight.transpose(1, 2), ends)
+    grad_weight = None if x is None else _grouped_outer(grad, x, ends)
+    return grad_x, grad_weight, None
+
+
+_grouped_linear.register_autograd(_grouped_linear_backward, setup_context=_keep)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        grad = grads[0].index_select(0, places)
+        if grad.shape[0] != ctx.rows:
+            grad = grad.unflatten(0, (ctx.rows, -1)).sum(1)
+        return grad, None, None
+
+
+def take_rows(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    """Return ``x[index]`` where every row of x is taken equally often.
+
+    Knowing where each row went (`places`), the gradient is a gather as well: always summed in the
+    same order, and several times faster than the scatter that plain indexing makes of it.
+
+    Shape:
+        x: (M, D); index: (M * k,); places: (M * k,), row m's copies at ``places[m * k : m * k + k]``
+    """
+    return _TakeRows.apply(x, index, places)

@@ -1,0 +1,210 @@
+"""A feed-forward part made of experts, of which a router picks some for every token.
+
+No token is dropped and no expert has a capacity: tokens are sorted by expert, each expert works on
+its rows at once, and the results go back.
+
+Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
+experts" (2024); the shared expert with its own gate: Qwen team, "Qwen1.5-MoE" (2024).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.grouped import grouped_linear, take_rows
+from bmforge.nn.mlp import MLP, MLPSpec, get_activation
+from bmforge.nn.remake import call_and_drop
+
+__all__ = ["Dispatch", "Experts", "MoE", "MoESpec", "dispatch_locally", "load_balancing_loss"]
+
+# (tokens (M, D), their experts (M, k), number of experts, experts' work) -> (M, k, D)
+RunExperts = Callable[[Tensor, Tensor], Tensor]
+Dispatch = Callable[[Tensor, Tensor, int, RunExperts], Tensor]
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Everything in which layers of experts differ.
+
+    Args:
+        num_experts: E.
+        experts_per_token: k, how many work on a token.
+        intermediate_size: F of one expert.
+        activation: a name in `nn.mlp.ACTIVATIONS`.
+        gated: experts have a `gate_proj`.
+        normalize_weights: the k weights of a token sum to 1; else they are what the softmax over
+            all experts gave them.
+        shared_size: F of an expert that works on every token; 0 for none.
+        shared_gate: the shared expert's output is weighed by a sigmoid of the token.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    activation: str = "silu"
+    gated: bool = True
+    normalize_weights: bool = True
+    shared_size: int = 0
+    shared_gate: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"experts_per_token={self.experts_per_token} must be from 1 to "
+                f"num_experts={self.num_experts}."
+            )
+
+
+def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts) -> Tensor:
+    """Bring tokens to experts that are all here, and what they made back.
+
+    Args:
+        x: the tokens.
+        index: which experts work on each.
+        num_experts: E.
+        run: the experts' work on rows sorted by expert; also given where each expert's rows end.
+
+    Shape:
+        x: (M, D); index: (M, k); run: (M * k, D), (E,) -> (M * k, D); returns (M, k, D)
+    """
+    count = index.shape[1]
+    experts, order = index.flatten().sort(stable=True)
+    ends = torch.searchsorted(
+        experts, torch.arange(num_experts, device=x.device, dtype=experts.dtype), right=True
+    )
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    source = order // count
+
+    rows = take_rows(x, source, places)
+    out = call_and_drop(lambda r: run(r, ends), rows, lambda: x.index_select(0, source))
+    return take_rows(out, places, order).unflatten(0, index.shape)
+
+
+class Experts(nn.Module):
+    """E feed-forward parts with stacked weights, each working on its own rows.
+
+    Args:
+        hidden_size: D.
+        spec: the rest.
+
+    Shape:
+        x: (S, D), sorted by expert; ends: (E,) -> (S, D)
+    """
+
+    def __init__(self, hidden_size: int, spec: MoESpec) -> None:
+        super().__init__()
+        self.activation = get_activation(spec.activation)
+        inner = (spec.num_experts, spec.intermediate_size, hidden_size)
+        outer = (spec.num_experts, hidden_size, spec.intermediate_size)
+        self.gate_proj = nn.Parameter(torch.empty(inner)) if spec.gated else None
+        self.up_proj = nn.Parameter(torch.empty(inner))
+        self.down_proj = nn.Parameter(torch.empty(outer))
+        for parameter in self.parameters():
+            bound = 1 / math.sqrt(parameter.shape[-1])
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Apply every expert to its rows."""
+        up = grouped_linear(x, self.up_proj, ends)
+        gate = None if self.gate_proj is None else grouped_linear(x, self.gate_proj, ends)
+
+        def inner() -> Tensor:
+            return self.activation(up) if gate is None else self.activation(gate) * up
+
+        return call_and_drop(lambda h: grouped_linear(h, self.down_proj, ends), inner(), inner)
+
+    def extra_repr(self) -> str:
+        """Show the sizes."""
+        experts, outer, inner = self.down_proj.shape
+        return f"{experts} x ({outer}, {inner}), gated={self.gate_proj is not None}"
+
+
+class MoE(nn.Module):
+    """Router, experts and, where there is one, an expert for all tokens.
+
+    Args:
+        hidden_size: D.
+        spec: the rest.
+
+    Attributes:
+        dispatch: brings tokens to experts and back; a layout puts its own here.
+
+    Shape:
+        x: (..., D) -> (..., D), and the router's logits (M, E), M the number of tokens
+    """
+
+    def __init__(self, hidden_size: int, spec: MoESpec) -> None:
+        super().__init__()
+        self.num_experts, self.experts_per_token = spec.num_experts, spec.experts_per_token
+        self.normalize_weights = spec.normalize_weights
+        self.dispatch: Dispatch = dispatch_locally
+        self.router = nn.Linear(hidden_size, spec.num_experts, bias=False)
+        self.experts = Experts(hidden_size, spec)
+        self.shared_expert = self.shared_gate = None
+        if spec.shared_size:
+            shared = MLPSpec(spec.shared_size, spec.activation, gated=spec.gated, bias=False)
+            self.shared_expert = MLP(hidden_size, shared)
+            if spec.shared_gate:
+                self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts' weighed sum and the router's logits."""
+        tokens = x.flatten(0, -2)
+        logits = self.router(tokens)
+        weights, index = self._route(logits)
+        parts = self.dispatch(tokens, index, self.num_experts, self.experts)
+        out = (parts * weights.to(parts.dtype).unsqueeze(-1)).sum(1)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(tokens)
+            if self.shared_gate is not None:
+                shared = torch.sigmoid(self.shared_gate(tokens)) * shared
+            out = out + shared
+        return out.view_as(x), logits
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Pick k experts for every token: their weights and numbers, (M, k) each."""
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        weights, index = F.softmax(wide, dim=-1).topk(self.experts_per_token, dim=-1)
+        if self.normalize_weights:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, index
+
+
+def load_balancing_loss(
+    router_logits: Sequence[Tensor], experts_per_token: int, attention_mask: Tensor | None = None
+) -> Tensor:
+    """Return how unevenly tokens go to experts: k for an even load, up to E for one expert alone.
+
+    It is E times the sum over experts of (share of the tokens it works on) x (mean probability),
+    both over the tokens of all layers together.
+
+    Args:
+        router_logits: of every layer with experts.
+        experts_per_token: k.
+        attention_mask: 1 for tokens that count, 0 for padding.
+
+    Shape:
+        router_logits: (M, E) each; attention_mask: M elements in all; returns a scalar
+
+    Source: Fedus et al., "Switch Transformers" (2021), equations 4 to 6, as transformers extends
+    them to k experts and all layers.
+    """
+    logits = torch.stack(tuple(router_logits))
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    probability = F.softmax(wide, dim=-1)
+    _, index = probability.detach().topk(experts_per_token, dim=-1)
+    counted = torch.ones_like(probability[..., :1])
+    if attention_mask is not None:
+        counted = counted * attention_mask.reshape(1, -1, 1).to(counted.dtype)
+    chosen = torch.zeros_like(probability).scatter_(-1, index, counted.expand_as(index))
+    rows = counted.sum()
+    share, mean = chosen.sum((0, 1)) / rows, (probability * counted).sum((0, 1)) / rows
+    return logits.shape[-1] * (share * mean).sum()

@@ -1,0 +1,141 @@
+"""What decoder-only families must do besides `ModelSuite`: padding, packing, cached decoding."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from bmforge.infer import KVCache, generate
+from bmforge.models import Model
+from bmforge.testing.batches import Batch, make_batch
+from bmforge.testing.capability import capability
+from bmforge.testing.model_suite import ModelSuite
+from bmforge.testing.tolerance import assert_close
+from bmforge.testing.twin import Twin
+
+__all__ = ["DecoderOwnSuite", "DecoderSuite"]
+
+
+class DecoderOwnSuite:
+    """What a decoder shows by itself; `tiny` is a small model of it."""
+
+    def test_cached_decode(self, tiny: Model) -> None:
+        """Feeding a sequence in pieces through a cache gives the logits of feeding it whole."""
+        check_cached_decode(tiny)
+
+    def test_packed_documents(self, tiny: Model) -> None:
+        """Documents packed into one row, positions starting anew, give what each gives alone."""
+        check_packed_documents(tiny)
+
+    def test_decoding_compiles_whole(self, tiny: Model) -> None:
+        """Cached decoding is one graph without breaks, with the same numbers."""
+        torch.compiler.reset()
+        ids = make_batch(tiny)
+        compiled = torch.compile(tiny, fullgraph=True, backend="eager")
+        cache = KVCache(tiny.config.num_layers, ids.shape[1])
+        with torch.no_grad():
+            steps = [compiled(ids[:, :8], cache=cache).logits]
+            steps += [compiled(ids[:, i : i + 1], cache=cache).logits for i in range(8, 12)]
+            assert_close(torch.cat(steps, 1), tiny(ids).logits)
+        torch.compiler.reset()
+
+
+class DecoderSuite(DecoderOwnSuite, ModelSuite):
+    """Numbers of a decoder against transformers, for every case.
+
+    `long_length` is the length of the sequences compared, beyond a scaled rotary embedding's
+    original context where a case has one.
+    """
+
+    long_length: ClassVar[int] = 24
+
+    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
+        """Return long rows of token ids."""
+        return {"input_ids": make_batch(model, batch, self.long_length, seed)}
+
+    def test_last_logits(self, twin: Twin) -> None:
+        """`logits_to_keep` gives the last of all logits."""
+        ids = make_batch(twin.ours)
+        assert_close(twin.ours(ids, logits_to_keep=2).logits, twin.ours(ids).logits[:, -2:])
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padding(self, twin: Twin, side: str) -> None:
+        """Real tokens of a padded batch have transformers' logits; padding makes no NaN."""
+        ids = make_batch(twin.ours)
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        mask = mask if side == "left" else mask.flip(1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        theirs = twin.theirs(ids, attention_mask=mask, position_ids=positions).logits
+        ours = twin.ours(ids, attention_mask=mask, position_ids=positions).logits
+        assert ours.isfinite().all()
+        assert_close(ours[mask.bool()], theirs[mask.bool()])
+
+    def test_loss_of_part_of_a_batch(self, twin: Twin) -> None:
+        """`num_items_in_batch` divides the summed loss."""
+        ids = make_batch(twin.ours)
+        theirs = twin.theirs(ids, labels=ids, num_items_in_batch=7).loss
+        assert_close(twin.ours(ids, labels=ids, num_items_in_batch=7).loss, theirs)
+
+    def test_padded_gradients_are_finite(self, twin: Twin) -> None:
+        """Rows that start with padding give finite gradients."""
+        ids = make_batch(twin.ours)
+        mask = torch.ones_like(ids)
+        mask[0, :-1] = 0
+        twin.ours.zero_grad()
+        twin.ours(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        assert all(p.grad.isfinite().all() for p in twin.ours.parameters())
+
+    def test_cached_decode_of_every_case(self, twin: Twin) -> None:
+        """As `test_cached_decode`."""
+        check_cached_decode(twin.ours)
+
+    def test_packed_documents_of_every_case(self, twin: Twin) -> None:
+        """As `test_packed_documents`."""
+        check_packed_documents(twin.ours)
+
+    @capability("generate")
+    @pytest.mark.parametrize("beams", [1, 3])
+    def test_generates_the_same_ids(self, twin: Twin, beams: int) -> None:
+        """Greedy and beam search give transformers' ids, padded prompts too."""
+        ids = make_batch(twin.ours, length=6, seed=4)
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False}
+        theirs = twin.theirs.generate(ids, attention_mask=mask, **options)
+        assert torch.equal(generate(twin.ours, ids, mask, **options), theirs)
+
+
+def check_cached_decode(model: Model) -> None:
+    """Compare decoding in pieces with one call, with and without left padding."""
+    ids = make_batch(model)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for use_mask in (False, True):
+        cache = KVCache(model.config.num_layers, ids.shape[1])
+        pieces = []
+        for start, end in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 12)):
+            extra = {}
+            if use_mask:
+                extra = {
+                    "attention_mask": mask[:, :end],
+                    "position_ids": positions[:, start:end],
+                }
+            pieces.append(model(ids[:, start:end], cache=cache, **extra).logits)
+            assert cache.length == end
+        extra = {"attention_mask": mask, "position_ids": positions} if use_mask else {}
+        assert_close(torch.cat(pieces, 1), model(ids, **extra).logits)
+
+
+def check_packed_documents(model: Model) -> None:
+    """Compare documents packed into one row with each alone."""
+    ids = make_batch(model, batch=1)
+    lengths = (3, 5, 4)
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(ids, document_ids=documents, position_ids=positions).logits
+    alone = [model(piece).logits for piece in ids.split(lengths, 1)]
+    assert_close(packed, torch.cat(alone, 1))

@@ -1,0 +1,49 @@
+"""What text encoders must do besides `ModelSuite`: padding, segments, packing."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from bmforge.models import Model
+from bmforge.testing.batches import Batch, make_batch
+from bmforge.testing.model_suite import ModelSuite
+from bmforge.testing.tolerance import assert_close
+from bmforge.testing.twin import Twin
+
+__all__ = ["EncoderSuite"]
+
+
+class EncoderSuite(ModelSuite):
+    """Numbers of a bidirectional text encoder against transformers, for every case."""
+
+    not_applicable: ClassVar[dict[str, str]] = {"generate": "has no next token"}
+
+    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
+        """Return rows of token ids, the first with padding on the right, and segments."""
+        ids = make_batch(model, batch, seed=seed)
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def test_padding_changes_nothing(self, twin: Twin) -> None:
+        """A padded row's real tokens are those of the row alone."""
+        ids = make_batch(twin.ours)
+        mask = torch.ones_like(ids)
+        mask[0, 7:] = 0
+        padded = twin.ours(ids, attention_mask=mask).last_hidden_state
+        alone = twin.ours(ids[:1, :7]).last_hidden_state
+        assert padded.isfinite().all()
+        assert_close(padded[:1, :7], alone)
+
+    def test_packed_documents(self, twin: Twin) -> None:
+        """Documents packed into one row, positions starting anew, give what each gives alone."""
+        ids = make_batch(twin.ours, batch=1)
+        lengths = (3, 5, 4)
+        documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+        first = getattr(twin.ours.spec, "position_offset", 0)
+        positions = torch.cat([torch.arange(n) for n in lengths])[None] + first
+        packed = twin.ours(ids, document_ids=documents, position_ids=positions)
+        alone = [twin.ours(piece).last_hidden_state for piece in ids.split(lengths, 1)]
+        assert_close(packed.last_hidden_state, torch.cat(alone, 1))

@@ -1,0 +1,156 @@
+"""What every family must do, whether or not another library has it; see `model_suite.py`."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from bmforge.models import Model, ModelConfig, init_weights_
+from bmforge.parallel import Layout
+from bmforge.testing.batches import Batch, make_batch, make_labels
+from bmforge.testing.capability import capability
+from bmforge.testing.layouts import check_layout
+from bmforge.testing.tolerance import assert_close, assert_equal_trees
+
+__all__ = ["FamilySuite"]
+
+
+class FamilySuite:
+    """Building, copying, compiling, laying out. A subclass sets `model_class` and `tiny_config`.
+
+    Attributes:
+        model_class: the family.
+        not_applicable: capability -> why this family cannot have it.
+        drawn_ones: globs of parameters besides norms that start at 1, or otherwise not at random.
+    """
+
+    model_class: ClassVar[type[Model]]
+    not_applicable: ClassVar[dict[str, str]] = {}
+
+    def tiny_config(self) -> ModelConfig:
+        """Return a tiny config of the family."""
+        raise TypeError(f"{type(self).__name__} defines no tiny_config")
+
+    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
+        """Return the model's arguments besides labels."""
+        return {"input_ids": make_batch(model, batch, seed=seed)}
+
+    @pytest.fixture
+    def tiny(self) -> Model:
+        """A fresh tiny model."""
+        return self.model_class.from_config(self.tiny_config()).eval()
+
+    @capability("meta init")
+    def test_meta_then_init(self, tiny: Model) -> None:
+        """A model built on meta and initialised later is the one built at once; seeds decide."""
+        config = tiny.config
+        meta = self.model_class.from_config(config, device="meta")
+        assert all(p.is_meta for p in meta.parameters())
+        assert_equal_trees(init_weights_(meta, 0).state_dict(), tiny.state_dict())
+        other = self.model_class.from_config(config, seed=1).state_dict()
+        drawn = [n for n, p in tiny.named_parameters() if p.dim() > 1]
+        assert not any(torch.equal(other[n], tiny.state_dict()[n]) for n in drawn)
+
+    def test_init_has_the_promised_spread(self, tiny: Model) -> None:
+        """Matrices have mean 0 and the family's standard deviation, biases are 0, norms 1."""
+        for name, parameter in tiny.named_parameters():
+            if parameter.dim() == 1:
+                assert torch.all(parameter == (1.0 if name.endswith("norm.weight") else 0.0)), name
+                continue
+            std, count = tiny.init_std(name), parameter.numel()
+            assert abs(parameter.mean().item()) < 5 * std / math.sqrt(count), name
+            assert abs(parameter.std().item() / std - 1) < 5 / math.sqrt(2 * count), name
+
+    def test_copy_repr_and_pickle(self, tiny: Model) -> None:
+        """A deep copy computes the same and shares nothing; the config survives pickling."""
+        inputs = self.make_inputs(tiny)
+        twin = copy.deepcopy(tiny)
+        assert_equal_trees(_tensors(twin(**inputs)), _tensors(tiny(**inputs)))
+        mine = {p.data_ptr() for p in tiny.parameters()}
+        assert mine.isdisjoint(p.data_ptr() for p in twin.parameters())
+        assert len(list(twin.parameters())) == len(list(tiny.parameters()))
+        assert pickle.loads(pickle.dumps(tiny.config)) == tiny.config
+        assert type(tiny).__name__ in repr(tiny)
+        assert type(tiny.config).__name__ in repr(tiny.config)
+
+    def test_dtypes(self, tiny: Model) -> None:
+        """Half-precision models keep their ties and stay close to fp32."""
+        inputs = self.make_inputs(tiny)
+        exact = _tensors(tiny(**inputs))
+        for dtype in (torch.bfloat16, torch.float16):
+            half = self.model_class.from_config(tiny.config, dtype=dtype).eval()
+            assert {p.dtype for p in half.parameters()} == {dtype}
+            assert len(list(half.parameters())) == len(list(tiny.parameters()))
+            for name, got in _tensors(half(**_as_dtype(inputs, dtype))).items():
+                assert (got.float() - exact[name]).abs().max() < 0.05 * exact[name].abs().max()
+
+    @capability("compile")
+    def test_compiles_whole(self, tiny: Model) -> None:
+        """Training is one graph without breaks, with the same numbers."""
+        self.check_compiled(tiny, "eager")
+
+    @pytest.mark.long
+    def test_compiles_to_code(self, tiny: Model) -> None:
+        """The same through the code generator."""
+        self.check_compiled(tiny, "inductor")
+
+    def check_compiled(self, tiny: Model, backend: str) -> None:
+        """Compare a compiled step with a plain one."""
+        torch.compiler.reset()
+        batch = self.make_inputs(tiny)
+        batch |= make_labels(tiny, batch)
+        compiled = torch.compile(tiny, fullgraph=True, backend=backend)
+        loss = compiled(**batch).loss
+        loss.backward()
+        got = {n: p.grad.clone() for n, p in tiny.named_parameters() if p.grad is not None}
+        tiny.zero_grad()
+        plain = tiny(**batch).loss
+        plain.backward()
+        assert_close(loss, plain)
+        assert_close(got, {n: p.grad for n, p in tiny.named_parameters() if p.grad is not None})
+        torch.compiler.reset()
+
+    def test_saving_and_opening_is_exact(self, tiny: Model, tmp_path: Path) -> None:
+        """What was saved is what opens, weights and config, in fp32 and bf16."""
+        for dtype in (torch.float32, torch.bfloat16):
+            model, place = copy.deepcopy(tiny).to(dtype), tmp_path / str(dtype)
+            model.save_pretrained(place)
+            again = self.model_class.from_pretrained(place, dtype=dtype)
+            assert_equal_trees(again.state_dict(), model.state_dict())
+            assert again.config == model.config
+
+    @capability("recompute")
+    def test_recompute(self, tiny: Model) -> None:
+        """Activations made again in backward give the same gradients."""
+        self.check_layout(tiny, world=1, layout=Layout(), recompute=True)
+
+    @capability("zero-2")
+    def test_zero_2(self, tiny: Model) -> None:
+        """ZeRO-2 on two processes is one process."""
+        self.check_layout(tiny, world=2, layout=Layout(zero=2))
+
+    @capability("zero-3")
+    def test_zero_3(self, tiny: Model) -> None:
+        """ZeRO-3 with recompute on two processes is one process."""
+        self.check_layout(tiny, world=2, layout=Layout(zero=3), recompute=True)
+
+    def check_layout(self, tiny: Model, **options: Any) -> None:
+        """Compare one step on a layout with one process."""
+        inputs = self.make_inputs(tiny, batch=4)
+        check_layout(self.model_class, tiny.config, inputs, make_labels(tiny, inputs), **options)
+
+
+def _tensors(output: Any) -> dict[str, torch.Tensor]:
+    found = {name: value for name, value in output._asdict().items() if torch.is_tensor(value)}
+    assert found
+    return found
+
+
+def _as_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}

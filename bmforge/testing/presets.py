@@ -1,0 +1,30 @@
+"""Presets against transformers: sizes of models that are described on meta and hold no memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bmforge.models import Model
+
+__all__ = ["check_preset_shapes", "count_preset"]
+
+
+def count_preset(model_class: type[Model], name: str) -> int:
+    """Return how many parameters a preset has; tied ones count once."""
+    model = model_class.from_config(model_class.config_class.preset(name), device="meta")
+    return sum(p.numel() for p in model.parameters())
+
+
+def check_preset_shapes(model_class: type[Model], hf_class: Any, name: str) -> None:
+    """Compare a preset's shapes with transformers', built from the config we write."""
+    ours = model_class.from_config(model_class.config_class.preset(name), device="meta")
+    fields = {k: v for k, v in ours.config.to_hf().items() if k != "model_type"}
+    with torch.device("meta"):
+        theirs = hf_class(hf_class.config_class(**fields))
+    shapes = {
+        rule.theirs: rule.source_shape(tuple(ours.get_parameter(rule.ours).shape))
+        for rule in ours.active_rules()
+    }
+    assert shapes == {n: tuple(p.shape) for n, p in theirs.named_parameters()}

@@ -1,0 +1,54 @@
+"""What encoder-decoders must do besides `ModelSuite`: two masks, cached decoding, generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bmforge.infer import KVCache, generate
+from bmforge.models import Model
+from bmforge.testing.batches import Batch, make_batch
+from bmforge.testing.capability import capability
+from bmforge.testing.model_suite import ModelSuite
+from bmforge.testing.tolerance import assert_close
+from bmforge.testing.twin import Twin
+
+__all__ = ["Seq2SeqSuite"]
+
+
+class Seq2SeqSuite(ModelSuite):
+    """Numbers of an encoder-decoder against transformers, for every case."""
+
+    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
+        """Return sources, the first with padding on the right, and targets so far."""
+        ids = make_batch(model, batch, seed=seed)
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if model.config.head not in ("token_classification", "sequence_classification"):
+            inputs["decoder_input_ids"] = make_batch(model, batch, 7, seed + 1)
+        return inputs
+
+    def test_cached_decode(self, twin: Twin) -> None:
+        """Feeding the target in pieces gives the logits of feeding it whole."""
+        inputs = self.make_inputs(twin.ours)
+        targets = inputs.pop("decoder_input_ids")
+        whole = twin.ours(**inputs, decoder_input_ids=targets).logits
+        cache = KVCache(twin.ours.config.num_layers, targets.shape[1])
+        pieces = [
+            twin.ours(**inputs, decoder_input_ids=targets[:, start:end], cache=cache).logits
+            for start, end in ((0, 3), (3, 4), (4, 7))
+        ]
+        assert_close(torch.cat(pieces, 1), whole)
+
+    @capability("generate")
+    @pytest.mark.parametrize("beams", [1, 3])
+    def test_generates_the_same_ids(self, twin: Twin, beams: int) -> None:
+        """Greedy and beam search give transformers' ids, padded sources too."""
+        inputs = self.make_inputs(twin.ours)
+        del inputs["decoder_input_ids"]
+        options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False}
+        theirs = twin.theirs.generate(**inputs, **options)
+        assert torch.equal(generate(twin.ours, **inputs, **options), theirs)

@@ -1,0 +1,67 @@
+"""Write docs/capabilities.md: family x capability, each cell the test that proves it.
+
+    python dev/capabilities.py
+
+The cells come from the suites: a test method marked with `bmforge.testing.capability` proves its
+capabilities for the family of its class. `tests/architecture` checks that the page is up to date
+and has no empty cell; that the tests pass is what `make test` says.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from bmforge.models.hub import FAMILIES
+from bmforge.testing.capability import CAPABILITIES, find_capabilities
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "capabilities.md"
+TESTS = ROOT / "tests" / "parity"
+INTRO = """# Capabilities
+
+Every capability on every family: a cell names the test that proves it, in the file of the family's
+row. `make test` runs them all. This page is written by `dev/capabilities.py`.
+
+"""
+
+
+def collect() -> dict[str, tuple[str, dict[str, str]]]:
+    """Return family -> (test file, capability -> test or why there is none)."""
+    found: dict[str, tuple[str, dict[str, str]]] = {}
+    for file in sorted(TESTS.glob("test_*.py")):
+        for suite in _suites(file):
+            cells = {name: f"`{test}`" for name, test in find_capabilities(suite).items()}
+            cells |= {name: f"({why})" for name, why in suite.not_applicable.items()}
+            name = suite.model_class.__name__
+            known = found.get(name, (file.name, {}))
+            found[name] = (known[0], cells | known[1])
+    return found
+
+
+def _suites(file: Path) -> list[type]:
+    """Import a test file and return its classes that test a family."""
+    spec = importlib.util.spec_from_file_location(f"capabilities_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    own = [c for c in vars(module).values() if getattr(c, "__module__", "") == spec.name]
+    return [c for c in own if isinstance(c, type) and hasattr(c, "model_class")]
+
+
+def render() -> str:
+    """Return the page."""
+    found = collect()
+    head = ["family", "tests", *CAPABILITIES]
+    rows = [head, ["---"] * len(head)]
+    for family in sorted(FAMILIES):
+        file, cells = found.get(family, ("", {}))
+        rows.append([family, file, *(cells.get(name, "") for name in CAPABILITIES)])
+    return INTRO + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

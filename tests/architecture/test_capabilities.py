@@ -1,0 +1,42 @@
+"""docs/capabilities.md is what the tests say, and has no empty cell."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from bmforge.models.hub import FAMILIES
+from bmforge.testing.capability import CAPABILITIES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    """dev/capabilities.py as a module."""
+    spec = importlib.util.spec_from_file_location("capabilities", ROOT / "dev" / "capabilities.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(writer: ModuleType) -> None:
+    """Run dev/capabilities.py after adding a family or a capability."""
+    assert writer.PAGE.read_text("utf-8") == writer.render()
+
+
+def test_no_empty_cell(writer: ModuleType) -> None:
+    """Every family has every capability, or says why it cannot."""
+    found = writer.collect()
+    assert set(found) == set(FAMILIES)
+    empty = {
+        family: missing
+        for family, (_, cells) in found.items()
+        if (missing := set(CAPABILITIES) - set(cells))
+    }
+    assert not empty
