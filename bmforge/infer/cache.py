@@ -24,13 +24,17 @@ class KVCache:
         num_layers: number of layers that will store.
         max_length: tokens there is room for, prompt and new ones.
 
+    Attributes:
+        extra_length: tokens that the model itself puts in front of a text (CPM-Ant's prompt), which
+            neither `length` nor `max_length` counts; the model sets it before they come.
+
     Memory: 2 x num_layers x B x K x max_length x H elements; see `ModelConfig.kv_bytes_per_token`.
     """
 
     def __init__(self, num_layers: int, max_length: int) -> None:
         self.num_layers = num_layers
         self.max_length = max_length
-        self.length = 0
+        self.length = self.extra_length = 0
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
@@ -44,18 +48,17 @@ class KVCache:
         Raises:
             ShapeError: no room for T more tokens, or another number of rows than before.
         """
-        end = self.length + key.shape[2]
-        if end > self.max_length:
+        start, room = self._stored, self.max_length + self.extra_length
+        end = start + key.shape[2]
+        if end > room:
             raise ShapeError(
                 f"the cache has room for max_length={self.max_length} tokens and holds "
                 f"{self.length}; {key.shape[2]} more do not fit. Make it with a larger max_length."
             )
-        keys = self._keys[layer] = _store(self._keys[layer], key, self.length, self.max_length)
-        values = self._values[layer] = _store(
-            self._values[layer], value, self.length, self.max_length
-        )
+        keys = self._keys[layer] = _store(self._keys[layer], key, start, room)
+        values = self._values[layer] = _store(self._values[layer], value, start, room)
         if layer == self.num_layers - 1:
-            self.length = end
+            self.length = end - self.extra_length
         return keys[:, :, :end], values[:, :, :end]
 
     def remember(
@@ -79,16 +82,24 @@ class KVCache:
         self._keys = [self._pick(buffer, indices) for buffer in self._keys]
         self._values = [self._pick(buffer, indices) for buffer in self._values]
         for layer, pair in self._memory.items():
-            self._memory[layer] = (pair[0].index_select(0, indices), pair[1].index_select(0, indices))
+            self._memory[layer] = (
+                pair[0].index_select(0, indices),
+                pair[1].index_select(0, indices),
+            )
 
     def _pick(self, buffer: Tensor | None, indices: Tensor) -> Tensor | None:
         if buffer is None:
             return None
-        used = buffer[:, :, : self.length].index_select(0, indices)
+        used = buffer[:, :, : self._stored].index_select(0, indices)
         if indices.shape[0] != buffer.shape[0]:
             buffer = buffer.new_empty(indices.shape[0], *buffer.shape[1:])
-        buffer[:, :, : self.length] = used
+        buffer[:, :, : self._stored] = used
         return buffer
+
+    @property
+    def _stored(self) -> int:
+        """Number of tokens in the buffers."""
+        return self.length + self.extra_length if self.length else 0
 
 
 def _store(buffer: Tensor | None, new: Tensor, start: int, max_length: int) -> Tensor:

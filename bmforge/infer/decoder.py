@@ -7,8 +7,26 @@ from torch import Tensor
 
 from bmforge.infer.cache import KVCache
 from bmforge.models.causal_lm import CausalLM
+from bmforge.models.seq2seq import Seq2Seq
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "Seq2SeqDecoder", "start_decoder"]
+
+
+def start_decoder(
+    model: CausalLM | Seq2Seq, input_ids: Tensor, mask: Tensor | None, max_new_tokens: int
+) -> tuple[Decoder, Tensor]:
+    """Return a fresh decoder and the tokens to begin with.
+
+    A decoder-only model goes on with the prompt; an encoder-decoder reads it and begins with its
+    start token.
+
+    Shape:
+        input_ids, mask: (B, S); returns a decoder and (B, T)
+    """
+    if not isinstance(model, Seq2Seq):
+        return Decoder(model, mask, input_ids.shape[1] + max_new_tokens), input_ids
+    start = torch.full_like(input_ids[:, :1], model.config.decoder_start_token_id)
+    return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens), start
 
 
 class Decoder:
@@ -22,6 +40,9 @@ class Decoder:
     Shape:
         mask: (B, prompt length)
     """
+
+    model: CausalLM | Seq2Seq
+    _tokens: Tensor | None = None
 
     def __init__(self, model: CausalLM, mask: Tensor | None, max_length: int) -> None:
         self.model = model
@@ -38,10 +59,13 @@ class Decoder:
             tokens: (B, T) -> (B, V) in fp32
         """
         mask, positions = None, None
+        start, end = self.cache.length, self.cache.length + tokens.shape[1]
         if self._mask is not None:
-            start, end = self.cache.length, self.cache.length + tokens.shape[1]
             mask = self._mask[:, :end]
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]
+        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
+        found = self.model.row_positions(self._tokens, mask)  # type: ignore[union-attr]
+        positions = positions if found is None else found[..., start:]
         out = self.model(
             tokens, attention_mask=mask, position_ids=positions, cache=self.cache, logits_to_keep=1
         )
@@ -50,6 +74,8 @@ class Decoder:
     def reorder(self, rows: Tensor) -> None:
         """Go on with the old rows `rows` (B' of them) as the new rows."""
         self.cache.reorder(rows)
+        if self._tokens is not None:
+            self._tokens = self._tokens.index_select(0, rows)
         if self._mask is not None:
             self._mask = self._mask.index_select(0, rows)
 
@@ -60,3 +86,40 @@ class Decoder:
         rows = torch.arange(scores.shape[0], device=scores.device).repeat_interleave(times)
         self.reorder(rows)
         return scores.index_select(0, rows)
+
+
+class Seq2SeqDecoder(Decoder):
+    """The same for an encoder-decoder: the source is read once, at the start.
+
+    Args:
+        model: gives the scores.
+        source: what the encoder reads.
+        mask: 1 for tokens of the source, 0 for padding; None when there is no padding.
+        max_length: tokens in the longest target at the end, the start token included.
+
+    Shape:
+        source, mask: (B, S)
+    """
+
+    model: Seq2Seq
+
+    def __init__(
+        self, model: Seq2Seq, source: Tensor, mask: Tensor | None, max_length: int
+    ) -> None:
+        assert model.decoder is not None
+        self.model = model
+        self.cache = KVCache(len(model.decoder.layers), max_length)
+        self._mask = mask
+        self._source = model.encode(source, mask)
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Feed the start token, or the tokens chosen last, and return scores of the next token."""
+        # After the first call the cache has what the decoder needs of the source, in its rows.
+        out = self.model(
+            decoder_input_ids=tokens,
+            encoder_outputs=self._source,
+            attention_mask=self._mask,
+            cache=self.cache,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1].float()

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer.beam import beam_search
-from bmforge.infer.decoder import Decoder
+from bmforge.infer.decoder import Decoder, start_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import choose_tokens, is_one_of, process_scores
 from bmforge.models.causal_lm import CausalLM
+from bmforge.models.seq2seq import Seq2Seq
 
-__all__ = ["generate"]
+__all__ = ["evaluating", "generate", "run_decoder"]
 
 
 def generate(
-    model: CausalLM,
+    model: CausalLM | Seq2Seq,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     config: GenerationConfig | None = None,
@@ -32,8 +33,8 @@ def generate(
     Dropout is off while this runs; afterwards every module is in the mode it was in.
 
     Args:
-        model: any decoder of `bmforge.models`.
-        input_ids: prompts, padded on the left.
+        model: any decoder or encoder-decoder of `bmforge.models`.
+        input_ids: prompts, padded on the left; of an encoder-decoder the sources, padded anywhere.
         attention_mask: 1 for tokens, 0 for padding; when not given, `pad_token_id` (where it is set
             and is no end token) marks the padding.
         config: what to do; `GenerationConfig()` when not given.
@@ -42,10 +43,12 @@ def generate(
 
     Shape:
         input_ids, attention_mask: (B, T)
-        returns (B * num_return_sequences, T + new), filled with `pad_token_id` where rows ended
+        returns (B * num_return_sequences, T + new), filled with `pad_token_id` where rows ended;
+        of an encoder-decoder the targets, (B * num_return_sequences, 1 + new), start token first
 
     Raises:
-        ConfigError: an unknown option, one out of range, or one that has no effect.
+        ConfigError: an unknown option, one out of range, or one that has no effect; or a model
+            whose head does not write text.
         ShapeError: a prompt that is empty, padded on the right, or too long for the model.
     """
     config = _complete_config(model, (config or GenerationConfig()).replace(**options))
@@ -55,12 +58,34 @@ def generate(
             "is known only at the end. Leave out on_token, or set num_beams=1."
         )
     mask = _check_prompt(model, input_ids, attention_mask, config)
-    padding = _count_padding(input_ids, mask)
-    with _evaluating(model), torch.no_grad():
-        decoder = Decoder(model, mask, input_ids.shape[1] + config.max_new_tokens)
-        if config.num_beams > 1:
-            return beam_search(decoder, input_ids, padding, config)[0]
-        return _continue_rows(decoder, input_ids, padding, config, on_token)
+    with evaluating(model), torch.no_grad():
+        decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)
+        padding = _count_padding(start, None if isinstance(model, Seq2Seq) else mask)
+        return run_decoder(decoder, start, padding, config, on_token)
+
+
+def run_decoder(
+    decoder: Decoder,
+    start: Tensor,
+    padding: Tensor,
+    config: GenerationConfig,
+    on_token: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """Continue what a fresh decoder begins with, as `config` says.
+
+    Args:
+        decoder: gives the scores.
+        start: tokens to begin with.
+        padding: number of leading tokens of each row that do not count as repeated.
+        config: with end and padding tokens filled in.
+        on_token: as in `generate`.
+
+    Shape:
+        start: (B, T); padding: (B,); returns (B * num_return_sequences, T + new)
+    """
+    if config.num_beams > 1:
+        return beam_search(decoder, start, padding, config)[0]
+    return _continue_rows(decoder, start, padding, config, on_token)
 
 
 def _continue_rows(
@@ -97,12 +122,17 @@ def _continue_rows(
     return ids[:, :length]
 
 
-def _complete_config(model: CausalLM, config: GenerationConfig) -> GenerationConfig:
-    """Fill in end and padding tokens from the model's config.json."""
-    raw = model.config.raw
-    eos = raw.get("eos_token_id") if config.eos_token_id is None else config.eos_token_id
+def _complete_config(model: CausalLM | Seq2Seq, config: GenerationConfig) -> GenerationConfig:
+    """Fill in end and padding tokens from the model's config, or its config.json."""
+    if model.config.head not in ("language_model", "sequence_to_sequence"):
+        raise ConfigError(
+            f"the model has the head {model.config.head!r}, which writes no text. Open it with "
+            "head='language_model', or of an encoder-decoder 'sequence_to_sequence'."
+        )
+    known = {**model.config.raw, **vars(model.config)}
+    eos = known.get("eos_token_id") if config.eos_token_id is None else config.eos_token_id
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    pad = raw.get("pad_token_id") if config.pad_token_id is None else config.pad_token_id
+    pad = known.get("pad_token_id") if config.pad_token_id is None else config.pad_token_id
     if pad is None and eos:
         pad = eos[0]
     if config.min_new_tokens and not eos:
@@ -114,7 +144,10 @@ def _complete_config(model: CausalLM, config: GenerationConfig) -> GenerationCon
 
 
 def _check_prompt(
-    model: CausalLM, input_ids: Tensor, attention_mask: Tensor | None, config: GenerationConfig
+    model: CausalLM | Seq2Seq,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    config: GenerationConfig,
 ) -> Tensor | None:
     """Check the prompt against the model; return its mask, or None where nothing is padded."""
     if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
@@ -138,10 +171,13 @@ def _check_prompt(
     pad = config.pad_token_id
     if attention_mask is None and pad is not None and pad not in config.eos_tokens:
         attention_mask = input_ids != pad
-    return None if attention_mask is None else _check_mask(input_ids, attention_mask)
+    if attention_mask is None:
+        return None
+    return _check_mask(input_ids, attention_mask, goes_on=not isinstance(model, Seq2Seq))
 
 
-def _check_mask(input_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
+def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Tensor | None:
+    """Check the mask of prompts that a decoder goes on with, or that an encoder reads."""
     if attention_mask.shape != input_ids.shape:
         raise ShapeError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; it must be that of "
@@ -150,7 +186,12 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
     mask = (attention_mask != 0).long()
     if bool(mask.all()):
         return None
-    if not bool(mask[:, -1].all()):
+    if not goes_on and not bool(mask.any(1).all()):
+        rows = (~mask.any(1)).nonzero()[:, 0].tolist()
+        raise ShapeError(
+            f"rows {rows} are all padding, so there is nothing to read. Leave them out."
+        )
+    if goes_on and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
         raise ShapeError(
             f"rows {rows} end in padding, so there is nothing to continue. Pad on the left: "
@@ -167,7 +208,7 @@ def _count_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch dropout off, and afterwards give every module its own mode back."""
     training = [module for module in model.modules() if module.training]
     model.eval()

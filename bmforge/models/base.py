@@ -8,6 +8,7 @@ part.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.errors import CheckpointError, ConfigError
+from bmforge.logging import track
 from bmforge.models.config import ModelConfig
 from bmforge.models.hf_format import WeightFiles, has_weights, plan_files, write_file, write_index
-from bmforge.models.init import init_weights_, materialize_
+from bmforge.models.init import NoDrawing, init_weights_, materialize_
 from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules
@@ -73,7 +75,7 @@ class Model(nn.Module):
             raise ConfigError(
                 f"{cls.__name__} needs a {cls.config_class.__name__}, not {type(config).__name__}."
             )
-        with torch.device("meta"):
+        with torch.device("meta"), NoDrawing():
             model = cls(config).to(dtype)
         if torch.device(device).type != "meta":
             materialize_(model, device)
@@ -113,7 +115,10 @@ class Model(nn.Module):
         changes = {"head": head, "num_labels": num_labels}
         config = config.replace(**{k: v for k, v in changes.items() if v is not None})
         files = WeightFiles(directory)
-        model = cls.from_config(settle_tie(cls, config, files), device="meta", dtype=dtype)
+        model = cls.from_config(config, device="meta", dtype=dtype)
+        settled = settle_tie(model, files)
+        if settled != config:
+            model = cls.from_config(settled, device="meta", dtype=dtype)
         load_weights_(model, files, device=device, new_head=new_head)
         return model.eval()
 
@@ -151,6 +156,13 @@ class Model(nn.Module):
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         return expand_rules(self.all_rules(), shapes)
 
+    def rules_for(self, names: Collection[str]) -> list[WeightRule]:
+        """Return the rules by which a checkpoint that holds these names is read.
+
+        They are the `active_rules` but for a family that was published in several forms.
+        """
+        return self.active_rules()
+
     def save_pretrained(
         self, directory: str | Path, *, overwrite: bool = False, max_file_bytes: int = 4 << 30
     ) -> None:
@@ -182,7 +194,7 @@ class Model(nn.Module):
         }
         files = plan_files(sizes, max_file_bytes)
         rank, world = _rank_and_world()
-        for number, (file, names) in enumerate(files.items()):
+        for number, (file, names) in enumerate(track(list(files.items()), "save weights")):
             mine = number % world == rank
             tensors = {}
             for name in names:
@@ -208,7 +220,7 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 def _source_bytes(rule: WeightRule, parameter: Tensor) -> int:
-    count = parameter.numel() if rule.index is None else parameter[0].numel()
+    count = parameter.numel() // (1 if rule.index is None else parameter.shape[0])
     return count * parameter.element_size()
 
 

@@ -41,11 +41,13 @@ class DecoderSpec:
         block: data of the blocks.
         windows: `attn.window` of every layer, where it is not the same in all.
         mlps: `block.mlp` of every layer, where it is not the same in all.
-        rope: rotary positions; None learns absolute ones (`embed_positions`).
+        rope: rotary positions; None learns absolute ones (`embed_positions`), unless
+        learned_positions: is off: the family has a bias on the scores for them.
         num_positions: rows of `embed_positions`; 0 takes max_seq_len.
         position_offset: row of the first position.
         positions_from_mask: where positions are not given, count the tokens `attention_mask` shows;
             padding is at -1.
+        extra_tokens: rows of embedding and head beyond vocab_size.
         embed_size: width of the embedding, projected to D and back; 0 is D itself.
         padding_id: the token whose embedding gets no gradient.
         embed_dropout: dropout after the embedding.
@@ -53,17 +55,18 @@ class DecoderSpec:
         final_norm: norm after the last block.
         head_bias: bias of the language-model head.
         head_scale: factor on what goes into the language-model head.
-        balance_weight: factor on the experts' load-balancing loss in the model's loss; None does not
-            compute it.
+        balance_weight: factor on the experts' load-balancing loss in the loss; None computes none.
     """
 
     block: BlockSpec
     windows: tuple[int | None, ...] = ()
     mlps: tuple[MLPSpec | MoESpec, ...] = ()
     rope: RopeSpec | None = None
+    learned_positions: bool = True
     num_positions: int = 0
     position_offset: int = 0
     positions_from_mask: bool = False
+    extra_tokens: int = 0
     embed_size: int = 0
     padding_id: int | None = None
     embed_dropout: float = 0.0
@@ -86,21 +89,27 @@ class CausalLM(Model):
         super().__init__(config)
         self.spec = spec
         size = spec.embed_size or config.hidden_size
-        self.embed = nn.Embedding(config.vocab_size, size, padding_idx=spec.padding_id)
-        if spec.rope is None:
+        rows = config.vocab_size + spec.extra_tokens
+        self.embed = nn.Embedding(rows, size, padding_idx=spec.padding_id)
+        if spec.rope is None and spec.learned_positions:
             rows = (spec.num_positions or config.max_seq_len) + spec.position_offset
             self.embed_positions = nn.Embedding(rows, config.hidden_size)
         if size != config.hidden_size:
             self.project_in = nn.Linear(size, config.hidden_size, bias=False)
             self.project_out = nn.Linear(config.hidden_size, size, bias=False)
-        self.layers = build_layers(spec.block, config.num_layers, spec.windows, spec.mlps)
+        self.layers = self._build_layers()
         self.norm = build_norm(spec.block.norm, config.hidden_size) if spec.final_norm else None
         self._build_head(size)
+
+    def _build_layers(self) -> nn.ModuleDict:
+        spec = self.spec
+        return build_layers(spec.block, self.config.num_layers, spec.windows, spec.mlps)
 
     def _build_head(self, size: int) -> None:
         config = self.config
         if config.head == "language_model":
-            self.lm_head = nn.Linear(size, config.vocab_size, bias=self.spec.head_bias)
+            rows = self.embed.num_embeddings
+            self.lm_head = nn.Linear(size, rows, bias=self.spec.head_bias)
             if config.tie_word_embeddings:
                 self.lm_head.weight = self.embed.weight
         elif config.head != "none":
@@ -111,7 +120,8 @@ class CausalLM(Model):
     @property
     def position_limit(self) -> int | None:
         """The longest input, where positions are learned; None where rotary ones go on."""
-        return self.config.max_seq_len if self.spec.rope is None else None
+        learned = self.spec.rope is None and self.spec.learned_positions
+        return self.config.max_seq_len if learned else None
 
     def forward(
         self,
@@ -156,18 +166,7 @@ class CausalLM(Model):
         if position_ids is None:
             position_ids = self._count_positions(input_ids, attention_mask, past)
         x = self._embed(input_ids, position_ids)
-        shape = (input_ids.shape[0], input_ids.shape[1])
-        masks = {
-            window: build_mask(
-                shape,
-                input_ids.device,
-                past=past,
-                attention_mask=attention_mask,
-                document_ids=document_ids,
-                window=window,
-            )
-            for window in self._windows()
-        }
+        masks = self._build_masks(input_ids, attention_mask, document_ids, past)
         rope = self.spec.rope
         table = None if rope is None else rope_table(rope, position_ids, x.dtype)
         routed: list[Tensor] = []
@@ -188,9 +187,34 @@ class CausalLM(Model):
         if self.config.head == "question_answering":
             return finish_spans(out, logits, start_positions, end_positions, num_items_in_batch)
         if self.config.head == "sequence_classification":
-            last = find_last_token(input_ids, attention_mask, self.config.raw)
-            logits = logits[torch.arange(shape[0], device=x.device), last]
+            rows = torch.arange(x.shape[0], device=x.device)
+            logits = logits[rows, self._pick_tokens(input_ids, attention_mask)]
         return finish_classes(out, logits, labels, self.config.problem_type, num_items_in_batch)
+
+    def _build_masks(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        past: int,
+    ) -> dict[int | None, Tensor | None]:
+        """Return the mask of every window that layers have."""
+        return {
+            window: build_mask(
+                (input_ids.shape[0], input_ids.shape[1]),
+                input_ids.device,
+                past=past,
+                attention_mask=attention_mask,
+                document_ids=document_ids,
+                window=window,
+            )
+            for window in self._windows()
+        }
+
+    def _pick_tokens(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the token of every row that its class is read from, (B,)."""
+        known = {"pad_token_id": self.spec.padding_id, **self.config.raw}
+        return find_last_token(input_ids, attention_mask, known)
 
     def _predict(
         self,
@@ -251,6 +275,10 @@ class CausalLM(Model):
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
 
+    def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """Return the positions of whole rows where the ids decide them; None where tokens count."""
+        return None
+
     def _count_positions(
         self, input_ids: Tensor, attention_mask: Tensor | None, past: int
     ) -> Tensor:
@@ -261,7 +289,8 @@ class CausalLM(Model):
         return torch.arange(past, end, device=input_ids.device)[None]
 
     def _windows(self) -> set[int | None]:
-        return set(self.spec.windows or (self.spec.block.attn.window,))
+        attn = self.spec.block.attn
+        return set(self.spec.windows or (None if attn is None else attn.window,))
 
     def _check_length(self, length: int) -> None:
         if self.position_limit is not None and length > self.position_limit:
@@ -308,7 +337,8 @@ def run_layers(
     """
     states = [x]
     for layer in layers.values():
-        x = layer(x, mask=masks[layer.attn.window], **inputs)
+        window = None if layer.attn is None else layer.attn.window
+        x = layer(x, mask=masks[window], **inputs)
         if isinstance(x, tuple):
             x, logits = x
             if routed is not None:
@@ -346,13 +376,18 @@ def finish_spans(
     return out._replace(start_logits=logits[..., 0], end_logits=logits[..., 1], loss=loss)
 
 
-def check_ids(input_ids: Tensor, vocab_size: int) -> None:
-    """Raise `ShapeError` for ids outside the vocabulary, where looking costs no waiting."""
+def check_ids(
+    input_ids: Tensor, vocab_size: int, name: str = "input_ids", limit: str = "vocab_size"
+) -> None:
+    """Raise `ShapeError` for ids outside the vocabulary, where looking costs no waiting.
+
+    `name` and `limit` are what the message calls the ids and the number of them there can be.
+    """
     if not input_ids.numel() or not reads_are_free(input_ids):
         return
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
         raise ShapeError(
-            f"input_ids has ids from {low} to {high}, but the model has vocab_size={vocab_size}. "
+            f"{name} has ids from {low} to {high}, but the model has {limit}={vocab_size}. "
             "Use the tokenizer that belongs to the model."
         )

@@ -7,24 +7,31 @@ file can run code.
 from __future__ import annotations
 
 import json
-import os
+import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from bmforge.errors import CheckpointError
+from bmforge.models.megatron import MegatronShards, holds_shards
+from bmforge.models.safe_file import Read, SafeFile, TensorFile, run_reads, write_file
 
-__all__ = ["WeightFiles", "has_weights", "plan_files", "write_file", "write_index"]
+__all__ = [
+    "WeightFiles",
+    "has_weights",
+    "plan_files",
+    "read_pickle",
+    "write_file",
+    "write_index",
+]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _BROKEN = (RuntimeError, EOFError, ValueError, AttributeError)
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_MODEL_CENTER = "pytorch_model.pt"  # other names in it; see `model_center.py`
 
 
 def has_weights(directory: Path) -> bool:
@@ -32,11 +39,49 @@ def has_weights(directory: Path) -> bool:
     return any((directory / name).exists() for name in (_INDEX, _SINGLE, *_PICKLED))
 
 
+def read_pickle(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a flat pickle, mapped from the file where it is a zip archive.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds something else than tensors by name.
+    """
+    try:
+        # Files older than torch 1.6 are not zip archives and cannot be mapped.
+        mmap = zipfile.is_zipfile(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (UnpicklingError, *_BROKEN) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is damaged or not a weight file: {error}. Download it anew."
+        ) from error
+    is_flat = isinstance(loaded, dict) and all(isinstance(t, Tensor) for t in loaded.values())
+    if not is_flat or not loaded:
+        raise CheckpointError(f"{str(path)!r} does not hold tensors by name.")
+    return loaded
+
+
+class _PickledFile:
+    """The tensors of one `pytorch_model.bin`; see `TensorFile`."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = read_pickle(path)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def map_tensor(self, name: str) -> Tensor | None:
+        """None: tensors in a pickle may share memory."""
+
+    def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
+        target.copy_(self._tensors[name][slices])
+
+
 class WeightFiles:
     """The tensors of a checkpoint directory by name, read lazily.
 
     Args:
-        directory: holds `model.safetensors`, a sharded one with its index, or `pytorch_model.bin`.
+        directory: holds `model.safetensors`, a sharded one with its index, `pytorch_model.bin`, a
+            single `.pt` file under any name (CPM-Live), or Megatron's shards.
 
     Raises:
         CheckpointError: no weights, a file named in the index is missing, or a file is damaged.
@@ -45,9 +90,18 @@ class WeightFiles:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._readers: dict[str, Any] = {}
-        for path in self._find_files():
-            self._open(path)
+        self._files: dict[str, TensorFile] = {}
+        for file in self._open_files():
+            self.shapes.update(file.shapes)
+            self._files.update(dict.fromkeys(file.shapes, file))
+
+    def _open_files(self) -> list[TensorFile]:
+        if holds_shards(self.directory) and not has_weights(self.directory):
+            return [MegatronShards(self.directory)]
+        return [
+            SafeFile(path) if path.suffix == ".safetensors" else _PickledFile(path)
+            for path in self._find_files()
+        ]
 
     def _find_files(self) -> list[Path]:
         for name in (_INDEX, _PICKLED[0]):
@@ -65,36 +119,33 @@ class WeightFiles:
             single = self.directory / (_SINGLE if name == _INDEX else _PICKLED[1])
             if single.exists():
                 return [single]
+        live = [path for path in self.directory.glob("*.pt") if path.name != _MODEL_CENTER]
+        if len(live) == 1:
+            return live
         raise CheckpointError(
             f"{str(self.directory)!r} holds no weights: "
-            f"needed {_SINGLE}, {_INDEX} or {_PICKLED[1]}."
+            f"needed {_SINGLE}, {_INDEX}, {_PICKLED[1]}, or a single .pt file as CPM-Live has."
         )
 
-    def _open(self, path: Path) -> None:
-        try:
-            if path.suffix == ".safetensors":
-                reader = safe_open(path, framework="pt")
-                for name in reader.keys():  # noqa: SIM118 - not a dict
-                    self.shapes[name] = tuple(reader.get_slice(name).get_shape())
-                    self._readers[name] = reader
-            else:
-                tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-                self.shapes.update({name: tuple(t.shape) for name, t in tensors.items()})
-                self._readers.update(dict.fromkeys(tensors, tensors))
-        except (SafetensorError, UnpicklingError, *_BROKEN) as error:
-            raise CheckpointError(
-                f"{str(path)!r} is damaged or not a weight file: {error}. Download it anew."
-            ) from error
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype a tensor is stored with."""
+        return self._files[name].dtype(name)
 
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """Return a tensor, or only a slice of it, read from the file now."""
-        reader = self._readers[name]
-        if isinstance(reader, dict):
-            tensor = reader[name]
-            return tensor if slices is None else tensor[slices]
-        if slices is None or not slices:
-            return reader.get_tensor(name)
-        return reader.get_slice(name)[slices]
+    def map_tensor(self, name: str) -> Tensor | None:
+        """Return a tensor whose memory is the file's; see `SafeFile.map_tensor`."""
+        return self._files[name].map_tensor(name)
+
+    def plan_read(self, name: str, slices: tuple[slice, ...], target: Tensor) -> Read:
+        """Return the work of filling `target` with a slice of a tensor, for `run_reads`."""
+        return Read(self._files[name], name, slices, target)
+
+    def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
+        """Return a tensor, or a slice of its first dims, in memory of its own."""
+        rest = (slice(0, n) for n in self.shapes[name][len(slices) :])
+        whole = (*slices, *rest)
+        out = torch.empty([s.stop - s.start for s in whole], dtype=self.dtype(name))
+        run_reads([self.plan_read(name, whole, out)])
+        return out
 
 
 def plan_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, list[str]]:
@@ -119,13 +170,6 @@ def plan_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, list[str
         return {_SINGLE: groups[0]}
     count = len(groups)
     return {f"model-{i + 1:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups)}
-
-
-def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one safetensors file beside its place and move it there when it is whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, path)
 
 
 def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) -> None:

@@ -7,17 +7,34 @@ number). A rank draws only the blocks that its rows touch, on the CPU, and copie
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from bmforge.shards import local_box, local_tensor
 
-__all__ = ["draw_normal_", "init_parameter_", "init_weights_", "materialize_"]
+__all__ = ["NoDrawing", "draw_normal_", "init_parameter_", "init_weights_", "materialize_"]
 
 # Fixed for ever: another block size would draw other weights.
 _BLOCK_ELEMENTS = 1 << 16
+
+
+class NoDrawing(TorchFunctionMode):
+    """Inside it modules are built without drawing weights, which `init_weights_` or loading sets.
+
+    On meta nothing would be drawn either, but torch imports its compiler for it: seconds.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Leave out the functions of `torch.nn.init`, which return the tensor they are given."""
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def materialize_(model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -79,7 +96,7 @@ def draw_normal_(parameter: Tensor, name: str, std: float, seed: int) -> None:
     if box.numel == 0:
         return
     target = local_tensor(parameter)
-    width = max(1, parameter[0].numel()) if parameter.dim() else 1
+    width = max(1, math.prod(parameter.shape[1:]))
     rows = max(1, _BLOCK_ELEMENTS // width)
     first, last = box.offsets[0], box.offsets[0] + box.lengths[0]
     for block in range(first // rows, (last - 1) // rows + 1):

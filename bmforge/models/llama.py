@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
@@ -83,6 +83,7 @@ class LlamaConfig(RotaryConfig):
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
         attn_dropout: on attention weights.
+        pad_token_id: the token whose embedding gets no gradient; None for none.
     """
 
     family: ClassVar[str] = "llama"
@@ -103,6 +104,7 @@ class LlamaConfig(RotaryConfig):
         "attn_dropout": "attention_dropout",
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
+        "pad_token_id": "pad_token_id",
     }
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "llama-7b": _size(4096, 11008, 32, 32, 32),
@@ -142,6 +144,7 @@ class LlamaConfig(RotaryConfig):
     attn_bias: bool = False
     mlp_bias: bool = False
     attn_dropout: float = 0.0
+    pad_token_id: int | None = None
 
     @property
     def is_gated(self) -> bool:
@@ -167,7 +170,9 @@ class Llama(CausalLM):
         mlp = MLPSpec(config.intermediate_size, config.activation, gated=True, bias=config.mlp_bias)
         norm = NormSpec("rms", config.norm_eps)
         block = BlockSpec(config.hidden_size, attn, mlp, norm=norm)
-        super().__init__(config, DecoderSpec(block, rope=config.rope_spec()))
+        super().__init__(
+            config, DecoderSpec(block, rope=config.rope_spec(), padding_id=config.pad_token_id)
+        )
 
     def weight_rules(self) -> list[WeightRule]:
         """Map to transformers' names."""

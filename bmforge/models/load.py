@@ -1,18 +1,26 @@
-"""Loading published weights into a model on any layout, reading only this process's slices."""
+"""Loading published weights into a model on any layout, reading only this process's slices.
+
+A plain new model on the CPU takes tensors that lie in the file as it wants them from a map of the
+file: nothing is copied, and pages come in when they are first used. All else is read into memory of
+the parameters' own.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bmforge.device import reads_are_free
 from bmforge.errors import CheckpointError
-from bmforge.logging import get_logger, track
+from bmforge.logging import get_logger
 from bmforge.models.config import ModelConfig
 from bmforge.models.hf_format import WeightFiles
 from bmforge.models.init import init_parameter_, materialize_
+from bmforge.models.safe_file import Read, run_reads
 from bmforge.models.weights import WeightRule
 from bmforge.shards import local_box, local_tensor
 from bmforge.surgery import match_glob
@@ -54,11 +62,17 @@ def load_weights_(
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
     pairs, fresh = _match_sources(model, files, new_head)
+    unborn = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     materialize_(model, device)
     parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for rule, name in track(pairs, "load weights"):
-            _load_piece_(parameters[rule.ours], rule, name, files)
+    uses = Counter(name for _, name in pairs)
+    reads = []
+    for rule, name in pairs:
+        parameter = parameters[rule.ours]
+        may_map = rule.ours in unborn and rule.is_renaming and uses[name] == 1
+        if not (may_map and _map_(parameter, name, files)):
+            reads += _plan_reads(parameter, rule, name, files)
+    run_reads(reads, "load weights")
     for name in fresh:
         init_parameter_(parameters[name], name, model.init_std(name), seed=0)
     if fresh:
@@ -66,12 +80,24 @@ def load_weights_(
     return model
 
 
-def _load_piece_(parameter: Tensor, rule: WeightRule, name: str, files: WeightFiles) -> None:
+def _map_(parameter: nn.Parameter, name: str, files: WeightFiles) -> bool:
+    """Let a parameter be the tensor in the file itself, where it can be; tell whether it is."""
+    if not reads_are_free(parameter.data) or files.dtype(name) != parameter.dtype:
+        return False
+    mapped = files.map_tensor(name)
+    if mapped is not None:
+        parameter.data = mapped
+    return mapped is not None
+
+
+def _plan_reads(parameter: Tensor, rule: WeightRule, name: str, files: WeightFiles) -> list[Read]:
+    """Return what fills this process's part of a parameter; nothing where it has none of it."""
     box = local_box(parameter)
     slices = rule.source_slices(box) if box.numel else None
-    if slices is not None:
-        target = rule.target(local_tensor(parameter), box)
-        target.copy_(rule.from_source(files.read(name, slices)))
+    if slices is None:
+        return []
+    target = rule.target(local_tensor(parameter.detach()), box)
+    return [files.plan_read(name, slices, rule.source_view(target))]
 
 
 def _match_sources(
@@ -82,7 +108,7 @@ def _match_sources(
     parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
     head = model.config.heads[model.config.head]
     pairs, missing, wrong, fresh = [], [], [], []
-    for rule in model.active_rules():
+    for rule in model.rules_for(shapes):
         source = _find_name(model, rule, shapes)
         if source is None:
             if rule.ours in head.optional or (new_head and rule.ours in head.names):
@@ -174,13 +200,13 @@ def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
     )
 
 
-def settle_tie(model_class: Any, config: ModelConfig, files: WeightFiles) -> ModelConfig:
-    """Return the config with `tie_word_embeddings` as the weights are.
+def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
+    """Return the model's config with `tie_word_embeddings` as the weights are.
 
     Old configs lack the field or state it wrongly. A head that differs from the embedding is kept;
     one that is not there is the embedding where the config does not say otherwise.
     """
-    model = model_class.from_config(config, device="meta")
+    config = model.config
     head, embed = (_their_name(model, ours) for ours in model.tied_head)
     if head is None or embed is None:
         return config

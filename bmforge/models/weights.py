@@ -61,9 +61,14 @@ class WeightRule:
         """Return the part of our local tensor (the box) that theirs fills."""
         return local if self.index is None else local[self.index - box.offsets[0]]
 
-    def from_source(self, piece: Tensor) -> Tensor:
-        """Turn a slice of theirs into a slice of ours."""
-        return piece.t() if self.transpose else piece
+    def source_view(self, target: Tensor) -> Tensor:
+        """Return a view of a piece of ours in their order of dims."""
+        return target.t() if self.transpose else target
+
+    @property
+    def is_renaming(self) -> bool:
+        """Whether theirs is ours under another name, whole and as it lies."""
+        return not self.transpose and self.part is None and self.index is None
 
     def to_source(self, whole: Tensor) -> Tensor:
         """Return theirs, not yet transposed, of our whole tensor."""

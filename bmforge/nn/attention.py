@@ -36,8 +36,13 @@ class AttentionSpec:
         dropout: of the attention weights, in training.
         causal: a token sees none after it, unless a mask says otherwise.
         window: a token sees only so many, itself included; None sees all.
+        global_tokens: the window reaches to both sides, half of it to each, and some tokens see all
+            and are seen by all, with projections of their own; see `window.py`.
         rope_interleaved: rotary pairs are neighbours instead of halves.
         qk_norm_eps: norm q and k per head with this epsilon; None leaves them.
+        in_scale: factor on what goes into q, k and v, and
+        out_scale: on what goes into o: 1/sqrt(width) in Tensor Programs' parametrisation (Yang et
+            al. 2022); the block applies both.
     """
 
     num_heads: int
@@ -49,12 +54,18 @@ class AttentionSpec:
     dropout: float = 0.0
     causal: bool = True
     window: int | None = None
+    global_tokens: bool = False
     rope_interleaved: bool = False
     qk_norm_eps: float | None = None
+    in_scale: float = 1.0
+    out_scale: float = 1.0
 
 
 class KeyValueCache(Protocol):
     """What attention needs of a cache: hand over new keys and values, get all of them back."""
+
+    # Tokens of the model's own in front of those that `length` counts; set before the first ones.
+    extra_length: int
 
     @property
     def length(self) -> int:

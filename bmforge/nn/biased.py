@@ -61,34 +61,36 @@ def biased_attention(
 
 
 class _Block(NamedTuple):
-    """Which scores: slices of rows, heads and query tokens."""
+    """Which scores: slices of rows, heads and query tokens. Either one row or all heads."""
 
     rows: slice
     heads: slice
     tokens: slice
+    num_heads: int
 
-    def cut(self, tensor: Tensor) -> Tensor:
-        """This block of (B or 1, N or 1, T or 1, ...), as (rows * heads, tokens, ...)."""
-        return self.cut_whole(tensor[:, :, self.tokens] if tensor.shape[2] > 1 else tensor)
+    def cut(self, flat: Tensor) -> Tensor:
+        """This block of (B * N, T or S, ...), all tokens of it."""
+        first = self.rows.start * self.num_heads + self.heads.start
+        count = (self.rows.stop - self.rows.start) * (self.heads.stop - self.heads.start)
+        return flat[first : first + count]
 
-    def cut_whole(self, tensor: Tensor) -> Tensor:
-        """The same with all tokens of the third dim, which are keys."""
-        tensor = tensor[self.rows] if tensor.shape[0] > 1 else tensor
+    def cut_shared(self, tensor: Tensor) -> Tensor:
+        """This block of (B or 1, N or 1, T or 1, S), as (rows * heads, tokens or 1, S)."""
+        tensor = tensor[:, :, self.tokens] if tensor.shape[2] > 1 else tensor
         tensor = tensor[:, self.heads] if tensor.shape[1] > 1 else tensor
+        tensor = tensor[self.rows] if tensor.shape[0] > 1 else tensor
         size = self.rows.stop - self.rows.start, self.heads.stop - self.heads.start
         return tensor.expand(*size, *tensor.shape[2:]).flatten(0, 1)
 
-    def put(self, target: Tensor, part: Tensor, tokens: slice) -> None:
-        """Write (rows * heads, T, H) into this block's place in (B, N, T, H)."""
-        place = target[self.rows, self.heads, tokens]
-        place.copy_(part.view(place.shape))
+    def put(self, target: Tensor, part: Tensor, tokens: slice, first: bool) -> None:
+        """Write (rows * heads, T, ...) into this block's place in (B or 1, N, T, ...), or add it.
 
-    def add(self, target: Tensor, part: Tensor, tokens: slice) -> None:
-        """Add likewise; summed over rows where the target has one row for all."""
-        rows = self.rows if target.shape[0] > 1 else slice(0, 1)
-        place = target[rows, self.heads, tokens]
+        Summed over rows where the target has one row for all.
+        """
+        place = target[self.rows if target.shape[0] > 1 else slice(None), self.heads, tokens]
         part = part.unflatten(0, (-1, place.shape[1]))
-        place.add_(part if part.shape[0] == place.shape[0] else part.sum(0, keepdim=True))
+        part = part if part.shape[0] == place.shape[0] else part.sum(0, keepdim=True)
+        place.copy_(part) if first else place.add_(part)
 
 
 def _blocks(query: Tensor, key: Tensor) -> Iterator[_Block]:
@@ -111,7 +113,13 @@ def _blocks(query: Tensor, key: Tensor) -> Iterator[_Block]:
                     slice(row, min(row + rows, batch)),
                     slice(head, min(head + heads, num_heads)),
                     slice(token, min(token + tokens, length)),
+                    num_heads,
                 )
+
+
+def _flatten(*tensors: Tensor) -> list[Tensor]:
+    """Bring (B, N, T, H) into (B * N, T, H): products of neighbouring rows are faster."""
+    return [tensor.contiguous().flatten(0, 1) for tensor in tensors]
 
 
 class _BiasedAttention(torch.autograd.Function):
@@ -133,11 +141,12 @@ class _BiasedAttention(torch.autograd.Function):
         if dropout:
             shape = (*query.shape[:3], key.shape[2])
             kept = torch.empty(shape, dtype=torch.bool, device=query.device).bernoulli_(1 - dropout)
+        q, k, v = _flatten(query, key, value)
         for block in _blocks(query, key):
-            weights = _make_weights(block, query, key, bias, hidden, scale)
+            weights = _make_weights(block, q, k, bias, hidden, scale)
             if kept is not None:
-                weights.mul_(block.cut(kept)).div_(1 - dropout)
-            block.put(out, torch.bmm(weights, block.cut_whole(value)), block.tokens)
+                weights.mul_(block.cut_shared(kept)).div_(1 - dropout)
+            block.put(out, torch.bmm(weights, block.cut(v)), block.tokens, first=True)
         ctx.save_for_backward(query, key, value, bias, hidden, kept)
         ctx.scale, ctx.dropout = scale, dropout
         return out
@@ -146,41 +155,42 @@ class _BiasedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, hidden, kept = ctx.saved_tensors
-        out = (torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value))
+        out = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
         grad_query, grad_key, grad_value = out
+        # Sums over rows; in half precision they would lose what single rows add.
         wide = torch.promote_types(bias.dtype, torch.float32)
-        grad_bias = torch.zeros_like(bias, dtype=wide, memory_format=torch.contiguous_format)
+        grad_bias = bias.new_empty(bias.shape, dtype=wide)
+        q, k, v, grad_out = _flatten(query, key, value, grads[0])
         everything = slice(None)
         for block in _blocks(query, key):
-            weights = _make_weights(block, query, key, bias, hidden, ctx.scale)
-            grad = block.cut(grads[0])
-            scores = torch.bmm(grad, block.cut_whole(value).transpose(1, 2))
+            weights = _make_weights(block, q, k, bias, hidden, ctx.scale)
+            grad, tokens = block.cut(grad_out)[:, block.tokens], block.tokens
+            scores = torch.bmm(grad, block.cut(v).transpose(1, 2))
             used = weights
             if kept is not None:
-                factor = block.cut(kept).to(weights.dtype).div_(1 - ctx.dropout)
+                factor = block.cut_shared(kept).to(weights.dtype).div_(1 - ctx.dropout)
                 used = weights * factor
                 scores.mul_(factor)
-            block.add(grad_value, torch.bmm(used.transpose(1, 2), grad), everything)
+            first = tokens.start == 0
+            block.put(grad_value, torch.bmm(used.transpose(1, 2), grad), everything, first)
             scores = torch._softmax_backward_data(scores, weights, -1, weights.dtype)
-            block.add(grad_bias, scores, block.tokens)
+            alone = block.rows.start == 0 or bias.shape[0] > 1
+            block.put(grad_bias, scores, tokens, alone)
             if ctx.scale != 1.0:
                 scores.mul_(ctx.scale)
-            block.put(grad_query, torch.bmm(scores, block.cut_whole(key)), block.tokens)
-            block.add(grad_key, torch.bmm(scores.transpose(1, 2), block.cut(query)), everything)
+            block.put(grad_query, torch.bmm(scores, block.cut(k)), tokens, first=True)
+            part = torch.bmm(scores.transpose(1, 2), block.cut(q)[:, tokens])
+            block.put(grad_key, part, everything, first)
         return *out, grad_bias.to(bias.dtype), None, None, None
 
 
 def _make_weights(
-    block: _Block,
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor,
-    hidden: Tensor | None,
-    scale: float,
+    block: _Block, query: Tensor, key: Tensor, bias: Tensor, hidden: Tensor | None, scale: float
 ) -> Tensor:
-    """Softmax of one block of scores, (rows * heads, tokens, S)."""
-    keys = block.cut_whole(key).transpose(1, 2)
-    scores = torch.baddbmm(block.cut(bias), block.cut(query), keys, alpha=scale)
+    """Softmax of one block of scores, (rows * heads, tokens, S), from flat queries and keys."""
+    keys = block.cut(key).transpose(1, 2)
+    queries = block.cut(query)[:, block.tokens]
+    scores = torch.baddbmm(block.cut_shared(bias), queries, keys, alpha=scale)
     if hidden is not None:
-        scores.masked_fill_(block.cut(hidden), -torch.inf)
+        scores.masked_fill_(block.cut_shared(hidden), -torch.inf)
     return scores.softmax(-1)

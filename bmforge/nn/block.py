@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.errors import ConfigError
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec
 from bmforge.nn.norm import NormSpec, build_norm
 from bmforge.nn.remake import call_and_drop
+from bmforge.nn.window import WindowAttention
 
 __all__ = ["Block", "BlockSpec"]
 
@@ -25,26 +27,33 @@ class BlockSpec:
 
     Args:
         hidden_size: D.
-        attn: self-attention.
-        mlp: feed-forward part, of one MLP or of experts.
+        attn: self-attention; None in a layer that lost it to pruning, its norm with it.
+        mlp: feed-forward part, of one MLP or of experts; None likewise.
         cross_attn: attention to a memory, in decoders of encoder-decoders.
         norm: kind, epsilon and bias of the norms.
         norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": one norm, and
             attention and MLP side by side.
         residual_dropout: dropout on what a part adds to the residual.
         residual_scale: factor on what a part adds to the residual.
+        sum_scale: factor on the residual after a part was added.
         layer_drop: how often training leaves the whole block out (Fan et al., "LayerDrop", 2019).
     """
 
     hidden_size: int
-    attn: AttentionSpec
-    mlp: MLPSpec | MoESpec
+    attn: AttentionSpec | None
+    mlp: MLPSpec | MoESpec | None
     cross_attn: AttentionSpec | None = None
     norm: NormSpec = field(default_factory=NormSpec)
     norm_place: Literal["pre", "post", "parallel"] = "pre"
     residual_dropout: float = 0.0
     residual_scale: float = 1.0
+    sum_scale: float = 1.0
     layer_drop: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check that the parts can stand side by side."""
+        if self.norm_place == "parallel" and (self.attn is None or self.mlp is None):
+            raise ConfigError("norm_place='parallel' needs attention and an MLP in every layer.")
 
 
 class Block(nn.Module):
@@ -62,21 +71,25 @@ class Block(nn.Module):
         super().__init__()
         self.norm_place = spec.norm_place
         self.dropout, self.scale = spec.residual_dropout, spec.residual_scale
-        self.layer_drop = spec.layer_drop
-        self.attn_norm = build_norm(spec.norm, spec.hidden_size)
-        self.attn = Attention(spec.hidden_size, spec.attn)
-        self.attn.layer_index = layer_index
+        self.sum_scale, self.layer_drop = spec.sum_scale, spec.layer_drop
+        self.attn_scales, self.mlp_scales = _scales(spec.attn), _scales(spec.mlp)
+        self.attn: Attention | WindowAttention | None = None
+        if spec.attn is not None:
+            self.attn_norm = build_norm(spec.norm, spec.hidden_size)
+            attention = WindowAttention if spec.attn.global_tokens else Attention
+            self.attn = attention(spec.hidden_size, spec.attn)
+            self.attn.layer_index = layer_index
         self.cross_attn = None
         if spec.cross_attn is not None:
             self.cross_attn_norm = build_norm(spec.norm, spec.hidden_size)
             self.cross_attn = Attention(spec.hidden_size, spec.cross_attn)
             self.cross_attn.layer_index = layer_index
-        if spec.norm_place != "parallel":
+        if spec.norm_place != "parallel" and spec.mlp is not None:
             self.mlp_norm = build_norm(spec.norm, spec.hidden_size)
-        self.mlp: MLP | MoE
+        self.mlp: MLP | MoE | None = None
         if isinstance(spec.mlp, MoESpec):
             self.mlp = MoE(spec.hidden_size, spec.mlp)
-        else:
+        elif spec.mlp is not None:
             self.mlp = MLP(spec.hidden_size, spec.mlp)
 
     def forward(
@@ -104,9 +117,11 @@ class Block(nn.Module):
         router_logits: list[Tensor] = []
 
         def attend(value: Tensor) -> Tensor:
+            assert self.attn is not None
             return self.attn(value, mask, rope, cache, bias)
 
         def feed(value: Tensor) -> Tensor:
+            assert self.mlp is not None
             out = self.mlp(value)
             if isinstance(out, tuple):
                 router_logits.append(out[1])
@@ -131,7 +146,8 @@ class Block(nn.Module):
         memory_mask: Tensor | None,
     ) -> Tensor:
         """Run the parts one after the other."""
-        x = self._add(x, self.attn_norm, attend)
+        if self.attn is not None:
+            x = self._add(x, self.attn_norm, attend, self.attn_scales)
         if self.cross_attn is not None:
             cross = self.cross_attn
             x = self._add(
@@ -139,21 +155,36 @@ class Block(nn.Module):
                 self.cross_attn_norm,
                 lambda value: cross(value, memory_mask, None, cache, None, memory),
             )
-        return self._add(x, self.mlp_norm, feed)
+        return x if self.mlp is None else self._add(x, self.mlp_norm, feed, self.mlp_scales)
 
-    def _add(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
+    def _add(
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        part: Callable[[Tensor], Tensor],
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
         """Add one part to the residual, its norm before it or after the sum."""
+        into, out = scales
         if self.norm_place == "post":
-            return norm(x + self._shrink(part(x)))
-        return x + self._shrink(call_and_drop(part, norm(x), lambda: norm(x)))
+            return norm(_times(x + self._shrink(part(_times(x, into)), out), self.sum_scale))
+
+        def enter() -> Tensor:
+            return _times(norm(x), into)
+
+        return _times(x + self._shrink(call_and_drop(part, enter(), enter), out), self.sum_scale)
 
     def _run_parallel(
         self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        def both(value: Tensor) -> Tensor:
-            return self._shrink(attend(value)) + self._shrink(feed(value))
+        (attn_in, attn_out), (mlp_in, mlp_out) = self.attn_scales, self.mlp_scales
 
-        return x + call_and_drop(both, self.attn_norm(x), lambda: self.attn_norm(x))
+        def both(value: Tensor) -> Tensor:
+            attended = self._shrink(attend(_times(value, attn_in)), attn_out)
+            return attended + self._shrink(feed(_times(value, mlp_in)), mlp_out)
+
+        added = call_and_drop(both, self.attn_norm(x), lambda: self.attn_norm(x))
+        return _times(x + added, self.sum_scale)
 
     def _keep_or_drop(self, before: Tensor, after: Tensor) -> Tensor:
         """Leave the block out at random; it is computed all the same, as other processes wait."""
@@ -161,7 +192,19 @@ class Block(nn.Module):
             return after
         return torch.where(torch.rand((), device=before.device) < self.layer_drop, before, after)
 
-    def _shrink(self, x: Tensor) -> Tensor:
+    def _shrink(self, x: Tensor, out_scale: float) -> Tensor:
         """Dropout and scale, each only where there is one."""
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        return x if self.scale == 1.0 else x * self.scale
+        return _times(x, self.scale * out_scale)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
+
+
+def _scales(part: AttentionSpec | MLPSpec | MoESpec | None) -> tuple[float, float]:
+    """Factors on what goes into a part's first projections and into its last one."""
+    if part is None or isinstance(part, MoESpec):
+        return 1.0, 1.0
+    # The last projection is linear: the factor waits until after it, where the tensor is smaller.
+    return part.in_scale, part.out_scale

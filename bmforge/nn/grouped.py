@@ -7,6 +7,7 @@ of its own, with its gradient registered. Where the device has a grouped kernel,
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -51,8 +52,11 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 )
 def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[1])
-    for expert, rows in _groups(ends):
-        torch.mm(x[rows], weight[expert].t(), out=out[rows])
+    sizes = _sizes(ends)
+    parts = zip(x.split(sizes), weight.transpose(1, 2).unbind(), out.split(sizes), strict=True)
+    for rows, matrix, target in parts:
+        if len(rows):
+            torch.mm(rows, matrix, out=target)
     return out
 
 
@@ -64,16 +68,16 @@ def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Gradient of the matrices, ``grad[group e].T @ x[group e]``: (E, F, D)."""
     out = grad.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
-    for expert, rows in _groups(ends, keep_empty=True):
-        torch.mm(grad[rows].t(), x[rows], out=out[expert])
+    sizes = _sizes(ends)
+    for left, right, target in zip(grad.split(sizes), x.split(sizes), out.unbind(), strict=True):
+        torch.mm(left.t(), right, out=target)
     return out
 
 
-def _groups(ends: Tensor, keep_empty: bool = False) -> list[tuple[int, slice]]:
-    """Return (group, its rows), without the groups that have none."""
+def _sizes(ends: Tensor) -> list[int]:
+    """Return how many rows every group has."""
     borders = [0, *ends.tolist()]
-    spans = [(e, slice(borders[e], borders[e + 1])) for e in range(len(borders) - 1)]
-    return [(e, rows) for e, rows in spans if keep_empty or rows.start < rows.stop]
+    return [end - start for start, end in itertools.pairwise(borders)]
 
 
 @_grouped_linear.register_fake
@@ -125,6 +129,6 @@ def take_rows(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
     same order, and several times faster than the scatter that plain indexing makes of it.
 
     Shape:
-        x: (M, D); index: (M * k,); places: (M * k,), row m's copies at ``places[m * k : m * k + k]``
+        x: (M, D); index, places: (M * k,), row m's copies at ``places[m * k : m * k + k]``
     """
     return _TakeRows.apply(x, index, places)

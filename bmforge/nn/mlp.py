@@ -40,6 +40,8 @@ class MLPSpec:
         gated: add `gate_proj` (SwiGLU and its relatives; Shazeer 2020).
         bias: biases on all projections.
         dropout: after the activation.
+        in_scale: factor on what goes into gate and up, and
+        out_scale: on what goes into down; as in `AttentionSpec`.
     """
 
     intermediate_size: int
@@ -47,6 +49,8 @@ class MLPSpec:
     gated: bool = False
     bias: bool = True
     dropout: float = 0.0
+    in_scale: float = 1.0
+    out_scale: float = 1.0
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:

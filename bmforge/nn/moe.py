@@ -4,7 +4,8 @@ No token is dropped and no expert has a capacity: tokens are sorted by expert, e
 its rows at once, and the results go back.
 
 Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
-experts" (2024); the shared expert with its own gate: Qwen team, "Qwen1.5-MoE" (2024).
+experts" (2024); the shared expert with its own gate: Qwen team, "Qwen1.5-MoE" (2024); balanced
+choice: Lewis et al., "BASE layers" (2021), as CPM-2 has it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.nn.balanced import assign_balanced
 from bmforge.nn.grouped import grouped_linear, take_rows
 from bmforge.nn.mlp import MLP, MLPSpec, get_activation
 from bmforge.nn.remake import call_and_drop
@@ -43,6 +46,9 @@ class MoESpec:
             all experts gave them.
         shared_size: F of an expert that works on every token; 0 for none.
         shared_gate: the shared expert's output is weighed by a sigmoid of the token.
+        choice: "top_k": by the router's softmax, whose values weigh the experts; "balanced": one
+            expert, not weighed (the router gets no gradient), which is in training such that all
+            have equally many of the tokens here, otherwise the one the router likes best.
     """
 
     num_experts: int
@@ -53,6 +59,7 @@ class MoESpec:
     normalize_weights: bool = True
     shared_size: int = 0
     shared_gate: bool = True
+    choice: Literal["top_k", "balanced"] = "top_k"
 
     def __post_init__(self) -> None:
         """Check the counts."""
@@ -60,6 +67,10 @@ class MoESpec:
             raise ConfigError(
                 f"experts_per_token={self.experts_per_token} must be from 1 to "
                 f"num_experts={self.num_experts}."
+            )
+        if self.choice == "balanced" and self.experts_per_token != 1:
+            raise ConfigError(
+                f"experts_per_token={self.experts_per_token} must be 1 with choice='balanced'."
             )
 
 
@@ -81,10 +92,7 @@ def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts
         experts, torch.arange(num_experts, device=x.device, dtype=experts.dtype), right=True
     )
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    source = order // count
-
-    rows = take_rows(x, source, places)
-    out = call_and_drop(lambda r: run(r, ends), rows, lambda: x.index_select(0, source))
+    out = run(take_rows(x, order // count, places), ends)
     return take_rows(out, places, order).unflatten(0, index.shape)
 
 
@@ -144,7 +152,7 @@ class MoE(nn.Module):
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
         self.num_experts, self.experts_per_token = spec.num_experts, spec.experts_per_token
-        self.normalize_weights = spec.normalize_weights
+        self.normalize_weights, self.choice = spec.normalize_weights, spec.choice
         self.dispatch: Dispatch = dispatch_locally
         self.router = nn.Linear(hidden_size, spec.num_experts, bias=False)
         self.experts = Experts(hidden_size, spec)
@@ -161,7 +169,9 @@ class MoE(nn.Module):
         logits = self.router(tokens)
         weights, index = self._route(logits)
         parts = self.dispatch(tokens, index, self.num_experts, self.experts)
-        out = (parts * weights.to(parts.dtype).unsqueeze(-1)).sum(1)
+        out = parts.squeeze(1)
+        if weights is not None:
+            out = (parts * weights.to(parts.dtype).unsqueeze(-1)).sum(1)
         if self.shared_expert is not None:
             shared = self.shared_expert(tokens)
             if self.shared_gate is not None:
@@ -169,8 +179,11 @@ class MoE(nn.Module):
             out = out + shared
         return out.view_as(x), logits
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Pick k experts for every token: their weights and numbers, (M, k) each."""
+    def _route(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Pick k experts for every token: their weights, if any, and numbers, (M, k) each."""
+        if self.choice == "balanced":
+            index = assign_balanced(logits) if self.training else logits.argmax(-1)
+            return None, index.unsqueeze(-1)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         weights, index = F.softmax(wide, dim=-1).topk(self.experts_per_token, dim=-1)
         if self.normalize_weights:

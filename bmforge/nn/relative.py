@@ -70,7 +70,7 @@ class RelativeBias(nn.Module):
         values = F.embedding(buckets, self.weight)
         if self.causal:
             values = values.masked_fill(distance[:, None] > 0, -torch.inf)
-        return values.t().contiguous().unfold(1, key_length, 1).flip(1)[None]
+        return values.t().contiguous().unfold(1, key_length, 1).flip(1).contiguous()[None]
 
     def extra_repr(self) -> str:
         """Show the sizes."""

@@ -36,7 +36,7 @@ class Seq2SeqSuite(ModelSuite):
         inputs = self.make_inputs(twin.ours)
         targets = inputs.pop("decoder_input_ids")
         whole = twin.ours(**inputs, decoder_input_ids=targets).logits
-        cache = KVCache(twin.ours.config.num_layers, targets.shape[1])
+        cache = KVCache(len(twin.ours.decoder.layers), targets.shape[1])
         pieces = [
             twin.ours(**inputs, decoder_input_ids=targets[:, start:end], cache=cache).logits
             for start, end in ((0, 3), (3, 4), (4, 7))

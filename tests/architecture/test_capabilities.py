@@ -1,4 +1,4 @@
-"""docs/capabilities.md is what the tests say, and has no empty cell."""
+"""The generated pages are up to date, and docs/capabilities.md has no empty cell."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from bmforge.testing.capability import CAPABILITIES
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def writer() -> ModuleType:
-    """dev/capabilities.py as a module."""
-    spec = importlib.util.spec_from_file_location("capabilities", ROOT / "dev" / "capabilities.py")
+def load(name: str) -> ModuleType:
+    """A script of dev/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "dev" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,8 +24,20 @@ def writer() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    """dev/capabilities.py as a module."""
+    return load("capabilities")
+
+
 def test_the_page_is_up_to_date(writer: ModuleType) -> None:
     """Run dev/capabilities.py after adding a family or a capability."""
+    assert writer.PAGE.read_text("utf-8") == writer.render()
+
+
+def test_the_presets_are_up_to_date() -> None:
+    """Run dev/presets.py after adding a preset."""
+    writer = load("presets")
     assert writer.PAGE.read_text("utf-8") == writer.render()
 
 

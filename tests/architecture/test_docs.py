@@ -220,13 +220,3 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text("utf-8")
     assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert f"version: {version}" in (ROOT / "CITATION.cff").read_text("utf-8")
-
-
-def test_presets_in_the_docs_are_the_presets() -> None:
-    """The table of docs/models.md names all of them and no other."""
-    from bmforge.models.hub import FAMILIES
-
-    text = (ROOT / "docs" / "models.md").read_text("utf-8")
-    section = text.partition("## Presets")[2].partition("A preset is")[0]
-    known = {name for family in FAMILIES.values() for name in family.config_class.presets}
-    assert set(re.findall(r"`([^`]+)`", section)) == known

@@ -16,14 +16,14 @@ GROUND = {"errors", "config", "files", "logging", "surgery", "shards", "device"}
 # room -> rooms it may import, besides the ground floor and itself
 ALLOWED = {
     "nn": set(),
-    "models": {"nn"},
+    "models": {"nn", "tokenizers"},
     "tokenizers": set(),
     "data": set(),
     "parallel": set(),
     "train": {"parallel", "data"},
     "tune": {"nn"},
     "compress": {"nn"},
-    "infer": {"nn", "parallel", "models", "compress"},
+    "infer": {"nn", "parallel", "models", "tokenizers", "compress"},
     "testing": {"nn", "models", "parallel", "data", "train", "infer"},
     "compat": {"*"},
     "recipes": {"*"},

@@ -76,3 +76,22 @@ def test_full_and_mismatched_caches_say_so() -> None:
         cache.append(0, draw(2, 2), draw(2, 2))
     with pytest.raises(ShapeError, match="holds 2 rows and was given 3"):
         cache.append(0, draw(3, 1), draw(3, 1))
+
+
+def test_tokens_of_the_models_own() -> None:
+    """What a model puts in front is kept, returned and reordered, and counted nowhere."""
+    cache = KVCache(num_layers=2, max_length=4)
+    cache.extra_length = 3
+    stored = draw(2, 3 + 2)
+    for layer in range(2):
+        assert cache.length == 0
+        cache.append(layer, stored, stored)
+    assert cache.length == 2
+    cache.reorder(torch.tensor([1, 1, 0]))
+    new = draw(3, 2)
+    for layer in range(2):
+        keys, _ = cache.append(layer, new, new)
+        assert torch.equal(keys, torch.cat((stored[[1, 1, 0]], new), 2))
+    assert cache.length == 4
+    with pytest.raises(ShapeError, match="max_length=4"):
+        cache.append(0, draw(3, 1), draw(3, 1))

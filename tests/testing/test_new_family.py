@@ -46,5 +46,3 @@ def test_what_has_no_place_is_said(tmp_path: Path) -> None:
     assert again.returncode != 0
     assert "is there already" in again.stderr
     assert file.read_bytes() == before
-
-

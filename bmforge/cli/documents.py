@@ -1,0 +1,60 @@
+"""`bmforge generate MODEL --document FILE.jsonl`: one document a line in, the same, filled, out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer.documents import fill_documents
+from bmforge.models import AutoModel
+from bmforge.models.cpm_bee import CPMBee
+from bmforge.models.hub import find_model
+from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+
+__all__ = ["print_filled"]
+
+
+def print_filled(model: str, file: Path, **options: Any) -> None:
+    """Fill every document of a file and print it as a line of JSON.
+
+    Args:
+        model: directory or hub id of a CPM-Bee with its tokenizer.
+        file: one document a line; empty lines are left out.
+        options: those of `fill_documents`.
+
+    Raises:
+        ConfigError: not a CPM-Bee.
+        DataError: a line that is not a document; its number is named.
+    """
+    documents = _read(file)
+    directory = find_model(model)
+    opened = AutoModel.from_pretrained(directory)
+    if not isinstance(opened, CPMBee):
+        raise ConfigError(
+            f"{model!r} is a {type(opened).__name__}; documents are for CPM-Bee. Give a text with "
+            "--prompt instead."
+        )
+    tokenizer = CPMBeeTokenizer.from_pretrained(directory)
+    for document in fill_documents(opened, tokenizer, documents, **options):
+        print(json.dumps(document, ensure_ascii=False))
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    """Return the documents of a file."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {str(file)!r}: {error}.") from error
+    documents = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                documents.append(json.loads(line))
+            except ValueError as error:
+                raise DataError(
+                    f"line {number} of {str(file)!r} is not JSON ({error}); each line is one "
+                    'document, such as {"input": "...", "<ans>": ""}.'
+                ) from error
+    return documents

@@ -1,0 +1,250 @@
+"""Reading plain records out of pickles without ever running what is in them.
+
+A pickle may name any function and have it called. Here every name is refused but those with which
+numpy writes arrays of plain numbers, and these are not called either: stand-ins of ours take their
+arguments, check them, and make the array.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from typing import Any, Literal
+
+import numpy as np
+
+from bmforge.errors import DataError
+
+__all__ = ["load_plain"]
+
+_DTYPE = re.compile(r"[iuf][1248]|b1")
+# What a damaged or hostile pickle makes Python's reader raise.
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+)
+
+
+def load_plain(content: bytes) -> Any:
+    """Return the record in a pickle: None, bool, int, float, str, bytes, list, tuple, dict, set.
+
+    Arrays and scalars of numpy are read where they hold plain numbers.
+
+    Raises:
+        DataError: the pickle names anything else, or is damaged.
+
+    Memory: some times the size of `content`.
+    """
+    reader = _Reader(io.BytesIO(content))
+    try:
+        record = reader.load()
+        return _finish(record, {}) if reader.used_names else record
+    except DataError:
+        raise
+    except _UNREADABLE as error:
+        raise DataError(
+            f"a damaged pickle ({type(error).__name__}: {error}); get the file again"
+        ) from error
+
+
+class _Name:
+    """Stands in for something that a pickle names; it cannot be changed from within the pickle."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise DataError("a pickle that tries to change what it names: refused")
+
+
+class _ArrayClass(_Name):
+    """``numpy.ndarray``: only an argument of the other names."""
+
+    __slots__ = ()
+
+
+class _DtypeMaker(_Name):
+    """``numpy.dtype(name, align, copy)``."""
+
+    __slots__ = ()
+
+    def __call__(self, name: str, align: Any = False, copy: Any = True) -> _Dtype:
+        return _Dtype(name)
+
+
+class _Reconstruct(_Name):
+    """numpy's ``_reconstruct(ndarray, (0,), b"b")``; the contents follow as state."""
+
+    __slots__ = ()
+
+    def __call__(self, array_class: _ArrayClass, shape: Any, kind: Any) -> _Array:
+        return _Array()
+
+
+class _FromBuffer(_Name):
+    """numpy's ``_frombuffer(buffer, dtype, shape, order)``."""
+
+    __slots__ = ()
+
+    def __call__(self, buffer: Any, dtype: _Dtype, shape: Any, order: str, *rest: Any) -> _Array:
+        array = _Array()
+        content = bytes(buffer) if isinstance(buffer, bytearray) else buffer
+        array.value = _make_array(content, dtype, shape, order == "F")
+        return array
+
+
+class _Scalar(_Name):
+    """numpy's ``scalar(dtype, bytes)``."""
+
+    __slots__ = ()
+
+    def __call__(self, dtype: _Dtype, content: bytes) -> Any:
+        return _make_array(content, dtype, (), False)[()].item()
+
+
+class _Latin1(_Name):
+    """``_codecs.encode(text, "latin1")``, as which old pickles write bytes."""
+
+    __slots__ = ()
+
+    def __call__(self, text: str, encoding: str = "utf-8") -> bytes:
+        if encoding not in ("latin1", "latin-1"):
+            raise DataError(f"a pickle that encodes text as {encoding!r:.40}: refused")
+        return str.encode(text, "latin1")
+
+
+class _EmptyBytes(_Name):
+    """``bytes()``, as which old pickles write no bytes."""
+
+    __slots__ = ()
+
+    def __call__(self) -> bytes:
+        return b""
+
+
+class _Set(_Name):
+    """``set([...])``, as which old pickles write a set."""
+
+    __slots__ = ()
+
+    def __call__(self, parts: list[Any]) -> set[Any]:
+        if type(parts) is not list:
+            raise DataError("a set of something else than a list: refused")
+        return set(parts)
+
+
+class _Dtype:
+    """A number type on its way to an array."""
+
+    __slots__ = ("name", "order")
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not _DTYPE.fullmatch(name):
+            raise DataError(
+                f"an array of dtype {name!r:.40}: only arrays of plain numbers are read"
+            )
+        self.name = name
+        self.order: Literal["<", ">", "|", "="] = "<"
+
+    def __setstate__(self, state: Any) -> None:
+        order = state[1]
+        if order not in ("<", ">", "|", "=") or any(part is not None for part in state[2:5]):
+            raise DataError("an array with fields in it: only arrays of plain numbers are read")
+        self.order = order
+
+
+class _Array:
+    """An array on its way: its contents come as state."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: np.ndarray | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, content = state
+        self.value = _make_array(content, dtype, shape, bool(is_fortran))
+
+
+def _make_array(content: Any, dtype: Any, shape: Any, is_fortran: bool) -> np.ndarray:
+    """Return an array of its own memory, after checking that everything fits together."""
+    if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
+        raise DataError("an array that does not hold plain numbers: refused")
+    kind = np.dtype(dtype.name).newbyteorder(dtype.order)
+    sizes = tuple(shape)
+    if not all(type(n) is int and n >= 0 for n in sizes):
+        raise DataError(f"an array of shape {shape!r:.40}: refused")
+    if math.prod(sizes) * kind.itemsize != len(content):
+        raise DataError(f"an array of shape {sizes} with {len(content)} bytes: damaged")
+    flat = np.frombuffer(content, dtype=kind).astype(kind.newbyteorder("="))
+    return flat.reshape(sizes, order="F" if is_fortran else "C")
+
+
+_NAMES: dict[tuple[str, str], _Name] = {
+    ("numpy", "ndarray"): _ArrayClass(),
+    ("numpy", "dtype"): _DtypeMaker(),
+    ("_codecs", "encode"): _Latin1(),
+    ("__builtin__", "bytes"): _EmptyBytes(),
+    ("__builtin__", "set"): _Set(),
+    ("builtins", "set"): _Set(),
+    **{
+        (f"numpy.{core}.multiarray", name): stand_in
+        for core in ("core", "_core")
+        for name, stand_in in (("_reconstruct", _Reconstruct()), ("scalar", _Scalar()))
+    },
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _FromBuffer() for core in ("core", "_core")},
+}
+
+
+class _Reader(pickle.Unpickler):
+    """Python's reader of pickles, which gets nothing but our stand-ins for names."""
+
+    used_names = False
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.used_names = True
+        if (module, name) not in _NAMES:
+            raise DataError(
+                f"a pickle that names {module}.{name}"[:200] + ": it could run anything, so it is "
+                "refused. Only plain values and arrays of numbers are read"
+            )
+        return _NAMES[module, name]
+
+
+_OPEN = object()
+
+
+def _finish(record: Any, done: dict[int, Any]) -> Any:
+    """Return `record` with arrays in the places of stand-ins, made anew; anything else raises.
+
+    Args:
+        done: id of a container -> what became of it; `_OPEN` while it is being made.
+    """
+    if isinstance(record, _Array) and record.value is not None:
+        return record.value
+    if record is None or type(record) in (bool, int, float, str, bytes, bytearray):
+        return record
+    found = done.get(id(record))
+    if found is _OPEN:
+        raise DataError("a record that contains itself: refused")
+    if found is None:
+        done[id(record)] = _OPEN
+        found = done[id(record)] = _finish_container(record, done)
+    return found
+
+
+def _finish_container(record: Any, done: dict[int, Any]) -> Any:
+    if type(record) is dict:
+        return {_finish(key, done): _finish(value, done) for key, value in record.items()}
+    if type(record) in (list, tuple, set, frozenset):
+        return type(record)(_finish(part, done) for part in record)
+    raise DataError("a pickle with a name in the place of a value: refused")

@@ -1,0 +1,169 @@
+"""CPM-2 (Zhang et al., "CPM-2: Large-scale Cost-efficient Pre-trained Language Models", 2021).
+
+An encoder-decoder like T5 1.1 with a head of its own and unscaled attention. The names of its
+weights are those of the published Megatron shards (`src/mpu/transformer_enc_dec.py` of
+CPM-2-Pretrain), which EVA shares. The third model has a BASE layer of experts in every block.
+
+What is not known, as that checkpoint is one file per expert and rank and nobody shows its contents:
+each of its experts has a norm of its own, by which also the tokens lying with that expert are
+routed. Here a layer has one norm (they start as copies of one), and its experts are numbered in
+their names. The original drops attention's output twice; here it is dropped once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.heads import Head
+from bmforge.models.seq2seq import Seq2Seq
+from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn import MoESpec
+
+__all__ = ["CPM2", "CPM2Config", "megatron_rules"]
+
+_ACTIVATION = "gelu_new"
+
+
+@dataclass(kw_only=True)
+class CPM2Config(Seq2SeqConfig):
+    """Sizes of a CPM-2; the fields not named here are the bases'.
+
+    Args:
+        num_experts: E, in every block of both stacks; 0 for an MLP.
+        balance_experts: in training every expert gets equally many tokens (of this process), as the
+            original does; else, as in inference, each token goes where the router likes it best.
+    """
+
+    family: ClassVar[str] = "cpm2"
+    heads: ClassVar[dict[str, Head]] = {
+        "sequence_to_sequence": Head("EncDecModel", {"lm_head.weight": "lm_head.weight"}),
+        "none": Head("CPM2Model"),
+    }
+    hf_names: ClassVar[dict[str, str]] = {
+        **Seq2SeqConfig.hf_names,
+        "init_std": "init_method_std",
+        "decoder_start_token_id": "decoder_start_token_id",
+        "num_experts": "num_experts",
+        "balance_experts": "balance_experts",
+    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "cpm2-2.0": {"vocab_size": 26240, "eos_token_id": 7},
+        "cpm2-2.1": {},
+        "cpm2-moe-198b": {"num_experts": 32},
+    }
+
+    vocab_size: int = 51968
+    hidden_size: int = 4096
+    intermediate_size: int = 10240
+    num_layers: int = 24
+    num_heads: int = 64
+    init_std: float = 0.001
+    decoder_start_token_id: int = 1
+    eos_token_id: int = 8
+    num_experts: int = 0
+    balance_experts: bool = True
+
+    def check(self) -> None:
+        """Check the fields against each other."""
+        super().check()
+        if self.num_experts < 0:
+            raise ConfigError(f"CPM2Config: num_experts={self.num_experts} must not be negative.")
+
+
+class CPM2(Seq2Seq):
+    """CPM-2 with its sequence-to-sequence head."""
+
+    config_class = CPM2Config
+
+    def __init__(self, config: CPM2Config) -> None:
+        moe = None
+        if config.num_experts:
+            choice = "balanced" if config.balance_experts else "top_k"
+            size = config.intermediate_size
+            moe = MoESpec(config.num_experts, 1, size, _ACTIVATION, choice=choice)  # type: ignore[arg-type]
+        super().__init__(config, make_spec(config, _ACTIVATION, scale=1.0, moe=moe))
+
+    def init_std(self, name: str) -> float:
+        """Scale what adds to the residual by 1/sqrt(2 L), as the original does.
+
+        Its centroids of experts are orthogonal with length 0.1; ours are nearly so.
+        """
+        config = self.config
+        if name.endswith("rel_bias.weight"):
+            return 1.0
+        if name.endswith("router.weight"):
+            return 0.1 * config.hidden_size**-0.5
+        scaled = "o_proj" in name or "down_proj" in name
+        return config.init_std / (math.sqrt(2 * config.num_layers) if scaled else 1.0)
+
+    def tied_copies(self) -> dict[str, str]:
+        """Each stack's own name for the embedding."""
+        return {f"{s}.word_embeds.weight": "word_embeds.weight" for s in ("encoder", "decoder")}
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to the published names; see `megatron_rules`."""
+        return megatron_rules(self.config)
+
+    def megatron_rules(self) -> list[WeightRule]:
+        """Return the map to the names in Megatron shards, the head's included."""
+        return self.all_rules()
+
+
+def megatron_rules(config: Any) -> list[WeightRule]:
+    """Map a CPM-2 or EVA to the names of the published shards; q, k and v are fused.
+
+    Args:
+        config: a `Seq2SeqConfig`; may have `num_experts`.
+    """
+    rules = [WeightRule("embed.weight", "word_embeds.weight")]
+    for stack in ("encoder", "decoder"):
+        ours, theirs = f"{stack}.layers.{{i}}.", f"{stack}.blocks.{{i}}."
+        attn, cross = f"{theirs}self_attn.self_attn.", f"{theirs}cross_attn.cross_attn."
+        names = {
+            f"{stack}.norm": f"{stack}.final_layernorm",
+            f"{stack}.rel_bias": f"{stack}.blocks.0.self_attn.self_attn.relative_attention_bias",
+            f"{ours}attn_norm": f"{theirs}self_attn.layer_norm",
+            f"{ours}attn.o_proj": f"{attn}dense",
+        }
+        rules += _fused(f"{ours}attn", ("q", "k", "v"), f"{attn}project.weight", config)
+        if stack == "decoder":
+            names |= {
+                f"{ours}cross_attn_norm": f"{theirs}cross_attn.layer_norm",
+                f"{ours}cross_attn.q_proj": f"{cross}project_q",
+                f"{ours}cross_attn.o_proj": f"{cross}dense",
+            }
+            rules += _fused(f"{ours}cross_attn", ("k", "v"), f"{cross}project_kv.weight", config)
+        rules += linear_rules(names, ("weight",))
+        rules += _feed_forward_rules(ours, theirs, getattr(config, "num_experts", 0) > 0)
+    return rules
+
+
+def _fused(ours: str, parts: Iterable[str], theirs: str, config: Any) -> list[WeightRule]:
+    width, names = config.num_heads * config.head_dim, tuple(parts)
+    return [
+        WeightRule(f"{ours}.{name}_proj.weight", theirs, part=(i * width, len(names) * width))
+        for i, name in enumerate(names)
+    ]
+
+
+def _feed_forward_rules(ours: str, theirs: str, has_experts: bool) -> list[WeightRule]:
+    """Map the MLP, or the experts: ours are stacked without ".weight"."""
+    names = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
+    if not has_experts:
+        modules = {f"{ours}mlp.{a}": f"{theirs}ff.dense_relu_dense.{b}" for a, b in names.items()}
+        modules[f"{ours}mlp_norm"] = f"{theirs}ff.layer_norm"
+        return linear_rules(modules, ("weight",))
+    expert = f"{theirs}ff.expert_network."
+    return [
+        WeightRule(f"{ours}mlp_norm.weight", f"{expert}layer_norm.weight"),
+        WeightRule(f"{ours}mlp.router.weight", f"{theirs}ff.expert_centroids"),
+        *(
+            WeightRule(f"{ours}mlp.experts.{a}", f"{expert}{{e}}.dense_relu_dense.{b}.weight")
+            for a, b in names.items()
+        ),
+    ]

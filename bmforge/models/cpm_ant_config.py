@@ -1,0 +1,127 @@
+"""The config of CPM-Ant: CPM-Live's names, transformers' names, and the published sizes.
+
+Source: the config files of OpenBMB/CPM-Live and openbmb/cpm-ant-10b; of the compressed models, the
+README of CPM-Live's branch cpm-ant and BMCook's ``cpm_live_example``, which does not hold the 7B's:
+its layers are taken to be those of the 3B, which was made of it and has as many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bmforge.models.cpm_live import HF_FIELDS, CPMLiveConfig, read_masks
+from bmforge.models.heads import Head
+
+__all__ = ["TEXT_SEGMENT", "CPMAntConfig"]
+
+# The segment of a text that stands alone.
+TEXT_SEGMENT = 2
+_HF_ARCHITECTURES = {"language_model": "CpmAntForCausalLM", "none": "CpmAntModel"}
+# What only we write into config.json.
+_OWN_FIELDS = ("sum_scale", "task_id", "prompts_in_vocabulary", "mask_modules")
+_MASKS_7B = read_masks("..fff.f......xfa...a.f...xf.a.f.afxx..a..f.x.af.")
+_MASKS_1B = read_masks(".ffxf.f.f.x.fxxx.a.x.xaf.xx.aff.xfxx.ax..xfxaaxa")
+
+
+def _pruned(heads: int, size: int, masks: tuple[tuple[bool, bool], ...]) -> dict[str, Any]:
+    return {"num_heads": heads, "intermediate_size": size, "mask_modules": masks}
+
+
+@dataclass(kw_only=True)
+class CPMAntConfig(CPMLiveConfig):
+    """Sizes of a CPM-Ant; the fields not named here are `CPMLiveConfig`'s.
+
+    Args:
+        prompt_types: tasks that have a prompt.
+        prompt_length: tokens of a prompt.
+        segment_types: kinds of segments.
+        task_id: whose prompt stands before a text that comes without segments.
+        prompts_in_vocabulary: prompts are rows of the embedding behind the vocabulary (CPM-Ant+).
+        folded: the weights hold the scales, as in transformers.
+    """
+
+    family: ClassVar[str] = "cpm_ant"
+    model_types: ClassVar[tuple[str, ...]] = ("cpm_ant", "cpmant")
+    heads: ClassVar[dict[str, Head]] = {
+        "language_model": Head(
+            "CPMAnt",
+            {"lm_head.weight": "lm_head.weight"},
+            aliases=("CPMAntPlus", "CpmAntForCausalLM", "CPMAntForCausalLM"),
+        ),
+        "none": Head("CPMAntModel", prefix="", aliases=("CpmAntModel",)),
+    }
+    hf_names: ClassVar[dict[str, str]] = {
+        **CPMLiveConfig.hf_names,
+        "prompt_types": "prompt_types",
+        "prompt_length": "prompt_length",
+        "segment_types": "segment_types",
+        "task_id": "task_id",
+        "prompts_in_vocabulary": "prompts_in_vocabulary",
+    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "cpm-ant-10b": {},
+        "cpm-ant-7b": _pruned(32, 10240, _MASKS_7B),
+        "cpm-ant-3b": _pruned(20, 3735, _MASKS_7B),
+        "cpm-ant-1b": _pruned(16, 700, _MASKS_1B),
+        "cpm-ant-300m": _pruned(4, 350, _MASKS_1B),
+        "cpm-ant-plus-10b": {"vocab_size": 86579, "prompts_in_vocabulary": True},
+    }
+    hub_ids: ClassVar[dict[str, str]] = {"cpm-ant-10b": "openbmb/cpm-ant-10b"}
+
+    prompt_types: int = 32
+    prompt_length: int = 32
+    segment_types: int = 32
+    task_id: int = 2
+    prompts_in_vocabulary: bool = False
+    folded: bool = False
+
+    @classmethod
+    def opens(cls, raw: dict[str, Any]) -> bool:
+        """CPM-Live's config files have no model_type; the prompts tell."""
+        live = "model_type" not in raw and {"prompt_types", "dim_model"} <= set(raw)
+        return live or raw.get("model_type") in cls.model_types
+
+    @property
+    def scales_weights(self) -> bool:
+        """Not where the weights hold the scales."""
+        return not self.folded
+
+    def problems(self) -> list[str]:
+        """Return what does not fit together."""
+        found = super().problems()
+        if not 0 <= self.task_id < self.prompt_types:
+            found.append(f"task_id={self.task_id} must be below prompt_types={self.prompt_types}")
+        if self.segment_types <= TEXT_SEGMENT:
+            found.append(f"segment_types={self.segment_types} must be above {TEXT_SEGMENT}")
+        fixed = {"sum_scale": 1.0, "task_id": 2, "prompts_in_vocabulary": False, "mask_modules": ()}
+        for name, value in fixed.items() if self.folded else ():
+            if getattr(self, name) != value:
+                found.append(f"{name} must be {value!r} in transformers' form (folded=True)")
+        if not self.folded and not self.tie_word_embeddings:
+            found.append("tie_word_embeddings=False exists only in transformers' form")
+        return found
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        folded = raw.get("model_type") == "cpmant"
+        if folded:
+            for name, value in {"num_layers": 48, "num_heads": 32, "dim_head": 128}.items():
+                if not {name, *(t for t, live in HF_FIELDS.items() if live == name)} & set(raw):
+                    raw[name] = value
+            raw.pop("tie_word_embeddings", None)
+        values, rest = super()._take_special(raw)
+        return {**values, "folded": folded, "tie_word_embeddings": not folded}, rest
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config under CPM-Live's names, or transformers' where the weights are its."""
+        out = super().to_hf()
+        if not self.folded:
+            return out
+        for theirs, live in HF_FIELDS.items():
+            out[theirs] = out.pop(live)
+        known = set(self.raw.get("architectures") or ()) & set(out["architectures"])
+        if not known:
+            out["architectures"] = [_HF_ARCHITECTURES[self.head]]
+        kept = {n: v for n, v in out.items() if n not in _OWN_FIELDS or n in self.raw}
+        return {**kept, "model_type": "cpmant"}

@@ -1,0 +1,287 @@
+"""CPM-Bee: nested documents whose answers the model writes.
+
+Every key and every text of a document is a segment; how two segments are related in the tree
+decides their bias. Tokens that only a document has are a base id turned by a sub id
+(`nn.segment.turn_by_sub`), on the way in and as rows of the head.
+
+Source: OpenBMB/CPM-Bee; the sizes are those of its checkpoints' config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bmforge.errors import ShapeError
+from bmforge.models.causal_lm import check_ids
+from bmforge.models.cpm_live import CPMLive, CPMLiveConfig, read_masks
+from bmforge.models.heads import Head
+from bmforge.models.output import ModelOutput
+from bmforge.nn import build_mask
+from bmforge.nn.attention import KeyValueCache
+from bmforge.nn.segment import (
+    find_distances,
+    find_relations,
+    relation_rows,
+    see_context,
+    turn_by_sub,
+)
+from bmforge.tokenizers.cpm_bee_document import decode_document, encode_document
+
+__all__ = ["CPMBee", "CPMBeeConfig", "decode_document", "encode_document", "to_arguments"]
+
+_MASKS = read_masks(".a.axaxx..xaax.x.fax.fxx.x.xx.x.x.xaxxx.x.xx.x..")
+
+
+@dataclass(kw_only=True)
+class CPMBeeConfig(CPMLiveConfig):
+    """Sizes of a CPM-Bee; the fields not named here are `CPMLiveConfig`'s.
+
+    Args:
+        num_relations: rows of the bias table for relations of segments.
+    """
+
+    family: ClassVar[str] = "cpm_bee"
+    model_types: ClassVar[tuple[str, ...]] = ("cpm_bee", "cpmbee")
+    heads: ClassVar[dict[str, Head]] = {
+        "language_model": Head("CPMBee", aliases=("CpmBeeForCausalLM",)),
+        "none": Head("CPMBeeModel", aliases=("CpmBeeModel",)),
+    }
+    hf_names: ClassVar[dict[str, str]] = {
+        **CPMLiveConfig.hf_names,
+        "num_relations": "position_bias_num_segment_buckets",
+    }
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "distance_scale": (16,),
+        "tie_word_embeddings": (True,),
+    }
+    hf_defaults: ClassVar[dict[str, Any]] = {**CPMLiveConfig.hf_defaults, "num_relations": 32}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "cpm-bee-10b": {},
+        "cpm-bee-5b": {"mask_modules": _MASKS},
+        "cpm-bee-2b": {"mask_modules": _MASKS, "intermediate_size": 5120, "head_dim": 64},
+        "cpm-bee-1b": {"mask_modules": _MASKS, "intermediate_size": 1024, "head_dim": 40},
+        "cpm-bee-3b": {
+            "vocab_size": 86580,
+            "hidden_size": 2560,
+            "intermediate_size": 3072,
+            "num_layers": 32,
+            "head_dim": 80,
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        name: f"openbmb/{name}" for name in presets if name != "cpm-bee-3b"
+    }
+
+    vocab_size: int = 86583
+    num_buckets: int = 256
+    num_relations: int = 256
+    sum_scale: float = 1 / 1.05
+
+    @classmethod
+    def opens(cls, raw: dict[str, Any]) -> bool:
+        """CPM-Live's config files have no model_type; the buckets of relations tell."""
+        live = "model_type" not in raw and "position_bias_num_segment_buckets" in raw
+        return live or raw.get("model_type") in cls.model_types
+
+    def problems(self) -> list[str]:
+        """Return what does not fit together."""
+        found = super().problems()
+        if self.hidden_size % 2:
+            found.append(f"hidden_size={self.hidden_size} must be even: sub ids turn pairs of dims")
+        if not self.tie_word_embeddings:
+            found.append("tie_word_embeddings must be True: the head is the embedding")
+        return found
+
+
+class CPMBee(CPMLive):
+    """CPM-Bee with its language-model head."""
+
+    config_class = CPMBeeConfig
+    hf_prefix = "cpmbee."
+
+    def __init__(self, config: CPMBeeConfig) -> None:
+        super().__init__(config, config.num_buckets + config.num_relations)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        output_hidden_states: bool = False,
+        logits_to_keep: int | None = None,
+        *,
+        input_sub: Tensor | None = None,
+        length: Tensor | None = None,
+        context: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        num_segments: Tensor | None = None,
+        segment: Tensor | None = None,
+        segment_rel_offset: Tensor | None = None,
+        segment_rel: Tensor | None = None,
+        span: Tensor | None = None,
+        position: Tensor | None = None,
+        ext_table_ids: Tensor | None = None,
+        ext_table_sub: Tensor | None = None,
+    ) -> ModelOutput:
+        """Predict the next token at every position.
+
+        With `segment`, the inputs are those of CPM-Bee (`tokenizers.cpm_bee_batch`,
+        `to_arguments`). Without, they are a plain text that is written from left to right. With a
+        cache, what describes tokens covers the past as well.
+
+        Args:
+            input_ids: token ids below the vocabulary's size.
+            attention_mask: of a plain text: 1 for tokens, 0 for padding.
+            position_ids: of a plain text, where distances count and it has no effect.
+            document_ids: of a plain text: packed rows, tokens see only their own document.
+            labels: the token to predict at each position (not shifted in here), -100 for none, from
+                the vocabulary's size on a row of the extension; returns the loss, no logits.
+            num_items_in_batch: what the summed loss is divided by; None gives the mean.
+            cache: keys and values of earlier tokens.
+            output_hidden_states: return the embedding's and every layer's output.
+            logits_to_keep: return logits of only the last so many positions.
+            input_sub: sub ids of `input_ids`.
+            length: tokens of each row, padding behind them; None: where num_segments is 0.
+            context: which tokens are given; the others are written one by one.
+            sample_ids: 0 for the document, which sees all; 1, 2, ... for examples.
+            num_segments: how many segments a token's sample has.
+            segment: which of them the token is in.
+            segment_rel_offset: where its sample's relations begin in `segment_rel`.
+            segment_rel: relations of segments, see `nn.segment.find_relations`.
+            span: tokens see only those of their own span; None is one span.
+            position: from which distances are counted; None counts tokens.
+            ext_table_ids: base ids of the extension's rows.
+            ext_table_sub: their sub ids.
+
+        Shape:
+            input_ids, input_sub, labels: (B, T); length: (B,); segment_rel: (B, R);
+            ext_table_ids, ext_table_sub: (E,); all others (B, past + T);
+            returns logits (B, T, V + E)
+
+        Raises:
+            ShapeError: ids outside the vocabulary, or inputs that do not belong together.
+        """
+        past = cache.length if cache is not None else 0
+        check_ids(input_ids, self.embed.num_embeddings)
+        x = self._embed_subs(input_ids, input_sub)
+        if segment is None:
+            mask, bias = self._read_text(input_ids, attention_mask, document_ids, past)
+        else:
+            tokens = _check_tokens(
+                (input_ids.shape[0], past + input_ids.shape[1]),
+                segment=segment,
+                context=context,
+                sample_ids=sample_ids,
+                num_segments=num_segments,
+                offset=segment_rel_offset,
+            )
+            if segment_rel is None:
+                raise ShapeError("segment needs segment_rel: how segments are related.")
+            mask, bias = self._read_tokens(tokens, segment_rel, length, span, position, past)
+        x, kept = self._run(x, mask, bias, cache, output_hidden_states)
+        extension = None
+        if ext_table_ids is not None:
+            sub = None if ext_table_sub is None else ext_table_sub[None]
+            extension = self._embed_subs(ext_table_ids[None], sub)[0]
+        return self._answer(x, kept, labels, num_items_in_batch, logits_to_keep, extension)
+
+    def _embed_subs(self, ids: Tensor, sub: Tensor | None) -> Tensor:
+        """Embed (B, T) ids, turned by their sub ids where there are any."""
+        x = self.embed(ids) * self.spec.embed_scale
+        return x if sub is None else turn_by_sub(x, sub)
+
+    def _read_text(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        past: int,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return mask and bias of a plain text; with nothing else to hide, the bias is both."""
+        rows, length = input_ids.shape
+        distance = find_distances(length, input_ids.device, past)
+        bias = self._find_bias(torch.zeros_like(distance), distance)
+        if attention_mask is None and document_ids is None:
+            return None, bias.masked_fill(distance > 0, -torch.inf)
+        mask = build_mask(
+            (rows, length),
+            input_ids.device,
+            past=past,
+            attention_mask=attention_mask,
+            document_ids=document_ids,
+        )
+        return mask, bias
+
+    def _read_tokens(
+        self,
+        tokens: _Tokens,
+        relations: Tensor,
+        length: Tensor | None,
+        span: Tensor | None,
+        position: Tensor | None,
+        past: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return mask and bias of documents."""
+        samples, width = tokens.sample_ids, tokens.segment.shape[1]
+        together = samples[:, None, :] == samples[:, past:, None]
+        allowed = together | (samples[:, past:, None] == 0)
+        if span is not None:
+            same = span[:, None, :] == span[:, past:, None]
+            together, allowed = together & same, allowed & same
+        real = tokens.num_segments != 0
+        if length is not None:
+            real = torch.arange(width, device=real.device) < length[:, None]
+        distance = find_distances(width - past, real.device, past, position)
+        mask = see_context(tokens.context.bool(), distance, allowed, real)
+        relation = find_relations(
+            tokens.segment, tokens.num_segments, tokens.offset, relations, together
+        )
+        return mask, self._find_bias(relation, distance)
+
+    def _find_bias(self, relation: Tensor, distance: Tensor) -> Tensor:
+        config = self.config
+        return self.rel_bias(
+            relation_rows(relation, distance, config.num_buckets, config.max_seq_len)
+        )
+
+    def tied_copies(self) -> dict[str, str]:
+        """The hub's checkpoints may hold the head beside the embedding that it is."""
+        return {"lm_head.weight": "cpmbee.input_embedding.weight"}
+
+
+class _Tokens(NamedTuple):
+    """What is known of every token, (B, S) each."""
+
+    segment: Tensor
+    context: Tensor
+    sample_ids: Tensor
+    num_segments: Tensor
+    offset: Tensor
+
+
+def _check_tokens(shape: tuple[int, int], **described: Tensor | None) -> _Tokens:
+    """Refuse descriptions that are missing or do not cover the past and the new tokens."""
+    for name, tensor in described.items():
+        if tensor is None:
+            raise ShapeError(f"segment needs {name} beside it; see `tokenizers.cpm_bee_batch`.")
+        if tuple(tensor.shape) != shape:
+            raise ShapeError(
+                f"{name} has shape {tuple(tensor.shape)}; with cached tokens it must be {shape}."
+            )
+    return _Tokens(**{name: tensor for name, tensor in described.items() if tensor is not None})
+
+
+def to_arguments(inputs: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
+    """Return the arguments of `CPMBee.forward` from arrays of `tokenizers.cpm_bee_batch`."""
+    names = {"input": "input_ids"}
+    return {names.get(name, name): torch.from_numpy(array) for name, array in inputs.items()}

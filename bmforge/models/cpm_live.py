@@ -1,0 +1,321 @@
+"""What CPM-Ant and CPM-Bee share: config names, blocks in Tensor Programs' scale, checkpoint names.
+
+Linear weights have standard deviation 1 and what goes into them is divided by the square root of
+its width; so are embeddings and what the head reads. There are no biases, and the head is the
+embedding. Compressed models lack attention or MLP in some layers (`mask_modules`).
+
+Source: OpenBMB/CPM-Live; Yang et al., "Tensor Programs V" (2022) for the scales.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.models.causal_lm import CausalLM, DecoderSpec, run_layers
+from bmforge.models.config import ModelConfig
+from bmforge.models.output import ModelOutput
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, NormSpec, linear_cross_entropy
+from bmforge.nn.attention import KeyValueCache
+from bmforge.nn.segment import BucketBias
+
+__all__ = ["CPMLive", "CPMLiveConfig", "read_masks"]
+
+# transformers' names of fields -> CPM-Live's.
+HF_FIELDS = {
+    "hidden_size": "dim_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+}
+_EMBED_STD = 0.02
+
+
+def read_masks(text: str) -> tuple[tuple[bool, bool], ...]:
+    """Return `mask_modules` from one letter per layer.
+
+    Args:
+        text: "." has both parts, "a" lacks attention, "f" lacks the MLP, "x" lacks both.
+    """
+    return tuple((letter in "ax", letter in "fx") for letter in "".join(text.split()))
+
+
+@dataclass(kw_only=True)
+class CPMLiveConfig(ModelConfig):
+    """Fields of both families; those not named here are `ModelConfig`'s.
+
+    Args:
+        max_seq_len: distance from which on all are in one bucket; longer texts can be read.
+        num_buckets: of distances.
+        dropout: on attention weights, in the MLP, and on what each part adds to the residual.
+        sum_scale: factor on the residual after each part.
+        mask_modules: for every layer whether it lacks (attention, MLP); empty where none does.
+        init_std: of freshly drawn linear weights and biases of distances.
+        pad_token_id: marks padding where no mask does.
+    """
+
+    # Fields that say nothing about numbers.
+    hf_ignored: ClassVar[frozenset[str]] = frozenset(
+        {"half", "max_new_tokens", "repetition_penalty", "_from_model_config"}
+    )
+    hf_names: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "dim_model",
+        "intermediate_size": "dim_ff",
+        "num_layers": "num_layers",
+        "num_heads": "num_heads",
+        "head_dim": "dim_head",
+        "max_seq_len": "position_bias_max_distance",
+        "num_buckets": "position_bias_num_buckets",
+        "norm_eps": "eps",
+        "dropout": "dropout_p",
+        "sum_scale": "sum_scale",
+        "mask_modules": "mask_modules",
+        "init_std": "init_std",
+    }
+    # The defaults of CPM-Live's config classes.
+    hf_defaults: ClassVar[dict[str, Any]] = {"num_heads": 64, "head_dim": 64, "num_layers": 32}
+
+    vocab_size: int = 30720
+    hidden_size: int = 4096
+    intermediate_size: int = 10240
+    num_layers: int = 48
+    num_heads: int = 32
+    num_kv_heads: int = 0
+    head_dim: int = 128
+    max_seq_len: int = 2048
+    norm_eps: float = 1e-6
+    init_std: float = 1.0
+    num_buckets: int = 512
+    dropout: float = 0.0
+    sum_scale: float = 1.0
+    mask_modules: tuple[tuple[bool, bool], ...] = ()
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        """Bring `mask_modules`, which config.json has as lists or null, into one form."""
+        pairs = self.mask_modules or ()
+        if any(len(pair) != 2 for pair in pairs):
+            raise ConfigError(
+                f"{type(self).__name__}: mask_modules={self.mask_modules!r} must hold a pair "
+                "(lacks attention, lacks MLP) for every layer."
+            )
+        self.mask_modules = tuple((bool(attn), bool(mlp)) for attn, mlp in pairs)
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Check the fields against each other."""
+        super().check()
+        problems = self.problems()
+        if problems:
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+
+    def problems(self) -> list[str]:
+        """Return what does not fit together."""
+        found = []
+        if self.num_kv_heads != self.num_heads:
+            found.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
+        if len(self.mask_modules) not in (0, self.num_layers):
+            found.append(
+                f"mask_modules has {len(self.mask_modules)} entries for {self.num_layers} layers"
+            )
+        if self.mask_modules and all(attn for attn, _ in self.mask_modules):
+            found.append("mask_modules leaves no attention in any layer")
+        return found
+
+    @property
+    def scales_weights(self) -> bool:
+        """Whether the scales stand beside the weights rather than in them."""
+        return True
+
+    @property
+    def is_gated(self) -> bool:
+        """The MLP has a gate."""
+        return True
+
+    def count_parts(self) -> tuple[int, int]:
+        """Return how many layers have attention, and how many an MLP."""
+        masks = self.mask_modules or ((False, False),) * self.num_layers
+        return sum(not attn for attn, _ in masks), sum(not mlp for _, mlp in masks)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """As `ModelConfig`, of the parts that are there."""
+        attentions, mlps = self.count_parts()
+        inner = self.num_heads * self.head_dim
+        weights = attentions * 4 * inner * self.hidden_size + self.vocab_size * self.hidden_size
+        weights += mlps * 3 * self.hidden_size * self.intermediate_size
+        return 6 * weights + 12 * attentions * inner * seq_len
+
+    def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
+        """As `ModelConfig`, of the layers that have attention."""
+        return 2 * self.count_parts()[0] * self.num_heads * self.head_dim * bytes_per_element
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        for theirs, live in HF_FIELDS.items():
+            if theirs in raw:
+                raw[live] = raw.pop(theirs)
+        return {}, raw
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config under CPM-Live's names."""
+        unnamed = {*HF_FIELDS, *({"initializer_range"} - set(self.raw))}
+        out = {name: value for name, value in super().to_hf().items() if name not in unnamed}
+        out["mask_modules"] = [list(pair) for pair in self.mask_modules] or None
+        return out
+
+
+class CPMLive(CausalLM):
+    """Embedding, blocks that may lack a part, norm, and the embedding as the head.
+
+    Args:
+        config: the family's config.
+        num_rows: of the table of biases on the scores.
+        extra_tokens: rows of embedding and head beyond the vocabulary.
+    """
+
+    def __init__(self, config: CPMLiveConfig, num_rows: int, extra_tokens: int = 0) -> None:
+        width, inner = config.hidden_size, config.num_heads * config.head_dim
+        widths = width, inner, config.intermediate_size
+        enter, leave, down = (self._shrink(config, n) for n in widths)
+        attn = AttentionSpec(
+            config.num_heads,
+            config.num_heads,
+            config.head_dim,
+            qkv_bias=False,
+            out_bias=False,
+            dropout=config.dropout,
+            causal=False,
+            in_scale=enter,
+            out_scale=leave,
+        )
+        mlp = MLPSpec(config.intermediate_size, "gelu", True, False, config.dropout, enter, down)
+        block = BlockSpec(
+            width,
+            attn,
+            mlp,
+            norm=NormSpec("rms", config.norm_eps),
+            residual_dropout=config.dropout,
+            sum_scale=config.sum_scale,
+        )
+        spec = DecoderSpec(
+            block,
+            learned_positions=False,
+            extra_tokens=extra_tokens,
+            embed_scale=enter,
+            head_scale=enter,
+        )
+        super().__init__(config, spec)
+        self.rel_bias = BucketBias(config.num_heads, num_rows)
+
+    @staticmethod
+    def _shrink(config: CPMLiveConfig, width: int) -> float:
+        return 1 / math.sqrt(width) if config.scales_weights else 1.0
+
+    def _build_layers(self) -> nn.ModuleDict:
+        """Leave out what `mask_modules` names; the layers with attention take the cache's last
+        places, so that the last of them moves it on.
+        """
+        config, spec = self.config, self.spec.block
+        masks = config.mask_modules or ((False, False),) * config.num_layers
+        place = config.num_layers - config.count_parts()[0]
+        layers = nn.ModuleDict()
+        for number, (no_attn, no_mlp) in enumerate(masks):
+            mine = replace(
+                spec, attn=None if no_attn else spec.attn, mlp=None if no_mlp else spec.mlp
+            )
+            layers[str(number)] = Block(mine, place)
+            place += not no_attn
+        return layers
+
+    def width_into(self, name: str) -> int:
+        """Return the width whose square root a parameter's input is divided by; 1 for none."""
+        config = self.config
+        if name.endswith("norm.weight") or name.startswith("rel_bias"):
+            return 1
+        if name.endswith("o_proj.weight"):
+            return config.num_heads * config.head_dim
+        return config.intermediate_size if name.endswith("down_proj.weight") else config.hidden_size
+
+    def init_std(self, name: str) -> float:
+        """Embeddings are drawn small; weights that hold the scale are drawn with it."""
+        inside = name.startswith(("layers.", "rel_bias"))
+        std = self.config.init_std if inside else _EMBED_STD
+        return std if self.config.scales_weights else std / math.sqrt(self.width_into(name))
+
+    def _run(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        bias: Tensor,
+        cache: KeyValueCache | None,
+        keep_states: bool,
+        skipped: int = 0,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Run the blocks and the norm; leave out the first `skipped` tokens of what comes out."""
+        x, states = run_layers(self.layers, x, {None: mask}, keep_states, bias=bias, cache=cache)
+        assert self.norm is not None
+        x = self.norm(x)
+        kept = (*states[:-1], x) if keep_states else None
+        if not skipped:
+            return x, kept
+        return x[:, skipped:], kept and tuple(state[:, skipped:] for state in kept)
+
+    def _answer(
+        self,
+        x: Tensor,
+        kept: tuple[Tensor, ...] | None,
+        labels: Tensor | None,
+        num_items: float | Tensor | None,
+        logits_to_keep: int | None,
+        extension: Tensor | None = None,
+    ) -> ModelOutput:
+        """The head: the loss with labels, which are not shifted, else logits.
+
+        Args:
+            x: last hidden states.
+            kept: those of all layers.
+            labels: what each position is to predict.
+            num_items: what the summed loss is divided by.
+            logits_to_keep: of so many positions.
+            extension: further rows of the head, (E, D), which read the hidden states unscaled.
+        """
+        if self.config.head == "none":
+            return ModelOutput(last_hidden_state=x, hidden_states=kept)
+        if labels is None:
+            tail = x if logits_to_keep is None else x[:, -logits_to_keep:]
+            logits = self.lm_head(self._leave(tail))
+            if extension is not None:
+                logits = torch.cat((logits, tail @ extension.t()), -1)
+            return ModelOutput(None, logits, x, kept)
+        weight = self.lm_head.weight
+        if extension is not None:
+            weight = torch.cat((weight, extension / self.spec.head_scale))
+        flat = self._leave(x).flatten(0, 1)
+        loss = linear_cross_entropy(flat, weight, labels.flatten(), num_items=num_items)
+        return ModelOutput(loss, None, x, kept)
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to CPM-Live's names."""
+        block, theirs = "layers.{i}.", "encoder.layers.{i}."
+        attn, mlp = f"{theirs}self_att.", f"{theirs}ffn."
+        names = {
+            "embed": "input_embedding",
+            "norm": "encoder.output_layernorm",
+            f"{block}attn_norm": f"{attn}layernorm_before_attention",
+            f"{block}attn.q_proj": f"{attn}self_attention.project_q",
+            f"{block}attn.k_proj": f"{attn}self_attention.project_k",
+            f"{block}attn.v_proj": f"{attn}self_attention.project_v",
+            f"{block}attn.o_proj": f"{attn}self_attention.attention_out",
+            f"{block}mlp_norm": f"{mlp}layernorm_before_ffn",
+            f"{block}mlp.gate_proj": f"{mlp}ffn.w_in.w_0",
+            f"{block}mlp.up_proj": f"{mlp}ffn.w_in.w_1",
+            f"{block}mlp.down_proj": f"{mlp}ffn.w_out",
+        }
+        bias = WeightRule("rel_bias.weight", "position_bias.relative_attention_bias")
+        return [*linear_rules(names, ("weight",)), bias]

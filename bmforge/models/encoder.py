@@ -1,0 +1,321 @@
+"""The text encoder that Bert, Roberta and Longformer assemble: post-norm blocks and their heads.
+
+A family file is its config, its name map and an `EncoderSpec`; see `bert.py` for the shortest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.device import reads_are_free
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.models.base import Model
+from bmforge.models.causal_lm import (
+    build_layers,
+    check_ids,
+    finish_classes,
+    finish_spans,
+    run_layers,
+)
+from bmforge.models.encoder_config import EncoderConfig
+from bmforge.models.encoder_heads import DeepClassifier, MaskedHead
+from bmforge.models.output import ModelOutput
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn import (
+    AttentionSpec,
+    BlockSpec,
+    MLPSpec,
+    NormSpec,
+    build_mask,
+    build_norm,
+    linear_cross_entropy,
+)
+from bmforge.nn.losses import IGNORE_INDEX
+
+__all__ = ["EncoderModel", "EncoderSpec", "encoder_block", "encoder_rules"]
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """Everything in which encoders differ around their blocks.
+
+    Args:
+        block: data of the blocks.
+        windows: `attn.window` of every layer, where layers have one.
+        position_offset: row of the first position. Above 0 positions are counted over tokens that
+            are not padding, and padding itself has the row before.
+        embed_dropout: dropout after the embedding.
+        classifier_dropout: dropout before a classifier.
+        head_activation: of the masked-token head.
+        deep_classifier: sequences are classified by two layers instead of pooler and one.
+    """
+
+    block: BlockSpec
+    windows: tuple[int, ...] = ()
+    position_offset: int = 0
+    embed_dropout: float = 0.0
+    classifier_dropout: float = 0.0
+    head_activation: str = "gelu"
+    deep_classifier: bool = False
+
+
+def encoder_block(config: EncoderConfig, **attention: Any) -> BlockSpec:
+    """Return the post-norm block of a config; `attention` changes fields of its attention."""
+    attn = AttentionSpec(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        dropout=config.attn_dropout,
+        causal=False,
+        **attention,
+    )
+    return BlockSpec(
+        config.hidden_size,
+        attn,
+        MLPSpec(config.intermediate_size, config.activation),
+        norm=NormSpec("layer", config.norm_eps),
+        norm_place="post",
+        residual_dropout=config.dropout,
+    )
+
+
+class EncoderModel(Model):
+    """Embeddings, post-norm blocks, and one of the heads.
+
+    Args:
+        config: the family's config.
+        spec: what the config comes down to.
+    """
+
+    tied_head = ("mlm_head.decoder.weight", "embed.weight")
+
+    def __init__(self, config: EncoderConfig, spec: EncoderSpec) -> None:
+        super().__init__(config)
+        self.spec = spec
+        size, rows = config.hidden_size, config.max_seq_len + spec.position_offset
+        # Rows of padding get no gradient, as in transformers.
+        before = spec.position_offset - 1 if spec.position_offset else None
+        self.embed = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
+        self.embed_positions = nn.Embedding(rows, size, padding_idx=before)
+        self.embed_segments = nn.Embedding(config.num_segments, size)
+        self.embed_norm = build_norm(spec.block.norm, size)
+        self.layers = build_layers(spec.block, config.num_layers, spec.windows)
+        self._build_head()
+
+    def _build_head(self) -> None:
+        config, spec = self.config, self.spec
+        size, pooled = config.hidden_size, config.head == "sequence_classification"
+        self.pooler = None
+        if config.head == "none" or (pooled and not spec.deep_classifier):
+            self.pooler = nn.Linear(size, size)
+        if config.head == "masked_lm":
+            self.mlm_head = MaskedHead(config, spec.head_activation)
+            if config.tie_word_embeddings:
+                self.mlm_head.decoder.weight = self.embed.weight
+        elif pooled and spec.deep_classifier:
+            self.classifier: nn.Module = DeepClassifier(
+                size, config.num_labels, spec.classifier_dropout
+            )
+        elif config.head != "none":
+            width = 2 if config.head == "question_answering" else config.num_labels
+            self.classifier = nn.Linear(size, width)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+        output_hidden_states: bool = False,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **extra: Any,
+    ) -> ModelOutput:
+        """Read a text and return what the head answers.
+
+        Args:
+            input_ids: token ids.
+            attention_mask: 1 for tokens, 0 for padding.
+            token_type_ids: segment of every token; 0 when not given.
+            position_ids: rows of the position table; counted when not given.
+            document_ids: packed rows: tokens see only their own document.
+            labels: of masked tokens: their ids, -100 is not counted; returns the loss instead of
+                logits. Of a classifier: see `classification_loss`.
+            num_items_in_batch: what the summed loss is divided by; None gives the mean.
+            output_hidden_states: return the embedding's and every layer's output.
+            start_positions: first token of the answers, for question answering.
+            end_positions: last token of the answers.
+            extra: further arguments of `build_masks`, in families that have some.
+
+        Shape:
+            input_ids, attention_mask, token_type_ids, document_ids: (B, T);
+            position_ids: (B or 1, T); labels: (B, T) or (B,); start_positions, end_positions: (B,)
+
+        Raises:
+            ShapeError: more positions than the model has, or ids outside the vocabulary.
+        """
+        masks = self.build_masks(input_ids, attention_mask, document_ids, **extra)
+        x = self._embed(input_ids, token_type_ids, position_ids)
+        x, states = run_layers(self.layers, x, masks, output_hidden_states)
+        out = ModelOutput(
+            last_hidden_state=x, hidden_states=tuple(states) if output_hidden_states else None
+        )
+        head = self.config.head
+        if head == "masked_lm":
+            return self._predict(out, x, labels, num_items_in_batch)
+        if head == "none":
+            return out._replace(pooler_output=self._pool(x))
+        if head == "question_answering":
+            logits = self.classifier(x)
+            return finish_spans(out, logits, start_positions, end_positions, num_items_in_batch)
+        if head == "sequence_classification":
+            x = self._pool(x)
+        dropout = self.spec.classifier_dropout
+        logits = self.classifier(F.dropout(x, dropout, self.training) if dropout else x)
+        return finish_classes(out, logits, labels, self.config.problem_type, num_items_in_batch)
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        pooling: Literal["mean", "cls"] = "mean",
+        normalize: bool = False,
+        **inputs: Any,
+    ) -> Tensor:
+        """Return one embedding per row, whatever the head.
+
+        Args:
+            input_ids: token ids.
+            attention_mask: 1 for tokens, 0 for padding, which the mean leaves out.
+            pooling: the mean over tokens, or the first token's state.
+            normalize: scale embeddings to length 1.
+            inputs: `token_type_ids`, `position_ids` and what `build_masks` takes.
+
+        Shape:
+            input_ids, attention_mask: (B, T); returns (B, D)
+
+        Raises:
+            ConfigError: no such pooling.
+        """
+        if pooling not in ("mean", "cls"):
+            raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, cls.")
+        segments, positions = inputs.pop("token_type_ids", None), inputs.pop("position_ids", None)
+        masks = self.build_masks(input_ids, attention_mask, None, **inputs)
+        x, _ = run_layers(self.layers, self._embed(input_ids, segments, positions), masks, False)
+        if pooling == "cls":
+            x = x[:, 0]
+        elif attention_mask is None:
+            x = x.mean(1)
+        else:
+            seen = attention_mask[..., None].to(x.dtype)
+            x = (x * seen).sum(1) / seen.sum(1).clamp(min=1e-9)
+        return F.normalize(x, dim=-1) if normalize else x
+
+    def build_masks(
+        self, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None
+    ) -> dict[int | None, Any]:
+        """Return window -> mask of the layers that have it; made once for all layers."""
+        shape = (input_ids.shape[0], input_ids.shape[1])
+        mask = build_mask(
+            shape,
+            input_ids.device,
+            attention_mask=attention_mask,
+            document_ids=document_ids,
+            causal=False,
+        )
+        return {None: mask}
+
+    def _embed(self, ids: Tensor, segments: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Sum of the three embeddings, normed."""
+        self._check_length(ids.shape[1])
+        check_ids(ids, self.embed.num_embeddings)
+        if positions is None:
+            positions = self._count_positions(ids)
+        kind = self.embed_segments.weight[0] if segments is None else self.embed_segments(segments)
+        x = self.embed_norm(self.embed(ids) + (self.embed_positions(positions) + kind))
+        dropout = self.spec.embed_dropout
+        return F.dropout(x, dropout, self.training) if dropout else x
+
+    def _count_positions(self, ids: Tensor) -> Tensor:
+        """Rows of the position table, (B or 1, T)."""
+        offset = self.spec.position_offset
+        if not offset:
+            return torch.arange(ids.shape[1], device=ids.device)[None]
+        real = (ids != self.config.pad_token_id).int()
+        return (real.cumsum(1) * real).long() + (offset - 1)
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.max_seq_len:
+            raise ShapeError(
+                f"{length} tokens were given, but the model has max_seq_len="
+                f"{self.config.max_seq_len} positions. Cut the input, or train with more positions."
+            )
+
+    def _pool(self, x: Tensor) -> Tensor:
+        """Return the first token's state, through the pooler where there is one: (B, D)."""
+        first = x[:, 0]
+        return first if self.pooler is None else torch.tanh(self.pooler(first))
+
+    def _predict(
+        self, out: ModelOutput, x: Tensor, labels: Tensor | None, num_items: float | Tensor | None
+    ) -> ModelOutput:
+        """The masked-token head: the loss with labels, else logits."""
+        decoder = self.mlm_head.decoder
+        if labels is None:
+            return out._replace(logits=decoder(self.mlm_head(x)))
+        x, labels = x.flatten(0, 1), labels.flatten()
+        if reads_are_free(labels):
+            # Most tokens are not masked; the head, a fifth of a base model, need not see them.
+            masked = (labels != IGNORE_INDEX).nonzero()[:, 0]
+            x, labels = x[masked], labels[masked]
+        loss = linear_cross_entropy(
+            self.mlm_head(x), decoder.weight, labels, decoder.bias, num_items
+        )
+        return out._replace(loss=loss)
+
+    def all_rules(self) -> list[WeightRule]:
+        """An untied decoder's bias is the one beside its weight, which transformers then uses."""
+        rules = super().all_rules()
+        if self.config.head != "masked_lm" or self.config.tie_word_embeddings:
+            return rules
+        weight = next(r.theirs for r in rules if r.ours == "mlm_head.decoder.weight")
+        bias = WeightRule("mlm_head.decoder.bias", weight.removesuffix("weight") + "bias")
+        return [bias if rule.ours == bias.ours else rule for rule in rules]
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names."""
+        rules = encoder_rules(self.hf_prefix)
+        if self.config.head == "none":
+            rules += linear_rules({"pooler": f"{self.hf_prefix}pooler.dense"})
+        return rules
+
+
+def encoder_rules(prefix: str) -> list[WeightRule]:
+    """Return the names of an encoder's body, which all families of the BERT kind share."""
+    block, theirs = "layers.{i}.", f"{prefix}encoder.layer.{{i}}."
+    embeddings = f"{prefix}embeddings."
+    modules = {
+        "embed_norm": f"{embeddings}LayerNorm",
+        f"{block}attn.q_proj": f"{theirs}attention.self.query",
+        f"{block}attn.k_proj": f"{theirs}attention.self.key",
+        f"{block}attn.v_proj": f"{theirs}attention.self.value",
+        f"{block}attn.o_proj": f"{theirs}attention.output.dense",
+        f"{block}attn_norm": f"{theirs}attention.output.LayerNorm",
+        f"{block}mlp.up_proj": f"{theirs}intermediate.dense",
+        f"{block}mlp.down_proj": f"{theirs}output.dense",
+        f"{block}mlp_norm": f"{theirs}output.LayerNorm",
+    }
+    tables = {
+        "embed": f"{embeddings}word_embeddings",
+        "embed_positions": f"{embeddings}position_embeddings",
+        "embed_segments": f"{embeddings}token_type_embeddings",
+    }
+    return linear_rules(tables, ("weight",)) + linear_rules(modules)

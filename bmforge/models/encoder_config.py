@@ -1,0 +1,162 @@
+"""The config that the encoders of the BERT kind have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.config import ModelConfig
+from bmforge.models.heads import Head, classifier_heads
+
+__all__ = ["EncoderConfig", "encoder_heads", "encoder_size"]
+
+
+def encoder_size(
+    hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12
+) -> dict[str, Any]:
+    """Return the fields of a preset's size; the MLP is four times as wide."""
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+    }
+
+
+def encoder_heads(stem: str, head: dict[str, str], sequence: dict[str, str]) -> dict[str, Head]:
+    """Return an encoder's heads; the first predicts masked tokens.
+
+    Args:
+        stem: of the class names, such as ``"Bert"``.
+        head: our modules of the masked-token head -> theirs; ``"bias"`` -> the decoder's bias.
+        sequence: our modules of the sequence classifier -> theirs.
+    """
+    kinds = ("weight", "bias")
+    modules = [(f"mlm_head.{part}", head[part]) for part in ("dense", "norm", "decoder")]
+    names = {f"{a}.{kind}": f"{b}.{kind}" for a, b in modules for kind in kinds}
+    names["mlm_head.decoder.bias"] = head["bias"]
+    linear = {f"{a}.{kind}": f"{b}.{kind}" for a, b in sequence.items() for kind in kinds}
+    pooler = ("pooler.weight", "pooler.bias")
+    return {
+        "masked_lm": Head(f"{stem}ForMaskedLM", names, aliases=(f"{stem}ForPreTraining",)),
+        "sequence_classification": Head(f"{stem}ForSequenceClassification", linear),
+        **classifier_heads(stem, "", "classifier", "qa_outputs"),
+        "none": Head(f"{stem}Model", prefix="", optional=pooler),
+    }
+
+
+@dataclass(kw_only=True)
+class EncoderConfig(ModelConfig):
+    """Sizes of an encoder; the fields not named here are `ModelConfig`'s.
+
+    Args:
+        num_segments: kinds of segment a token can belong to.
+        pad_token_id: id of padding, whose embedding gets no gradient.
+        activation: of the MLP; a name in `nn.mlp.ACTIVATIONS`.
+        dropout: on embeddings and on what each part adds to the residual.
+        attn_dropout: on attention weights.
+        classifier_dropout: before a classifier; None takes `dropout`.
+    """
+
+    # Positions are counted over tokens that are not padding, from the row after the padding's.
+    positions_skip_padding: ClassVar[bool] = False
+    hf_names: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "norm_eps": "layer_norm_eps",
+        "num_segments": "type_vocab_size",
+        "pad_token_id": "pad_token_id",
+        "activation": "hidden_act",
+        "dropout": "hidden_dropout_prob",
+        "attn_dropout": "attention_probs_dropout_prob",
+        "classifier_dropout": "classifier_dropout",
+        "init_std": "initializer_range",
+        "tie_word_embeddings": "tie_word_embeddings",
+    }
+    # The pooler_ fields are of Google's own code; none of these reaches a forward pass.
+    hf_ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "directionality",
+            "output_past",
+            "pooler_fc_size",
+            "pooler_num_attention_heads",
+            "pooler_num_fc_layers",
+            "pooler_size_per_head",
+            "pooler_type",
+        }
+    )
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "position_embedding_type": ("absolute", None),
+        "is_decoder": (False, None),
+        "add_cross_attention": (False, None),
+    }
+    hf_defaults: ClassVar[dict[str, Any]] = {
+        "dropout": 0.1,
+        "attn_dropout": 0.1,
+        "num_segments": 2,
+        "norm_eps": 1e-12,
+        "vocab_size": 30522,
+    }
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    max_seq_len: int = 512
+    norm_eps: float = 1e-12
+    num_segments: int = 2
+    pad_token_id: int | None = 0
+    activation: str = "gelu"
+    dropout: float = 0.0
+    attn_dropout: float = 0.0
+    classifier_dropout: float | None = None
+
+    def check(self) -> None:
+        """Check the fields against each other."""
+        super().check()
+        problems = []
+        if self.num_heads * self.head_dim != self.hidden_size:
+            problems.append(
+                f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
+                f"head_dim={self.head_dim}"
+            )
+        if self.num_kv_heads != self.num_heads:
+            problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
+        for name in ("max_seq_len", "num_segments"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name}={getattr(self, name)} must be a positive number")
+        if self.pad_token_id is None and self.positions_skip_padding:
+            problems.append("pad_token_id=None: positions are counted from it, so it must be set")
+        elif not 0 <= (self.pad_token_id or 0) < self.vocab_size:
+            problems.append(
+                f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}"
+            )
+        if problems:
+            raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems) + ".")
+
+    @property
+    def position_offset(self) -> int:
+        """Row of the first position in the table of positions."""
+        return (self.pad_token_id or 0) + 1 if self.positions_skip_padding else 0
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        pad = raw.get("pad_token_id", cls.pad_token_id)
+        offset = (pad or 0) + 1 if cls.positions_skip_padding else 0
+        # 512 rows are what an absent field means to transformers.
+        rows = raw.pop("max_position_embeddings", None) or 512
+        return {"max_seq_len": rows - offset, "pad_token_id": pad}, raw
+
+    def _give_special(self) -> dict[str, Any]:
+        return {"max_position_embeddings": self.max_seq_len + self.position_offset}
+
+    def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
+        """Return 0: an encoder keeps no cache."""
+        return 0

@@ -1,0 +1,51 @@
+"""The heads of text encoders that are more than one linear layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.models.encoder_config import EncoderConfig
+from bmforge.nn import NormSpec, build_norm
+from bmforge.nn.mlp import get_activation
+
+__all__ = ["DeepClassifier", "MaskedHead"]
+
+
+class MaskedHead(nn.Module):
+    """What predicts masked tokens: linear, activation, norm, and the embedding as decoder.
+
+    Shape:
+        x: (..., D) -> (..., D); `decoder` makes it (..., V)
+    """
+
+    def __init__(self, config: EncoderConfig, activation: str) -> None:
+        super().__init__()
+        self.activation = get_activation(activation)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = build_norm(NormSpec("layer", config.norm_eps), config.hidden_size)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what `decoder` reads."""
+        return self.norm(self.activation(self.dense(x)))
+
+
+class DeepClassifier(nn.Module):
+    """Two layers with tanh between.
+
+    Shape:
+        x: (B, D) -> (B, L)
+    """
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.dense = nn.Linear(hidden_size, hidden_size)
+        self.out = nn.Linear(hidden_size, num_labels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify."""
+        x = torch.tanh(self.dense(x))
+        return self.out(F.dropout(x, self.dropout, self.training) if self.dropout else x)

@@ -1,0 +1,169 @@
+"""EVA, for Chinese dialogue (Zhou et al. 2021; Gu et al., "EVA2.0", 2022).
+
+A CPM-2 with role embeddings and, from 2.0 on, scaled attention. Names and fields are those of the
+published class (branch huggingface of thu-coai/EVA); Megatron shards, whose names are CPM-2's, open
+as well. The published class gates with the exact GELU; Megatron's, by which EVA was trained, with
+its tanh form, so a model opened from shards has `activation="gelu_new"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.cpm2 import megatron_rules
+from bmforge.models.heads import Head
+from bmforge.models.seq2seq import Seq2Seq
+from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
+from bmforge.models.weights import WeightRule, expand_rules, linear_rules
+
+__all__ = ["EVA", "EVAConfig"]
+
+_NUM_ROLES = 2
+
+
+def _size(hidden: int, inner: int, layers: int, heads: int, scaled: bool = True) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "attn_scale")
+    return dict(zip(names, (hidden, inner, layers, heads, scaled), strict=True))
+
+
+@dataclass(kw_only=True)
+class EVAConfig(Seq2SeqConfig):
+    """Sizes of an EVA; the fields not named here are the bases'.
+
+    Args:
+        attn_scale: attention's scores are divided by sqrt(H) (EVA 2.0).
+        activation: of the MLP's gate.
+        init_std: factor on T5's standard deviations.
+    """
+
+    family: ClassVar[str] = "eva"
+    heads: ClassVar[dict[str, Head]] = {
+        "sequence_to_sequence": Head("EVAModel", {"lm_head.weight": "lm_head.weight"}),
+        "none": Head("EVATransformer"),
+    }
+    hf_names: ClassVar[dict[str, str]] = {
+        **Seq2SeqConfig.hf_names,
+        "attn_scale": "attn_scale",
+        "activation": "dense_act_fn",
+        "init_std": "initializer_factor",
+        "decoder_start_token_id": "bos_token_id",
+    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "eva1.0": _size(2048, 5120, 24, 32, scaled=False),
+        "eva2.0-base": _size(768, 3072, 12, 12),
+        "eva2.0-large": _size(1024, 4096, 24, 16),
+        "eva2.0-xlarge": _size(2048, 5120, 24, 32),
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        f"eva2.0-{size}": f"thu-coai/EVA2.0-{size}" for size in ("base", "large", "xlarge")
+    }
+
+    vocab_size: int = 30000
+    hidden_size: int = 2048
+    intermediate_size: int = 5120
+    num_layers: int = 24
+    num_heads: int = 32
+    init_std: float = 1.0
+    attn_scale: bool = False
+    activation: str = "gelu"
+    decoder_start_token_id: int = 29810
+    eos_token_id: int = 4
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._take_special(raw)
+        start = raw.get("decoder_start_token_id")
+        if start is not None and start != raw.get("bos_token_id", start):
+            raise ConfigError(
+                f"EVAConfig: decoder_start_token_id={start} contradicts bos_token_id="
+                f"{raw['bos_token_id']}, which starts EVA's targets. Correct config.json."
+            )
+        return values, {**raw, "bos_token_id": raw.get("bos_token_id", start)}
+
+
+class EVA(Seq2Seq):
+    """EVA with its sequence-to-sequence head."""
+
+    config_class = EVAConfig
+
+    def __init__(self, config: EVAConfig) -> None:
+        spec = make_spec(config, config.activation, None if config.attn_scale else 1.0)
+        super().__init__(config, replace(spec, num_roles=_NUM_ROLES))
+
+    def init_std(self, name: str) -> float:
+        """As the published class: 1 for embeddings and head, else by the width of what goes in."""
+        config = self.config
+        if name.startswith(("embed", "lm_head")):
+            return float(config.init_std)
+        width = config.hidden_size
+        if name.endswith("q_proj.weight"):
+            width *= config.head_dim
+        elif name.endswith("o_proj.weight"):
+            width = config.num_heads * config.head_dim
+        elif name.endswith("down_proj.weight"):
+            width = config.intermediate_size
+        return float(config.init_std * width**-0.5)
+
+    def tied_copies(self) -> dict[str, str]:
+        """Each stack's own names for the embeddings, here and in Megatron shards."""
+        copies = {
+            "embed_tokens": "shared",
+            "word_embeds": "word_embeds",
+            "role_embeds": "role_embeds",
+        }
+        return {
+            f"{stack}.{copy}.weight": f"{original}.weight"
+            for stack in ("encoder", "decoder")
+            for copy, original in copies.items()
+        }
+
+    def rules_for(self, names: Collection[str]) -> list[WeightRule]:
+        """Return the rules of a checkpoint with these names: the class's or Megatron's."""
+        if "word_embeds.weight" not in names:
+            return super().rules_for(names)
+        shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        return expand_rules(self.megatron_rules(), shapes)
+
+    def megatron_rules(self) -> list[WeightRule]:
+        """Return the map to the names in Megatron shards, the head's included."""
+        roles = WeightRule("embed_segments.weight", "role_embeds.weight")
+        head = WeightRule("lm_head.weight", "lm_head.weight")
+        return [*megatron_rules(self.config), roles, head]
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to the published class's names: a block's parts are numbered."""
+        rules = [
+            WeightRule("embed.weight", "shared.weight"),
+            WeightRule("embed_segments.weight", "role_embeds.weight"),
+        ]
+        for stack, parts in (
+            ("encoder", ("attn", "mlp")),
+            ("decoder", ("attn", "cross_attn", "mlp")),
+        ):
+            first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+            names = {f"{stack}.norm": f"{stack}.final_layer_norm", f"{stack}.rel_bias": first}
+            for number, part in enumerate(parts):
+                ours, theirs = f"{stack}.layers.{{i}}.{part}", f"{stack}.block.{{i}}.layer.{number}"
+                names[f"{ours}_norm"] = f"{theirs}.layer_norm"
+                for our, their in _PART_NAMES[part].items():
+                    names[f"{ours}.{our}"] = f"{theirs}.{their}"
+            rules += linear_rules(names, ("weight",))
+        return rules
+
+
+def _attention(module: str) -> dict[str, str]:
+    return {f"{n}_proj": f"{module}.{n}" for n in ("q", "k", "v", "o")}
+
+
+_PART_NAMES = {
+    "attn": _attention("SelfAttention"),
+    "cross_attn": _attention("EncDecAttention"),
+    "mlp": {
+        "gate_proj": "DenseReluDense.wi_0",
+        "up_proj": "DenseReluDense.wi_1",
+        "down_proj": "DenseReluDense.wo",
+    },
+}

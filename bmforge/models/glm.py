@@ -1,0 +1,300 @@
+"""GLM, which fills blanks: a bidirectional text (part A), then the blanks' contents one by one.
+
+A token of part B has the position of the blank it fills, and beside it its place in that blank.
+The original keeps hidden states of earlier tokens (`mems`); a key-value cache is the same function.
+
+Source: Du et al., "GLM: General language model pretraining with autoregressive blank infilling"
+(ACL 2022); names and fields are those of the published remote code, `modeling_glm.py`. Not GLM-4,
+which shares its model_type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.device import reads_are_free
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.models.causal_lm import CausalLM, DecoderSpec
+from bmforge.models.config import ModelConfig
+from bmforge.models.encoder import DeepClassifier
+from bmforge.models.heads import Head
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, build_mask
+from bmforge.nn.blanks import blank_positions
+
+__all__ = ["GLM", "GLMConfig", "is_glm10b"]
+
+# Fields that only one of the two models called "glm" has.
+_OURS = {"num_layers", "max_sequence_length", "block_position_encoding"}
+_GLM4S = {"num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "partial_rotary_factor"}
+# attention_scale only moves the rounding: scores are divided by it and multiplied again.
+_IGNORED_FIELDS = """
+    attention_scale checkpoint_activations checkpoint_num_layers parallel_output spell_func
+    output_predict bad_words_id classifier_dropout use_scaled_init_for_output_weights eop_tok_id
+"""
+_DROPOUTS = ("dropout", "attn_dropout", "embed_dropout")
+
+
+def is_glm10b(raw: dict[str, Any]) -> bool:
+    """Tell whether a config.json with model_type "glm" is of this family and not a GLM-4."""
+    return raw.get("model_type") == "glm" and bool(_OURS & set(raw)) and not _GLM4S & set(raw)
+
+
+def _size(vocab: int, hidden: int, layers: int, heads: int, length: int = 1024) -> dict[str, Any]:
+    names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_seq_len")
+    return dict(zip(names, (vocab, hidden, layers, heads, length), strict=True))
+
+
+# ModelCenter's numbers of the Chinese vocabulary's tokens.
+_CHINESE = {"sop_token_id": 50006, "mask_token_id": 50008}
+
+
+@dataclass(kw_only=True)
+class GLMConfig(ModelConfig):
+    """Sizes of a GLM; the fields not named here are `ModelConfig`'s.
+
+    Args:
+        dropout: on what each part adds to the residual.
+        attn_dropout: on attention weights.
+        embed_dropout: after the embedding.
+        sop_token_id: begins a blank's contents; with it, positions and part A follow from the ids.
+        mask_token_id: stands for a blank.
+    """
+
+    family: ClassVar[str] = "glm"
+    heads: ClassVar[dict[str, Head]] = {
+        "language_model": Head("GLMForConditionalGeneration", aliases=("GLMModel",)),
+        "sequence_classification": Head(
+            "GLMForSequenceClassification",
+            {f"classifier.dense.{kind}": f"dense.{kind}" for kind in ("weight", "bias")}
+            | {f"classifier.out.{kind}": f"out_proj.{kind}" for kind in ("weight", "bias")},
+        ),
+        "none": Head("GLMModel", prefix=""),
+    }
+    hf_names: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_layers": "num_layers",
+        "num_heads": "num_attention_heads",
+        "max_seq_len": "max_sequence_length",
+        "norm_eps": "layernorm_epsilon",
+        "dropout": "output_dropout_prob",
+        "attn_dropout": "attention_dropout_prob",
+        "embed_dropout": "embedding_dropout_prob",
+        "sop_token_id": "sop_tok_id",
+        "mask_token_id": "mask_tok_id",
+        "init_std": "initializer_range",
+    }
+    hf_ignored: ClassVar[frozenset[str]] = frozenset(_IGNORED_FIELDS.split())
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "block_position_encoding": (True,),
+        "relative_encoding": (False, None),
+        "pool_token": ("cls",),
+        "tie_word_embeddings": (True,),
+    }
+    hf_defaults: ClassVar[dict[str, Any]] = dict.fromkeys(_DROPOUTS, 0.1)
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "glm-515m": _size(30592, 1152, 30, 18, 512),
+        "glm-2b": _size(50304, 2048, 36, 32),
+        "glm-10b": _size(50304, 4096, 48, 64),
+        "glm-large-zh": {**_size(50048, 1024, 24, 16), **_CHINESE},
+        "glm-10b-zh": {**_size(50048, 4096, 48, 64), **_CHINESE},
+    }
+    hub_ids: ClassVar[dict[str, str]] = {n: f"THUDM/{n.replace('zh', 'chinese')}" for n in presets}
+
+    vocab_size: int = 30592
+    hidden_size: int = 1024
+    intermediate_size: int = 0
+    num_layers: int = 24
+    num_heads: int = 16
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    max_seq_len: int = 512
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    attn_dropout: float = 0.0
+    embed_dropout: float = 0.0
+    sop_token_id: int | None = None
+    mask_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from the rest: F = 4 D, and the base's."""
+        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Check what config.json cannot say."""
+        super().check()
+        fixed = {
+            "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
+            "num_kv_heads": (self.num_kv_heads, self.num_heads),
+            "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
+            "tie_word_embeddings": (self.tie_word_embeddings, True),
+        }
+        wrong = [f"{n}={has!r} must be {must!r}" for n, (has, must) in fixed.items() if has != must]
+        if (self.sop_token_id is None) != (self.mask_token_id is None):
+            wrong.append("sop_token_id and mask_token_id need each other")
+        if wrong:
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+
+    @classmethod
+    def opens(cls, raw: dict[str, Any]) -> bool:
+        """Tell whether a config.json's contents are of this family."""
+        return is_glm10b(raw)
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()) -> Self:
+        """Read the published config; a GLM-4's is refused by name."""
+        if found := sorted(_GLM4S & set(raw)):
+            raise ConfigError(
+                f"this config.json has {', '.join(found)}: it is a GLM-4, which shares nothing but "
+                "the model_type 'glm' with GLM-10B, the model of this family."
+            )
+        return super().from_hf(raw, allow_unknown)
+
+    @classmethod
+    def _take_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        is_bare = raw.get("architectures") == ["GLMModel"] and not raw.get("output_predict")
+        return super()._take_head(raw) | ({"head": "none"} if is_bare else {})
+
+    def _give_special(self) -> dict[str, Any]:
+        return {"block_position_encoding": True, "output_predict": self.head == "language_model"}
+
+
+class GLM(CausalLM):
+    """GLM with a language-model head, tied to the embedding.
+
+    Its `forward` is `CausalLM`'s, with two arguments of another meaning:
+
+    Args:
+        attention_mask: (B,) or one number, the length of part A, which all tokens see; (B, 1, T,
+            past + T) written out, 1 for visible; or (B, past + T), 0 for padding. Without lengths
+            part A follows from the ids where the config has `sop_token_id`, and is empty otherwise.
+        position_ids: (B or 1, 2, T), positions and places in the blanks; or (B or 1, T), positions
+            outside of blanks. Not given, they follow from the ids like part A, or are counted.
+    """
+
+    config_class = GLMConfig
+    hf_prefix = "glm."
+
+    def __init__(self, config: GLMConfig) -> None:
+        width, heads, rows = config.hidden_size, config.num_heads, config.max_seq_len + 1
+        attn = AttentionSpec(heads, heads, config.head_dim, dropout=config.attn_dropout)
+        mlp, norm = MLPSpec(config.intermediate_size, "gelu"), NormSpec("layer", config.norm_eps)
+        block = BlockSpec(width, attn, mlp, norm=norm, residual_dropout=config.dropout)
+        spec = DecoderSpec(block, num_positions=rows, embed_dropout=config.embed_dropout)
+        super().__init__(config, spec)
+        self.embed_blocks = nn.Embedding(rows, width)
+        if config.head == "sequence_classification":
+            self.classifier = DeepClassifier(width, config.num_labels, config.dropout)
+
+    def init_std(self, name: str) -> float:
+        """Scale what adds to the residual by 1/sqrt(2 L), as the original training does."""
+        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
+        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
+
+    def derive_positions(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return positions (B, 2, T) and the length of part A (B,) of whole rows; see `nn.blanks`.
+
+        The config must have `sop_token_id` and `mask_token_id`.
+        """
+        padding = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
+        ids = self.config.sop_token_id, self.config.mask_token_id
+        return blank_positions(input_ids, *ids, padding)
+
+    def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """As `CausalLM`: a blank that a new token fills is found in the whole row."""
+        if self.config.sop_token_id is None:
+            return None
+        return self.derive_positions(input_ids, attention_mask)[0]
+
+    def _count_positions(
+        self, input_ids: Tensor, attention_mask: Tensor | None, past: int
+    ) -> Tensor:
+        found = self.row_positions(input_ids, attention_mask)
+        if found is not None and past:
+            raise ShapeError(
+                "with a cache, position_ids (B, 2, T) must be given: the blank that a later token "
+                "fills is found in the whole row (model.row_positions does that)."
+            )
+        return super()._count_positions(input_ids, None, past) if found is None else found
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        if position_ids.dim() == 2:
+            position_ids = torch.stack((position_ids, torch.zeros_like(position_ids)), 1)
+        limit = self.embed_positions.num_embeddings - 1
+        if reads_are_free(position_ids) and position_ids.numel() and position_ids.max() > limit:
+            raise ShapeError(
+                f"position_ids go up to {int(position_ids.max())}, but the model has positions 0 "
+                f"to max_seq_len={limit}. Cut the input."
+            )
+        places = self.embed_positions(position_ids[:, 0]) + self.embed_blocks(position_ids[:, 1])
+        x = self.embed(input_ids) + places
+        dropout = self.spec.embed_dropout
+        return F.dropout(x, dropout, self.training) if dropout else x
+
+    def _build_masks(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        past: int,
+    ) -> dict[int | None, Tensor | None]:
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return {None: attention_mask.bool()}
+        rows, prefix = input_ids.shape[0], None
+        if attention_mask is not None and attention_mask.dim() < 2:
+            count = attention_mask.numel()
+            if count not in (1, rows):
+                raise ShapeError(f"attention_mask has {count} lengths for {rows} rows.")
+            prefix, attention_mask = attention_mask.reshape(-1).expand(rows), None
+        elif self.config.sop_token_id is not None and not past:
+            prefix = self.derive_positions(input_ids, attention_mask)[1]
+        mask = build_mask(
+            (rows, input_ids.shape[1]),
+            input_ids.device,
+            past=past,
+            attention_mask=attention_mask,
+            document_ids=document_ids,
+            prefix_lengths=prefix,
+        )
+        return {None: mask}
+
+    def _pick_tokens(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return torch.zeros_like(input_ids[:, 0])
+
+    def _check_length(self, length: int) -> None:
+        """Allow any length: what counts are the positions, and part B uses them again."""
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to the published names; q, k and v are fused."""
+        width, block, theirs = self.config.hidden_size, "layers.{i}.", "layers.{i}."
+        names = {
+            "embed_positions": "position_embeddings",
+            "embed_blocks": "block_position_embeddings",
+            "norm": "final_layernorm",
+            f"{block}attn_norm": f"{theirs}input_layernorm",
+            f"{block}mlp_norm": f"{theirs}post_attention_layernorm",
+            f"{block}attn.o_proj": f"{theirs}attention.dense",
+            f"{block}mlp.up_proj": f"{theirs}mlp.dense_h_to_4h",
+            f"{block}mlp.down_proj": f"{theirs}mlp.dense_4h_to_h",
+        }
+        renamed = linear_rules({ours: f"glm.transformer.{name}" for ours, name in names.items()})
+        fused = [
+            WeightRule(
+                f"{block}attn.{part}.{kind}",
+                f"glm.transformer.{theirs}attention.query_key_value.{kind}",
+                part=(number * width, 3 * width),
+            )
+            for kind in ("weight", "bias")
+            for number, part in enumerate(("q_proj", "k_proj", "v_proj"))
+        ]
+        return [WeightRule("embed.weight", "glm.word_embeddings.weight"), *renamed, *fused]

@@ -1,0 +1,199 @@
+"""Longformer (Beltagy et al., "Longformer: The Long-Document Transformer", 2020)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bmforge.device import reads_are_free
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
+from bmforge.models.encoder_config import EncoderConfig, encoder_heads, encoder_size
+from bmforge.models.heads import Head
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn.window_mask import build_window_mask
+
+__all__ = ["Longformer", "LongformerConfig"]
+
+
+@dataclass(kw_only=True)
+class LongformerConfig(EncoderConfig):
+    """Sizes of a Longformer; the fields not named here are `EncoderConfig`'s.
+
+    Args:
+        windows: how many tokens around itself a token sees in every layer, half of them to each
+            side; one number is for all layers.
+        sep_token_id: id that ends a question, up to which question answering makes tokens global.
+    """
+
+    family: ClassVar[str] = "longformer"
+    positions_skip_padding: ClassVar[bool] = True
+    heads: ClassVar[dict[str, Head]] = encoder_heads(
+        "Longformer",
+        {
+            "dense": "lm_head.dense",
+            "norm": "lm_head.layer_norm",
+            "decoder": "lm_head.decoder",
+            "bias": "lm_head.bias",
+        },
+        {"classifier.dense": "classifier.dense", "classifier.out": "classifier.out_proj"},
+    )
+    hf_names: ClassVar[dict[str, str]] = {
+        **{k: v for k, v in EncoderConfig.hf_names.items() if k != "classifier_dropout"},
+        "sep_token_id": "sep_token_id",
+    }
+    # onnx_export chooses between two forms of one computation.
+    hf_ignored: ClassVar[frozenset[str]] = EncoderConfig.hf_ignored | {"onnx_export"}
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **EncoderConfig.hf_required,
+        "attention_mode": ("longformer",),
+        "ignore_attention_mask": (False,),
+    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "longformer-base-4096": encoder_size(),
+        "longformer-large-4096": encoder_size(1024, 24, 16),
+        # Xiao et al., "Lawformer: A Pre-trained Language Model for Chinese Legal Long Documents"
+        # (2021), whose code makes it from chinese-roberta-wwm with 4,098 rows of positions.
+        "lawformer": {
+            **encoder_size(),
+            "vocab_size": 21128,
+            "max_seq_len": 4097,
+            "norm_eps": 1e-12,
+            "num_segments": 2,
+            "pad_token_id": 0,
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "longformer-base-4096": "allenai/longformer-base-4096",
+        "longformer-large-4096": "allenai/longformer-large-4096",
+        "lawformer": "thunlp/Lawformer",
+    }
+
+    vocab_size: int = 50265
+    max_seq_len: int = 4096
+    norm_eps: float = 1e-5
+    num_segments: int = 1
+    pad_token_id: int | None = 1
+    windows: tuple[int, ...] = (512,)
+    sep_token_id: int = 2
+
+    def __post_init__(self) -> None:
+        """Give every layer its window."""
+        if len(self.windows) == 1:
+            self.windows = self.windows * self.num_layers
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Check the fields against each other."""
+        super().check()
+        if len(self.windows) != self.num_layers or any(w < 2 or w % 2 for w in self.windows):
+            raise ConfigError(
+                f"LongformerConfig: windows={self.windows} must be {self.num_layers} positive even "
+                "numbers, one per layer (num_layers), or one for all."
+            )
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        window = raw.pop("attention_window", 512)
+        values, rest = super()._take_special(raw)
+        values["windows"] = tuple(window) if isinstance(window, list) else (window,)
+        return values, rest
+
+    def _give_special(self) -> dict[str, Any]:
+        return {**super()._give_special(), "attention_window": list(self.windows)}
+
+
+class Longformer(EncoderModel):
+    """Longformer with a head for masked tokens, by default tied to the embedding."""
+
+    config_class = LongformerConfig
+    hf_prefix = "longformer."
+    # A pooler that our head does not read; the bias that transformers does not use beside an
+    # untied decoder.
+    hf_unused = ("longformer.pooler.dense.*", "pooler.dense.*", "lm_head.bias")
+    hf_old_names = (
+        ("lm_head.bias", "lm_head.decoder.bias"),
+        ("lm_head.decoder.bias", "lm_head.bias"),
+    )
+
+    def __init__(self, config: LongformerConfig) -> None:
+        spec = EncoderSpec(
+            encoder_block(config, global_tokens=True),
+            windows=config.windows,
+            position_offset=config.position_offset,
+            embed_dropout=config.dropout,
+            classifier_dropout=config.dropout,
+            deep_classifier=True,
+        )
+        super().__init__(config, spec)
+
+    def build_masks(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        global_attention_mask: Tensor | None = None,
+        max_global_tokens: int | None = None,
+    ) -> dict[int | None, Any]:
+        """Return window -> mask of the layers that have it.
+
+        Args:
+            input_ids: token ids.
+            attention_mask: 1 for tokens, 0 for padding.
+            document_ids: packed rows: tokens see only their own document.
+            global_attention_mask: 1 for tokens that see all and are seen by all. None takes the
+                first for sequence classification, the question for question answering (the tokens
+                before the first of three separators), and none else.
+            max_global_tokens: no row has more; what a compiled model needs to know for a cost that
+                is linear in the length.
+
+        Shape:
+            all tensors: (B, T)
+        """
+        if global_attention_mask is None:
+            global_attention_mask = self._default_globals(input_ids)
+            if self.config.head == "sequence_classification":
+                max_global_tokens = 1
+        return {
+            window: build_window_mask(
+                (input_ids.shape[0], input_ids.shape[1]),
+                input_ids.device,
+                window,
+                attention_mask=attention_mask,
+                global_mask=global_attention_mask,
+                document_ids=document_ids,
+                max_global_tokens=max_global_tokens,
+            )
+            for window in set(self.config.windows)
+        }
+
+    def _default_globals(self, input_ids: Tensor) -> Tensor | None:
+        """Which tokens are global where nobody says so, as in transformers."""
+        place = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        if self.config.head == "sequence_classification":
+            return place == 0
+        if self.config.head != "question_answering":
+            return None
+        separators = input_ids == self.config.sep_token_id
+        if reads_are_free(input_ids) and not bool((separators.sum(1) == 3).all()):
+            raise ShapeError(
+                f"every row must have three separators (sep_token_id={self.config.sep_token_id}), "
+                "after the question, before and after the text; these rows have "
+                f"{separators.sum(1).tolist()}. Or pass global_attention_mask."
+            )
+        return place < separators.int().argmax(1, keepdim=True)
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names."""
+        block = ("layers.{i}.attn.", "longformer.encoder.layer.{i}.attention.self.")
+        projections = {"q": "query", "k": "key", "v": "value"}
+        return super().weight_rules() + linear_rules(
+            {f"{block[0]}{a}_global_proj": f"{block[1]}{b}_global" for a, b in projections.items()}
+        )
+
+    def tied_copies(self) -> dict[str, str]:
+        """The decoder's bias is stored under two names."""
+        return {"lm_head.decoder.bias": "lm_head.bias"}

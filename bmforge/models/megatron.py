@@ -1,0 +1,283 @@
+"""Megatron's model-parallel shards: reading any number of them as one checkpoint, and writing them.
+
+A shard has a part of every large matrix: rows where its output is divided, columns where its input
+is, and of fused q, k and v its part of each. Small tensors are in all of them. CPM-1, CPM-2 and EVA
+were published so, as ``ITERATION/mp_rank_00_model_states.pt`` and so on.
+
+Source: `change_mp.py` of TsinghuaAI/CPM-1-Generate and of thu-coai/EVA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError
+
+__all__ = ["MegatronShards", "find_shards", "holds_shards", "split_tensor", "write_shards"]
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_EXPERT_FILE = re.compile(r"mp_rank_(\d+)_(\d+)_model_states\.pt")
+# Part of a name -> how many fused matrices its rows are; these are divided by rows, all others of
+# two dims by columns.
+_ROWS = {
+    "query_key_value.": 3,
+    ".project.": 3,
+    ".project_kv.": 2,
+    ".project_q.": 1,
+    "word_embed": 1,
+    "lm_head.": 1,
+    "dense_h_to_4h.": 1,
+    ".wi_0.": 1,
+    ".wi_1.": 1,
+}
+_WHOLE = ("position_embeddings.", "role_embeds.")
+# What DeepSpeed looks for in a file besides the weights.
+_BOOKKEEPING: dict[str, Any] = {
+    "optimizer": None,
+    "lr_scheduler": None,
+    "csr_tensor_module_names": set(),
+    "skipped_steps": 0,
+    "global_steps": 0,
+    "global_samples": 0,
+    "dp_world_size": 1,
+}
+
+
+def _find_cut(name: str, num_dims: int) -> tuple[int, int] | None:
+    """Return by which dim a tensor is divided and into how many fused ones; None: it is not."""
+    if any(part in name for part in _WHOLE):
+        return None
+    for part, fused in _ROWS.items():
+        if part in name:
+            return 0, fused
+    return (1, 1) if num_dims == 2 else None
+
+
+def find_shards(directory: Path) -> list[Path]:
+    """Return the shards in a directory, or in the one that its tracker file names, in their order.
+
+    Raises:
+        CheckpointError: shards are missing, or they are CPM-2's experts.
+    """
+    tracker = directory / _TRACKER
+    if tracker.is_file():
+        name = tracker.read_text("utf-8").strip()
+        inner = directory / (name if re.fullmatch(r"\d+|release", name) else "")
+        directory = inner if inner.is_dir() else directory
+    names = sorted(p.name for p in directory.glob("mp_rank_*"))
+    experts = [n for n in names if _EXPERT_FILE.fullmatch(n)]
+    if experts:
+        raise CheckpointError(
+            f"{str(directory)!r} holds {experts[0]} and others, one per expert and rank: CPM-2's "
+            "experts have a norm each, which the model here has not. Only dense shards "
+            "(mp_rank_00_model_states.pt) can be read."
+        )
+    found = {int(m[1]): directory / n for n in names if (m := _FILE.fullmatch(n))}
+    missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
+    if missing:
+        raise CheckpointError(
+            f"{str(directory)!r} has shards {sorted(found)} but lacks {missing}: copy "
+            f"{', '.join(f'mp_rank_{n:02d}_model_states.pt' for n in missing)} there too."
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def holds_shards(directory: Path) -> bool:
+    """Tell whether a directory has Megatron shards, itself or where its tracker file points."""
+    return (directory / _TRACKER).is_file() or any(directory.glob("mp_rank_*_model_states.pt"))
+
+
+class MegatronShards:
+    """All shards of a checkpoint as one file of whole tensors; see `safe_file.TensorFile`.
+
+    Nothing is joined: what is asked for is copied from where it lies. Shards are mapped, but for
+    those that torch wrote before 1.6.
+
+    Args:
+        directory: holds the shards, or a tracker file beside the directory that does.
+
+    Raises:
+        CheckpointError: shards are missing, damaged, or were divided in another number of parts.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.paths = find_shards(directory)
+        if not self.paths:
+            raise CheckpointError(f"{str(directory)!r} holds no mp_rank_00_model_states.pt.")
+        self._shards = [_read_shard(path, len(self.paths)) for path in self.paths]
+        self._check_alike()
+        self.shapes = {n: self._whole_shape(n, t.shape) for n, t in self._shards[0].items()}
+
+    @property
+    def degree(self) -> int:
+        """How many shards there are."""
+        return len(self.paths)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype a tensor is stored with."""
+        return self._shards[0][name].dtype
+
+    def map_tensor(self, name: str) -> Tensor | None:
+        """None: a whole tensor lies in several files."""
+
+    def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
+        """Copy a slice of the whole tensor into `target`, from every shard that has some of it."""
+        for shard, source, place in self._pieces(name):
+            parts = [_overlap(want, have) for want, have in zip(slices, place, strict=True)]
+            if any(stop <= start for start, stop in parts):
+                continue
+            spans = list(zip(parts, slices, place, source, strict=True))
+            into = tuple(slice(a - w.start, b - w.start) for (a, b), w, _, _ in spans)
+            out_of = tuple(slice(a - h.start + s, b - h.start + s) for (a, b), _, h, s in spans)
+            target[into].copy_(self._shards[shard][name][out_of])
+
+    def _pieces(self, name: str) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...]]]:
+        """Yield (shard, where a piece begins in its tensor, where it lies in the whole)."""
+        shape = tuple(self._shards[0][name].shape)
+        cut = _find_cut(name, len(shape))
+        if cut is None or self.degree == 1:
+            yield 0, (0,) * len(shape), tuple(slice(0, n) for n in shape)
+            return
+        dim, fused = cut
+        size = shape[dim] // fused
+        for shard, part in itertools.product(range(self.degree), range(fused)):
+            first = (part * self.degree + shard) * size
+            source = tuple(part * size if d == dim else 0 for d in range(len(shape)))
+            place = [slice(0, n) for n in shape]
+            place[dim] = slice(first, first + size)
+            yield shard, source, tuple(place)
+
+    def _whole_shape(self, name: str, shape: torch.Size) -> tuple[int, ...]:
+        cut = _find_cut(name, len(shape))
+        times = [self.degree if cut and cut[0] == dim else 1 for dim in range(len(shape))]
+        return tuple(size * n for size, n in zip(shape, times, strict=True))
+
+    def _check_alike(self) -> None:
+        """Refuse shards that cannot be parts of one model."""
+        first = self._shards[0]
+        for path, shard in zip(self.paths, self._shards, strict=True):
+            wrong = sorted(set(first) ^ set(shard))
+            wrong += [n for n in first if n in shard and not _are_parts(first[n], shard[n])]
+            if wrong:
+                raise CheckpointError(
+                    f"{path.name} does not belong to {self.paths[0].name} in "
+                    f"{str(path.parent)!r}: {', '.join(wrong[:5])} and {len(wrong[5:])} more "
+                    "differ. The shards are from different degrees or models; copy all from one."
+                )
+
+
+def _are_parts(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _overlap(want: slice, have: slice) -> tuple[int, int]:
+    return max(want.start, have.start), min(want.stop, have.stop)
+
+
+def _harmless() -> list[Any]:
+    """What training states beside the weights are made of: arrays and plain namespaces."""
+    array, scalar = (value.__reduce__()[0] for value in (np.zeros(1), np.float64(0)))
+    return [
+        *((array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+        *((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+        np.ndarray,
+        np.dtype,
+        *(type(np.dtype(kind)) for kind in ("uint32", "int64", "float64")),
+        argparse.Namespace,
+    ]
+
+
+def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
+    """Return the tensors of one shard; nothing in the file can run code."""
+    try:
+        mmap = zipfile.is_zipfile(path)
+        with torch.serialization.safe_globals(_harmless()):
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is damaged or not a shard: {error}. Download it anew."
+        ) from error
+    tensors = loaded.get("module") if isinstance(loaded, dict) else None
+    if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
+        raise CheckpointError(f"{str(path)!r} has no tensors by name under the key 'module'.")
+    said = loaded.get("mp_world_size")
+    if said not in (None, degree):
+        raise CheckpointError(
+            f"{str(path)!r} says that it is one of {said} shards, but {degree} are here. Copy all "
+            f"{said} of them, and none of another degree, into one directory."
+        )
+    wrong = [n for n, t in tensors.items() if t.dim() > 2]
+    if wrong:
+        raise CheckpointError(f"{str(path)!r} has tensors of more than two dims: {wrong[:5]}.")
+    return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+
+
+def split_tensor(name: str, tensor: Tensor, rank: int, degree: int) -> Tensor:
+    """Return shard `rank`'s part of a whole tensor, in memory of its own.
+
+    Raises:
+        CheckpointError: `degree` does not divide it.
+    """
+    cut = _find_cut(name, tensor.dim())
+    if cut is None or degree == 1:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    dim, fused = cut
+    if tensor.shape[dim] % (fused * degree):
+        raise CheckpointError(
+            f"{name} of shape {tuple(tensor.shape)} cannot be divided into {degree} shards along "
+            f"dim {dim}. Choose a degree that divides {tensor.shape[dim] // fused}."
+        )
+    parts = tensor.chunk(fused * degree, dim)[rank::degree]
+    return torch.cat(parts, dim)
+
+
+def write_shards(
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Any,
+    directory: Path,
+    degree: int,
+    copies: Mapping[str, str],
+) -> None:
+    """Write whole tensors as shards, under ``directory/1``, with the tracker file beside it.
+
+    Args:
+        shapes: of the tensors, by their names in shards.
+        read: returns a whole tensor by its name.
+        directory: made when it does not exist.
+        degree: number of shards.
+        copies: names under which shards hold a tensor once more -> the tensor's.
+
+    Raises:
+        CheckpointError: shards are there already, or `degree` does not divide the tensors.
+
+    Memory: one shard, and one whole tensor.
+    """
+    if degree < 1:
+        raise CheckpointError(f"degree={degree} must be at least 1.")
+    if holds_shards(directory):
+        raise CheckpointError(f"{str(directory)!r} already holds shards. Name another directory.")
+    for name, shape in shapes.items():
+        split_tensor(name, torch.empty(shape, device="meta"), 0, degree)
+    inner = directory / "1"
+    inner.mkdir(parents=True, exist_ok=True)
+    for rank in range(degree):
+        module = {name: split_tensor(name, read(name), rank, degree) for name in shapes}
+        module |= {copy: module[name] for copy, name in copies.items() if name in module}
+        path = inner / f"mp_rank_{rank:02d}_model_states.pt"
+        partial = path.with_name(f".{path.name}.partial")
+        content = {"module": module, **_BOOKKEEPING, "mp_world_size": degree, "iteration": 1}
+        torch.save(content, partial)
+        partial.replace(path)
+    (directory / _TRACKER).write_text("1\n", encoding="utf-8")

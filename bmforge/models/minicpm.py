@@ -1,0 +1,242 @@
+"""MiniCPM-1B, MiniCPM-2B and MiniCPM4: a Llama with the scales of Tensor Programs.
+
+Source: Hu et al., "MiniCPM" (arXiv 2404.06395); MiniCPM team, "MiniCPM4" (arXiv 2506.07900). The
+published checkpoints come with code of their own, which is never run. MiniCPM4's sparse attention
+(`sparse_config`) is not here: without it the published configs compute dense attention.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.causal_lm import CausalLM, DecoderSpec
+from bmforge.models.heads import Head, classifier_heads
+from bmforge.models.llama import llama_rules
+from bmforge.models.rotary import RotaryConfig
+from bmforge.models.weights import WeightRule
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
+
+__all__ = ["MiniCPM", "MiniCPMConfig"]
+
+_FACTORS_HALF_B = """
+    1.0004360675811768 1.0668443441390991 1.1631425619125366 1.3025742769241333 1.5040205717086792
+    1.7941505908966064 2.2101221084594727 2.802666664123535 3.6389970779418945 4.804192543029785
+    6.39855432510376 8.527148246765137 11.277542114257812 14.684998512268066 18.69317054748535
+    23.13019371032715 27.72362518310547 32.1606559753418 36.168827056884766 39.57627868652344
+    42.32667541503906 44.45526885986328 46.04962921142578 47.21482849121094 48.05115509033203
+    48.64370346069336 49.05967712402344 49.34980392456055 49.551246643066406 49.69068145751953
+    49.78697967529297 49.85338592529297
+"""
+_FACTORS_8B = """
+    0.9977997200264581 1.014658295992452 1.0349680404997148 1.059429246056193 1.0888815016813513
+    1.1243301355211495 1.166977103606075 1.2182568066927284 1.2798772354275727 1.3538666751582975
+    1.4426259039919596 1.5489853358570191 1.6762658237220625 1.8283407612492941 2.0096956085876183
+    2.225478927469756 2.481536379650452 2.784415934557119 3.1413289096347365 3.560047844772632
+    4.048719380066383 4.615569542115128 5.2684819496549835 6.014438591970396 6.858830049237097
+    7.804668263503327 8.851768731513417 9.99600492938444 11.228766118181639 12.536757560834843
+    13.902257701387796 15.303885189125953 16.717837610115794 18.119465097853947 19.484965238406907
+    20.792956681060105 22.02571786985731 23.16995406772833 24.217054535738416 25.16289275000465
+    26.007284207271347 26.753240849586767 27.40615325712662 27.973003419175363 28.461674954469114
+    28.880393889607006 29.237306864684626 29.540186419591297 29.79624387177199 30.01202719065413
+    30.193382037992453 30.34545697551969 30.47273746338473 30.579096895249787 30.66785612408345
+    30.741845563814174 30.80346599254902 30.85474569563567 30.897392663720595 30.932841297560394
+    30.962293553185553 30.986754758742034 31.007064503249293 31.02392307921529
+"""
+
+
+def _longrope(factors: str) -> dict[str, Any]:
+    """MiniCPM4's rotary scaling, which has one list for short and long inputs."""
+    numbers = [float(number) for number in factors.split()]
+    return {
+        "kind": "longrope",
+        "short_factor": numbers,
+        "long_factor": list(numbers),
+        "original_seq_len": 32768,
+    }
+
+
+def _minicpm_heads() -> dict[str, Head]:
+    lm_names = {"lm_head.weight": "lm_head.weight"}
+    aliases = ("MiniCPMLongRopeForCausalLM",)
+    return {
+        "language_model": Head("MiniCPMForCausalLM", lm_names, aliases=aliases),
+        **classifier_heads("MiniCPM", "score", "", "", sequence_bias=False),
+        "none": Head("MiniCPMModel", prefix=""),
+    }
+
+
+@dataclass(kw_only=True)
+class MiniCPMConfig(RotaryConfig):
+    """Sizes of a MiniCPM; the fields not named here are the base's.
+
+    Args:
+        embed_scale: factor on the embedding.
+        depth_scale: every part adds depth_scale / sqrt(num_layers) of its output to the residual.
+        base_hidden_size: D of the model whose learning rates these widths share; the language-model
+            head reads hidden states divided by hidden_size / base_hidden_size.
+        activation: of the gated MLP.
+        attn_bias: biases on q, k, v and o.
+        attn_dropout: on attention weights.
+        pad_token_id: the token whose embedding gets no gradient; None for none.
+    """
+
+    family: ClassVar[str] = "minicpm"
+    heads: ClassVar[dict[str, Head]] = _minicpm_heads()
+    hf_names: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "max_seq_len": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "embed_scale": "scale_emb",
+        "depth_scale": "scale_depth",
+        "base_hidden_size": "dim_model_base",
+        "activation": "hidden_act",
+        "attn_bias": "attention_bias",
+        "attn_dropout": "attention_dropout",
+        "pad_token_id": "pad_token_id",
+        "init_std": "initializer_range",
+        "tie_word_embeddings": "tie_word_embeddings",
+    }
+    # Only the heads for speculative decoding, which are models of their own, read mup_denominator.
+    hf_ignored: ClassVar[frozenset[str]] = frozenset({"mup_denominator"})
+    # What the published code takes for absent fields.
+    hf_defaults: ClassVar[dict[str, Any]] = {
+        "norm_eps": 1e-6,
+        "embed_scale": 1.0,
+        "depth_scale": 1.0,
+        "base_hidden_size": 1,
+        "init_std": 0.02,
+    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "minicpm-1b": {
+            "vocab_size": 73440,
+            "hidden_size": 1536,
+            "intermediate_size": 3840,
+            "num_layers": 52,
+            "num_heads": 24,
+            "num_kv_heads": 8,
+        },
+        "minicpm-2b": {},
+        "minicpm4-0.5b": {
+            "vocab_size": 73448,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_layers": 24,
+            "num_heads": 16,
+            "num_kv_heads": 2,
+            "max_seq_len": 32768,
+            "rope_scaling": _longrope(_FACTORS_HALF_B),
+        },
+        "minicpm4-8b": {
+            "vocab_size": 73448,
+            "hidden_size": 4096,
+            "intermediate_size": 16384,
+            "num_layers": 32,
+            "num_heads": 32,
+            "num_kv_heads": 2,
+            "max_seq_len": 32768,
+            "norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "rope_scaling": _longrope(_FACTORS_8B),
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "minicpm-1b": "openbmb/MiniCPM-1B-sft-bf16",
+        "minicpm-2b": "openbmb/MiniCPM-2B-sft-bf16",
+        "minicpm4-0.5b": "openbmb/MiniCPM4-0.5B",
+        "minicpm4-8b": "openbmb/MiniCPM4-8B",
+    }
+
+    vocab_size: int = 122753
+    hidden_size: int = 2304
+    intermediate_size: int = 5760
+    num_layers: int = 40
+    num_heads: int = 36
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    max_seq_len: int = 4096
+    norm_eps: float = 1e-5
+    init_std: float = 0.1
+    embed_scale: float = 12.0
+    depth_scale: float = 1.4
+    base_hidden_size: int = 256
+    activation: str = "silu"
+    attn_bias: bool = False
+    attn_dropout: float = 0.0
+    pad_token_id: int | None = None
+
+    def check(self) -> None:
+        """Check the fields against each other."""
+        super().check()
+        problems = []
+        if self.num_heads * self.head_dim != self.hidden_size:
+            problems.append(
+                f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
+                f"head_dim={self.head_dim}"
+            )
+        if self.base_hidden_size < 1:
+            problems.append(f"base_hidden_size={self.base_hidden_size} must be a positive number")
+        if problems:
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+
+    @classmethod
+    def opens(cls, raw: dict[str, Any]) -> bool:
+        """The first checkpoints have no model_type; their class tells."""
+        known = {n for head in cls.heads.values() for n in (head.architecture, *head.aliases)}
+        named = bool(known & set(raw.get("architectures") or ()))
+        return raw.get("model_type") == cls.family or ("model_type" not in raw and named)
+
+    @property
+    def is_gated(self) -> bool:
+        """MiniCPM's MLP has a gate."""
+        return True
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        scaling = raw.get("rope_scaling")
+        if isinstance(scaling, dict) and scaling.get("type") == "su":  # longrope's first name
+            raw["rope_scaling"] = {**scaling, "type": "longrope"}
+        return super()._take_special(raw)
+
+
+class MiniCPM(CausalLM):
+    """Llama's blocks between scaled embeddings, residuals and logits."""
+
+    config_class = MiniCPMConfig
+    hf_prefix = "model."
+
+    def __init__(self, config: MiniCPMConfig) -> None:
+        attn = AttentionSpec(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qkv_bias=config.attn_bias,
+            out_bias=config.attn_bias,
+            dropout=config.attn_dropout,
+        )
+        block = BlockSpec(
+            config.hidden_size,
+            attn,
+            MLPSpec(config.intermediate_size, config.activation, gated=True, bias=False),
+            norm=NormSpec("rms", config.norm_eps),
+            residual_scale=config.depth_scale / math.sqrt(config.num_layers),
+        )
+        spec = DecoderSpec(
+            block,
+            rope=config.rope_spec(),
+            embed_scale=config.embed_scale,
+            padding_id=config.pad_token_id,
+            head_scale=config.base_hidden_size / config.hidden_size,
+        )
+        super().__init__(config, spec)
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to the published names, which are Llama's."""
+        return llama_rules()

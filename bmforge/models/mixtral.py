@@ -1,0 +1,198 @@
+"""Mixtral, a Llama whose feed-forward parts are experts (Jiang et al., "Mixtral of experts", 2024).
+
+The Qwen-MoE families (`qwen_moe.py`) are assembled by the same class from more config fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bmforge.models.causal_lm import CausalLM, DecoderSpec
+from bmforge.models.heads import Head
+from bmforge.models.llama import llama_heads, llama_rules
+from bmforge.models.rotary import RotaryConfig
+from bmforge.models.weights import WeightRule
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
+
+__all__ = ["Mixtral", "MixtralConfig", "expert_rules"]
+
+
+def expert_rules(theirs: str, names: Mapping[str, str]) -> list[WeightRule]:
+    """Map router and experts to checkpoints that hold one tensor per expert.
+
+    Args:
+        theirs: their module of a layer, with `{i}` for the layer.
+        names: our projection -> theirs.
+    """
+    block = "layers.{i}.mlp."
+    experts = [
+        WeightRule(f"{block}experts.{ours}", f"{theirs}.experts.{{e}}.{name}.weight")
+        for ours, name in names.items()
+    ]
+    return [WeightRule(f"{block}router.weight", f"{theirs}.gate.weight"), *experts]
+
+
+@dataclass(kw_only=True)
+class MixtralConfig(RotaryConfig):
+    """Sizes of a Mixtral; the fields not named here are the base's.
+
+    Args:
+        num_experts: E, in every layer.
+        experts_per_token: k, how many of them work on a token.
+        activation: of the experts.
+        attn_dropout: on attention weights.
+        window: how many tokens a token sees, itself included; 0 for all.
+        output_router_logits: add the experts' load-balancing loss to the loss.
+        router_aux_loss_coef: its weight there.
+        pad_token_id: the token whose embedding gets no gradient; None for none.
+    """
+
+    family: ClassVar[str] = "mixtral"
+    heads: ClassVar[dict[str, Head]] = llama_heads("Mixtral")
+    hf_names: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "max_seq_len": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "num_experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "activation": "hidden_act",
+        "attn_dropout": "attention_dropout",
+        "output_router_logits": "output_router_logits",
+        "router_aux_loss_coef": "router_aux_loss_coef",
+        "pad_token_id": "pad_token_id",
+        "init_std": "initializer_range",
+        "tie_word_embeddings": "tie_word_embeddings",
+    }
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {"router_jitter_noise": (0, 0.0, None)}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "mixtral-8x7b": {"max_seq_len": 32768, "router_aux_loss_coef": 0.02},
+        "mixtral-8x22b": {
+            "hidden_size": 6144,
+            "intermediate_size": 16384,
+            "num_layers": 56,
+            "num_heads": 48,
+            "max_seq_len": 65536,
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+        "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1",
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 0
+    max_seq_len: int = 131072
+    norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    tie_word_embeddings: bool = False
+    num_experts: int = 8
+    experts_per_token: int = 2
+    activation: str = "silu"
+    attn_dropout: float = 0.0
+    window: int = 0
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    pad_token_id: int | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """The experts have a gate."""
+        return True
+
+    def attn_spec(self) -> AttentionSpec:
+        """Return the attention, the same in all layers but for the window."""
+        return AttentionSpec(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            qkv_bias=False,
+            out_bias=False,
+            dropout=self.attn_dropout,
+        )
+
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return the window of every layer."""
+        return (self.window or None,) * self.num_layers
+
+    def layer_mlps(self) -> tuple[MLPSpec | MoESpec, ...]:
+        """Return the feed-forward part of every layer."""
+        spec = MoESpec(
+            self.num_experts, self.experts_per_token, self.intermediate_size, self.activation
+        )
+        return (spec,) * self.num_layers
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """As the base, counting the experts that work on a token, and the router."""
+        dense = self.num_layers * 3 * self.hidden_size * self.intermediate_size
+        active = sum(_count_active(mlp, self.hidden_size) for mlp in self.layer_mlps())
+        return super().flops_per_token(seq_len) + 6 * (active - dense)
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
+        values, raw = super()._take_special(raw)
+        values["rope_theta"] = theta or cls.rope_theta
+        return {**values, **cls._take_windows(raw)}, raw
+
+    @classmethod
+    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """Take the fields about windows out of `raw`."""
+        return {"window": raw.pop("sliding_window", None) or 0}
+
+    def _give_special(self) -> dict[str, Any]:
+        return {**super()._give_special(), "sliding_window": self.window or None}
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config under transformers' names; an implied head_dim stays away."""
+        out = super().to_hf()
+        implied = self.head_dim == self.hidden_size // self.num_heads
+        if implied and self.raw.get("head_dim") is None:
+            del out["head_dim"]
+        return out
+
+
+def _count_active(spec: MLPSpec | MoESpec, hidden_size: int) -> int:
+    """Return how many weights of a gated feed-forward part work on one token."""
+    if isinstance(spec, MLPSpec):
+        return 3 * hidden_size * spec.intermediate_size
+    width = spec.experts_per_token * spec.intermediate_size + spec.shared_size
+    gate = int(spec.shared_size > 0 and spec.shared_gate)
+    return hidden_size * (3 * width + spec.num_experts + gate)
+
+
+class Mixtral(CausalLM):
+    """Mixtral with a language-model head."""
+
+    config_class = MixtralConfig
+    hf_prefix = "model."
+
+    def __init__(self, config: MixtralConfig) -> None:
+        mlps = config.layer_mlps()
+        norm = NormSpec("rms", config.norm_eps)
+        spec = DecoderSpec(
+            BlockSpec(config.hidden_size, config.attn_spec(), mlps[0], norm=norm),
+            windows=config.layer_windows(),
+            mlps=mlps,
+            rope=config.rope_spec(),
+            padding_id=config.pad_token_id,
+            balance_weight=config.router_aux_loss_coef if config.output_router_logits else None,
+        )
+        super().__init__(config, spec)
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names: w1, w3 and w2 are gate, up and down."""
+        names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        return llama_rules() + expert_rules("model.layers.{i}.block_sparse_moe", names)

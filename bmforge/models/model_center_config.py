@@ -1,0 +1,259 @@
+"""ModelCenter's `config.json`: which family it is of, and its fields as ours.
+
+It names no family and leaves out what was a default. The family is told from the tensors' names;
+the defaults are the tables here, from ModelCenter's config classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+
+__all__ = ["OLD_FAMILIES", "PADDED_GPT2", "is_padded", "read_old_config", "tell_family"]
+
+# GPT-2's 50257 tokens and one that stands for none, because an even number was wanted.
+PADDED_GPT2 = 50258
+# Fields that the forward pass needs, theirs -> ours.
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "dim_model": "hidden_size",
+    "num_heads": "num_heads",
+    "num_heads_kv": "num_kv_heads",
+    "dim_head": "head_dim",
+    "dim_ff": "intermediate_size",
+    "num_layers": "num_layers",
+    "num_encoder_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "norm_eps": "norm_eps",
+    "position_size": "max_seq_len",
+    "type_size": "num_segments",
+    "pad_token_id": "pad_token_id",
+    "sep_tok_id": "sep_token_id",
+    "pos_rotary_dim": "rotary_dim",
+    "position_bias_num_buckets": "num_buckets",
+    "position_bias_max_distance": "max_distance",
+    "attention_window": "windows",
+    "dropout_p": "dropout",
+    "sop_tok_id": "sop_token_id",
+    "eop_tok_id": "eop_token_id",
+    "mask_tok_id": "mask_token_id",
+    "img_size": "image_size",
+    "patch_size": "patch_size",
+    "channels_in": "num_channels",
+    "num_classes": "num_labels",
+    "hidden_size": "hidden_size",
+    "mlp_size": "intermediate_size",
+    "drop": "dropout",
+}
+# Initialisation, precision, what masks are filled with; and what is read elsewhere.
+_IGNORED_FIELDS = """
+    emb_init_mean emb_init_std pos_init_mean pos_init_std norm_init_var att_init_mean att_init_std
+    ffn_init_mean ffn_init_std proj_init_mean proj_init_std proj_bias att_mask_value half dtype
+    use_cache tied cls_head ffn_activate_fn scale
+"""
+_IGNORED = frozenset(_IGNORED_FIELDS.split())
+
+
+@dataclass(frozen=True)
+class OldFamily:
+    """What ModelCenter took for granted about a family.
+
+    Args:
+        defaults: what absent fields mean, as far as we read them.
+        needed: fields that must have this value, which is also what an absent one means.
+        activations: ffn_activate_fn -> our activation as the published weights want it; "" is an
+            absent one.
+    """
+
+    defaults: Mapping[str, Any]
+    needed: Mapping[str, Any]
+    activations: Mapping[str, str]
+
+
+def _needs(bias: bool, **others: Any) -> dict[str, Any]:
+    biases = dict.fromkeys(("norm_bias", "att_bias", "ffn_bias"), bias)
+    common = {"length_scale": False, "int8": False, "attn_scale": True, "post_layer_norm": False}
+    return {**common, "pos_bias_type": "none", **biases, **others}
+
+
+def _size(width: int, heads: int, ff: int, layers: int) -> dict[str, Any]:
+    names = ("dim_model", "num_heads", "dim_head", "dim_ff", "num_layers")
+    return dict(zip(names, (width, heads, width // heads, ff, layers), strict=True))
+
+
+_BASE = {**_size(768, 12, 3072, 12), "dropout_p": 0.1, "tied": True}
+_BERT = {**_BASE, "vocab_size": 119547, "type_size": 2, "position_size": 512, "norm_eps": 1e-12}
+_ROBERTA = {
+    **{**_BASE, **_size(1024, 16, 4096, 24), "vocab_size": 50265, "type_size": 1},
+    **{"position_size": 514, "norm_eps": 1e-5, "pad_token_id": 1},
+}
+_T5 = {
+    **{"vocab_size": 32128, "dim_model": 768, "num_heads": 12, "dim_head": 64, "dim_ff": 3072},
+    **{"num_encoder_layers": 12, "num_decoder_layers": 12, "norm_eps": 1e-6, "tied": True},
+}
+_POST_NORM = _needs(True, post_layer_norm=True)
+_GELU = {"": "gelu", "gelu": "gelu", "gelu_new": "gelu_new", "relu": "relu"}
+_GELU_NEW = {**_GELU, "": "gelu_new", "gelu": "gelu_new"}
+_T5_ACTIVATIONS = {
+    **{"": "relu", "relu": "relu", "gated_gelu": "gated-gelu", "gated_gelu_new": "gated-gelu"},
+    **{"gated_silu": "gated-silu", "gated_relu": "gated-relu"},
+}
+OLD_FAMILIES: dict[str, OldFamily] = {
+    "Bert": OldFamily(_BERT, _POST_NORM, _GELU),
+    "Roberta": OldFamily(_ROBERTA, _POST_NORM, _GELU),
+    "Longformer": OldFamily({**_BERT, "pad_token_id": 1}, _POST_NORM, _GELU),
+    "GPT2": OldFamily(
+        {**_BASE, "vocab_size": PADDED_GPT2, "position_size": 1024}, _needs(True), _GELU_NEW
+    ),
+    "GPTJ": OldFamily(
+        {**_size(4096, 16, 16384, 28), "vocab_size": 50400, "pos_rotary_dim": 64, "tied": False},
+        _needs(True, att_bias=False, pos_bias_type="rotary"),
+        _GELU_NEW,
+    ),
+    "OPT": OldFamily(
+        {**_BASE, "vocab_size": 50272, "position_size": 2048},
+        _needs(True),
+        {**_GELU, "": "relu"},
+    ),
+    "Llama": OldFamily(
+        {**_size(4096, 32, 11008, 32), "vocab_size": 32000, "norm_eps": 1e-6, "tied": False},
+        _needs(False, pos_bias_type="rotary"),
+        {"": "silu", "gated_silu": "silu", "gated_gelu": "gelu", "gated_relu": "relu"},
+    ),
+    "T5": OldFamily(
+        _T5, _needs(False, attn_scale=False, pos_bias_type="relative"), _T5_ACTIVATIONS
+    ),
+    "GLM": OldFamily(
+        {
+            **{**_BASE, **_size(1024, 16, 4096, 24), "vocab_size": 50048, "position_size": 1025},
+            **{"sop_tok_id": 50006, "mask_tok_id": 50008},
+        },
+        _needs(True),
+        _GELU,
+    ),
+    "ViT": OldFamily(
+        # Its norms kept this epsilon and its scores their scale, whatever the config said.
+        {"num_classes": 1000, "norm_eps": 1e-5, "attn_scale": None},
+        {"attn_bias": True, "norm_bias": True, "ffn_bias": True, "representation_size": None},
+        {"": "gelu"},
+    ),
+}
+
+
+def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
+    """Return the family that has tensors of these names.
+
+    Raises:
+        ConfigError: none has.
+    """
+
+    def has(ending: str) -> bool:
+        return any(name.endswith(ending) for name in tensors)
+
+    if "token_type_embedding.weight" in tensors:
+        if has("project_q_global.weight"):
+            return "Longformer"
+        return "Roberta" if tensors["token_type_embedding.weight"].shape[0] == 1 else "Bert"
+    signs = {
+        "block_position_embedding.weight": "GLM",
+        "patch_embed.cls_token": "ViT",
+        "position_bias_dec.relative_attention_bias": "T5",
+        "position_embedding.weight": "OPT" if raw.get("ffn_activate_fn") == "relu" else "GPT2",
+        "w_in.w_0.weight": "Llama",
+        "output_projection.bias": "GPTJ",
+    }
+    found = next((family for ending, family in signs.items() if has(ending)), None)
+    if found is None:
+        raise ConfigError(
+            f"the tensors' names ({', '.join(list(tensors)[:3])}, ...) belong to no family that "
+            f"can be told from them. Name it: one of {', '.join(sorted(OLD_FAMILIES))}."
+        )
+    return found
+
+
+def read_old_config(
+    family: str,
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    allow_unknown: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Return the fields of our config, some of which the family may not have.
+
+    Args:
+        family: a name in `OLD_FAMILIES`.
+        raw: contents of config.json.
+        tensors: of the checkpoint; heads, ties and padding are read from them.
+        allow_unknown: fields to accept unread.
+
+    Raises:
+        ConfigError: fields not understood, or values that cannot be computed; all listed.
+    """
+    old = OLD_FAMILIES[family]
+    given = {**old.needed, **old.defaults, **raw}
+    if family == "ViT":
+        given["norm_eps"] = old.defaults["norm_eps"]
+    activation = given.get("ffn_activate_fn", "")
+    problems = [
+        f"{name}={given[name]!r} (only {value!r})"
+        for name, value in old.needed.items()
+        if given[name] != value and name not in allow_unknown
+    ]
+    if activation not in old.activations:
+        problems.append(f"ffn_activate_fn={activation!r} (only {[*old.activations][1:]})")
+    understood = {*_FIELDS, *_IGNORED, *old.needed, *old.defaults, *allow_unknown}
+    problems += [
+        f"{name}={value!r} (unknown)"
+        for name, value in raw.items()
+        if name not in understood and value not in (None, False, "", [], {})
+    ]
+    if problems:
+        raise ConfigError(
+            f"these fields of ModelCenter's config could change numbers: {', '.join(problems)}. If "
+            "you know that they do not, name them in allow_unknown."
+        )
+    values = {_FIELDS[name]: value for name, value in given.items() if name in _FIELDS}
+    values["activation"] = values["feed_forward"] = old.activations[activation]
+    values["attn_dropout"] = values["embed_dropout"] = values.get("dropout", 0.0)
+    values["num_kv_heads"] = max(0, values.get("num_kv_heads", 0))
+    if isinstance(values.get("windows"), int):
+        values["windows"] = (values["windows"],)
+    return {**values, **_read_sizes(family, given), **_read_head(family, given, tensors)}
+
+
+def _read_sizes(family: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return longest contexts: some tables of positions have rows for none."""
+    if family in ("Roberta", "Longformer"):
+        return {"max_seq_len": given["position_size"] - given["pad_token_id"] - 1}
+    return {"max_seq_len": given["position_size"] - 1} if family == "GLM" else {}
+
+
+def _read_head(
+    family: str, given: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return head and tie as the tensors show them."""
+    out: dict[str, Any] = {}
+    embed = tensors.get("input_embedding.weight")
+    if given.get("cls_head"):
+        out |= {"head": "token_classification", "num_labels": given["cls_head"]}
+    elif "type_size" in given and "lm_head.dense.weight" not in tensors:
+        out["head"] = "none"
+    if family == "GPT2" and embed is not None and is_padded(embed):
+        out["vocab_size"] = embed.shape[0] - 1
+    heads = [tensors.get(f"{name}.weight") for name in ("output_projection", "lm_head.decoder")]
+    own = next((tensor for tensor in heads if tensor is not None), None)
+    if own is None or embed is None:
+        out["tie_word_embeddings"] = bool(given.get("tied", True))
+    else:
+        out["tie_word_embeddings"] = own.shape == embed.shape and torch.equal(own, embed)
+    return out
+
+
+def is_padded(embed: Tensor) -> bool:
+    """True where the last row is no token."""
+    return embed.shape[0] == PADDED_GPT2 or not bool(embed[-1].any())

@@ -1,0 +1,234 @@
+"""Qwen2, Qwen2.5 and Qwen3, the dense ones (Qwen team 2024, 2025).
+
+Source: "Qwen2 Technical Report" (arXiv 2407.10671), "Qwen2.5 Technical Report" (2412.15115), "Qwen3
+Technical Report" (2505.09388).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from bmforge.errors import ConfigError
+from bmforge.models.causal_lm import CausalLM, DecoderSpec
+from bmforge.models.heads import Head
+from bmforge.models.llama import llama_heads, llama_rules
+from bmforge.models.rotary import RotaryConfig
+from bmforge.models.weights import WeightRule
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
+
+__all__ = ["Qwen", "QwenConfig"]
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _qwen_heads() -> dict[str, Head]:
+    """Qwen2's and Qwen3's classes differ in nothing but their names, and in what spans sit on."""
+    heads = llama_heads("Qwen2", question_prefix="transformer.")
+    return {
+        name: replace(head, aliases=(head.architecture.replace("Qwen2", "Qwen3"),))
+        for name, head in heads.items()
+    }
+
+
+def _size(
+    hidden: int, intermediate: int, layers: int, heads: int, kv: int, length: int
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv,
+        "max_seq_len": length,
+        "rope_theta": 1e6,
+    }
+
+
+_TIED = {"tie_word_embeddings": True}
+_WIDE_VOCAB = {"vocab_size": 152064}
+_QWEN3 = {"model_type": "qwen3", "head_dim": 128}
+_128K, _40K = 131072, 40960
+
+
+@dataclass(kw_only=True)
+class QwenConfig(RotaryConfig):
+    """Sizes of a Qwen; the fields not named here are the base's.
+
+    Args:
+        model_type: "qwen2" (also Qwen2.5) has biases on q, k and v; "qwen3" norms q and k per head.
+        activation: of the gated MLP.
+        attn_bias: of a qwen3: biases on q, k, v and o.
+        attn_dropout: on attention weights.
+        window: tokens that a token sees in the `window_layers`; 0 for no such layers.
+        window_layers: numbers of the layers with a window.
+        pad_token_id: the token whose embedding gets no gradient; None for none.
+    """
+
+    family: ClassVar[str] = "qwen2"
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3")
+    heads: ClassVar[dict[str, Head]] = _qwen_heads()
+    hf_names: ClassVar[dict[str, str]] = {
+        "model_type": "model_type",
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "max_seq_len": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "activation": "hidden_act",
+        "attn_bias": "attention_bias",
+        "attn_dropout": "attention_dropout",
+        "pad_token_id": "pad_token_id",
+        "init_std": "initializer_range",
+        "tie_word_embeddings": "tie_word_embeddings",
+    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "qwen2-0.5b": {**_size(896, 4864, 24, 14, 2, _128K), **_TIED},
+        "qwen2-1.5b": {**_size(1536, 8960, 28, 12, 2, _128K), **_TIED},
+        "qwen2-7b": {**_size(3584, 18944, 28, 28, 4, _128K), **_WIDE_VOCAB},
+        "qwen2-72b": {**_size(8192, 29568, 80, 64, 8, _128K), **_WIDE_VOCAB, "norm_eps": 1e-5},
+        "qwen2.5-0.5b": {**_size(896, 4864, 24, 14, 2, 32768), **_TIED},
+        "qwen2.5-1.5b": {**_size(1536, 8960, 28, 12, 2, _128K), **_TIED},
+        "qwen2.5-3b": {**_size(2048, 11008, 36, 16, 2, 32768), **_TIED},
+        "qwen2.5-7b": {**_size(3584, 18944, 28, 28, 4, _128K), **_WIDE_VOCAB},
+        "qwen2.5-14b": {**_size(5120, 13824, 48, 40, 8, _128K), **_WIDE_VOCAB, "norm_eps": 1e-5},
+        "qwen2.5-32b": {**_size(5120, 27648, 64, 40, 8, _128K), **_WIDE_VOCAB, "norm_eps": 1e-5},
+        "qwen2.5-72b": {**_size(8192, 29568, 80, 64, 8, _128K), **_WIDE_VOCAB, "norm_eps": 1e-5},
+        "qwen3-0.6b": {**_size(1024, 3072, 28, 16, 8, _40K), **_QWEN3, **_TIED},
+        "qwen3-1.7b": {**_size(2048, 6144, 28, 16, 8, _40K), **_QWEN3, **_TIED},
+        "qwen3-4b": {**_size(2560, 9728, 36, 32, 8, _40K), **_QWEN3, **_TIED},
+        "qwen3-8b": {**_size(4096, 12288, 36, 32, 8, _40K), **_QWEN3},
+        "qwen3-14b": {**_size(5120, 17408, 40, 40, 8, _40K), **_QWEN3},
+        "qwen3-32b": {**_size(5120, 25600, 64, 64, 8, _40K), **_QWEN3},
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        name: f"Qwen/Q{name[1:].replace('b', 'B')}" for name in presets
+    }
+
+    model_type: Literal["qwen2", "qwen3"] = "qwen2"
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 22016
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    max_seq_len: int = 32768
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    activation: str = "silu"
+    attn_bias: bool = False
+    attn_dropout: float = 0.0
+    window: int = 0
+    window_layers: list[int] = field(default_factory=list)
+    pad_token_id: int | None = None
+
+    def check(self) -> None:
+        """Check the fields against each other."""
+        super().check()
+        problems = []
+        if self.model_type not in ("qwen2", "qwen3"):
+            problems.append(f"model_type={self.model_type!r} must be 'qwen2' or 'qwen3'")
+        if self.attn_bias and self.model_type == "qwen2":
+            problems.append("attn_bias=True has no effect on a qwen2, whose biases are fixed")
+        if bool(self.window) != bool(self.window_layers):
+            problems.append(
+                f"window={self.window} and window_layers={self.window_layers}: one has no effect "
+                "without the other"
+            )
+        if not all(0 <= i < self.num_layers for i in self.window_layers):
+            problems.append(
+                f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
+            )
+        if problems:
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+
+    @property
+    def is_gated(self) -> bool:
+        """Qwen's MLP has a gate."""
+        return True
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._take_special(raw)
+        window = raw.pop("sliding_window", 4096)
+        window = window if raw.pop("use_sliding_window", False) else None
+        first, kinds = raw.pop("max_window_layers", 28), raw.pop("layer_types", None)
+        if kinds is None:
+            layers = raw.get("num_hidden_layers", cls.num_layers)
+            kinds = [_FULL if window is None or i < first else _SLIDING for i in range(layers)]
+        slides = [i for i, kind in enumerate(kinds) if kind == _SLIDING]
+        if len(slides) + kinds.count(_FULL) != len(kinds) or (slides and window is None):
+            raise ConfigError(
+                f"QwenConfig: layer_types={kinds} with a window of {window}; a sliding layer needs "
+                f"use_sliding_window and sliding_window, and there are {_SLIDING} and {_FULL} only."
+            )
+        if slides:
+            values |= {"window": window, "window_layers": slides}
+        if raw.get("model_type") == "qwen3" and raw.get("head_dim") is None:
+            values["head_dim"] = 128  # transformers' default
+        return values, raw
+
+    def _give_head(self) -> dict[str, Any]:
+        out = super()._give_head()
+        if self.model_type == "qwen3":
+            out["architectures"] = [n.replace("Qwen2", "Qwen3") for n in out["architectures"]]
+        return out
+
+    def _give_special(self) -> dict[str, Any]:
+        slides = set(self.window_layers)
+        window = {"sliding_window": self.window} if slides else {}
+        return {
+            **super()._give_special(),
+            **window,
+            "use_sliding_window": bool(slides),
+            "layer_types": [_SLIDING if i in slides else _FULL for i in range(self.num_layers)],
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config under transformers' names, without those a Qwen2 does not have."""
+        out = super().to_hf()
+        if self.model_type == "qwen2":
+            implied = self.head_dim == self.hidden_size // self.num_heads
+            for name, keep in (("attention_bias", False), ("head_dim", not implied)):
+                if name not in self.raw and not keep:
+                    del out[name]
+        return out
+
+
+class Qwen(CausalLM):
+    """Qwen2, Qwen2.5 or Qwen3."""
+
+    config_class = QwenConfig
+    hf_prefix = "model."
+
+    def __init__(self, config: QwenConfig) -> None:
+        is_qwen2 = config.model_type == "qwen2"
+        attn = AttentionSpec(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qkv_bias=is_qwen2 or config.attn_bias,
+            out_bias=config.attn_bias,
+            dropout=config.attn_dropout,
+            qk_norm_eps=None if is_qwen2 else config.norm_eps,
+        )
+        mlp = MLPSpec(config.intermediate_size, config.activation, gated=True, bias=False)
+        norm = NormSpec("rms", config.norm_eps)
+        slides = set(config.window_layers)
+        windows = tuple(config.window if i in slides else None for i in range(config.num_layers))
+        spec = DecoderSpec(
+            BlockSpec(config.hidden_size, attn, mlp, norm=norm),
+            windows=windows if slides else (),
+            rope=config.rope_spec(),
+            padding_id=config.pad_token_id,
+        )
+        super().__init__(config, spec)
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names, which are Llama's."""
+        return llama_rules()

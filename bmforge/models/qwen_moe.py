@@ -1,0 +1,223 @@
+"""Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE: experts beside dense layers, and a shared expert.
+
+Source: Qwen team, "Qwen1.5-MoE" (2024), "Qwen2 Technical Report" (arXiv 2407.10671), "Qwen3
+Technical Report" (arXiv 2505.09388).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.heads import Head
+from bmforge.models.llama import llama_heads, llama_rules
+from bmforge.models.mixtral import Mixtral, MixtralConfig, expert_rules
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn import AttentionSpec, MLPSpec, MoESpec
+
+__all__ = ["Qwen2Moe", "Qwen2MoeConfig", "Qwen3Moe", "Qwen3MoeConfig"]
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_QWEN3 = {"head_dim": 128, "max_seq_len": 40960, "rope_theta": 1e6, "normalize_weights": True}
+
+
+@dataclass(kw_only=True)
+class Qwen3MoeConfig(MixtralConfig):
+    """Sizes of a Qwen3-MoE; the fields not named here are Mixtral's.
+
+    Args:
+        intermediate_size: F of the layers without experts.
+        expert_size: F of one expert.
+        normalize_weights: the weights of a token's experts sum to 1.
+        sparse_step: every so many layers, the last of them, has experts.
+        dense_layers: numbers of further layers without experts.
+        attn_bias: biases on q, k, v and o.
+    """
+
+    family: ClassVar[str] = "qwen3_moe"
+    heads: ClassVar[dict[str, Head]] = llama_heads("Qwen3Moe", question_prefix="transformer.")
+    hf_names: ClassVar[dict[str, str]] = {
+        **MixtralConfig.hf_names,
+        "num_experts": "num_experts",
+        "expert_size": "moe_intermediate_size",
+        "normalize_weights": "norm_topk_prob",
+        "sparse_step": "decoder_sparse_step",
+        "dense_layers": "mlp_only_layers",
+        "attn_bias": "attention_bias",
+    }
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # Only matters where a config uses windows, which it then says with layer_types.
+    hf_ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "qwen3-30b-a3b": {**_QWEN3, "num_layers": 48},
+        "qwen3-235b-a22b": {
+            **_QWEN3,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "expert_size": 1536,
+            "num_layers": 94,
+            "num_heads": 64,
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+        "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    }
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_layers: int = 24
+    num_heads: int = 32
+    num_kv_heads: int = 4
+    max_seq_len: int = 32768
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    num_experts: int = 128
+    experts_per_token: int = 8
+    expert_size: int = 768
+    normalize_weights: bool = False
+    sparse_step: int = 1
+    dense_layers: list[int] = field(default_factory=list)
+    attn_bias: bool = False
+
+    def attn_spec(self) -> AttentionSpec:
+        """Return the attention: q and k are normed per head."""
+        bias = self.attn_bias
+        return replace(super().attn_spec(), qkv_bias=bias, out_bias=bias, qk_norm_eps=self.norm_eps)
+
+    def expert_spec(self) -> MoESpec:
+        """Return a layer of experts."""
+        return MoESpec(
+            self.num_experts,
+            self.experts_per_token,
+            self.expert_size,
+            self.activation,
+            normalize_weights=self.normalize_weights,
+        )
+
+    def layer_mlps(self) -> tuple[MLPSpec | MoESpec, ...]:
+        """Return experts or one MLP for every layer."""
+        dense = MLPSpec(self.intermediate_size, self.activation, gated=True, bias=False)
+        return tuple(
+            dense if i in self.dense_layers or (i + 1) % self.sparse_step else self.expert_spec()
+            for i in range(self.num_layers)
+        )
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        # transformers 5 writes Mixtral's name, published configs have the other.
+        if "num_local_experts" in raw:
+            raw.setdefault("num_experts", raw.pop("num_local_experts"))
+        return super()._take_special(raw)
+
+    @classmethod
+    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        use, window = raw.pop("use_sliding_window", False), raw.pop("sliding_window", 4096)
+        return {"window": (window or 0) if use else 0}
+
+    def _give_special(self) -> dict[str, Any]:
+        given = {**super()._give_special(), "use_sliding_window": self.window > 0}
+        if not self.window:
+            given["sliding_window"] = self.raw.get("sliding_window")
+        return given
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config under transformers' names, the number of experts once."""
+        out = super().to_hf()
+        out.pop("num_local_experts", None)
+        return out
+
+
+@dataclass(kw_only=True)
+class Qwen2MoeConfig(Qwen3MoeConfig):
+    """Sizes of a Qwen1.5-MoE or Qwen2-MoE; the fields not named here are Qwen3-MoE's.
+
+    Args:
+        shared_size: F of the expert that works on every token, weighed by its own gate.
+        attn_bias: biases on q, k and v.
+        window_layers: numbers of the layers with a window.
+    """
+
+    family: ClassVar[str] = "qwen2_moe"
+    heads: ClassVar[dict[str, Head]] = llama_heads("Qwen2Moe")
+    hf_names: ClassVar[dict[str, str]] = {
+        **Qwen3MoeConfig.hf_names,
+        "shared_size": "shared_expert_intermediate_size",
+        "attn_bias": "qkv_bias",
+    }
+    hf_ignored: ClassVar[frozenset[str]] = frozenset()
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "qwen1.5-moe-a2.7b": {"max_seq_len": 8192, "rope_theta": 1e6},
+    }
+    hub_ids: ClassVar[dict[str, str]] = {"qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B"}
+
+    intermediate_size: int = 5632
+    num_heads: int = 16
+    num_kv_heads: int = 16
+    num_experts: int = 60
+    experts_per_token: int = 4
+    expert_size: int = 1408
+    shared_size: int = 5632
+    attn_bias: bool = True
+    window_layers: list[int] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Check the fields against each other."""
+        super().check()
+        outside = [i for i in self.window_layers if not 0 <= i < self.num_layers]
+        if outside or bool(self.window) != bool(self.window_layers):
+            raise ConfigError(
+                f"{type(self).__name__}: window={self.window} and window_layers="
+                f"{self.window_layers} need each other, the layers below num_layers="
+                f"{self.num_layers}."
+            )
+
+    def attn_spec(self) -> AttentionSpec:
+        """Return the attention."""
+        return replace(super().attn_spec(), out_bias=False, qk_norm_eps=None)
+
+    def expert_spec(self) -> MoESpec:
+        """Return a layer of experts with the shared one."""
+        return replace(super().expert_spec(), shared_size=self.shared_size)
+
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return the window of every layer."""
+        slides = set(self.window_layers)
+        return tuple(self.window if i in slides else None for i in range(self.num_layers))
+
+    @classmethod
+    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        window = super()._take_windows(raw)["window"]
+        last, kinds = raw.pop("max_window_layers", 28), raw.pop("layer_types", None)
+        count = raw.get("num_hidden_layers", cls.num_layers)
+        kinds = kinds or [_FULL if i % 2 or i >= last else _SLIDING for i in range(count)]
+        slides = [i for i, kind in enumerate(kinds) if kind == _SLIDING]
+        return {"window": window, "window_layers": slides} if window and slides else {}
+
+    def _give_special(self) -> dict[str, Any]:
+        slides = set(self.window_layers)
+        kinds = [_SLIDING if i in slides else _FULL for i in range(self.num_layers)]
+        return {**super()._give_special(), "layer_types": kinds}
+
+
+class Qwen3Moe(Mixtral):
+    """Qwen3-MoE."""
+
+    config_class = Qwen3MoeConfig
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names."""
+        ours, theirs = "layers.{i}.mlp.", "model.layers.{i}.mlp"
+        shared = {f"{ours}shared_expert.{n}": f"{theirs}.shared_expert.{n}" for n in _PROJECTIONS}
+        shared[f"{ours}shared_gate"] = f"{theirs}.shared_expert_gate"
+        experts = expert_rules(theirs, dict(zip(_PROJECTIONS, _PROJECTIONS, strict=True)))
+        return llama_rules() + experts + linear_rules(shared, ("weight",))
+
+
+class Qwen2Moe(Qwen3Moe):
+    """Qwen1.5-MoE or Qwen2-MoE."""
+
+    config_class = Qwen2MoeConfig

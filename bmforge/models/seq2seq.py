@@ -1,0 +1,384 @@
+"""The encoder-decoder that T5 and its relatives assemble."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.device import reads_are_free
+from bmforge.errors import ShapeError
+from bmforge.models.base import Model
+from bmforge.models.causal_lm import (
+    build_layers,
+    check_ids,
+    finish_classes,
+    finish_spans,
+    run_layers,
+)
+from bmforge.models.config import ModelConfig
+from bmforge.models.encoder import DeepClassifier
+from bmforge.models.output import ModelOutput
+from bmforge.models.rules import LayoutRules
+from bmforge.nn import BlockSpec, build_mask, build_norm, linear_cross_entropy
+from bmforge.nn.attention import KeyValueCache
+from bmforge.nn.losses import IGNORE_INDEX
+from bmforge.nn.relative import RelativeBias
+
+__all__ = ["Seq2Seq", "Seq2SeqSpec", "Stack", "shift_right"]
+
+
+@dataclass(frozen=True)
+class Seq2SeqSpec:
+    """Everything in which encoder-decoders differ around their blocks.
+
+    Args:
+        block: data of the encoder's blocks. The decoder's are the same, but causal and with
+            attention to the encoder's result.
+        num_encoder_layers: blocks of the encoder.
+        num_decoder_layers: blocks of the decoder.
+        num_buckets: of each stack's relative positions; see `RelativeBias`.
+        max_distance: likewise.
+        dropout: after the embedding and after each stack's last norm.
+        classifier_dropout: before a classifier's layers.
+        head_scale: factor on what goes into the language-model head.
+        num_roles: rows of `embed_segments`, which says who speaks; 0 for none.
+    """
+
+    block: BlockSpec
+    num_encoder_layers: int
+    num_decoder_layers: int
+    num_buckets: int = 32
+    max_distance: int = 128
+    dropout: float = 0.0
+    classifier_dropout: float = 0.0
+    head_scale: float = 1.0
+    num_roles: int = 0
+
+
+class Stack(nn.Module):
+    """Blocks that share one relative bias, and a norm: an encoder or a decoder.
+
+    Shape:
+        x: (B, T, D) -> (B, T, D)
+    """
+
+    def __init__(self, block: BlockSpec, num_layers: int, spec: Seq2SeqSpec) -> None:
+        super().__init__()
+        assert block.attn is not None
+        self.causal, self.dropout = block.attn.causal, spec.dropout
+        self.layers = build_layers(block, num_layers)
+        self.norm = build_norm(block.norm, block.hidden_size)
+        self.rel_bias = RelativeBias(
+            block.attn.num_heads, spec.num_buckets, spec.max_distance, self.causal
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        keep_states: bool = False,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Return the last hidden state and, when asked for, all of them.
+
+        Args:
+            x: embeddings.
+            attention_mask: 1 for tokens, 0 for padding, (B, past + T).
+            cache: keys and values of earlier tokens.
+            memory: the encoder's result, (B, S, D).
+            memory_mask: which of it can be seen, (B, 1, 1, S).
+            keep_states: whether to return all hidden states.
+        """
+        past, shape = 0 if cache is None else cache.length, (x.shape[0], x.shape[1])
+        bias = self.rel_bias(shape[1], past + shape[1], past)
+        mask = None
+        if attention_mask is not None:
+            mask = build_mask(
+                shape, x.device, past=past, attention_mask=attention_mask, causal=self.causal
+            )
+        if mask is not None and not torch.is_grad_enabled():
+            # The fused kernel takes one of the two; joined here, they are joined once.
+            bias, mask = bias.masked_fill(~mask, -torch.inf), None
+        x, states = run_layers(
+            self.layers,
+            self._drop(x),
+            {None: mask},
+            keep_states,
+            bias=bias,
+            cache=cache,
+            memory=memory,
+            memory_mask=memory_mask,
+        )
+        x = self._drop(self.norm(x))
+        return x, (*states[:-1], x) if keep_states else None
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Seq2Seq(Model):
+    """One embedding, an encoder, a decoder, and one of the heads.
+
+    Args:
+        config: the family's config; has `decoder_start_token_id`, `pad_token_id`, `eos_token_id`.
+        spec: what the config comes down to.
+
+    Attributes:
+        encoder_heads: heads that read the encoder; there is no decoder then.
+    """
+
+    encoder_heads: ClassVar[tuple[str, ...]] = ("token_classification", "encoder")
+
+    def __init__(self, config: ModelConfig, spec: Seq2SeqSpec) -> None:
+        super().__init__(config)
+        self.spec = spec
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        if spec.num_roles:
+            self.embed_segments = nn.Embedding(spec.num_roles, config.hidden_size)
+        attn = spec.block.attn
+        assert attn is not None
+        encoder = replace(spec.block, attn=replace(attn, causal=False), cross_attn=None)
+        self.encoder = Stack(encoder, spec.num_encoder_layers, spec)
+        self.decoder = None
+        if config.head not in self.encoder_heads:
+            decoder = replace(encoder, attn=replace(attn, causal=True), cross_attn=encoder.attn)
+            self.decoder = Stack(decoder, spec.num_decoder_layers, spec)
+        self._build_head()
+
+    @property
+    def position_limit(self) -> int | None:
+        """The longest input: relative positions go on."""
+        return None
+
+    def _build_head(self) -> None:
+        config, size = self.config, self.config.hidden_size
+        if config.head == "sequence_to_sequence":
+            self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+            if config.tie_word_embeddings:
+                self.lm_head.weight = self.embed.weight
+        elif config.head == "sequence_classification":
+            self.classifier: nn.Module = DeepClassifier(
+                size, config.num_labels, self.spec.classifier_dropout
+            )
+        elif config.head in ("token_classification", "question_answering"):
+            width = 2 if config.head == "question_answering" else config.num_labels
+            self.classifier = nn.Linear(size, width)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        encoder_outputs: ModelOutput | None = None,
+        cache: KeyValueCache | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+        output_hidden_states: bool = False,
+        logits_to_keep: int | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        role_ids: Tensor | None = None,
+        decoder_role_ids: Tensor | None = None,
+    ) -> ModelOutput:
+        """Read the source and predict the target, or what the head answers.
+
+        Args:
+            input_ids: the source's token ids; not needed with `encoder_outputs`.
+            attention_mask: 1 for tokens of the source, 0 for padding.
+            decoder_input_ids: the target so far; when not given, the labels (a classifier and
+                question answering: the source), moved right behind the start token.
+            decoder_attention_mask: 1 for tokens of the target, 0 for padding, the past included.
+            labels: of the sequence-to-sequence head: the target's token ids, -100 is not counted;
+                returns the loss instead of logits. Of a classifier: see `classification_loss`.
+            encoder_outputs: what `encode` returned for the source.
+            cache: keys and values of the target's earlier tokens, and of the source.
+            num_items_in_batch: what the summed loss is divided by; None gives the mean.
+            output_hidden_states: return the embedding's and every layer's output.
+            logits_to_keep: return logits of only the last so many positions.
+            start_positions: first token of the answers, for question answering.
+            end_positions: last token of the answers.
+            role_ids: who speaks each token of the source, where the model has roles.
+            decoder_role_ids: likewise of the target.
+
+        Shape:
+            input_ids, attention_mask, role_ids: (B, S);
+            decoder_input_ids, decoder_role_ids: (B, T);
+            decoder_attention_mask: (B, past + T); labels: (B, T) or (B,);
+            start_positions, end_positions: (B,)
+
+        Raises:
+            ShapeError: no source, no target, or ids outside the vocabulary.
+        """
+        if encoder_outputs is None and input_ids is None:
+            raise ShapeError("no source was given: pass input_ids or encoder_outputs.")
+        head, source = self.config.head, encoder_outputs
+        target = None if self.decoder is None else decoder_input_ids
+        if self.decoder is not None and target is None:
+            target = self._shift(input_ids, labels)
+        x, y = self._embed(input_ids if source is None else None, target)
+        x, y = self._add_roles(x, role_ids), self._add_roles(y, decoder_role_ids)
+        if source is None:
+            x, states = self.encoder(x, attention_mask, keep_states=output_hidden_states)
+            source = ModelOutput(last_hidden_state=x, hidden_states=states)
+        if head == "encoder":
+            return source
+        if head == "token_classification":
+            return self._classify(source, labels, num_items_in_batch)
+        out = self._decode(
+            y, decoder_attention_mask, source, attention_mask, cache, output_hidden_states
+        )
+        if head == "sequence_to_sequence":
+            return self._predict(out, labels, num_items_in_batch, logits_to_keep)
+        if head == "question_answering":
+            assert out.last_hidden_state is not None
+            logits = self.classifier(out.last_hidden_state)
+            return finish_spans(out, logits, start_positions, end_positions, num_items_in_batch)
+        if head == "sequence_classification":
+            return self._classify(out, labels, num_items_in_batch, input_ids)
+        return out
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        output_hidden_states: bool = False,
+        role_ids: Tensor | None = None,
+    ) -> ModelOutput:
+        """Return the encoder's `last_hidden_state` (and `hidden_states`), for `encoder_outputs`.
+
+        Shape:
+            input_ids, attention_mask, role_ids: (B, S)
+        """
+        x = self._add_roles(self._embed(input_ids, None)[0], role_ids)
+        x, states = self.encoder(x, attention_mask, keep_states=output_hidden_states)
+        return ModelOutput(last_hidden_state=x, hidden_states=states)
+
+    def _embed(self, source: Tensor | None, target: Tensor | None) -> tuple[Any, Any]:
+        """Look up both texts at once, so that the embedding's gradient is made once."""
+        texts = [ids for ids in (source, target) if ids is not None]
+        for ids in texts:
+            check_ids(ids, self.embed.num_embeddings)
+        if source is None or target is None:
+            x, y = (None if ids is None else self.embed(ids) for ids in (source, target))
+            return x, y
+        joined = self.embed(torch.cat((source.flatten(), target.flatten())))
+        x, y = joined.split([source.numel(), target.numel()])
+        return x.view(*source.shape, -1), y.view(*target.shape, -1)
+
+    def _add_roles(self, x: Tensor | None, roles: Tensor | None) -> Any:
+        """Add who speaks to embedded tokens."""
+        if roles is None or x is None:
+            return x
+        if not self.spec.num_roles:
+            raise ShapeError(f"{type(self).__name__} has no roles: leave role_ids out.")
+        check_ids(roles, self.spec.num_roles, "role_ids", "num_roles")
+        return x + self.embed_segments(roles)
+
+    def _decode(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        source: ModelOutput,
+        source_mask: Tensor | None,
+        cache: KeyValueCache | None,
+        keep_states: bool,
+    ) -> ModelOutput:
+        """Run the decoder over the target."""
+        assert self.decoder is not None
+        memory = source.last_hidden_state
+        memory_mask = None if source_mask is None else source_mask[:, None, None, :].bool()
+        x, states = self.decoder(x, mask, cache, memory, memory_mask, keep_states)
+        return ModelOutput(
+            last_hidden_state=x,
+            hidden_states=states,
+            encoder_last_hidden_state=memory,
+            encoder_hidden_states=source.hidden_states,
+        )
+
+    def _shift(self, input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
+        """The decoder's input where none was given."""
+        target = labels if self.config.head == "sequence_to_sequence" else input_ids
+        if target is None:
+            raise ShapeError(
+                f"no target was given: with the head {self.config.head!r} pass "
+                "decoder_input_ids, or what they follow from (labels, or input_ids)."
+            )
+        return shift_right(target, self.config.decoder_start_token_id, self.config.pad_token_id)
+
+    def _predict(
+        self,
+        out: ModelOutput,
+        labels: Tensor | None,
+        num_items: float | Tensor | None,
+        logits_to_keep: int | None,
+    ) -> ModelOutput:
+        """The sequence-to-sequence head: the loss with labels, else logits."""
+        x, scale = out.last_hidden_state, self.spec.head_scale
+        assert x is not None
+        if labels is None and logits_to_keep is not None:
+            x = x[:, -logits_to_keep:]
+        x = x if scale == 1.0 else x * scale
+        if labels is None:
+            return out._replace(logits=self.lm_head(x))
+        weight = self.lm_head.weight
+        loss = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), None, num_items)
+        return out._replace(loss=loss)
+
+    def _classify(
+        self,
+        out: ModelOutput,
+        labels: Tensor | None,
+        num_items: float | Tensor | None,
+        ends_of: Tensor | None = None,
+    ) -> ModelOutput:
+        """Classify every token or, with the source's ids, its last end token."""
+        x = out.last_hidden_state
+        assert x is not None
+        if self.config.head == "sequence_classification":
+            if ends_of is None:
+                raise ShapeError("a sequence is classified at its end token: pass input_ids.")
+            last = find_last_end(ends_of, self.config.eos_token_id)
+            x = x[torch.arange(x.shape[0], device=x.device), last]
+        dropout = self.spec.classifier_dropout
+        logits = self.classifier(F.dropout(x, dropout, self.training) if dropout else x)
+        return finish_classes(out, logits, labels, self.config.problem_type, num_items)
+
+    def layout_rules(self) -> LayoutRules:
+        """Both stacks' layers are units."""
+        stacks = ("encoder",) if self.decoder is None else ("encoder", "decoder")
+        units = tuple(f"{stack}.layers.*" for stack in stacks)
+        return LayoutRules(zero_units=units, recompute_units=units)
+
+
+def shift_right(ids: Tensor, start: int, padding: int) -> Tensor:
+    """Return what a decoder reads to predict `ids`: the start token, then all but the last.
+
+    Shape:
+        ids: (B, T), where -100 becomes `padding` -> (B, T)
+    """
+    moved = F.pad(ids[:, :-1], (1, 0), value=start)
+    return moved.masked_fill(moved == IGNORE_INDEX, padding)
+
+
+def find_last_end(input_ids: Tensor, end: int) -> Tensor:
+    """Return the index of every row's last end token, (B,).
+
+    Raises:
+        ShapeError: a row has none.
+    """
+    is_end = input_ids == end
+    if reads_are_free(is_end) and not bool(is_end.any(1).all()):
+        rows = (~is_end.any(1)).nonzero()[:, 0].tolist()
+        raise ShapeError(
+            f"rows {rows} have no end token (eos_token_id={end}), at which they are classified. "
+            "End every row with it."
+        )
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return (places * is_end).argmax(-1)

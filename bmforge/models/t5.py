@@ -1,0 +1,354 @@
+"""T5, T5 1.1, Flan-T5 (Raffel et al. 2020; Shazeer 2020; Chung et al. 2022), mT5 and Mengzi.
+
+mT5 (Xue et al. 2021) is T5 1.1 with another vocabulary; its published `model_type` is "mt5".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.config import ModelConfig
+from bmforge.models.heads import Head
+from bmforge.models.seq2seq import Seq2Seq, Seq2SeqSpec
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
+
+__all__ = ["T5", "T5Config"]
+
+
+def _head(kind: str, modules: dict[str, str], prefix: str = "") -> Head:
+    """The head of the class T5<kind>; `modules` are its linear layers, ours -> theirs."""
+    names = {f"{a}.{k}": f"{b}.{k}" for a, b in modules.items() for k in ("weight", "bias")}
+    return Head(f"T5{kind}", names, prefix, aliases=(f"MT5{kind}",))
+
+
+_WRITER = "ForConditionalGeneration"
+_HEADS = {
+    "sequence_to_sequence": Head(
+        f"T5{_WRITER}",
+        {"lm_head.weight": "lm_head.weight"},
+        prefix="",
+        aliases=(f"MT5{_WRITER}", "T5WithLMHeadModel"),
+    ),
+    "sequence_classification": _head(
+        "ForSequenceClassification",
+        {
+            "classifier.dense": "classification_head.dense",
+            "classifier.out": "classification_head.out_proj",
+        },
+        "transformer.",
+    ),
+    "token_classification": _head(
+        "ForTokenClassification", {"classifier": "classifier"}, "transformer."
+    ),
+    "question_answering": _head("ForQuestionAnswering", {"classifier": "qa_outputs"}),
+    "none": _head("Model", {}),
+    "encoder": _head("EncoderModel", {}),
+}
+
+
+def _size(hidden: int, inner: int, layers: int, heads: int, width: int = 64) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim")
+    return dict(zip(names, (hidden, inner, layers, heads, width), strict=True))
+
+
+_GATED = {"feed_forward": "gated-gelu", "tie_word_embeddings": False, "scale_head": False}
+_MT5 = {**_GATED, "model_type": "mt5", "vocab_size": 250112}
+_SIZES_11 = {
+    "small": _size(512, 1024, 8, 6),
+    "base": _size(768, 2048, 12, 12),
+    "large": _size(1024, 2816, 24, 16),
+    "xl": _size(2048, 5120, 24, 32),
+    "xxl": _size(4096, 10240, 24, 64),
+}
+_PRESETS = {
+    "t5-small": _size(512, 2048, 6, 8),
+    "t5-base": _size(768, 3072, 12, 12),
+    "t5-large": _size(1024, 4096, 24, 16),
+    "t5-3b": _size(1024, 16384, 24, 32, 128),
+    "t5-11b": _size(1024, 65536, 24, 128, 128),
+    **{f"t5-v1_1-{name}": {**size, **_GATED} for name, size in _SIZES_11.items()},
+    **{f"mt5-{name}": {**size, **_MT5} for name, size in _SIZES_11.items()},
+    "mengzi-t5-base": {**_SIZES_11["base"], **_MT5, "vocab_size": 32128},
+    **{f"flan-t5-{name}": {**size, **_GATED} for name, size in _SIZES_11.items()},
+}
+
+
+def _owner(preset: str) -> str:
+    """Who publishes a preset on the hub."""
+    if preset.startswith("mengzi"):
+        return "Langboat"
+    return "google" if preset.startswith(("mt5", "flan", "t5-v1_1")) else "google-t5"
+
+
+# What a field means that a config.json of mT5 lacks, where T5's default is another.
+_MT5_DEFAULTS = {
+    "vocab_size": 250112,
+    "d_ff": 1024,
+    "num_layers": 8,
+    "num_heads": 6,
+    "feed_forward_proj": "gated-gelu",
+}
+
+
+@dataclass(kw_only=True)
+class T5Config(ModelConfig):
+    """Sizes of a T5; the fields not named here are `ModelConfig`'s.
+
+    There is no longest context: relative positions go on. `max_seq_len` is what it was trained on.
+
+    Args:
+        model_type: "t5" or "mt5", as published.
+        num_layers: blocks of the encoder.
+        num_decoder_layers: blocks of the decoder; 0 takes num_layers.
+        feed_forward: activation of the MLP, with "gated-" before it where there is a gate, as
+            transformers writes it ("gated-gelu" is the tanh form).
+        num_buckets: of relative positions.
+        max_distance: from which on all relative positions are one.
+        scale_head: multiply by D^-0.5 what goes into the language-model head (T5 1.0, whose head
+            is tied).
+        init_std: factor on the paper's standard deviations.
+        dropout: wherever T5 has one; there is only one number.
+        classifier_dropout: around a classifier's layers.
+        decoder_start_token_id: what every target starts with.
+        pad_token_id: padding.
+        eos_token_id: ends a source, and a target.
+    """
+
+    family: ClassVar[str] = "t5"
+    model_types: ClassVar[tuple[str, ...]] = ("t5", "mt5")
+    heads: ClassVar[dict[str, Head]] = _HEADS
+    hf_names: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "d_model",
+        "intermediate_size": "d_ff",
+        "num_layers": "num_layers",
+        "num_decoder_layers": "num_decoder_layers",
+        "num_heads": "num_heads",
+        "head_dim": "d_kv",
+        "norm_eps": "layer_norm_epsilon",
+        "feed_forward": "feed_forward_proj",
+        "num_buckets": "relative_attention_num_buckets",
+        "max_distance": "relative_attention_max_distance",
+        "init_std": "initializer_factor",
+        "dropout": "dropout_rate",
+        "classifier_dropout": "classifier_dropout",
+        "decoder_start_token_id": "decoder_start_token_id",
+        "pad_token_id": "pad_token_id",
+        "eos_token_id": "eos_token_id",
+    }
+    # is_encoder_decoder follows from the head.
+    hf_ignored: ClassVar[frozenset[str]] = frozenset({"is_encoder_decoder", "output_past"})
+    hf_defaults: ClassVar[dict[str, Any]] = {"dropout": 0.1}
+    presets: ClassVar[dict[str, dict[str, Any]]] = _PRESETS
+    hub_ids: ClassVar[dict[str, str]] = {name: f"{_owner(name)}/{name}" for name in _PRESETS}
+
+    vocab_size: int = 32128
+    hidden_size: int = 512
+    intermediate_size: int = 2048
+    num_layers: int = 6
+    num_heads: int = 8
+    num_kv_heads: int = 0
+    head_dim: int = 64
+    max_seq_len: int = 512
+    norm_eps: float = 1e-6
+    init_std: float = 1.0
+    model_type: str = "t5"
+    num_decoder_layers: int = 0
+    feed_forward: str = "relu"
+    num_buckets: int = 32
+    max_distance: int = 128
+    scale_head: bool = True
+    dropout: float = 0.0
+    classifier_dropout: float = 0.0
+    decoder_start_token_id: int = 0
+    pad_token_id: int = 0
+    eos_token_id: int = 1
+
+    def __post_init__(self) -> None:
+        """Fill in the decoder's depth, and the base's."""
+        self.num_decoder_layers = self.num_decoder_layers or self.num_layers
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Check the fields against each other."""
+        super().check()
+        if self.model_type not in self.model_types:
+            raise ConfigError(
+                f"T5Config: model_type={self.model_type!r} must be one of {self.model_types}."
+            )
+        if self.model_type == "mt5" and self.scale_head:
+            raise ConfigError("T5Config: scale_head=True does not exist in mT5; set it to False.")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.feed_forward.startswith("gated-")
+
+    @property
+    def activation(self) -> str:
+        """Name of the MLP's activation in `nn.mlp.ACTIVATIONS`."""
+        return "gelu_new" if self.feed_forward == "gated-gelu" else self.feed_forward.split("-")[-1]
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        kind = raw.get("model_type") or "t5"
+        if kind == "mt5":
+            raw = {**_MT5_DEFAULTS, **{n: v for n, v in raw.items() if v is not None}}
+        tied = raw.pop("tie_word_embeddings", None) is not False
+        # Before transformers 5, being tied and being scaled were one field.
+        scaled = raw.pop("scale_decoder_outputs", tied) and kind == "t5"
+        implied = cls(feed_forward=raw.get("feed_forward_proj") or "relu")._implied()
+        wrong = {n: v for n in implied if (v := raw.pop(n, None)) not in (None, implied[n])}
+        if wrong:
+            raise ConfigError(
+                f"T5Config: {wrong} contradicts feed_forward_proj, from which {implied} follows. "
+                "Correct config.json."
+            )
+        values = {"model_type": kind, "tie_word_embeddings": tied, "scale_head": scaled}
+        return {**values, "max_seq_len": raw.pop("n_positions", None) or 512}, raw
+
+    def _implied(self) -> dict[str, Any]:
+        """Fields of config.json that repeat feed_forward_proj."""
+        return {"dense_act_fn": self.activation, "is_gated_act": self.is_gated}
+
+    def _give_special(self) -> dict[str, Any]:
+        fields = {
+            **self._implied(),
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "is_encoder_decoder": self.head not in Seq2Seq.encoder_heads,
+        }
+        if self.model_type == "t5":
+            fields["scale_decoder_outputs"] = self.scale_head
+        if self.max_seq_len != (self.raw.get("n_positions") or 512):
+            fields["n_positions"] = self.max_seq_len
+        return fields
+
+    def _give_head(self) -> dict[str, Any]:
+        out = super()._give_head()
+        if self.model_type == "mt5":
+            out["architectures"] = [f"M{n}" if n[0] == "T" else n for n in out["architectures"]]
+        return out
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config under transformers' names."""
+        out = {**super().to_hf(), "model_type": self.model_type}
+        if "initializer_range" not in self.raw:
+            del out["initializer_range"]
+        return out
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of forward and backward for one pair of tokens.
+
+        That is one token of the source, through the encoder, and one of the target, through the
+        decoder and the head, in a row of `seq_len` of each. Counted as in `ModelConfig`.
+        """
+        width = self.num_heads * self.head_dim
+        attention = 4 * self.hidden_size * width
+        mlp = self.hidden_size * self.intermediate_size * (3 if self.is_gated else 2)
+        encoder = self.num_layers * (attention + mlp)
+        decoder = self.num_decoder_layers * (2 * attention + mlp)
+        products = (self.num_layers + 2 * self.num_decoder_layers) * width * seq_len
+        head = self.vocab_size * self.hidden_size
+        return 6.0 * (encoder + decoder + head) + 12.0 * products
+
+    def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
+        """Bytes of keys and values that one pair of tokens leaves in the cache.
+
+        The target's token leaves its own in every layer, the source's token those that the decoder
+        attends to.
+        """
+        width = self.num_heads * self.head_dim
+        return 4 * self.num_decoder_layers * width * bytes_per_element
+
+
+class T5(Seq2Seq):
+    """T5 with a sequence-to-sequence head."""
+
+    config_class = T5Config
+    _DEAD: ClassVar[str] = (
+        "**decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    )
+
+    def __init__(self, config: T5Config) -> None:
+        heads, dropout = config.num_heads, config.dropout
+        attn = AttentionSpec(heads, heads, config.head_dim, False, False, 1.0, dropout)
+        mlp = MLPSpec(config.intermediate_size, config.activation, config.is_gated, False, dropout)
+        block = BlockSpec(
+            config.hidden_size,
+            attn,
+            mlp,
+            norm=NormSpec("rms", config.norm_eps),
+            residual_dropout=dropout,
+        )
+        spec = Seq2SeqSpec(
+            block,
+            config.num_layers,
+            config.num_decoder_layers,
+            num_buckets=config.num_buckets,
+            max_distance=config.max_distance,
+            dropout=dropout,
+            classifier_dropout=config.classifier_dropout,
+            head_scale=config.hidden_size**-0.5 if config.scale_head else 1.0,
+        )
+        super().__init__(config, spec)
+
+    @property
+    def hf_unused(self) -> tuple[str, ...]:  # type: ignore[override]
+        """T5 1.0 comes with a bias nothing reads; an encoder leaves out the decoder."""
+        dead = "**decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+        return (dead, "**decoder.**") if self.decoder is None else (dead,)
+
+    def init_std(self, name: str) -> float:
+        """As in the paper's code: 1 for embeddings, else by the width of what goes in."""
+        config = self.config
+        if name in ("embed.weight", "lm_head.weight"):
+            return float(config.init_std)
+        width = config.hidden_size
+        if name.endswith("q_proj.weight"):
+            width *= config.head_dim
+        elif name.endswith("o_proj.weight"):
+            width = config.num_heads * config.head_dim
+        elif name.endswith("down_proj.weight"):
+            width = config.intermediate_size
+        return float(config.init_std * width**-0.5)
+
+    def tied_copies(self) -> dict[str, str]:
+        """Each stack's own name for the embedding."""
+        return {
+            f"{prefix}{stack}.embed_tokens.weight": f"{prefix}shared.weight"
+            for prefix in ("", "transformer.")
+            for stack in ("encoder", "decoder")
+        }
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names: a layer's parts are numbered, the bias is in block 0."""
+        rules = [WeightRule("embed.weight", "shared.weight")]
+        for stack, parts in (
+            ("encoder", ("attn", "mlp")),
+            ("decoder", ("attn", "cross_attn", "mlp")),
+        ):
+            rules += [
+                WeightRule(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"),
+                WeightRule(
+                    f"{stack}.rel_bias.weight",
+                    f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+                ),
+            ]
+            for number, part in enumerate(parts):
+                ours, theirs = f"{stack}.layers.{{i}}.{part}", f"{stack}.block.{{i}}.layer.{number}"
+                names = {f"{ours}_norm": f"{theirs}.layer_norm"}
+                for our, their in self._part_names(part).items():
+                    names[f"{ours}.{our}"] = f"{theirs}.{their}"
+                rules += linear_rules(names, ("weight",))
+        return rules
+
+    def _part_names(self, part: str) -> dict[str, str]:
+        if part == "mlp":
+            up = {"gate_proj": "wi_0", "up_proj": "wi_1"}
+            names = {**(up if self.config.is_gated else {"up_proj": "wi"}), "down_proj": "wo"}
+            return {our: f"DenseReluDense.{their}" for our, their in names.items()}
+        module = "SelfAttention" if part == "attn" else "EncDecAttention"
+        return {f"{n}_proj": f"{module}.{n}" for n in ("q", "k", "v", "o")}

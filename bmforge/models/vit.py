@@ -1,0 +1,340 @@
+"""Vision Transformer (Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020).
+
+An image is cut into patches; each is a token, and a class token in front of them is what the
+classifier reads. Checked against transformers' ViTForImageClassification and ViTModel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.models.base import Model
+from bmforge.models.causal_lm import build_layers, finish_classes, run_layers
+from bmforge.models.config import ModelConfig
+from bmforge.models.heads import Head, check_labels
+from bmforge.models.output import ModelOutput
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, build_norm
+from bmforge.nn.mlp import get_activation
+
+__all__ = ["PatchEmbedding", "ViT", "ViTConfig"]
+
+_BASE = {"hidden_size": 768, "num_layers": 12, "num_heads": 12}
+_LARGE = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16}
+_POOLER = ("pooler.weight", "pooler.bias")
+_SQUARES = ("image_size", "patch_size")
+
+
+@dataclass(kw_only=True)
+class ViTConfig(ModelConfig):
+    """Sizes of a ViT; the fields not named here are `ModelConfig`'s.
+
+    There is no vocabulary (`vocab_size` is 0), and `max_seq_len` follows from the image: one token
+    per patch and one for the class.
+
+    Args:
+        image_size: height and width of the images, in pixels.
+        patch_size: height and width of a patch, in pixels.
+        num_channels: of the images.
+        activation: of the MLP; a name in `nn.mlp.ACTIVATIONS`.
+        qkv_bias: biases on q, k and v.
+        dropout: on embeddings and on what each part adds to the residual.
+        attn_dropout: on attention weights.
+        pooler_size: width of `pooler_output`; 0 takes D.
+        pooler_activation: of the pooler.
+        add_pooling_layer: whether head "none" has a pooler.
+    """
+
+    family: ClassVar[str] = "vit"
+    heads: ClassVar[dict[str, Head]] = {
+        "image_classification": Head(
+            "ViTForImageClassification",
+            {"classifier.weight": "classifier.weight", "classifier.bias": "classifier.bias"},
+        ),
+        "none": Head("ViTModel", prefix="", optional=_POOLER),
+    }
+    hf_names: ClassVar[dict[str, str]] = {
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "norm_eps": "layer_norm_eps",
+        "activation": "hidden_act",
+        "dropout": "hidden_dropout_prob",
+        "attn_dropout": "attention_probs_dropout_prob",
+        "init_std": "initializer_range",
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+        "num_channels": "num_channels",
+        "qkv_bias": "qkv_bias",
+        "pooler_size": "pooler_output_size",
+        "pooler_activation": "pooler_act",
+    }
+    # encoder_stride belongs to a decoder for masked images.
+    hf_ignored: ClassVar[frozenset[str]] = frozenset({"encoder_stride", "tie_word_embeddings"})
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "vit-base-patch16-224": {**_BASE, "num_labels": 1000},
+        "vit-base_patch16_224": {**_BASE, "num_labels": 1000},
+        "vit-large-patch16-224": {**_LARGE, "num_labels": 1000},
+        "vit-base-patch16-224-in21k": {**_BASE, "head": "none"},
+        "vit-large-patch16-224-in21k": {**_LARGE, "head": "none"},
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "vit-base-patch16-224": "google/vit-base-patch16-224",
+        "vit-base_patch16_224": "google/vit-base-patch16-224",
+        "vit-large-patch16-224": "google/vit-large-patch16-224",
+        "vit-base-patch16-224-in21k": "google/vit-base-patch16-224-in21k",
+        "vit-large-patch16-224-in21k": "google/vit-large-patch16-224-in21k",
+    }
+
+    vocab_size: int = field(default=0, init=False)
+    max_seq_len: int = field(default=0, init=False)
+    hidden_size: int = 768
+    intermediate_size: int = 0
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    norm_eps: float = 1e-12
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    activation: str = "gelu"
+    qkv_bias: bool = True
+    dropout: float = 0.0
+    attn_dropout: float = 0.0
+    pooler_size: int = 0
+    pooler_activation: str = "tanh"
+    add_pooling_layer: bool = True
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from the rest: F = 4 D, the number of tokens, and the base's."""
+        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
+        self.pooler_size = self.pooler_size or self.hidden_size
+        super().__post_init__()
+        self.max_seq_len = self.grid_size**2 + 1
+
+    @property
+    def grid_size(self) -> int:
+        """Patches along each side of an image."""
+        return self.image_size // max(self.patch_size, 1)
+
+    def check(self) -> None:
+        """Check the fields against each other."""
+        super().check()
+        if self.patch_size < 1 or self.num_channels < 1 or self.image_size < self.patch_size:
+            raise ConfigError(
+                f"ViTConfig: image_size={self.image_size}, patch_size={self.patch_size} and "
+                f"num_channels={self.num_channels} must be positive, and a patch fit the image."
+            )
+        if (
+            self.num_heads * self.head_dim != self.hidden_size
+            or self.num_kv_heads != self.num_heads
+        ):
+            raise ConfigError(
+                f"ViTConfig: hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
+                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same."
+            )
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        for name in _SQUARES:
+            value = raw.get(name)
+            if isinstance(value, list | tuple):
+                if len(value) != 2 or value[0] != value[1]:
+                    raise ConfigError(f"ViTConfig: {name}={value!r} must be a square.")
+                raw[name] = value[0]
+        pooling = raw.pop("add_pooling_layer", None)
+        return ({} if pooling is None else {"add_pooling_layer": pooling}), raw
+
+    def _give_special(self) -> dict[str, Any]:
+        pairs = {name: [getattr(self, name)] * 2 for name in _SQUARES}
+        out: dict[str, Any] = {n: pair for n, pair in pairs.items() if self.raw.get(n) == pair}
+        if not self.add_pooling_layer or "add_pooling_layer" in self.raw:
+            out["add_pooling_layer"] = self.add_pooling_layer
+        return out
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """As `ModelConfig.flops_per_token`, with the patch embedding instead of a vocabulary."""
+        patch = self.num_channels * self.patch_size**2 * self.hidden_size
+        return super().flops_per_token(seq_len) + 6 * patch
+
+    def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
+        """0: nothing is generated, so nothing is cached."""
+        return 0
+
+
+class PatchEmbedding(nn.Module):
+    """Cuts images into patches and projects each: a convolution whose stride is its width.
+
+    Computed as one matrix product, which on a CPU is faster than the convolution.
+
+    Args:
+        num_channels: C.
+        hidden_size: D.
+        patch_size: P.
+
+    Shape:
+        pixels: (B, C, H, W) -> (B, (H / P) * (W / P), D), row by row; what is left over at the
+            lower and right edges is not read
+    """
+
+    def __init__(self, num_channels: int, hidden_size: int, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.weight = nn.Parameter(torch.empty(hidden_size, num_channels, patch_size, patch_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Embed every patch."""
+        size = self.patch_size
+        rows, columns = pixels.shape[2] // size, pixels.shape[3] // size
+        pixels = pixels[:, :, : rows * size, : columns * size]
+        patches = pixels.unflatten(3, (columns, size)).unflatten(2, (rows, size))
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+    def extra_repr(self) -> str:
+        """Show the sizes."""
+        width, channels = self.weight.shape[:2]
+        return f"{channels}, {width}, patch_size={self.patch_size}"
+
+
+class ViT(Model):
+    """ViT with a classifier on the class token, or bare with a pooler."""
+
+    config_class = ViTConfig
+    hf_prefix = "vit."
+    hf_unused = ("pooler.*", "vit.pooler.*")
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.embed_class = nn.Parameter(torch.empty(1, 1, width))
+        self.embed_positions = nn.Parameter(torch.empty(1, config.max_seq_len, width))
+        self.embed_patches = PatchEmbedding(config.num_channels, width, config.patch_size)
+        attn = AttentionSpec(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qkv_bias=config.qkv_bias,
+            dropout=config.attn_dropout,
+            causal=False,
+        )
+        mlp = MLPSpec(config.intermediate_size, config.activation)
+        norm = NormSpec("layer", config.norm_eps)
+        block = BlockSpec(width, attn, mlp, norm=norm, residual_dropout=config.dropout)
+        self.layers = build_layers(block, config.num_layers)
+        self.norm = build_norm(norm, width)
+        if config.head == "image_classification":
+            self.classifier = nn.Linear(width, config.num_labels)
+        elif config.add_pooling_layer:
+            self.pooler = nn.Linear(width, config.pooler_size)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Classify images, or describe them.
+
+        Args:
+            pixel_values: images as the model's image processor leaves them.
+            labels: see `classification_loss`; returns the loss as well.
+            num_items_in_batch: what the summed loss is divided by; None gives the mean.
+            interpolate_pos_encoding: take images of another size, the positions stretched to it.
+            output_hidden_states: return the embedding's and every layer's output, before `norm`.
+
+        Shape:
+            pixel_values: (B, C, H, W); labels: (B,), or (B, L) for several classes
+
+        Raises:
+            ShapeError: images of another size or number of channels than the model's.
+        """
+        self._check_images(pixel_values, interpolate_pos_encoding)
+        x = self._embed(pixel_values, interpolate_pos_encoding)
+        x, states = run_layers(self.layers, x, {None: None}, output_hidden_states)
+        x = self.norm(x)
+        out = ModelOutput(
+            last_hidden_state=x, hidden_states=tuple(states) if output_hidden_states else None
+        )
+        if self.config.head == "image_classification":
+            if labels is not None:
+                check_labels(labels, x.shape[0])
+            logits = self.classifier(x[:, 0])
+            return finish_classes(out, logits, labels, self.config.problem_type, num_items_in_batch)
+        if not self.config.add_pooling_layer:
+            return out
+        act = get_activation(self.config.pooler_activation)
+        return out._replace(pooler_output=act(self.pooler(x[:, 0])))
+
+    def _check_images(self, images: Tensor, any_size: bool) -> None:
+        config = self.config
+        size, patch, channels = config.image_size, config.patch_size, config.num_channels
+        given = tuple(images.shape)
+        if images.dim() != 4 or given[1] != channels:
+            raise ShapeError(
+                f"pixel_values is {given}; the model needs (batch, {channels} channels, {size}, "
+                f"{size}). Use the image processor that belongs to the model."
+            )
+        if not any_size and given[2:] != (size, size):
+            raise ShapeError(
+                f"the images are {given[2]} x {given[3]} pixels, the model needs {size} x {size}. "
+                "Resize them, or pass interpolate_pos_encoding=True."
+            )
+        if min(given[2:]) < patch:
+            raise ShapeError(
+                f"the images are {given[2]} x {given[3]} pixels, smaller than a patch of {patch}."
+            )
+
+    def _embed(self, images: Tensor, any_size: bool) -> Tensor:
+        """From images to the tokens that go into the first block, (B, 1 + patches, D)."""
+        patches = self.embed_patches(images.to(self.embed_patches.weight.dtype))
+        first = self.embed_class.expand(patches.shape[0], -1, -1)
+        positions = self._stretch_positions(*images.shape[2:]) if any_size else self.embed_positions
+        x = torch.cat((first, patches), 1) + positions
+        dropout = self.config.dropout
+        return F.dropout(x, dropout, self.training) if dropout else x
+
+    def _stretch_positions(self, height: int, width: int) -> Tensor:
+        """Return the positions for images of another size, between the learned ones (bicubic)."""
+        config = self.config
+        if height == width and height // config.patch_size == config.grid_size:
+            return self.embed_positions
+        grid = self.embed_positions[:, 1:].unflatten(1, (config.grid_size, config.grid_size))
+        size = (height // config.patch_size, width // config.patch_size)
+        grid = F.interpolate(grid.permute(0, 3, 1, 2), size, mode="bicubic", align_corners=False)
+        return torch.cat((self.embed_positions[:, :1], grid.flatten(2).transpose(1, 2)), 1)
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names; only the names differ."""
+        block, theirs = "layers.{i}.", "vit.encoder.layer.{i}."
+        attention = f"{theirs}attention.attention."
+        return [
+            WeightRule("embed_class", "vit.embeddings.cls_token"),
+            WeightRule("embed_positions", "vit.embeddings.position_embeddings"),
+            *linear_rules(
+                {
+                    "embed_patches": "vit.embeddings.patch_embeddings.projection",
+                    "norm": "vit.layernorm",
+                    "pooler": "vit.pooler.dense",
+                    f"{block}attn_norm": f"{theirs}layernorm_before",
+                    f"{block}mlp_norm": f"{theirs}layernorm_after",
+                    f"{block}attn.q_proj": f"{attention}query",
+                    f"{block}attn.k_proj": f"{attention}key",
+                    f"{block}attn.v_proj": f"{attention}value",
+                    f"{block}attn.o_proj": f"{theirs}attention.output.dense",
+                    f"{block}mlp.up_proj": f"{theirs}intermediate.dense",
+                    f"{block}mlp.down_proj": f"{theirs}output.dense",
+                }
+            ),
+        ]

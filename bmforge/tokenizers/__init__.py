@@ -1,0 +1,31 @@
+"""Tokenizers that the ``tokenizers`` library does not do itself, and one door to all.
+
+Start reading at `auto.py` (which directory is opened with what) and `base.py` (what every
+tokenizer can do). `cpm1`, `cpm2` (EVA too), `cpm_ant`, `cpm_bee` and `glm` are the kinds; `words`
+cuts Chinese text into words, `word_pieces` and `longest_match` cut words into the pieces of a
+vocabulary; `glm_text` and `sentence_piece` serve GLM and CPM-1, `fast` wraps a ``tokenizer.json``.
+The `cpm_bee_*` files turn CPM-Bee's documents into model inputs and back.
+"""
+
+from __future__ import annotations
+
+from bmforge.tokenizers.auto import AutoTokenizer
+from bmforge.tokenizers.base import Tokenizer
+from bmforge.tokenizers.cpm1 import CPM1Tokenizer
+from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
+from bmforge.tokenizers.cpm_ant import CPMAntTokenizer
+from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.fast import FastTokenizer
+from bmforge.tokenizers.glm import GLMTokenizer
+
+__all__ = [
+    "AutoTokenizer",
+    "CPM1Tokenizer",
+    "CPM2Tokenizer",
+    "EVATokenizer",
+    "CPMAntTokenizer",
+    "CPMBeeTokenizer",
+    "GLMTokenizer",
+    "FastTokenizer",
+    "Tokenizer",
+]

@@ -1,0 +1,98 @@
+"""Opening the tokenizer of any model directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import DataError
+from bmforge.tokenizers.base import CONFIG_FILE, VOCABULARY_FILE, open_directory, read_json
+from bmforge.tokenizers.cpm1 import MODEL_FILE, CPM1Tokenizer
+from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
+from bmforge.tokenizers.cpm_ant import CPMAntTokenizer
+from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.fast import TOKENIZER_FILE, FastTokenizer
+from bmforge.tokenizers.glm import ADDED_FILE, GLMTokenizer
+from bmforge.tokenizers.glm_text import SENTENCEPIECE_FILE
+
+__all__ = ["AutoTokenizer"]
+
+# tokenizer_class or model_type, in lower case without "-" and "_" -> what opens the directory.
+_BY_NAME: dict[str, Callable[[Path], Any]] = {
+    "cpm1": CPM1Tokenizer.from_pretrained,
+    "cpm2": CPM2Tokenizer.from_pretrained,
+    "eva": EVATokenizer.from_pretrained,
+    "cpmant": CPMAntTokenizer.from_pretrained,
+    "cpmbee": CPMBeeTokenizer.from_pretrained,
+    "glmgpt2": GLMTokenizer.from_pretrained,
+    "glmchinese": GLMTokenizer.from_pretrained,
+}
+
+
+class AutoTokenizer:
+    """Opens the tokenizer of a directory: a ``tokenizer.json``, or one of OpenBMB's own kinds."""
+
+    @staticmethod
+    def from_pretrained(directory: str | os.PathLike[str]) -> Any:
+        """Return the tokenizer whose files are in `directory`.
+
+        Looked at, in this order: the ``tokenizer_class`` of tokenizer_config.json and the
+        ``model_type`` of config.json where they name one of OpenBMB's; ``tokenizer.json``; the
+        names of the files; the special tokens in ``vocab.txt``.
+
+        Raises:
+            DataError: no tokenizer is found, or a file is damaged.
+            MissingDependencyError: a package of the extra ``zh`` is not installed.
+        """
+        folder = open_directory(directory)
+        opens = _by_config(folder) or _by_files(folder)
+        if opens is None:
+            raise DataError(
+                f"no tokenizer in {str(folder)!r}: needed is {TOKENIZER_FILE}, {MODEL_FILE} "
+                f"(CPM-1), {SENTENCEPIECE_FILE} (GLM), or {VOCABULARY_FILE} (CPM-2, EVA, CPM-Ant, "
+                "CPM-Bee). Where there are other files of a Hugging Face tokenizer, write a "
+                f"{TOKENIZER_FILE} with transformers' AutoTokenizer.from_pretrained(directory)"
+                ".save_pretrained(directory)"
+            )
+        return opens(folder)
+
+
+def _by_config(folder: Path) -> Callable[[Path], Any] | None:
+    """Return what opens the class or model that the directory's config files name."""
+    for name, key in ((CONFIG_FILE, "tokenizer_class"), ("config.json", "model_type")):
+        if (folder / name).exists():
+            value = str(read_json(folder / name).get(key, "")).lower()
+            short = value.replace("-", "").replace("_", "").removesuffix("tokenizer")
+            if short in _BY_NAME:
+                return _BY_NAME[short]
+    return None
+
+
+def _by_files(folder: Path) -> Callable[[Path], Any] | None:
+    """Return what opens a directory with such files."""
+    if (folder / TOKENIZER_FILE).exists():
+        return FastTokenizer.from_pretrained
+    if (folder / MODEL_FILE).exists():
+        return CPM1Tokenizer.from_pretrained
+    if (folder / SENTENCEPIECE_FILE).exists():
+        return GLMTokenizer.from_pretrained
+    if (folder / ADDED_FILE).exists() and "<|startofpiece|>" in read_json(folder / ADDED_FILE):
+        return GLMTokenizer.from_pretrained
+    if (folder / VOCABULARY_FILE).exists():
+        return _by_vocabulary(folder / VOCABULARY_FILE)
+    return None
+
+
+def _by_vocabulary(path: Path) -> Callable[[Path], Any] | None:
+    """Return what opens a vocab.txt with such special tokens."""
+    lines = set(path.read_text("utf-8", errors="replace").split("\n"))
+    if {"<root>", "<ans>"} <= lines:
+        return CPMBeeTokenizer.from_pretrained
+    if {"</_>", "</n>"} <= lines:
+        return CPMAntTokenizer.from_pretrained
+    if {"\u2582", "\u2583", "<s_0>"} <= lines:
+        # EVA's dialogue vocabulary has an empty line where CPM-2's have U+2581.
+        return CPM2Tokenizer.from_pretrained if "\u2581" in lines else EVATokenizer.from_pretrained
+    return None

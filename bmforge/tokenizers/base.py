@@ -1,0 +1,236 @@
+"""What every tokenizer here can do: open and save a directory, encode, decode, name its ids."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.files import replace_file
+
+__all__ = [
+    "CONFIG_FILE",
+    "VOCABULARY_FILE",
+    "Tokenizer",
+    "open_directory",
+    "parse_vocabulary",
+    "read_bytes",
+    "read_json",
+    "save_files",
+    "unreadable_text",
+]
+
+VOCABULARY_FILE = "vocab.txt"
+CONFIG_FILE = "tokenizer_config.json"
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        roles: role ("pad", "bos", "eos", "unk", "mask", ...) -> the token that plays it. A role
+            whose token the vocabulary lacks has no id.
+    """
+
+    roles: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    @abstractmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
+        """Open the vocabulary files of `directory`.
+
+        Raises:
+            DataError: a file is missing or damaged.
+            MissingDependencyError: a package of the extra ``zh`` is not installed.
+        """
+
+    @abstractmethod
+    def _files(self) -> dict[str, bytes]:
+        """Return file name -> contents of what `from_pretrained` reads."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without special tokens around it."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`.
+
+        Raises:
+            DataError: an id that is not in the vocabulary.
+        """
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of one token of the vocabulary, or None."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of every text."""
+        return [self.encode(text) for text in texts]
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the vocabulary files into `directory`, so that `AutoTokenizer` opens them.
+
+        Raises:
+            ConfigError: one of the files is there with other contents; nothing is written then.
+        """
+        config = {"tokenizer_class": type(self).__name__, **self._settings()}
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        save_files(directory, {CONFIG_FILE: text.encode(), **self._files()})
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what else belongs into tokenizer_config.json."""
+        return {}
+
+    def _role_tokens(self) -> Mapping[str, str]:
+        """Return role -> token."""
+        return self.roles
+
+    def role_id(self, role: str) -> int | None:
+        """Return the id of the token of a role, or None where there is none."""
+        token = self._role_tokens().get(role)
+        return None if token is None else self.token_to_id(token)
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id that fills a batch up."""
+        return self.role_id("pad")
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that begins a text."""
+        return self.role_id("bos")
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id that ends a text."""
+        return self.role_id("eos")
+
+    @property
+    def unk_id(self) -> int | None:
+        """Id of what the vocabulary cannot spell."""
+        return self.role_id("unk")
+
+    @property
+    def mask_id(self) -> int | None:
+        """Id of a blank."""
+        return self.role_id("mask")
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Role -> id of every role that has one."""
+        found = {role: self.role_id(role) for role in self._role_tokens()}
+        return {role: id for role, id in found.items() if id is not None}
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+
+def unreadable_text(texts: Sequence[str], error: Exception) -> DataError:
+    """Return the error for `texts`, on which a library raised `error`."""
+    for text in texts:
+        for at, character in enumerate(text):
+            if "\ud800" <= character <= "\udfff":
+                return DataError(
+                    f"character {at} of the text {text[:40]!r} is half of a surrogate pair, which "
+                    "is no character: clean the text, for instance with "
+                    "text.encode('utf-8', 'replace').decode('utf-8')"
+                )
+    return DataError(f"the text cannot be read ({error}): give a str")
+
+
+def open_directory(directory: str | os.PathLike[str]) -> Path:
+    """Return `directory` as a path.
+
+    Raises:
+        DataError: it is not a directory.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise DataError(
+            f"{str(path)!r} is not a directory: name the directory that holds the tokenizer's files"
+        )
+    return path
+
+
+def read_bytes(path: Path, what: str) -> bytes:
+    """Return the contents of `path`.
+
+    Raises:
+        DataError: it cannot be read; the message says that it should be `what`.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"cannot read {str(path)!r} ({error.strerror}): it should be {what}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`.
+
+    Raises:
+        DataError: it cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(read_bytes(path, "a JSON file"))
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is not JSON ({error}); get the file again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{str(path)!r} holds a {type(found).__name__}; needed is a JSON object")
+    return found
+
+
+def parse_vocabulary(content: bytes, path: Path) -> dict[str, int]:
+    """Return token -> id of a file with one token a line; the blanks around a token do not count.
+
+    Raises:
+        DataError: not UTF-8, empty, or a token is there twice.
+    """
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{str(path)!r} is not UTF-8 text ({error}); get the file again") from error
+    lines = [line.strip() for line in text.removesuffix("\n").split("\n")]
+    vocabulary = {token: id for id, token in enumerate(lines)}
+    if not text:
+        raise DataError(f"{str(path)!r} is empty; needed is one token a line")
+    if len(vocabulary) != len(lines):
+        at = next(i for i, token in enumerate(lines) if vocabulary[token] != i)
+        raise DataError(
+            f"{str(path)!r}: line {at + 1} and line {vocabulary[lines[at]] + 1} are both "
+            f"{lines[at]!r}; needed is one line a token"
+        )
+    return vocabulary
+
+
+def save_files(directory: str | os.PathLike[str], files: dict[str, bytes]) -> None:
+    """Write `files` into `directory`, or nothing where one would replace other contents.
+
+    Raises:
+        ConfigError: a file is there with other contents.
+    """
+    folder = Path(directory)
+    taken = [
+        name
+        for name, content in files.items()
+        if (folder / name).exists() and (folder / name).read_bytes() != content
+    ]
+    if taken:
+        raise ConfigError(
+            f"{str(folder)!r} already holds another {' and '.join(taken)}: save into a new "
+            "directory, or remove the old files first"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        replace_file(folder / name, content)

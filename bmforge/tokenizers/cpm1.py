@@ -1,0 +1,142 @@
+"""CPM-1's tokenizer: jieba's words with blanks between them, then sentencepiece."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from bmforge.errors import DataError
+from bmforge.tokenizers.base import (
+    Tokenizer,
+    open_directory,
+    read_bytes,
+    read_json,
+    unreadable_text,
+)
+from bmforge.tokenizers.sentence_piece import load_sentence_piece
+from bmforge.tokenizers.word_pieces import pieces_to_tokens
+from bmforge.tokenizers.words import WordCutter
+
+__all__ = ["CPM1Tokenizer"]
+
+MODEL_FILE, VOCABULARY_FILE = "chinese_vocab.model", "vocab.json"
+SPACE, NEWLINE, END = "\u2582", "\u2583", "\u2584"
+_UNREADABLE = (RuntimeError, TypeError, UnicodeError)
+_WRITTEN = str.maketrans(" \n", SPACE + NEWLINE)
+
+
+class CPM1Tokenizer(Tokenizer):
+    """Text to ids and back; exact for text in NFKC form that the vocabulary can spell.
+
+    A special token in the text, such as ``<eod>``, is read as characters, like in the original:
+    append `eos_id` yourself.
+
+    Args:
+        model: a sentencepiece model's file contents.
+        path: where it comes from, for messages.
+
+    Raises:
+        DataError: the model is damaged or lacks a token that CPM-1 needs.
+        MissingDependencyError: a package of the extra ``zh`` is not installed.
+
+    Source: ``data_utils/tokenization_gpt2.py`` of TsinghuaAI/CPM-1-Generate.
+    """
+
+    roles: ClassVar[Mapping[str, str]] = {
+        "pad": "<pad>",
+        "unk": "<unk>",
+        "mask": "<mask>",
+        "sep": "<sep>",
+        "bos": "<s>",
+        "eos": "<eod>",
+        "eod": "<eod>",
+        "space": SPACE,
+        "newline": NEWLINE,
+    }
+
+    def __init__(self, model: bytes, path: Path = Path(MODEL_FILE)) -> None:
+        self._model = model
+        self._processor = load_sentence_piece(model, path)
+        size = self._processor.get_piece_size()
+        self._tokens = [self._processor.id_to_piece(id) for id in range(size)]
+        self._ids = {token: id for id, token in enumerate(self._tokens)}
+        missing = [token for token in (SPACE, NEWLINE, "<eod>") if token not in self._ids]
+        if missing:
+            raise DataError(
+                f"{str(path)!r} lacks {missing}, which CPM-1 needs; give the chinese_vocab.model "
+                "of CPM-1"
+            )
+        # What decoding hands to sentencepiece: <eod> as a mark that cannot lose its brackets.
+        self._shown = [END if token == "<eod>" else token for token in self._tokens]
+        self._cutter = WordCutter()
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
+        """Open ``chinese_vocab.model`` in `directory`; a ``vocab.json`` beside it must agree."""
+        folder = open_directory(directory)
+        path = folder / MODEL_FILE
+        tokenizer = cls(read_bytes(path, "CPM-1's sentencepiece model"), path)
+        if (folder / VOCABULARY_FILE).exists():
+            tokenizer._check(read_json(folder / VOCABULARY_FILE), folder)
+        return tokenizer
+
+    def _check(self, vocabulary: dict[str, Any], folder: Path) -> None:
+        differ = {*vocabulary.items()} ^ {*self._ids.items()}
+        if differ:
+            raise DataError(
+                f"{VOCABULARY_FILE} and {MODEL_FILE} in {str(folder)!r} give {len(differ)} "
+                f"different ids, such as {min(differ, key=str)!r}: take both from the same model, "
+                f"or remove {VOCABULARY_FILE}"
+            )
+
+    def _files(self) -> dict[str, bytes]:
+        return {MODEL_FILE: self._model}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self._tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token, or None."""
+        return self._ids.get(token)
+
+    def _spread(self, text: str) -> str:
+        """Return the words of `text` with blanks between them and its own blanks as pieces."""
+        words = self._cutter.cut(text)
+        return " ".join([w.translate(_WRITTEN) if w.isspace() else w for w in words])
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without special tokens around it.
+
+        Raises:
+            DataError: the text has half of a surrogate pair.
+        """
+        try:
+            return self._processor.encode(self._spread(text))
+        except _UNREADABLE as error:
+            raise unreadable_text([text], error) from error
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of every text.
+
+        Raises:
+            DataError: a text has half of a surrogate pair.
+        """
+        try:
+            return self._processor.encode([self._spread(text) for text in texts])
+        except _UNREADABLE as error:
+            raise unreadable_text(texts, error) from error
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`.
+
+        Raises:
+            DataError: an id is not in the vocabulary.
+        """
+        text = self._processor.decode(pieces_to_tokens(ids, self._shown))
+        for mark, shown in ((" ", ""), (SPACE, " "), (NEWLINE, "\n"), (END, "<eod>")):
+            text = text.replace(mark, shown)
+        return text

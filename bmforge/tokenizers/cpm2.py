@@ -1,0 +1,195 @@
+"""The tokenizers of CPM-2 (2.0 Chinese, 2.1 Chinese-English) and of EVA."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar, Self
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.tokenizers.base import (
+    VOCABULARY_FILE,
+    Tokenizer,
+    open_directory,
+    parse_vocabulary,
+    read_bytes,
+)
+from bmforge.tokenizers.word_pieces import CONTINUES, WordPieces, has_chinese, pieces_to_tokens
+from bmforge.tokenizers.words import WordCutter
+
+__all__ = ["CPM2Tokenizer", "EVATokenizer"]
+
+SPACE, NEWLINE = "\u2582", "\u2583"
+_MARKED = re.compile(CONTINUES + "[A-Za-z]+")
+_READ = str.maketrans(SPACE + NEWLINE, " \n")
+
+# Full-width characters to half-width ones, but for the punctuation of Chinese.
+_KEPT = "，。！（）？、；："
+_HALF_WIDTH = {chr(c): chr(c - 0xFEE0) for c in range(0xFF00, 0xFF5F) if chr(c) not in _KEPT}
+_HALF_WIDTH["\u3000"] = " "
+# EVA's own table: all punctuation, quotes of every kind.
+_EVA_FROM = "！？＂〝〞“”‟＃＄％＆＇‘’‛（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
+_EVA_TO = '!?""""""#$%&\'\'\'\'()*+,-/:;<=>@[\\]^_`{|}~'
+_EVA_FORMS = {"…": "...", **dict(zip(_EVA_FROM, _EVA_TO, strict=True))}
+
+
+class CPM2Tokenizer(Tokenizer):
+    """Text to ids and back: half-width forms, jieba's words, the longest pieces of a vocabulary.
+
+    A vocabulary with ``##`` pieces (2.1) marks the pieces inside of a word with them, and leaves
+    out a space between two tokens without Chinese characters; decoding puts one between any two
+    such tokens, so it gives back words but not always the same spaces. Without them (2.0) decoding
+    is exact but for the half-width forms. A special token in the text is read as characters.
+
+    Args:
+        content: a vocab.txt, one token a line.
+        path: where it comes from, for messages.
+
+    Raises:
+        DataError: the vocabulary is damaged or lacks a token that is needed.
+        MissingDependencyError: a package of the extra ``zh`` is not installed.
+
+    Source: ``tokenization_enc_dec.py`` of TsinghuaAI/CPM-2-Finetune (2.0) and CPM-2-Pretrain (2.1).
+    There the space is id 10, which in the vocabulary of 2.1 is the comma, and a text of one token
+    is encoded as two; here neither is so, and no ``##`` is left in decoded text.
+    """
+
+    roles: ClassVar[Mapping[str, str]] = {
+        "pad": "<pad>",
+        "unk": "<unk>",
+        "mask": "<mask>",
+        "sep": "<sep>",
+        "bos": "<s>",
+        "eos": "<eod>",
+        "go": "<go>",
+        "eod": "<eod>",
+        "space": SPACE,
+        "newline": NEWLINE,
+    }
+    _forms: ClassVar[dict[str, str]] = _HALF_WIDTH
+
+    def __init__(self, content: bytes, path: Path = Path(VOCABULARY_FILE)) -> None:
+        self._content = content
+        self._vocabulary = vocabulary = parse_vocabulary(content, path)
+        missing = [
+            t for t in ("<unk>", "<pad>", "<sep>", "<eod>", SPACE, NEWLINE) if t not in vocabulary
+        ]
+        if missing:
+            raise DataError(
+                f"{str(path)!r} lacks {missing}, which {type(self).__name__} needs; give the "
+                "vocab.txt of the model"
+            )
+        self._tokens = list(vocabulary)
+        self._space_id = vocabulary[SPACE]
+        self._has_form = re.compile("[" + re.escape("".join(self._forms)) + "]")
+        self._cutter = WordCutter()
+        blanks = {" ": self._space_id, "\n": vocabulary[NEWLINE]}
+        self._marked = any(map(_MARKED.fullmatch, vocabulary))
+        self._pieces = WordPieces({**vocabulary, **blanks}, vocabulary["<unk>"], self._marked)
+        self.sentinel_ids = _sentinels(vocabulary)
+        # Between two of these tokens a space goes without saying, where there are ## pieces.
+        self._spaced = [t != SPACE and not has_chinese(t) for t in self._tokens]
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
+        """Open the ``vocab.txt`` in `directory`."""
+        path = open_directory(directory) / VOCABULARY_FILE
+        return cls(read_bytes(path, "a vocabulary with one token a line"), path)
+
+    def _files(self) -> dict[str, bytes]:
+        return {VOCABULARY_FILE: self._content}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self._tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token, or None."""
+        return self._vocabulary.get(token)
+
+    def sentinel_id(self, number: int) -> int:
+        """Return the id of ``<s_number>``, which stands for the blank of that number.
+
+        Raises:
+            ConfigError: the vocabulary has fewer sentinels.
+        """
+        if not 0 <= number < len(self.sentinel_ids):
+            raise ConfigError(
+                f"sentinel number={number}: this vocabulary has {len(self.sentinel_ids)}, from 0 "
+                "on; blank fewer spans"
+            )
+        return self.sentinel_ids[number]
+
+    def _normalise(self, text: str) -> str:
+        return self._has_form.sub(lambda found: self._forms[found.group()], text)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without special tokens around it."""
+        pieces = self._pieces
+        ids: list[int] = []
+        for word in self._cutter.cut(self._normalise(text)):
+            ids += pieces[word]
+        return self._drop_spaces(ids) if self._marked else ids
+
+    def _drop_spaces(self, ids: list[int]) -> list[int]:
+        """Return `ids` without the spaces that decoding puts back."""
+        space, spaced = self._space_id, self._spaced
+        kept = [
+            id
+            for before, id, after in zip(ids, ids[1:], ids[2:], strict=False)
+            if id != space or not (spaced[before] and spaced[after])
+        ]
+        return [*ids[:1], *kept, *ids[max(1, len(ids) - 1) :]]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`.
+
+        Raises:
+            DataError: an id is not in the vocabulary.
+        """
+        found = list(ids)
+        tokens = pieces_to_tokens(found, self._tokens)
+        if not self._marked:
+            return "".join(tokens).translate(_READ)
+        parts = tokens[:1]
+        for (before, after), token in zip(pairwise(found), tokens[1:], strict=True):
+            if token.startswith(CONTINUES) and token != CONTINUES:
+                parts.append(token.removeprefix(CONTINUES))
+            elif self._spaced[before] and self._spaced[after]:
+                parts += [SPACE, token]
+            else:
+                parts.append(token)
+        return "".join(parts).translate(_READ)
+
+
+class EVATokenizer(CPM2Tokenizer):
+    """EVA's tokenizer: CPM-2's, with all punctuation in half-width form and ``…`` as three dots.
+
+    Source: ``src/tokenization_enc_dec.py`` of thu-coai/EVA. A text holds one utterance; join the
+    ids of several with `sep_id`.
+    """
+
+    roles: ClassVar[Mapping[str, str]] = {
+        **CPM2Tokenizer.roles,
+        "eos": "<sep>",
+        "cls": "<cls>",
+        "bos": "<s_0>",
+    }
+    _forms = _EVA_FORMS
+
+    @property
+    def sep_id(self) -> int:
+        """Id that ends an utterance."""
+        return self._vocabulary["<sep>"]
+
+
+def _sentinels(vocabulary: dict[str, int]) -> list[int]:
+    """Return the ids of ``<s_0>``, ``<s_1>`` ... as far as they go."""
+    ids: list[int] = []
+    while (id := vocabulary.get(f"<s_{len(ids)}>")) is not None:
+        ids.append(id)
+    return ids

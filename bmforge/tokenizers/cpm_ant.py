@@ -1,0 +1,105 @@
+"""CPM-Ant's tokenizer: jieba's words, then the longest pieces of a vocabulary."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import ClassVar, Self
+
+from bmforge.errors import DataError
+from bmforge.tokenizers.base import (
+    VOCABULARY_FILE,
+    Tokenizer,
+    open_directory,
+    parse_vocabulary,
+    read_bytes,
+)
+from bmforge.tokenizers.word_pieces import WordPieces, pieces_to_tokens
+from bmforge.tokenizers.words import WordCutter
+
+__all__ = ["CPMAntTokenizer"]
+
+_WRITTEN_AS = {"</_>": " ", "</n>": "\n"}
+
+
+class CPMAntTokenizer(Tokenizer):
+    """Text to ids and back; exact for text that the vocabulary can spell.
+
+    A special token in the text, such as ``<s>``, is read as characters, like in the original.
+
+    Args:
+        content: a vocab.txt, one token a line; ``</_>`` is a space and ``</n>`` a line break.
+        path: where it comes from, for messages.
+        new_words: cut words as the original does. False gives the ids of transformers'
+            CpmAntTokenizer, which cuts without looking for new words.
+
+    Raises:
+        DataError: the vocabulary is damaged or lacks a token that CPM-Ant needs.
+        MissingDependencyError: a package of the extra ``zh`` is not installed.
+
+    Source: ``cpm_live/tokenizers/ant.py`` of OpenBMB/CPM-Live.
+    """
+
+    roles: ClassVar[Mapping[str, str]] = {
+        "pad": "<pad>",
+        "unk": "<unk>",
+        "mask": "<mask>",
+        "sep": "<sep>",
+        "bos": "<s>",
+        "eos": "</s>",
+        "bod": "<d>",
+        "eod": "</d>",
+        "space": " ",
+        "newline": "\n",
+    }
+
+    def __init__(
+        self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True
+    ) -> None:
+        written = parse_vocabulary(content, path)
+        missing = [t for t in ("<pad>", "<unk>", "<s>", "</s>", *_WRITTEN_AS) if t not in written]
+        if missing:
+            raise DataError(
+                f"{str(path)!r} lacks {missing}, which CPM-Ant needs; give the vocab.txt of a "
+                "CPM-Ant model"
+            )
+        self._content = content
+        self._vocabulary = {_WRITTEN_AS.get(token, token): id for token, id in written.items()}
+        self._tokens = list(self._vocabulary)
+        self._cutter = WordCutter(new_words)
+        self._pieces = WordPieces(self._vocabulary, written["<unk>"])
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str], *, new_words: bool = True) -> Self:
+        """Open the ``vocab.txt`` in `directory`; `new_words` as in the class."""
+        path = open_directory(directory) / VOCABULARY_FILE
+        return cls(read_bytes(path, "a vocabulary with one token a line"), path, new_words)
+
+    def _files(self) -> dict[str, bytes]:
+        return {VOCABULARY_FILE: self._content}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self._tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token, or None; a space and a line break are written as such."""
+        return self._vocabulary.get(token)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without special tokens around it."""
+        pieces = self._pieces
+        ids: list[int] = []
+        for word in self._cutter.cut(text):
+            ids += pieces[word]
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; negative ids are left out, as in the original.
+
+        Raises:
+            DataError: an id is above the vocabulary.
+        """
+        return "".join(pieces_to_tokens((id for id in ids if id >= 0), self._tokens))

@@ -1,0 +1,164 @@
+"""The tree under a CPM-Bee document: every key and every text is a segment of it.
+
+Segment 0 is ``<root>``; the others follow depth first, in the order of the keys. Two segments are
+related by how many steps lead up from one to their nearest common ancestor and down to the other.
+
+Source: ``convert_data_to_id`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee/pretrain.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.errors import DataError
+
+__all__ = ["ANSWER_KEY", "MAX_DEPTH", "MAX_NESTING", "Segment", "flatten_document", "relate"]
+
+ANSWER_KEY = "<ans>"
+MAX_DEPTH = 8
+MAX_NESTING = 16
+_ROOT = "<root>"
+
+
+class Segment(NamedTuple):
+    """One key or one text.
+
+    Attributes:
+        text: what it says.
+        parent: number of the segment that it hangs under; -1 for the root.
+        depth: steps down from the root.
+        path: keys that lead to it, its own included where it is a key.
+        answer: whether it is a text under ``<ans>``, which the model writes.
+        within_answer: whether it hangs under ``<ans>``, key or text.
+    """
+
+    text: str
+    parent: int
+    depth: int
+    path: tuple[str, ...]
+    answer: bool = False
+    within_answer: bool = False
+
+
+def flatten_document(
+    document: Any,
+    *,
+    blank_answers: bool = False,
+    order_key: bytes | None = None,
+    max_nesting: int = MAX_NESTING,
+) -> list[Segment]:
+    """Return the segments of a nested dict of texts.
+
+    Args:
+        document: dicts of dicts of texts; ``<ans>`` at the top holds what is to be written.
+        blank_answers: take every text under ``<ans>`` for empty, or None, as in a question.
+        order_key: put the keys of every dict under ``<ans>`` into an order that depends on this
+            alone; None keeps the order given.
+        max_nesting: how deep a text may hang under the root.
+
+    Raises:
+        DataError: not such a dict, nested deeper, or no text under ``<ans>``.
+    """
+    if not isinstance(document, dict):
+        raise DataError(
+            f"a document is a dict of texts such as {{'input': '...', '<ans>': ''}}, not "
+            f"{type(document).__name__}"
+        )
+    if ANSWER_KEY not in document:
+        raise DataError(
+            f"the document with the keys {list(document)} has no {ANSWER_KEY!r} beside them: add "
+            f"'{ANSWER_KEY}': '' for one answer, or a dict of answers such as "
+            f"'{ANSWER_KEY}': {{'<mask_0>': ''}}"
+        )
+    segments = [Segment(_ROOT, -1, 0, ())]
+    walk = _Walk(segments, blank_answers, order_key, max_nesting)
+    walk.add(document, 0, (), False)
+    if not any(segment.answer for segment in segments):
+        raise DataError(
+            f"{ANSWER_KEY!r} of the document is {document[ANSWER_KEY]!r}, which holds no text to "
+            "write: give '' for one answer, or a dict with a '' for each"
+        )
+    return segments
+
+
+class _Walk(NamedTuple):
+    segments: list[Segment]
+    blank_answers: bool
+    order_key: bytes | None
+    max_nesting: int
+
+    def add(self, data: Any, parent: int, path: tuple[str, ...], within: bool) -> None:
+        """Append the segments of `data` depth first."""
+        depth = self.segments[parent].depth + 1
+        if depth > self.max_nesting:
+            raise DataError(
+                f"the document is nested deeper than max_nesting={self.max_nesting}, at "
+                f"{_shorten(path)}: flatten it"
+            )
+        if isinstance(data, dict):
+            for key in self._ordered(data, path, within):
+                if not isinstance(key, str):
+                    raise DataError(f"the key {key!r} at {_shorten(path)} is no text")
+                here = (*path, key)
+                self.segments.append(Segment(key, parent, depth, here, within_answer=within))
+                below = within or (depth == 1 and key == ANSWER_KEY)
+                self.add(data[key], len(self.segments) - 1, here, below)
+            return
+        if within and self.blank_answers and (data is None or isinstance(data, str)):
+            data = ""
+        if not isinstance(data, str):
+            raise DataError(
+                f"the value at {_shorten(path)} is {data!r} of type {type(data).__name__}: needed "
+                "is text or a dict of texts; write numbers as text, and lists as dicts"
+            )
+        self.segments.append(Segment(data, parent, depth, path, within, within))
+
+    def _ordered(self, data: dict[Any, Any], path: tuple[str, ...], within: bool) -> list[Any]:
+        keys = list(data)
+        if not within or self.order_key is None:
+            return keys
+        secret = self.order_key
+        digests = [blake2b(repr((path, key)).encode(), key=secret).digest() for key in keys]
+        return [keys[i] for i in sorted(range(len(keys)), key=digests.__getitem__)]
+
+
+def relate(
+    parents: Sequence[int], depths: Sequence[int], max_depth: int = MAX_DEPTH
+) -> NDArray[np.int32]:
+    """Return the relation of every segment to every other.
+
+    Args:
+        parents: number of each segment's parent, which comes before it; -1 for the root.
+        depths: steps down from the root.
+        max_depth: steps count up to ``max_depth - 1``.
+
+    Shape:
+        returns: (n * n,), of segment q to k at ``q * n + k``: 0 for itself, else
+        ``up * max_depth + down + 1``; 1 is left for what lies in another sample.
+
+    Memory: a few (n, n) arrays.
+    """
+    count, deepest = len(parents), max(depths, default=0)
+    ancestors = np.full((count, deepest + 1), -1, dtype=np.int32)
+    for i, (parent, depth) in enumerate(zip(parents, depths, strict=True)):
+        if parent >= 0:
+            ancestors[i] = ancestors[parent]
+        ancestors[i, depth] = i
+    common = np.full((count, count), -1, dtype=np.int32)
+    for column in ancestors.T:
+        common += (column[:, None] == column[None, :]) & (column[:, None] >= 0)
+    levels = np.asarray(depths, dtype=np.int32)
+    up = np.minimum(levels[:, None] - common, max_depth - 1)
+    down = np.minimum(levels[None, :] - common, max_depth - 1)
+    related = up * max_depth + down
+    return np.where(related == 0, 0, related + 1).astype(np.int32).ravel()
+
+
+def _shorten(path: tuple[str, ...]) -> str:
+    names = path if len(path) <= 6 else (*path[:3], "...", *path[-2:])
+    return ".".join(map(str, names)) or "the top"

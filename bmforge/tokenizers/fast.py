@@ -1,0 +1,137 @@
+"""Tokenizers that the ``tokenizers`` library opens: a thin wrapper with our methods."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from bmforge.errors import DataError
+from bmforge.tokenizers.base import (
+    CONFIG_FILE,
+    Tokenizer,
+    open_directory,
+    read_bytes,
+    read_json,
+    save_files,
+    unreadable_text,
+)
+
+__all__ = ["FastTokenizer"]
+
+TOKENIZER_FILE = "tokenizer.json"
+_ROLE_FILES = (CONFIG_FILE, "special_tokens_map.json")
+_ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
+
+
+class FastTokenizer(Tokenizer):
+    """The tokenizer of a Hugging Face directory with a ``tokenizer.json``.
+
+    Args:
+        content: that file's contents.
+        roles: role -> token.
+        companions: further files to save with it, name -> contents.
+        path: where it comes from, for messages.
+
+    Raises:
+        DataError: this is no tokenizer.json.
+    """
+
+    def __init__(
+        self,
+        content: bytes,
+        roles: dict[str, str] | None = None,
+        companions: dict[str, bytes] | None = None,
+        path: Path = Path(TOKENIZER_FILE),
+    ) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # tokenizers raises a bare Exception for what it cannot read
+            raise DataError(
+                f"{str(path)!r} is not a tokenizer.json ({error}); get the file again"
+            ) from error
+        self._content = content
+        self._companions = companions or {}
+        self._roles = roles or {}
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
+        """Open ``tokenizer.json``; the roles come from what transformers writes beside it."""
+        folder = open_directory(directory)
+        path = folder / TOKENIZER_FILE
+        content = read_bytes(path, "a file of the tokenizers library")
+        roles: dict[str, str] = {}
+        companions = {}
+        for name in _ROLE_FILES:
+            if (folder / name).exists():
+                roles = {**_read_roles(read_json(folder / name)), **roles}
+                companions[name] = (folder / name).read_bytes()
+        return cls(content, roles, companions, path)
+
+    def _role_tokens(self) -> Mapping[str, str]:
+        return self._roles
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the files this was opened from.
+
+        Raises:
+            ConfigError: one of the files is there with other contents; nothing is written then.
+        """
+        save_files(directory, self._files())
+
+    def _files(self) -> dict[str, bytes]:
+        return {TOKENIZER_FILE: self._content, **self._companions}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens among them."""
+        return self._tokenizer.get_vocab_size()
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token, or None."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without special tokens around it."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of every text.
+
+        Raises:
+            DataError: a text has half of a surrogate pair.
+        """
+        try:
+            encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:
+            raise unreadable_text(texts, error) from error
+        return [one.ids for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, special tokens written out.
+
+        Raises:
+            DataError: an id that is not in the vocabulary.
+        """
+        found = list(ids)
+        wrong = [id for id in found if self._tokenizer.id_to_token(id) is None]
+        if wrong:
+            raise DataError(
+                f"id={wrong[0]} is not in the vocabulary of {self.vocab_size} tokens; is this the "
+                "tokenizer of the model that made it?"
+            )
+        return self._tokenizer.decode(found, skip_special_tokens=False)
+
+
+def _read_roles(config: dict[str, Any]) -> dict[str, str]:
+    """Return role -> token of a tokenizer_config.json or special_tokens_map.json."""
+    found = {}
+    for role in _ROLES:
+        token = config.get(f"{role}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[role] = token
+    return found

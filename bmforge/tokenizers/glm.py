@@ -1,0 +1,285 @@
+"""GLM-10B's tokenizers: GPT-2's byte pairs (English) or sentencepiece (Chinese), and GLM's blanks.
+
+A text has blanks ``[MASK]``, ``[sMASK]`` or ``[gMASK]``; `build_inputs_for_generation` makes what
+the model needs to fill the first of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.tokenizers.base import (
+    CONFIG_FILE,
+    Tokenizer,
+    open_directory,
+    read_json,
+    unreadable_text,
+)
+from bmforge.tokenizers.glm_text import TextPart, open_text_part
+
+__all__ = ["GLMTokenizer"]
+
+ADDED_FILE = "added_tokens.json"
+IGNORED_LABEL = -100
+_BLANKS = ("[MASK]", "[sMASK]", "[gMASK]")
+
+
+class GLMTokenizer(Tokenizer):
+    """Text with blanks to ids, and the inputs of GLM-10B.
+
+    Args:
+        text_part: what encodes the text between the special tokens.
+        added: special token -> id, as in ``added_tokens.json``.
+        strips_left: special tokens that eat the blanks before them.
+
+    Raises:
+        DataError: a special token that GLM needs is missing.
+
+    Source: ``tokenization_glm.py`` and ``data_utils/tokenization.py`` of THUDM/GLM. Blanks eat the
+    spaces to their left, as there, unless ``added_tokens_decoder`` says otherwise.
+    """
+
+    roles: ClassVar[Mapping[str, str]] = {
+        "pad": "<|endoftext|>",
+        "eos": "<|endoftext|>",
+        "cls": "[CLS]",
+        "sep": "[SEP]",
+        "unk": "[UNK]",
+        "mask": "[MASK]",
+        "smask": "[sMASK]",
+        "gmask": "[gMASK]",
+        "bos": "<|startofpiece|>",
+        "sop": "<|startofpiece|>",
+        "eop": "<|endofpiece|>",
+    }
+
+    def __init__(
+        self, text_part: TextPart, added: dict[str, int], strips_left: Iterable[str] = _BLANKS
+    ) -> None:
+        self._text = text_part
+        self._added = dict(added)
+        end = text_part.token_to_id(self.roles["eos"])
+        self._specials = added if end is None else {**added, self.roles["eos"]: end}
+        needed = ("<|endoftext|>", "[CLS]", "[MASK]", "<|startofpiece|>", "<|endofpiece|>")
+        missing = [token for token in needed if token not in self._specials]
+        if missing:
+            raise DataError(
+                f"the special tokens {sorted(self._specials)} lack {missing}, which GLM needs: "
+                f"give the {ADDED_FILE} of the model"
+            )
+        self._by_id = {id: token for token, id in self._specials.items()}
+        self._strips_left = frozenset(strips_left)
+        longest_first = sorted(self._specials, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
+        """Open ``cog-pretrain.model``, or ``vocab.json`` with ``merges.txt``; and added tokens."""
+        folder = open_directory(directory)
+        config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
+        added, strips_left = _added_tokens(folder, config)
+        return cls(open_text_part(folder), added, strips_left)
+
+    def _settings(self) -> dict[str, Any]:
+        decoder = {
+            str(id): {"content": token, "lstrip": token in self._strips_left, "special": True}
+            for id, token in sorted((id, token) for token, id in self._added.items())
+        }
+        return {"tokenizer_class": self._text.tokenizer_class, "added_tokens_decoder": decoder}
+
+    def _files(self) -> dict[str, bytes]:
+        added = json.dumps(self._added, indent=2, ensure_ascii=False) + "\n"
+        return {ADDED_FILE: added.encode(), **self._text.files}
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id."""
+        return max(self._text.vocab_size, *(id + 1 for id in self._specials.values()))
+
+    @property
+    def mask_ids(self) -> list[int]:
+        """Ids of the kinds of blanks that this model has."""
+        return [self._specials[token] for token in _BLANKS if token in self._specials]
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a special token or piece, or None."""
+        return self._specials.get(token, self._text.token_to_id(token))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`; special tokens in it are read as such.
+
+        Raises:
+            DataError: the text has half of a surrogate pair.
+        """
+        parts = self._split.split(text)
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                ids.append(self._specials[part])
+                continue
+            follows = parts[number + 1] if number + 1 < len(parts) else ""
+            part = part.rstrip() if follows in self._strips_left else part
+            try:
+                ids += self._text.encode(part) if part else []
+            except (RuntimeError, TypeError, UnicodeError) as error:
+                raise unreadable_text([text], error) from error
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, special tokens written out.
+
+        Raises:
+            DataError: an id that is neither a special token nor in the vocabulary.
+        """
+        parts: list[str] = []
+        for special, group in groupby(ids, key=lambda id: id in self._by_id):
+            found = list(group)
+            wrong = [i for i in found if not special and not 0 <= i < self._text.vocab_size]
+            if wrong:
+                raise DataError(
+                    f"id={wrong[0]} is no token of this vocabulary of {self.vocab_size}; is this "
+                    "the tokenizer of the model that made it?"
+                )
+            parts += [self._by_id[i] for i in found] if special else [self._text.decode(found)]
+        return self._text.joint.join(parts)
+
+    def prepare(self, texts: Sequence[str], max_length: int | None = None) -> dict[str, Tensor]:
+        """Return ``[CLS] text <|endoftext|>`` of every text, filled up on the right.
+
+        Args:
+            texts: texts with a blank.
+            max_length: longest row in tokens; the beginning of a longer text is cut off.
+
+        Returns:
+            input_ids and attention_mask (1 = token), int64.
+
+        Shape: both (B, T), T the longest row.
+
+        Raises:
+            ConfigError: no text, or `max_length` leaves no room for one.
+        """
+        if not texts or (max_length is not None and max_length < 3):
+            raise ConfigError(
+                f"prepare got {len(texts)} texts with max_length={max_length}: needed are a text "
+                "and room for 3 tokens"
+            )
+        encoded = self.encode_batch(texts)
+        if max_length is not None:
+            encoded = [ids[-(max_length - 2) :] for ids in encoded]
+        head, tail = self._specials["[CLS]"], self._specials["<|endoftext|>"]
+        rows = [torch.tensor([head, *ids, tail]) for ids in encoded]
+        ones = [torch.ones_like(row) for row in rows]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {
+            "input_ids": pad(rows, batch_first=True, padding_value=tail),
+            "attention_mask": pad(ones, batch_first=True),
+        }
+
+    def build_inputs_for_generation(
+        self,
+        inputs: dict[str, Tensor],
+        max_gen_length: int = 512,
+        targets: Sequence[str] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the inputs with which GLM fills the first blank of every row.
+
+        Args:
+            inputs: what `prepare` returns.
+            max_gen_length: G, tokens to make room for. With targets, the longest target counts
+                instead where it is shorter.
+            targets: the texts to be filled in, for training.
+
+        Returns:
+            Without targets: input_ids (B, T+1) that end in ``<|startofpiece|>``, position_ids
+            (B, 2, T+G), generation_attention_mask (B, 1, T+G, T+G). With targets: input_ids
+            (B, T+G), position_ids (B, 2, T+G), attention_mask (B, 1, T+G, T+G) and labels
+            (B, T+G), -100 where nothing is asked, aligned with the logits (not shifted).
+
+        Shape: inputs (B, T). ``position_ids[:, 0]`` is the place in the text, that of the blank
+            for what fills it; ``position_ids[:, 1]`` is 0 in the text and counts from 1 in the
+            filling.
+
+        Raises:
+            ConfigError: a row without a blank, or another number of targets than rows.
+        """
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        rows, length = ids.shape
+        out: dict[str, Tensor] = {}
+        if targets is None:
+            fill = ids.new_full((rows, 1), self._specials["<|startofpiece|>"])
+        else:
+            fill, labels = self._fill(ids, targets, max_gen_length)
+            max_gen_length = fill.shape[1]
+            out["labels"] = torch.cat((torch.full_like(ids, IGNORED_LABEL), labels), 1)
+        out["input_ids"] = torch.cat((ids, fill), 1)
+        out["position_ids"] = self._positions(ids, max_gen_length)
+        total = length + max_gen_length
+        seen = mask[:, None, None, :].expand(rows, 1, total, length)
+        causal = torch.cat(
+            (
+                mask.new_zeros((length, max_gen_length)),
+                mask.new_ones((max_gen_length, max_gen_length)).tril(),
+            )
+        )
+        name = "generation_attention_mask" if targets is None else "attention_mask"
+        out[name] = torch.cat((seen, causal.expand(rows, 1, -1, -1)), 3)
+        return out
+
+    def _fill(
+        self, ids: Tensor, targets: Sequence[str], max_gen_length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return what fills the blank, from ``<|startofpiece|>`` on, and the labels of it."""
+        if isinstance(targets, str) or len(targets) != len(ids):
+            raise ConfigError(
+                f"targets={targets!r:.60}: needed is a list with one text for each of the "
+                f"{len(ids)} rows"
+            )
+        start, end = self._specials["<|startofpiece|>"], self._specials["<|endofpiece|>"]
+        pad = self._specials["<|endoftext|>"]
+        rows = [[*self.encode(text), end][:max_gen_length] for text in targets]
+        longest = max(map(len, rows))
+        fill = [([start, *row] + [pad] * (longest - len(row)))[:longest] for row in rows]
+        labels = [row + [IGNORED_LABEL] * (longest - len(row)) for row in rows]
+        return ids.new_tensor(fill), ids.new_tensor(labels)
+
+    def _positions(self, ids: Tensor, max_gen_length: int) -> Tensor:
+        """Return the position ids (B, 2, T+G)."""
+        rows, length = ids.shape
+        is_blank = torch.isin(ids, ids.new_tensor(self.mask_ids))
+        bare = (~is_blank.any(1)).nonzero()
+        if len(bare):
+            raise ConfigError(
+                f"row {int(bare[0])} has no blank to fill: put one of {list(_BLANKS)} into the "
+                "text, or raise max_length if it was cut off"
+            )
+        blank = is_blank.int().argmax(1, keepdim=True)
+        text = torch.arange(length, device=ids.device).expand(rows, length)
+        inside = torch.arange(1, max_gen_length + 1, device=ids.device).expand(rows, -1)
+        place = torch.cat((text, blank.expand(rows, max_gen_length)), 1)
+        block = torch.cat((torch.zeros_like(text), inside), 1)
+        return torch.stack((place, block), 1).to(ids.dtype)
+
+
+def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """Return special token -> id, and those that eat the blanks before them."""
+    decoder = config.get("added_tokens_decoder") or {}
+    if decoder:
+        added = {entry["content"]: int(id) for id, entry in decoder.items()}
+        return added, [e["content"] for e in decoder.values() if e.get("lstrip")]
+    path = folder / ADDED_FILE
+    if not path.exists():
+        raise DataError(
+            f"{str(folder)!r} has neither {ADDED_FILE} nor added_tokens_decoder in {CONFIG_FILE}: "
+            "GLM's special tokens and their ids are read from there"
+        )
+    return {str(token): int(id) for token, id in read_json(path).items()}, list(_BLANKS)

@@ -1,0 +1,119 @@
+"""What encodes the plain text of GLM: GPT-2's byte pairs, or a sentencepiece model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import DataError
+from bmforge.tokenizers.base import read_bytes
+from bmforge.tokenizers.sentence_piece import load_sentence_piece
+
+__all__ = ["BytePairs", "SentencePieces", "TextPart", "open_text_part"]
+
+SENTENCEPIECE_FILE = "cog-pretrain.model"
+BYTE_PAIR_FILES = ("vocab.json", "merges.txt")
+
+
+@dataclass
+class BytePairs:
+    """GPT-2's byte-level byte pairs from ``vocab.json`` and ``merges.txt``.
+
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer``.
+        files: the files it was made of.
+    """
+
+    tokenizer: Any
+    files: dict[str, bytes]
+    # What decoding puts between text and special tokens, and the name of the original's class.
+    joint: str = field(default=" ", init=False)
+    tokenizer_class: str = field(default="GLMGPT2Tokenizer", init=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.tokenizer.get_vocab_size()
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a piece, or None."""
+        return self.tokenizer.token_to_id(token)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of `ids`."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@dataclass
+class SentencePieces:
+    """A sentencepiece model, ``cog-pretrain.model``.
+
+    Args:
+        processor: a ``sentencepiece.SentencePieceProcessor``.
+        files: the file it was made of.
+    """
+
+    processor: Any
+    files: dict[str, bytes]
+    joint: str = field(default="", init=False)
+    tokenizer_class: str = field(default="GLMChineseTokenizer", init=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.processor.get_piece_size()
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a piece, or None."""
+        id = self.processor.piece_to_id(token)
+        return id if self.processor.id_to_piece(id) == token else None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`."""
+        return self.processor.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of `ids`."""
+        return self.processor.decode(ids)
+
+
+TextPart = BytePairs | SentencePieces
+
+
+def open_text_part(folder: Path) -> TextPart:
+    """Return the text part whose files are in `folder`.
+
+    Raises:
+        DataError: there are none, or they are damaged.
+    """
+    path = folder / SENTENCEPIECE_FILE
+    if path.exists():
+        model = read_bytes(path, "a sentencepiece model")
+        return SentencePieces(load_sentence_piece(model, path), {path.name: model})
+    if not all((folder / name).exists() for name in BYTE_PAIR_FILES):
+        raise DataError(
+            f"{str(folder)!r} has neither {SENTENCEPIECE_FILE} (Chinese) nor "
+            f"{' and '.join(BYTE_PAIR_FILES)} (English), of which GLM's tokenizer is made"
+        )
+    return _open_byte_pairs(folder)
+
+
+def _open_byte_pairs(folder: Path) -> BytePairs:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    paths = [str(folder / name) for name in BYTE_PAIR_FILES]
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(*paths))
+    except Exception as error:  # tokenizers raises a bare Exception for what it cannot read
+        raise DataError(
+            f"{' and '.join(paths)} are not GPT-2's vocabulary and merges ({error}); get the files "
+            "again"
+        ) from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return BytePairs(tokenizer, {n: (folder / n).read_bytes() for n in BYTE_PAIR_FILES})

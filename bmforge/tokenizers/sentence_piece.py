@@ -1,0 +1,31 @@
+"""Opening a sentencepiece model from its bytes, with errors for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import DataError, MissingDependencyError
+
+__all__ = ["load_sentence_piece"]
+
+
+def load_sentence_piece(model: bytes, path: Path) -> Any:
+    """Return a ``SentencePieceProcessor`` of the model file contents `model`.
+
+    Raises:
+        DataError: this is no sentencepiece model; `path` says where it comes from.
+        MissingDependencyError: ``sentencepiece`` is not installed.
+    """
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError as error:
+        raise MissingDependencyError("sentencepiece", "zh", "This tokenizer") from error
+    if not model:
+        raise DataError(f"{str(path)!r} is empty; needed is a sentencepiece model")
+    try:
+        return SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise DataError(
+            f"{str(path)!r} is not a sentencepiece model ({error}); get the file again"
+        ) from error

@@ -1,0 +1,88 @@
+"""Words to the ids of their pieces: what CPM-2, EVA and CPM-Ant do to every word of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from bmforge.errors import DataError
+from bmforge.tokenizers.longest_match import LongestMatcher
+
+__all__ = ["CONTINUES", "WordPieces", "has_chinese", "pieces_to_tokens"]
+
+CONTINUES = "##"
+_MAX_WORD_CHARS = 200  # a longer word is one unknown token, as in the originals
+_CACHED_WORDS = 1 << 18
+
+
+class WordPieces(dict[str, tuple[int, ...]]):
+    """A bounded cache: word -> ids of its greedily matched pieces. Look a word up with ``[word]``.
+
+    Args:
+        vocabulary: piece -> id.
+        unknown_id: id of a character at which no piece begins.
+        marked: a piece that does not begin its word is looked up with ``##`` in front, unless it
+            has Chinese characters.
+
+    Memory: at most 2**18 words, about 65 MB.
+    """
+
+    def __init__(
+        self, vocabulary: Mapping[str, int], unknown_id: int, marked: bool = False
+    ) -> None:
+        super().__init__()
+        self._vocabulary = {piece: id for piece, id in vocabulary.items() if piece}
+        self._unknown_id = unknown_id
+        self._marked = marked
+        self._longest = max(map(len, vocabulary), default=0)
+        inside = _inside(self._vocabulary) if self._marked else self._vocabulary
+        self._matcher = LongestMatcher(inside)
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        if len(self) >= _CACHED_WORDS:
+            self.clear()
+        ids = self[word] = tuple(self._match(word))
+        return ids
+
+    def _match(self, word: str) -> list[int]:
+        if len(word) > _MAX_WORD_CHARS:
+            return [self._unknown_id]
+        if word in self._vocabulary:
+            return [self._vocabulary[word]]
+        if not self._marked:
+            return self._matcher.encode(word, self._unknown_id)
+        for end in range(min(len(word), self._longest), 0, -1):
+            if word[:end] in self._vocabulary:
+                first = self._vocabulary[word[:end]]
+                return [first, *self._matcher.encode(word[end:], self._unknown_id)]
+        return [self._unknown_id, *self._matcher.encode(word[1:], self._unknown_id)]
+
+
+def _inside(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """Return what a stretch inside of a word is looked up as."""
+    inside = {piece: id for piece, id in vocabulary.items() if has_chinese(piece)}
+    for piece, id in vocabulary.items():
+        rest = piece.removeprefix(CONTINUES)
+        if rest != piece and rest and not has_chinese(rest):
+            inside[rest] = id
+    return inside
+
+
+def has_chinese(text: str) -> bool:
+    """Tell whether `text` has a character of the block U+4E00 to U+9FFF."""
+    return any("\u4e00" <= character <= "\u9fff" for character in text)
+
+
+def pieces_to_tokens(ids: Iterable[int], tokens: list[str]) -> list[str]:
+    """Return the tokens of `ids`.
+
+    Raises:
+        DataError: an id is not in the vocabulary.
+    """
+    found = list(ids)
+    wrong = [id for id in found if not 0 <= id < len(tokens)]
+    if wrong:
+        raise DataError(
+            f"id={wrong[0]} is not in the vocabulary (0 to {len(tokens) - 1}); is this the "
+            "tokenizer of the model that made it?"
+        )
+    return [tokens[id] for id in found]

@@ -1,0 +1,83 @@
+"""Chinese word cutting as jieba 0.42.1 does it, by its Rust twin rjieba: same words, faster.
+
+``rjieba`` has the same dictionary and the same new-word model as jieba, but differs in three places
+that are put right here: which characters make a run that is cut at all, how Latin text inside such
+a run is split, and five dictionary words that are all Latin.
+"""
+
+from __future__ import annotations
+
+import re
+
+from bmforge.errors import MissingDependencyError
+
+__all__ = ["WordCutter"]
+
+# Runs that jieba looks into; everything else is a word of one character, "\r\n" of two.
+_RUN = re.compile(r"[\u4E00-\u9FD5a-zA-Z0-9+#&._%\-]+|\r\n|.", re.DOTALL)
+# How jieba's new-word model splits the Latin part of a run.
+_LATIN = re.compile(r"[a-zA-Z0-9]+(?:\.[0-9]+)?%?|(?:(?![a-zA-Z0-9]).)+")
+_HAS_LATIN = re.compile(r"[a-zA-Z0-9+#&._%\-]")
+_LATIN_WORDS = frozenset({"AT&T", "c#", "C#", "c++", "C++"})
+_HAS_LATIN_WORD = re.compile(r"AT&T|[cC](?:#|\+\+)")
+
+
+class WordCutter:
+    """Cut text into words.
+
+    Args:
+        new_words: also find words that the dictionary lacks (jieba's HMM), as the CPM tokenizers
+            do; without it this is the cut of transformers' CpmAntTokenizer.
+
+    Raises:
+        MissingDependencyError: ``rjieba`` is not installed.
+    """
+
+    def __init__(self, new_words: bool = True) -> None:
+        try:
+            import rjieba
+        except ImportError as error:
+            raise MissingDependencyError("rjieba", "zh", "Cutting Chinese words") from error
+        self._cut = rjieba.cut
+        self._new_words = new_words
+
+    def cut(self, text: str) -> list[str]:
+        """Return the words of `text`; joined they are `text` again."""
+        words: list[str] = []
+        for run in _RUN.findall(text):
+            if len(run) == 1 or (run.isascii() and run.isalnum()) or run == "\r\n":
+                words.append(run)
+            elif not self._new_words:
+                words += self._cut(run, False)
+            elif not _HAS_LATIN.search(run):
+                words += self._cut(run, True)
+            else:
+                self._cut_mixed(run, words)
+        return words
+
+    def _cut_mixed(self, run: str, words: list[str]) -> None:
+        """Append the words of a run that has Latin characters."""
+        if not _HAS_LATIN_WORD.search(run):
+            self._cut_new_words(run, words)
+            return
+        between = ""
+        for word in self._cut(run, False):
+            if word not in _LATIN_WORDS:
+                between += word
+                continue
+            self._cut_new_words(between, words)
+            words.append(word)
+            between = ""
+        self._cut_new_words(between, words)
+
+    def _cut_new_words(self, run: str, words: list[str]) -> None:
+        """Append the words of a run without Latin dictionary words."""
+        latin = ""
+        for word in [run] if run.isascii() else self._cut(run, True):
+            if word.isascii():
+                latin += word
+                continue
+            words += _LATIN.findall(latin)
+            words.append(word)
+            latin = ""
+        words += _LATIN.findall(latin)

@@ -1,0 +1,54 @@
+"""Write docs/presets.md: every preset with its size, cost and cache.
+
+    python dev/presets.py
+
+Models are built on meta, so the largest costs no memory. `tests/architecture` checks the page.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bmforge.models.base import Model
+from bmforge.models.hub import FAMILIES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
+INTRO = """# Presets
+
+A preset is a published size, not weights: `GPT2Config.preset("gpt2-small")`, or
+`bmforge info gpt2-small`. `from_pretrained` takes the names of rows whose last column says which
+checkpoint they open. FLOPs are of forward and backward for one token in a row of the longest
+length; the cache is in bf16. This page is written by `dev/presets.py`.
+"""
+
+
+def count_parameters(family: type[Model], name: str) -> int:
+    """Return how many parameters a preset has; tied ones count once."""
+    model = family.from_config(family.config_class.preset(name), device="meta")
+    return sum(p.numel() for p in model.parameters())
+
+
+def render() -> str:
+    """Return the page."""
+    parts = [INTRO]
+    for title, family in FAMILIES.items():
+        config_class = family.config_class
+        parts.append(f"\n## {title}\n\n")
+        parts.append("| preset | parameters | training FLOPs per token | cache bytes | opens |\n")
+        parts.append("|---|---|---|---|---|\n")
+        for name in config_class.presets:
+            config = config_class.preset(name)
+            flops = config.flops_per_token(config.max_seq_len)
+            cells = (
+                f"`{name}`",
+                f"{count_parameters(family, name):,}",
+                f"{flops:.3g}",
+                f"{config.kv_bytes_per_token():,}",
+                config_class.hub_ids.get(name, ""),
+            )
+            parts.append(f"| {' | '.join(cells)} |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

@@ -1,0 +1,100 @@
+"""Real vocabularies and texts where they are beside the project, and small made-up ones always."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SharedData = Callable[[str], Path]
+
+# Chinese words that jieba knows, single characters, and Latin pieces.
+PIECES = """
+    今天 天气 天 气 真 好 我们 我 走 吧 公园 去 人工 智能 人 工 中国 的 不错 不 错
+    。 ， ！ , . ! hello he ll o world wor l d token 2020 20 A B C
+""".split()  # noqa: SIM905
+MARKED = ["##ization", "##s", "##o", "##ld", "##!", "##,", "##20"]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> SharedData:
+    def find(name: str) -> Path:
+        path = ROOT.parent / "shared" / "data" / name
+        if not path.exists():
+            pytest.skip(f"needs {path}, which is not part of the project")
+        return path
+
+    return find
+
+
+def read_lines(data: Path) -> list[str]:
+    """10,000 different lines: poems, reviews, news, plays."""
+    with (data / "tang_poetry.jsonl").open(encoding="utf-8") as file:
+        poems = [json.loads(line)["text"] for line in file]
+    lines = [*poems[:300], *[line for poem in poems[300:1500] for line in poem.split("\n")]]
+    with (data / "eprstmt" / "test_public.json").open(encoding="utf-8") as file:
+        lines += [json.loads(line)["sentence"] for line in file]
+    lines += (data / "ag_news" / "test.csv").read_text("utf-8").splitlines()[:1200]
+    lines += (data / "tinyshakespeare.txt").read_text("utf-8").splitlines()
+    return list(dict.fromkeys(line for line in lines if line))[:10_000]
+
+
+@pytest.fixture(scope="session")
+def real_lines(shared_data: SharedData) -> list[str]:
+    return read_lines(shared_data("tang_poetry.jsonl").parent)
+
+
+@pytest.fixture
+def make_vocabulary(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes the lines of a vocab.txt and returns its directory."""
+
+    def make(*lines: str, name: str = "vocabulary") -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "vocab.txt").write_text("\n".join(lines) + "\n", "utf-8")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def cpm2_folder(make_vocabulary: Callable[..., Path]) -> Path:
+    head = ["<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<eod>", "▁", ",", "▂"]
+    rest = [piece for piece in PIECES if piece not in head]
+    return make_vocabulary(*head, *rest, "<s_0>", "<s_1>", name="cpm2")
+
+
+@pytest.fixture
+def cpm2_marked_folder(make_vocabulary: Callable[..., Path]) -> Path:
+    head = ["<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<go>", "<eod>", "▁", ",", "▂"]
+    rest = [piece for piece in PIECES if piece not in head]
+    return make_vocabulary(*head, *rest, *MARKED, "<s_0>", name="cpm2_marked")
+
+
+@pytest.fixture
+def ant_folder(make_vocabulary: Callable[..., Path]) -> Path:
+    head = ["<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>", "<d>", "</d>"]
+    return make_vocabulary(*head, *PIECES, name="ant")
+
+
+@pytest.fixture(scope="session")
+def small_sentence_piece() -> bytes:
+    """A sentencepiece model with CPM-1's special pieces."""
+    trainer = pytest.importorskip("sentencepiece", reason="needs the extra zh")
+    words = [*PIECES, "▂", "▃", "今天 天气 不错", "hello world"] * 4
+    model = io.BytesIO()
+    trainer.SentencePieceTrainer.train(
+        sentence_iterator=iter(words),
+        model_writer=model,
+        vocab_size=95,
+        hard_vocab_limit=False,
+        user_defined_symbols=["<eod>", "▂", "▃"],
+        control_symbols=["<sep>", "<pad>", "<mask>"],
+        character_coverage=1.0,
+        minloglevel=2,
+    )
+    return model.getvalue()
