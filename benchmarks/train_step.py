@@ -86,7 +86,7 @@ def _make_step(
 
 def products(tokens: int) -> list[tuple[int, int, int, int]]:
     """Return (count, tokens, inputs, outputs) of the forward products of one step."""
-    chunk = 333  # the head's rows at a time: 2^24 logits
+    chunk = 1335  # the head's rows at a time: 2^26 logits
     return [
         (4 * LAYERS, tokens, WIDTH, WIDTH),
         (LAYERS, tokens, WIDTH, 4 * WIDTH),

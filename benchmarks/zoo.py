@@ -39,13 +39,13 @@ LLAMA: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Bert": ("BertForMaskedLM", {}),
     "Roberta": ("RobertaForMaskedLM", {"vocab_size": 50265, "max_position_embeddings": 514}),
-    "T5": ("T5ForConditionalGeneration", {"d_model": 512, "dropout_rate": 0.0}),
+    "T5": ("T5ForConditionalGeneration", {"d_model": 512, "decoder_start_token_id": 0}),
     "GPT2": ("GPT2LMHeadModel", {}),
     "GPTJ": ("GPTJForCausalLM", {"n_embd": 768, "n_layer": 12, "n_head": 12, "rotary_dim": 32}),
     "OPT": ("OPTForCausalLM", {}),
     "Llama": ("LlamaForCausalLM", LLAMA),
     "Qwen": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 64}),
-    "MiniCPM": ("GraniteForCausalLM", LLAMA),
+    "MiniCPM": ("GraniteForCausalLM", {**LLAMA, "attention_multiplier": 64**-0.5}),
     "Mixtral": (
         "MixtralForCausalLM",
         {**LLAMA, "num_hidden_layers": 4, "num_local_experts": 8, "intermediate_size": 1024},

@@ -8,7 +8,7 @@ part.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -27,6 +27,7 @@ from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules
 from bmforge.models.weights import WeightRule, assemble_source, expand_rules, group_by_source
+from bmforge.nn.losses import IGNORE_INDEX
 
 __all__ = ["Model"]
 
@@ -42,6 +43,7 @@ class Model(nn.Module):
         hf_unused: globs of published weights that none of our heads uses (a next-sentence head).
         hf_old_names: (ending of a published name, what older checkpoints have in its place).
         tied_head: the parameter that `tie_word_embeddings` makes one with the embedding.
+        shifts_labels: the language-model head predicts the label after each position.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -49,6 +51,7 @@ class Model(nn.Module):
     hf_unused: ClassVar[tuple[str, ...]] = ()
     hf_old_names: ClassVar[tuple[tuple[str, str], ...]] = ()
     tied_head: ClassVar[tuple[str, str]] = ("lm_head.weight", "embed.weight")
+    shifts_labels: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -133,6 +136,22 @@ class Model(nn.Module):
     def init_std(self, name: str) -> float:
         """Return the standard deviation a parameter is drawn with."""
         return self.config.init_std
+
+    def count_items(self, batch: Mapping[str, Tensor]) -> int:
+        """Return how many predictions a batch asks for: what its summed loss is a sum of.
+
+        Shape:
+            batch: `labels` (B, T), (B,) or, for several classes at once, (B, L); or
+            `start_positions` (B,)
+        """
+        labels = batch.get("labels")
+        if labels is None:
+            return batch["start_positions"].shape[0]
+        if labels.is_floating_point():
+            return labels.shape[0]
+        if self.config.head == "language_model" and self.shifts_labels:
+            labels = labels[:, 1:]
+        return int((labels != IGNORE_INDEX).sum())
 
     def tied_copies(self) -> dict[str, str]:
         """Return their names of tensors that checkpoints hold twice: the copy -> the original."""

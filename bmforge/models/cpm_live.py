@@ -179,6 +179,8 @@ class CPMLive(CausalLM):
         extra_tokens: rows of embedding and head beyond the vocabulary.
     """
 
+    shifts_labels = False
+
     def __init__(self, config: CPMLiveConfig, num_rows: int, extra_tokens: int = 0) -> None:
         width, inner = config.hidden_size, config.num_heads * config.head_dim
         widths = width, inner, config.intermediate_size

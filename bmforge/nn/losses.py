@@ -17,8 +17,9 @@ from torch import Tensor
 __all__ = ["IGNORE_INDEX", "causal_lm_loss", "linear_cross_entropy"]
 
 IGNORE_INDEX = -100
-# Logits in flight: 2^24 elements (64 MiB in fp32) keep matrix products large and memory small.
-_CHUNK_ELEMENTS = 1 << 24
+# Logits in flight: 2^26 elements, 256 MiB in fp32. Every chunk reads the whole head three times, so
+# fewer are faster: 1,024 tokens of GPT-2's vocabulary take 1.4 times as long in chunks of 2^24.
+_CHUNK_ELEMENTS = 1 << 26
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

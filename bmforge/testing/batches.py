@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "count_items", "make_batch", "make_labels"]
+__all__ = ["Batch", "make_batch", "make_labels"]
 
 Batch = dict[str, Tensor]
 
@@ -37,12 +37,3 @@ def make_labels(model: Any, inputs: Batch, seed: int = 2) -> Batch:
     labels = torch.randint(classes, shape, generator=generator)
     labels[0, :4] = -100
     return {"labels": labels}
-
-
-def count_items(model: Any, labels: Batch) -> int:
-    """Return how many predictions `labels` ask for."""
-    if "labels" not in labels:
-        return next(iter(labels.values())).shape[0]
-    counted = labels["labels"]
-    counted = counted[:, 1:] if model.config.head == "language_model" else counted
-    return int((counted != -100).sum())

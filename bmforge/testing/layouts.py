@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.models import init_weights_
 from bmforge.parallel import Layout, init_distributed, parallelize
-from bmforge.testing.batches import Batch, count_items
+from bmforge.testing.batches import Batch
 from bmforge.testing.pool import run_distributed
 from bmforge.testing.tolerance import assert_close
 
@@ -31,7 +31,7 @@ def run_step(
     init_weights_(model, seed=3)
     rows = next(iter(inputs.values())).shape[0] // world.size
     mine = slice(world.rank * rows, (world.rank + 1) * rows)
-    items = count_items(model, labels) / world.size
+    items = model.count_items(labels) / world.size
     part = {name: tensor[mine] for name, tensor in (inputs | labels).items()}
     loss = model(**_widen(part), num_items_in_batch=items).loss
     loss.backward()

@@ -58,7 +58,7 @@ def evaluate(
     for batch in batches:
         moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
         sums[0] += objective(model, moved, 1.0).double()
-        sums[1] += count_labels(batch)
+        sums[1] += count_labels(batch, model)
     reshard_(model)
     model.train(training)
     group = data_parallel_group(mesh)

@@ -29,19 +29,32 @@ def causal_lm(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
     return model(**batch, num_items_in_batch=num_items).loss
 
 
-def count_labels(batch: Batch) -> int:
+def count_labels(batch: Batch, model: nn.Module | None = None) -> int:
     """Return how many predictions the labels of a micro-batch ask for; those of -100 do not count.
+
+    Args:
+        batch: the model's arguments.
+        model: one that has `count_items` (all of bmforge's) is asked; any other is taken for a
+            language model that shifts its labels, or a classifier of rows.
 
     Shape:
         labels: (B, T) token ids, not shifted: the first of a row is not predicted; or (B,), one
         class per row
     """
+    count = getattr(model, "count_items", None)
+    if count is not None:
+        return int(count(batch))
     labels = batch["labels"]
     return int(((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum())
 
 
 def count_tokens(batch: Batch) -> int:
-    """Return how many tokens a micro-batch works on: whole rows, without those that only pad."""
-    labels = batch["labels"]
-    rows = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels
-    return int(rows.sum()) * labels.shape[1] if labels.dim() > 1 else labels.numel()
+    """Return how many tokens a micro-batch works on: whole rows, without those that only pad.
+
+    Where labels do not stand beside tokens, it is the number of rows.
+    """
+    labels = batch.get("labels")
+    if labels is None or labels.dim() < 2:
+        return next(iter(batch.values())).shape[0]
+    rows = (labels != IGNORE_INDEX).flatten(1).any(1)
+    return int(rows.sum()) * labels.shape[1]

@@ -206,7 +206,7 @@ class Trainer:
         micro_batches = next(self.loader)
         items, tokens, stops = self._sum(
             [
-                sum(count_labels(b) for b in micro_batches),
+                sum(count_labels(b, self.model) for b in micro_batches),
                 sum(count_tokens(b) for b in micro_batches),
                 int(stop_asked),
             ]
