@@ -8,7 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,22 @@ def wait_for_step(process: subprocess.Popen[str], steps: int) -> bool:
     return False
 
 
+def kill_in_start_up(process: subprocess.Popen[str], delay_s: float) -> bool:
+    """SIGKILL the process `delay_s` from now, or at its first step where that comes before."""
+    assert process.stderr is not None
+    begun = threading.Event()
+
+    def watch(lines: Iterable[str]) -> None:
+        for line in lines:
+            if line.startswith("step "):
+                begun.set()
+                return
+
+    threading.Thread(target=watch, args=(process.stderr,), daemon=True).start()
+    begun.wait(delay_s)
+    return kill_later(process, 0.0)
+
+
 def kill_later(process: subprocess.Popen[str], delay_s: float) -> bool:
     """SIGKILL the process `delay_s` from now; False when it had ended before."""
     try:
@@ -137,13 +154,11 @@ def kill_in_chain(arguments: Sequence[str], kills: int, steps: int, seed: int) -
     while len(hits) < kills:
         process = start(arguments)
         if draw.random() < 0.2:
-            where, killed = "start-up", kill_later(process, draw.uniform(0.0, 6.0))
+            where, killed = "start-up", kill_in_start_up(process, draw.uniform(0.0, 6.0))
         else:
             where = "training"
             reached = wait_for_step(process, draw.randint(1, 2 * pace))
             killed = reached and kill_later(process, draw.uniform(0.0, 0.08))
-        if process.stderr is not None:
-            process.stderr.close()
         if not killed:
             process.wait(TIMEOUT_S)
             hits.append("none: the run was complete")
