@@ -7,6 +7,8 @@ it has given out, and how fast it is at best. A machine without an accelerator u
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ __all__ = [
     "default_device",
     "device_memory_bytes",
     "device_name",
+    "fork_random",
     "has_fast_half",
     "parse_dtype",
     "peak_flops",
@@ -86,6 +89,21 @@ def reads_are_free(tensor: torch.Tensor) -> bool:
     """Tell whether looking at values makes nobody wait and breaks no graph."""
     is_plain = type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
     return is_plain and tensor.device.type == "cpu"
+
+
+@contextmanager
+def fork_random(number: int) -> Iterator[None]:
+    """Draw other random numbers for every `number` inside, and leave the generators as they were.
+
+    The seed comes from the common generator, which moves on by one draw, so that doing the same
+    again from the same state draws the same.
+    """
+    seed = int(torch.randint(1 << 62, ()))
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = [] if kind is None else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(here, device_type="cpu" if kind is None else kind.type):
+        torch.manual_seed(seed ^ number)
+        yield
 
 
 def device_memory_bytes(device: torch.device) -> int | None:

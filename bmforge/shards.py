@@ -68,15 +68,15 @@ def local_box(tensor: Tensor) -> Box:
     return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
-def is_first_replica(tensor: Tensor, rank: int) -> bool:
+def is_first_replica(tensor: Tensor, leads: bool) -> bool:
     """True on the one process, among those with the same box, that should write it.
 
     Args:
-        tensor: a DTensor, or a plain tensor that every process holds whole.
-        rank: this process's global rank.
+        tensor: a DTensor, or a plain tensor that several processes hold whole.
+        leads: whether this process is the first of those.
     """
     if not isinstance(tensor, DTensor):
-        return rank == 0
+        return leads
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False

@@ -32,12 +32,20 @@ def collect() -> dict[str, tuple[str, dict[str, str]]]:
     found: dict[str, tuple[str, dict[str, str]]] = {}
     for file in sorted(TESTS.glob("test_*.py")):
         for suite in _suites(file):
-            cells = {name: f"`{test}`" for name, test in find_capabilities(suite).items()}
-            cells |= {name: f"({why})" for name, why in suite.not_applicable.items()}
+            tests = {name: f"`{test}`" for name, test in find_capabilities(suite).items()}
             name = suite.model_class.__name__
-            known = found.get(name, (file.name, {}))
-            found[name] = (known[0], cells | known[1])
+            first, cells = found.get(name, (file.name, {}))
+            known = {n: text for n, text in cells.items() if not text.startswith("(")}
+            found[name] = (first, _reasons(suite) | cells | tests | known)
     return found
+
+
+def _reasons(suite: type) -> dict[str, str]:
+    """Return why a family lacks capabilities, from the suite and those it is made of."""
+    reasons: dict[str, str] = {}
+    for parent in reversed(suite.__mro__):
+        reasons |= vars(parent).get("not_applicable", {})
+    return {name: f"({why})" for name, why in reasons.items()}
 
 
 def _suites(file: Path) -> list[type]:

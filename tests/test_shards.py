@@ -43,8 +43,8 @@ def test_plain_tensors() -> None:
     assert local_tensor(tensor) is tensor
     assert local_box(torch.tensor(1.0)) == Box((), ())
     assert Box((), ()).numel == 1
-    assert is_first_replica(tensor, 0)
-    assert not is_first_replica(tensor, 1)
+    assert is_first_replica(tensor, True)
+    assert not is_first_replica(tensor, False)
 
 
 def count(*shape: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ def describe(tensors: dict[str, torch.Tensor], wholes: dict[str, torch.Tensor]):
         with torch.no_grad():
             local.add_(1)  # a view: what is written to it is in the tensor
         assert torch.equal(local_tensor(tensor), before + 1)
-        if is_first_replica(tensor, dist.get_rank()):
+        if is_first_replica(tensor, dist.get_rank() == 0):
             written[name] = box
     return written
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,11 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from bmforge.cli.dry_run import parse_world, show_dry_run
 from bmforge.config import dump_toml, load_toml
-from bmforge.data import PrepareConfig, load_tokenizer, prepare
+from bmforge.data import PrepareConfig, prepare
 from bmforge.errors import ConfigError
+from bmforge.infer.chat import ChatConfig
 from bmforge.logging import get_logger
 from bmforge.recipes import RECIPES, QuickstartConfig, find_recipe, quickstart
 from bmforge.train import write_report
@@ -21,6 +24,9 @@ from bmforge.train import write_report
 __all__ = ["COMMANDS"]
 
 Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
+
+# Traced by --profile.
+_PROFILED_STEPS = 3
 
 
 def _parse(kind: Any, arguments: Sequence[str], command: str, default: Any = None) -> Any:
@@ -83,21 +89,30 @@ def run_train(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:<18}{r.about}" for name, r in RECIPES.items())
         print(
-            "usage: bmforge train RECIPE [--config FILE] [--print-config] [--field.path VALUE ...]"
-            f"\n\n{listed}"
+            "usage: bmforge train RECIPE [--config FILE] [--print-config] [--dry-run --world N] "
+            f"[--profile] [--field.path VALUE ...]\n\n{listed}"
         )
         return
     recipe = find_recipe(arguments[0])
-    rest = _bare_flags(arguments[1:], "print-config")
+    rest = _bare_flags(arguments[1:], "print-config", "dry-run", "profile")
     file = _take_option(rest, "--config")
     show = _take_option(rest, "--print-config")
+    traces = _take_option(rest, "--profile")
+    tries, world = _take_option(rest, "--dry-run"), _take_option(rest, "--world")
     default = recipe.config() if file is None else load_toml(recipe.config, file)
     # What follows from other fields (heads from widths) is left to follow from the changed ones.
     default.model = default.model.with_implied()
     config = _parse(recipe.config, rest, f"train {arguments[0]}", default)
+    if traces == "True" and not config.train.profile_steps:
+        config.train = dataclasses.replace(config.train, profile_steps=_PROFILED_STEPS)
     if show == "True":
         print(dump_toml(config), end="")
         return
+    if tries == "True":
+        print(show_dry_run(config, parse_world(world)))
+        return
+    if world is not None:
+        raise ConfigError("--world has no effect without --dry-run; torchrun starts processes.")
     recipe.run(config)
 
 
@@ -144,6 +159,7 @@ def run_generate(arguments: Sequence[str]) -> None:
     from bmforge.infer import generate
     from bmforge.models import AutoModel
     from bmforge.models.hub import find_model
+    from bmforge.tokenizers import AutoTokenizer
 
     command = _parse(GenerateCommand, _bare_flags(arguments, "do-sample"), "generate")
     if command.document is not None:
@@ -155,20 +171,38 @@ def run_generate(arguments: Sequence[str]) -> None:
         print_filled(command.model, command.document, **command.options())
         return
     directory = find_model(command.model)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModel.from_pretrained(directory)
     prompt = command.prompt if command.prompt is not None else sys.stdin.read()
-    ids = tokenizer.encode(prompt).ids
+    ids = tokenizer.encode(prompt)
     if not ids:
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
     torch.manual_seed(command.seed)
-    out = generate(
-        model,
-        torch.tensor([ids]),
-        eos_token_id=tokenizer.token_to_id("<|endoftext|>"),
-        **command.options(),
-    )
-    print(tokenizer.decode(out[0].tolist()))
+    ends = {} if tokenizer.eos_id is None else {"eos_token_id": tokenizer.eos_id}
+    out = generate(model, torch.tensor([ids]), **ends, **command.options())
+    marks = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    print(tokenizer.decode([id for id in out[0].tolist() if id not in marks]))
+
+
+@dataclass(kw_only=True)
+class ChatCommand:
+    """Talk to an EVA: a line in, an answer out; `/clear` forgets what was said, `/exit` ends.
+
+    Args:
+        model: directory, hub id or short name of an EVA with its tokenizer.
+        config: how it answers.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    config: Annotated[ChatConfig, tyro.conf.arg(name="")] = field(default_factory=ChatConfig)
+
+
+def run_chat(arguments: Sequence[str]) -> None:
+    """Talk to a model in the terminal."""
+    from bmforge.cli.chat import talk
+
+    command = _parse(ChatCommand, arguments, "chat")
+    talk(command.model, command.config)
 
 
 @dataclass(kw_only=True)
@@ -286,6 +320,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "prepare": (run_prepare, "text files to a token store and a tokenizer"),
     "train": (run_train, "run a recipe, or go on with it"),
     "generate": (run_generate, "continue a text with a model"),
+    "chat": (run_chat, "talk to an EVA in the terminal"),
     "convert": (run_convert, "write any checkpoint, ModelCenter's too, in Hugging Face's form"),
     "report": (run_report, "draw a run on one page"),
     "info": (run_info, "parameters, FLOPs and cache size of a preset or a model"),

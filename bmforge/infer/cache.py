@@ -23,6 +23,8 @@ class KVCache:
     Args:
         num_layers: number of layers that will store.
         max_length: tokens there is room for, prompt and new ones.
+        last_layer: the layer that stores last; None takes the last of all. A stage of a pipeline
+            has only some.
 
     Attributes:
         extra_length: tokens that the model itself puts in front of a text (CPM-Ant's prompt), which
@@ -31,8 +33,9 @@ class KVCache:
     Memory: 2 x num_layers x B x K x max_length x H elements; see `ModelConfig.kv_bytes_per_token`.
     """
 
-    def __init__(self, num_layers: int, max_length: int) -> None:
+    def __init__(self, num_layers: int, max_length: int, last_layer: int | None = None) -> None:
         self.num_layers = num_layers
+        self.last_layer = num_layers - 1 if last_layer is None else last_layer
         self.max_length = max_length
         self.length = self.extra_length = 0
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
@@ -57,7 +60,7 @@ class KVCache:
             )
         keys = self._keys[layer] = _store(self._keys[layer], key, start, room)
         values = self._values[layer] = _store(self._values[layer], value, start, room)
-        if layer == self.num_layers - 1:
+        if layer == self.last_layer:
             self.length = end - self.extra_length
         return keys[:, :, :end], values[:, :, :end]
 

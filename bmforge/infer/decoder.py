@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bmforge.infer.cache import KVCache
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
+from bmforge.models.stack import span_of
+from bmforge.parallel import pipeline_of
 
-__all__ = ["Decoder", "Seq2SeqDecoder", "start_decoder"]
+__all__ = ["Decoder", "Seq2SeqDecoder", "make_cache", "start_decoder"]
+
+
+def make_cache(layers: nn.ModuleDict, max_length: int) -> KVCache:
+    """Return a cache for the layers that are here: all, or those of a pipeline's stages."""
+    total = span_of(layers).total
+    places = [layer.attn.layer_index for layer in layers.values() if layer.attn is not None]
+    return KVCache(total, max_length, max(places, default=None))
 
 
 def start_decoder(
@@ -46,7 +55,7 @@ class Decoder:
 
     def __init__(self, model: CausalLM, mask: Tensor | None, max_length: int) -> None:
         self.model = model
-        self.cache = KVCache(len(model.layers), max_length)
+        self.cache = make_cache(model.layers, max_length)
         self._mask: Tensor | None = None
         if mask is not None:
             self._mask = mask.new_ones(mask.shape[0], max_length)
@@ -106,14 +115,20 @@ class Seq2SeqDecoder(Decoder):
     def __init__(
         self, model: Seq2Seq, source: Tensor, mask: Tensor | None, max_length: int
     ) -> None:
-        assert model.decoder is not None
         self.model = model
-        self.cache = KVCache(len(model.decoder.layers), max_length)
         self._mask = mask
-        self._source = model.encode(source, mask)
+        self._ids = source
+        # The encoder's result is with some of a pipeline's stages only: they read it every time.
+        self._is_pipelined = pipeline_of(model) is not None
+        if not self._is_pipelined:
+            assert model.decoder is not None
+            self.cache = make_cache(model.decoder.layers, max_length)
+            self._source = model.encode(source, mask)
 
     def run(self, tokens: Tensor) -> Tensor:
         """Feed the start token, or the tokens chosen last, and return scores of the next token."""
+        if self._is_pipelined:
+            return self._run_whole(tokens)
         # After the first call the cache has what the decoder needs of the source, in its rows.
         out = self.model(
             decoder_input_ids=tokens,
@@ -123,3 +138,26 @@ class Seq2SeqDecoder(Decoder):
             logits_to_keep=1,
         )
         return out.logits[:, -1].float()
+
+    def _run_whole(self, tokens: Tensor) -> Tensor:
+        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
+        out = self.model(
+            input_ids=self._ids,
+            attention_mask=self._mask,
+            decoder_input_ids=self._tokens,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1].float()
+
+    def reorder(self, rows: Tensor) -> None:
+        """As `Decoder`; rows stay with their source, which is the same for copies of a row."""
+        if not self._is_pipelined:
+            super().reorder(rows)
+            return
+        assert self._tokens is not None
+        self._tokens, self._ids = (
+            self._tokens.index_select(0, rows),
+            self._ids.index_select(0, rows),
+        )
+        if self._mask is not None:
+            self._mask = self._mask.index_select(0, rows)

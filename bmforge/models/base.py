@@ -25,7 +25,7 @@ from bmforge.models.hf_format import WeightFiles, has_weights, plan_files, write
 from bmforge.models.init import NoDrawing, init_weights_, materialize_
 from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
-from bmforge.models.rules import LayoutRules
+from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.weights import WeightRule, assemble_source, expand_rules, group_by_source
 from bmforge.nn.losses import IGNORE_INDEX
 
@@ -44,6 +44,8 @@ class Model(nn.Module):
         hf_old_names: (ending of a published name, what older checkpoints have in its place).
         tied_head: the parameter that `tie_word_embeddings` makes one with the embedding.
         shifts_labels: the language-model head predicts the label after each position.
+        arrived: what the stage before carried on, and
+        pipeline: what runs the stages, where a layout has made one of the model.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -52,6 +54,8 @@ class Model(nn.Module):
     hf_old_names: ClassVar[tuple[tuple[str, str], ...]] = ()
     tied_head: ClassVar[tuple[str, str]] = ("lm_head.weight", "embed.weight")
     shifts_labels: ClassVar[bool] = True
+    arrived: tuple[Tensor, ...] = ()
+    pipeline: Any = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -129,9 +133,30 @@ class Model(nn.Module):
         """Return the name map of this family's body, with `{i}` for the layer number."""
         raise TypeError(f"{type(self).__name__} defines no weight_rules")
 
+    def whole(self) -> Model:
+        """Return a description of the whole model where this is a part of it in a pipeline."""
+        if self.pipeline is None:
+            return self
+        return type(self).from_config(self.config, device="meta")
+
+    def _stage_rank(self, name: str) -> int:
+        """Return which rank of the pipeline has a parameter; 0 without one."""
+        return 0 if self.pipeline is None else self.pipeline.rank_of(name)
+
+    def _stage_and_members(self, rank: int, world: int) -> tuple[int, int]:
+        """Return this process's rank of the pipeline, and how many processes have that one."""
+        if self.pipeline is None:
+            return 0, world
+        return self.pipeline.rank, world // self.pipeline.size
+
     def layout_rules(self) -> LayoutRules:
         """Return where layouts cut this family."""
-        return LayoutRules()
+        return LayoutRules(tensor_parallel=self.tensor_cuts())
+
+    def tensor_cuts(self) -> tuple[TensorCut, ...]:
+        """Return how tensor parallelism cuts this family."""
+        names = [name for name, _ in self.named_modules()]
+        return default_cuts(names, self.config.num_heads, self.config.num_kv_heads)
 
     def init_std(self, name: str) -> float:
         """Return the standard deviation a parameter is drawn with."""
@@ -203,21 +228,27 @@ class Model(nn.Module):
             raise CheckpointError(
                 f"{str(out)!r} already holds a model. Name another, or pass overwrite=True."
             )
+        rank, world = _rank_and_world()
+        if world > 1:
+            dist.barrier()  # nobody writes before all have looked
         out.mkdir(parents=True, exist_ok=True)
         parameters = dict(self.named_parameters())
-        whole = _Whole(parameters)
-        groups = group_by_source(self.active_rules())
+        gather, described = _Whole(parameters), dict(self.whole().named_parameters())
+        groups = group_by_source(self.whole().active_rules())
         sizes = {
-            name: sum(_source_bytes(rule, parameters[rule.ours]) for rule in rules)
+            name: sum(_source_bytes(rule, described[rule.ours]) for rule in rules)
             for name, rules in groups.items()
         }
-        files = plan_files(sizes, max_file_bytes)
-        rank, world = _rank_and_world()
+        homes = {name: self._stage_rank(rules[0].ours) for name, rules in groups.items()}
+        files = plan_files(sizes, max_file_bytes, homes)
+        stage, members = self._stage_and_members(rank, world)
         for number, (file, names) in enumerate(track(list(files.items()), "save weights")):
-            mine = number % world == rank
+            if homes[names[0]] != stage:
+                continue
+            mine = number % members == rank % members
             tensors = {}
             for name in names:
-                tensor = assemble_source(groups[name], whole)
+                tensor = assemble_source(groups[name], gather)
                 if mine:
                     tensors[name] = tensor.cpu()
             if mine:

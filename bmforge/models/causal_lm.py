@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
-from bmforge.models.heads import classification_loss, find_last_token, span_loss
+from bmforge.models.heads import find_last_token, finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
+from bmforge.models.stack import build_layers, check_ids, run_layers, span_of
 from bmforge.nn import (
-    Block,
     BlockSpec,
+    LMHead,
     MLPSpec,
     MoESpec,
     RopeSpec,
     build_mask,
     build_norm,
-    causal_lm_loss,
     load_balancing_loss,
     rope_table,
 )
 from bmforge.nn.attention import KeyValueCache
+from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.losses import IGNORE_INDEX
 
-__all__ = ["CausalLM", "DecoderSpec", "check_ids", "run_layers"]
+__all__ = ["CausalLM", "DecoderSpec"]
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,16 @@ class CausalLM(Model):
     Args:
         config: the family's config.
         spec: what the config comes down to.
+
+    Attributes:
+        sum_statistics: adds up the experts' loads where several processes share a step, each with
+            its tokens; a layout puts its own here.
     """
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec) -> None:
         super().__init__(config)
         self.spec = spec
+        self.sum_statistics: Pass = pass_on
         size = spec.embed_size or config.hidden_size
         rows = config.vocab_size + spec.extra_tokens
         self.embed = nn.Embedding(rows, size, padding_idx=spec.padding_id)
@@ -109,7 +113,7 @@ class CausalLM(Model):
         config = self.config
         if config.head == "language_model":
             rows = self.embed.num_embeddings
-            self.lm_head = nn.Linear(size, rows, bias=self.spec.head_bias)
+            self.lm_head = LMHead(size, rows, bias=self.spec.head_bias)
             if config.tie_word_embeddings:
                 self.lm_head.weight = self.embed.weight
         elif config.head != "none":
@@ -162,17 +166,18 @@ class CausalLM(Model):
         """
         past = cache.length if cache is not None else 0
         self._check_length(past + input_ids.shape[1])
-        check_ids(input_ids, self.embed.num_embeddings)
         if position_ids is None:
             position_ids = self._count_positions(input_ids, attention_mask, past)
-        x = self._embed(input_ids, position_ids)
+        span = span_of(self.layers)
+        x, *routed = self.arrived if span.first else (self._embed(input_ids, position_ids),)
         masks = self._build_masks(input_ids, attention_mask, document_ids, past)
         rope = self.spec.rope
         table = None if rope is None else rope_table(rope, position_ids, x.dtype)
-        routed: list[Tensor] = []
         x, states = run_layers(
             self.layers, x, masks, output_hidden_states, routed, rope=table, cache=cache
         )
+        if span.last < span.total:
+            return ModelOutput(carry=(x, *routed))
         x = x if self.norm is None else self.norm(x)
         x = self.project_out(x) if self.spec.embed_size else x
         kept = (*states[:-1], x) if output_hidden_states else None
@@ -226,8 +231,7 @@ class CausalLM(Model):
     ) -> ModelOutput:
         """The language-model head: the loss with labels, else logits."""
         if labels is not None:
-            head = self.lm_head
-            loss = causal_lm_loss(self._leave(x), head.weight, labels, head.bias, num_items)
+            loss = self.lm_head(self._leave(x), labels, num_items, shift=True)
             return ModelOutput(loss, None, x, kept)
         tail = x if logits_to_keep is None else x[:, -logits_to_keep:]
         return ModelOutput(None, self.lm_head(self._leave(tail)), x, kept)
@@ -242,8 +246,9 @@ class CausalLM(Model):
     ) -> ModelOutput:
         """Add the router's logits and, where the config asks for it, the experts' balance.
 
-        A part of a global batch weighs its balance by its share of the labels, so that parts and
-        loss scales add up as they do in the loss itself.
+        The balance is that of all tokens which the processes work on at once: with gradient
+        accumulation, of one micro-batch of every process. It is weighed by these tokens' share of
+        the global batch's labels, so that parts and loss scales add up as in the loss itself.
         """
         if not routed:
             return out
@@ -254,12 +259,12 @@ class CausalLM(Model):
             attention_mask = attention_mask[:, -out.last_hidden_state.shape[1] :]
         specs = (self.spec.block.mlp, *self.spec.mlps)
         count = next(s.experts_per_token for s in specs if isinstance(s, MoESpec))
-        aux_loss = load_balancing_loss(routed, count, attention_mask)
+        aux_loss = load_balancing_loss(routed, count, attention_mask, self.sum_statistics)
         if out.loss is None or labels is None:
             return out._replace(aux_loss=aux_loss)
         weight: float | Tensor = self.spec.balance_weight
         if num_items is not None:
-            weight = weight * (labels[:, 1:] != IGNORE_INDEX).sum() / num_items
+            weight = weight * (labels[:, 1:] != IGNORE_INDEX).sum(dtype=aux_loss.dtype) / num_items
         return out._replace(loss=out.loss + weight * aux_loss, aux_loss=aux_loss)
 
     def _leave(self, x: Tensor) -> Tensor:
@@ -267,6 +272,7 @@ class CausalLM(Model):
         return x if self.spec.head_scale == 1.0 else x * self.spec.head_scale
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        check_ids(input_ids, self.embed.num_embeddings)
         x = self.embed(input_ids)
         x = x if self.spec.embed_scale == 1.0 else x * self.spec.embed_scale
         x = self.project_in(x) if self.spec.embed_size else x
@@ -298,96 +304,3 @@ class CausalLM(Model):
                 f"{length} tokens were given, but the model has max_seq_len="
                 f"{self.position_limit} positions. Cut the input, or train with more positions."
             )
-
-
-def build_layers(
-    spec: BlockSpec,
-    num_layers: int,
-    windows: tuple[int | None, ...] = (),
-    mlps: tuple[MLPSpec | MoESpec, ...] = (),
-) -> nn.ModuleDict:
-    """Return `num_layers` blocks keyed "0", "1", ...
-
-    `windows` gives each its own window, `mlps` its own feed-forward part.
-    """
-    specs = [replace(spec, mlp=mlp) for mlp in mlps] or [spec] * num_layers
-    layers = nn.ModuleDict({str(i): Block(s, i) for i, s in enumerate(specs)})
-    for layer, window in zip(layers.values(), windows, strict=bool(windows)):
-        layer.attn.window = window
-    return layers
-
-
-def run_layers(
-    layers: nn.ModuleDict,
-    x: Tensor,
-    masks: dict[int | None, Tensor | None],
-    keep_states: bool,
-    routed: list[Tensor] | None = None,
-    **inputs: Any,
-) -> tuple[Tensor, list[Tensor]]:
-    """Run blocks one after the other.
-
-    Args:
-        layers: the blocks.
-        x: what goes into the first, (B, T, D).
-        masks: window -> mask of the layers that have it.
-        keep_states: return what goes into and comes out of every block.
-        routed: gets the router's logits of every layer with experts.
-        inputs: further arguments of `Block.forward`.
-    """
-    states = [x]
-    for layer in layers.values():
-        window = None if layer.attn is None else layer.attn.window
-        x = layer(x, mask=masks[window], **inputs)
-        if isinstance(x, tuple):
-            x, logits = x
-            if routed is not None:
-                routed.append(logits)
-        if keep_states:
-            states.append(x)
-    return x, states
-
-
-def finish_classes(
-    out: ModelOutput,
-    logits: Tensor,
-    labels: Tensor | None,
-    problem_type: str,
-    num_items: float | Tensor | None,
-) -> ModelOutput:
-    """Add a classifier's logits and loss to `out`."""
-    loss = None
-    if labels is not None:
-        loss = classification_loss(logits, labels, problem_type, num_items)
-    return out._replace(logits=logits, loss=loss)
-
-
-def finish_spans(
-    out: ModelOutput,
-    logits: Tensor,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    num_items: float | Tensor | None,
-) -> ModelOutput:
-    """Add question answering's logits (B, T, 2) and loss to `out`."""
-    loss = None
-    if starts is not None and ends is not None:
-        loss = span_loss(logits, starts, ends, num_items)
-    return out._replace(start_logits=logits[..., 0], end_logits=logits[..., 1], loss=loss)
-
-
-def check_ids(
-    input_ids: Tensor, vocab_size: int, name: str = "input_ids", limit: str = "vocab_size"
-) -> None:
-    """Raise `ShapeError` for ids outside the vocabulary, where looking costs no waiting.
-
-    `name` and `limit` are what the message calls the ids and the number of them there can be.
-    """
-    if not input_ids.numel() or not reads_are_free(input_ids):
-        return
-    low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ShapeError(
-            f"{name} has ids from {low} to {high}, but the model has {limit}={vocab_size}. "
-            "Use the tokenizer that belongs to the model."
-        )

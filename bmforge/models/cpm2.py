@@ -35,8 +35,8 @@ class CPM2Config(Seq2SeqConfig):
 
     Args:
         num_experts: E, in every block of both stacks; 0 for an MLP.
-        balance_experts: in training every expert gets equally many tokens (of this process), as the
-            original does; else, as in inference, each token goes where the router likes it best.
+        balance_experts: in training every expert gets equally many tokens, of all processes at
+            once; else, as in inference, each token goes where the router likes it best.
     """
 
     family: ClassVar[str] = "cpm2"

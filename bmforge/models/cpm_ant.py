@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from bmforge.device import reads_are_free
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.models.causal_lm import check_ids
 from bmforge.models.cpm_ant_config import TEXT_SEGMENT, CPMAntConfig
 from bmforge.models.cpm_live import CPMLive
 from bmforge.models.output import ModelOutput
+from bmforge.models.stack import check_ids
 from bmforge.models.weights import WeightRule
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.segment import find_distances, see_context, segment_rows
@@ -129,27 +129,37 @@ class CPMAnt(CPMLive):
 
         All rows have one bias: where it would differ is padding, which nobody sees.
         """
-        config, (rows, length) = self.config, input_ids.shape
-        check_ids(input_ids, self.embed.num_embeddings)
+        rows, length = input_ids.shape
         real = self._find_tokens(input_ids, attention_mask, past)
-        here = input_ids.new_full((1, length), TEXT_SEGMENT)
-        if real is not None:
-            here = torch.where(real[:, past:], TEXT_SEGMENT, 0)
-        x = self.embed(input_ids) + self.embed_segments(here)
-        own = config.prompt_length
+        own = self.config.prompt_length
         width = own + past + length
-        if not past:
-            prompt = self._prompt_ids(input_ids.device)
-            prompt = self._embed_prompt(prompt)[None] + self.embed_segments.weight[:1]
-            x = torch.cat((prompt.expand(rows, -1, -1), x), 1)
-            if cache is not None:
-                cache.extra_length = own
+        if not past and cache is not None:
+            cache.extra_length = own
+        if self.is_begun:
+            (x,) = self.arrived
+        else:
+            x = self._embed_text(input_ids, real, past) * self.spec.embed_scale
         kinds = TEXT_SEGMENT * (torch.arange(width, device=x.device) >= own)[None].long()
         mask = None
         if real is not None:
             mask = torch.cat((real.new_ones(rows, own), real), 1)[:, None, None]
         queries = x.shape[1]
-        return x * self.spec.embed_scale, mask, self._find_bias(kinds, queries, width - queries)
+        return x, mask, self._find_bias(kinds, queries, width - queries)
+
+    def _embed_text(self, input_ids: Tensor, real: Tensor | None, past: int) -> Tensor:
+        """Embed a text, behind the prompt where it begins."""
+        rows, length = input_ids.shape
+        check_ids(input_ids, self.embed.num_embeddings)
+        here = input_ids.new_full((1, length), TEXT_SEGMENT)
+        if real is not None:
+            here = torch.where(real[:, past:], TEXT_SEGMENT, 0)
+        x = self.embed(input_ids) + self.embed_segments(here)
+        if past:
+            return x
+        prompt = self._prompt_ids(input_ids.device)
+        first = self.embed_segments(prompt.new_zeros(1))
+        prompt = self._embed_prompt(prompt)[None] + first
+        return torch.cat((prompt.expand(rows, -1, -1), x), 1)
 
     def _read_segments(
         self,
@@ -161,19 +171,26 @@ class CPMAnt(CPMLive):
         past: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Embed CPM-Live's inputs; return their mask and bias too."""
+        if self.is_begun:
+            (x,) = self.arrived
+        else:
+            x = self._embed_segments(input_ids, segment[:, past:], past) * self.spec.embed_scale
+        together = None
+        if span is not None:
+            together = span[:, None, :] == span[:, past:, None]
+        distance = find_distances(x.shape[1], x.device, past)
+        mask = see_context(context.bool(), distance, together, real)
+        return x, mask, self._find_bias(segment, x.shape[1], past)
+
+    def _embed_segments(self, input_ids: Tensor, segment: Tensor, past: int) -> Tensor:
+        """Embed tokens of segments, the prompt's in front."""
         own = 0 if past or self.config.prompts_in_vocabulary else self.config.prompt_length
         check_ids(input_ids[:, own:], self.embed.num_embeddings)
         x = self.embed(input_ids[:, own:])
         if own:
             check_ids(input_ids[:, :own], self.embed_prompt.num_embeddings)
             x = torch.cat((self._embed_prompt(input_ids[:, :own]), x), 1)
-        x = x + self.embed_segments(segment[:, past:])
-        together = None
-        if span is not None:
-            together = span[:, None, :] == span[:, past:, None]
-        distance = find_distances(x.shape[1], x.device, past)
-        mask = see_context(context.bool(), distance, together, real)
-        return x * self.spec.embed_scale, mask, self._find_bias(segment, x.shape[1], past)
+        return x + self.embed_segments(segment)
 
     def _find_tokens(
         self, input_ids: Tensor, attention_mask: Tensor | None, past: int

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bmforge.errors import ShapeError
-from bmforge.models.causal_lm import check_ids
 from bmforge.models.cpm_live import CPMLive, CPMLiveConfig, read_masks
 from bmforge.models.heads import Head
 from bmforge.models.output import ModelOutput
+from bmforge.models.stack import check_ids
 from bmforge.nn import build_mask
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.segment import (
@@ -172,8 +172,7 @@ class CPMBee(CPMLive):
             ShapeError: ids outside the vocabulary, or inputs that do not belong together.
         """
         past = cache.length if cache is not None else 0
-        check_ids(input_ids, self.embed.num_embeddings)
-        x = self._embed_subs(input_ids, input_sub)
+        x = self.arrived[0] if self.is_begun else self._embed_subs(input_ids, input_sub)
         if segment is None:
             mask, bias = self._read_text(input_ids, attention_mask, document_ids, past)
         else:
@@ -190,13 +189,14 @@ class CPMBee(CPMLive):
             mask, bias = self._read_tokens(tokens, segment_rel, length, span, position, past)
         x, kept = self._run(x, mask, bias, cache, output_hidden_states)
         extension = None
-        if ext_table_ids is not None:
+        if ext_table_ids is not None and self.is_done:
             sub = None if ext_table_sub is None else ext_table_sub[None]
             extension = self._embed_subs(ext_table_ids[None], sub)[0]
         return self._answer(x, kept, labels, num_items_in_batch, logits_to_keep, extension)
 
     def _embed_subs(self, ids: Tensor, sub: Tensor | None) -> Tensor:
         """Embed (B, T) ids, turned by their sub ids where there are any."""
+        check_ids(ids, self.embed.num_embeddings)
         x = self.embed(ids) * self.spec.embed_scale
         return x if sub is None else turn_by_sub(x, sub)
 

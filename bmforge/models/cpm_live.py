@@ -13,15 +13,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.models.causal_lm import CausalLM, DecoderSpec, run_layers
+from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.output import ModelOutput
+from bmforge.models.stack import run_layers, span_of
 from bmforge.models.weights import WeightRule, linear_rules
-from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, NormSpec, linear_cross_entropy
+from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, NormSpec
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.segment import BucketBias
 
@@ -235,6 +235,17 @@ class CPMLive(CausalLM):
             place += not no_attn
         return layers
 
+    @property
+    def is_begun(self) -> bool:
+        """A stage before has begun with this call's tokens: what it made of them has arrived."""
+        return span_of(self.layers).first > 0
+
+    @property
+    def is_done(self) -> bool:
+        """The last block runs in this call."""
+        span = span_of(self.layers)
+        return span.last == span.total
+
     def width_into(self, name: str) -> int:
         """Return the width whose square root a parameter's input is divided by; 1 for none."""
         config = self.config
@@ -261,6 +272,8 @@ class CPMLive(CausalLM):
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Run the blocks and the norm; leave out the first `skipped` tokens of what comes out."""
         x, states = run_layers(self.layers, x, {None: mask}, keep_states, bias=bias, cache=cache)
+        if not self.is_done:
+            return x, None
         assert self.norm is not None
         x = self.norm(x)
         kept = (*states[:-1], x) if keep_states else None
@@ -287,19 +300,17 @@ class CPMLive(CausalLM):
             logits_to_keep: of so many positions.
             extension: further rows of the head, (E, D), which read the hidden states unscaled.
         """
+        if not self.is_done:
+            return ModelOutput(carry=(x,))
         if self.config.head == "none":
             return ModelOutput(last_hidden_state=x, hidden_states=kept)
+        if extension is not None:
+            extension = extension / self.spec.head_scale
         if labels is None:
             tail = x if logits_to_keep is None else x[:, -logits_to_keep:]
-            logits = self.lm_head(self._leave(tail))
-            if extension is not None:
-                logits = torch.cat((logits, tail @ extension.t()), -1)
+            logits = self.lm_head(self._leave(tail), more_rows=extension)
             return ModelOutput(None, logits, x, kept)
-        weight = self.lm_head.weight
-        if extension is not None:
-            weight = torch.cat((weight, extension / self.spec.head_scale))
-        flat = self._leave(x).flatten(0, 1)
-        loss = linear_cross_entropy(flat, weight, labels.flatten(), num_items=num_items)
+        loss = self.lm_head(self._leave(x), labels, num_items, more_rows=extension)
         return ModelOutput(loss, None, x, kept)
 
     def weight_rules(self) -> list[WeightRule]:

@@ -15,16 +15,11 @@ from torch import Tensor, nn
 from bmforge.device import reads_are_free
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.base import Model
-from bmforge.models.causal_lm import (
-    build_layers,
-    check_ids,
-    finish_classes,
-    finish_spans,
-    run_layers,
-)
 from bmforge.models.encoder_config import EncoderConfig
 from bmforge.models.encoder_heads import DeepClassifier, MaskedHead
+from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
+from bmforge.models.stack import build_layers, check_ids, run_layers, span_of
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import (
     AttentionSpec,
@@ -33,7 +28,6 @@ from bmforge.nn import (
     NormSpec,
     build_mask,
     build_norm,
-    linear_cross_entropy,
 )
 from bmforge.nn.losses import IGNORE_INDEX
 
@@ -163,8 +157,14 @@ class EncoderModel(Model):
             ShapeError: more positions than the model has, or ids outside the vocabulary.
         """
         masks = self.build_masks(input_ids, attention_mask, document_ids, **extra)
-        x = self._embed(input_ids, token_type_ids, position_ids)
+        span = span_of(self.layers)
+        if span.first:
+            (x,) = self.arrived
+        else:
+            x = self._embed(input_ids, token_type_ids, position_ids)
         x, states = run_layers(self.layers, x, masks, output_hidden_states)
+        if span.last < span.total:
+            return ModelOutput(carry=(x,))
         out = ModelOutput(
             last_hidden_state=x, hidden_states=tuple(states) if output_hidden_states else None
         )
@@ -239,7 +239,7 @@ class EncoderModel(Model):
         check_ids(ids, self.embed.num_embeddings)
         if positions is None:
             positions = self._count_positions(ids)
-        kind = self.embed_segments.weight[0] if segments is None else self.embed_segments(segments)
+        kind = self.embed_segments(ids.new_zeros(1) if segments is None else segments)
         x = self.embed_norm(self.embed(ids) + (self.embed_positions(positions) + kind))
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
@@ -276,10 +276,7 @@ class EncoderModel(Model):
             # Most tokens are not masked; the head, a fifth of a base model, need not see them.
             masked = (labels != IGNORE_INDEX).nonzero()[:, 0]
             x, labels = x[masked], labels[masked]
-        loss = linear_cross_entropy(
-            self.mlm_head(x), decoder.weight, labels, decoder.bias, num_items
-        )
-        return out._replace(loss=loss)
+        return out._replace(loss=decoder(self.mlm_head(x), labels, num_items))
 
     def all_rules(self) -> list[WeightRule]:
         """An untied decoder's bias is the one beside its weight, which transformers then uses."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.models.encoder_config import EncoderConfig
-from bmforge.nn import NormSpec, build_norm
+from bmforge.nn import LMHead, NormSpec, build_norm
 from bmforge.nn.mlp import get_activation
 
 __all__ = ["DeepClassifier", "MaskedHead"]
@@ -25,7 +25,7 @@ class MaskedHead(nn.Module):
         self.activation = get_activation(activation)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = build_norm(NormSpec("layer", config.norm_eps), config.hidden_size)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.decoder = LMHead(config.hidden_size, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what `decoder` reads."""

@@ -24,6 +24,7 @@ from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.encoder import DeepClassifier
 from bmforge.models.heads import Head
+from bmforge.models.stack import check_ids
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, build_mask
 from bmforge.nn.blanks import blank_positions
@@ -237,6 +238,7 @@ class GLM(CausalLM):
                 f"to max_seq_len={limit}. Cut the input."
             )
         places = self.embed_positions(position_ids[:, 0]) + self.embed_blocks(position_ids[:, 1])
+        check_ids(input_ids, self.embed.num_embeddings)
         x = self.embed(input_ids) + places
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x

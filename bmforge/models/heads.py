@@ -14,9 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.errors import ConfigError, ShapeError
+from bmforge.models.output import ModelOutput
 from bmforge.nn.losses import IGNORE_INDEX
 
-__all__ = ["Head", "classification_loss", "classifier_heads", "find_last_token", "span_loss"]
+__all__ = [
+    "Head",
+    "check_head",
+    "check_labels",
+    "classification_loss",
+    "classifier_heads",
+    "find_last_token",
+    "finish_classes",
+    "finish_spans",
+    "span_loss",
+]
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,34 @@ def span_loss(
         inside = torch.where(place.clamp(0, length) == length, IGNORE_INDEX, place.clamp(min=0))
         losses.append(classification_loss(logits[..., column], inside, "single", num_items))
     return (losses[0] + losses[1]) / 2
+
+
+def finish_classes(
+    out: ModelOutput,
+    logits: Tensor,
+    labels: Tensor | None,
+    problem_type: str,
+    num_items: float | Tensor | None,
+) -> ModelOutput:
+    """Add a classifier's logits and loss to `out`."""
+    loss = None
+    if labels is not None:
+        loss = classification_loss(logits, labels, problem_type, num_items)
+    return out._replace(logits=logits, loss=loss)
+
+
+def finish_spans(
+    out: ModelOutput,
+    logits: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    num_items: float | Tensor | None,
+) -> ModelOutput:
+    """Add question answering's logits (B, T, 2) and loss to `out`."""
+    loss = None
+    if starts is not None and ends is not None:
+        loss = span_loss(logits, starts, ends, num_items)
+    return out._replace(start_logits=logits[..., 0], end_logits=logits[..., 1], loss=loss)
 
 
 def find_last_token(

@@ -148,20 +148,26 @@ class WeightFiles:
         return out
 
 
-def plan_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, list[str]]:
+def plan_files(
+    sizes: dict[str, int], max_file_bytes: int, homes: dict[str, int] | None = None
+) -> dict[str, list[str]]:
     """Divide tensors over files.
 
     Args:
         sizes: tensor name -> bytes, in the order of writing.
         max_file_bytes: a file holds at most this much, or one tensor.
+        homes: tensors with different numbers are in different files.
 
     Returns:
         file name -> tensor names, in transformers' naming.
     """
+    homes = homes or {}
     groups: list[list[str]] = [[]]
     used = 0
-    for name, size in sizes.items():
-        if groups[-1] and used + size > max_file_bytes:
+    for name in sorted(sizes, key=lambda name: homes.get(name, 0)):
+        size = sizes[name]
+        moves = bool(groups[-1]) and homes.get(name, 0) != homes.get(groups[-1][-1], 0)
+        if moves or (groups[-1] and used + size > max_file_bytes):
             groups.append([])
             used = 0
         groups[-1].append(name)

@@ -105,6 +105,9 @@ def _match_sources(
 ) -> tuple[list[tuple[WeightRule, str]], list[str]]:
     """Pair every rule with a name in the files; raise with all that does not fit."""
     shapes = {n: s for n, s in files.shapes.items() if not any(match_glob(n, g) for g in _DEAD)}
+    here = {name for name, _ in model.named_parameters()}
+    # Of a pipeline each process has a part, but what does not fit must be the same on all.
+    model = model.whole()
     parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
     head = model.config.heads[model.config.head]
     pairs, missing, wrong, fresh = [], [], [], []
@@ -123,7 +126,7 @@ def _match_sources(
     extra = _find_extra(model, files, shapes, {source for _, source in pairs})
     if missing or wrong or extra:
         _refuse(model, files, missing, extra, wrong)
-    return pairs, fresh
+    return [(r, n) for r, n in pairs if r.ours in here], [name for name in fresh if name in here]
 
 
 def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:

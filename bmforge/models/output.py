@@ -23,6 +23,7 @@ class ModelOutput(NamedTuple):
         encoder_hidden_states: theirs likewise, of the encoder, when asked for
         router_logits: one (B * T, E) tensor per layer with experts
         aux_loss: scalar, the experts' balance, contained in `loss` with its weight
+        carry: of a stage of a pipeline, what the next one needs; nothing else is there then
     """
 
     loss: Tensor | None = None
@@ -36,3 +37,4 @@ class ModelOutput(NamedTuple):
     encoder_hidden_states: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
     aux_loss: Tensor | None = None
+    carry: tuple[Tensor, ...] | None = None

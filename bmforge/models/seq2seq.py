@@ -12,18 +12,13 @@ from torch import Tensor, nn
 from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.models.base import Model
-from bmforge.models.causal_lm import (
-    build_layers,
-    check_ids,
-    finish_classes,
-    finish_spans,
-    run_layers,
-)
 from bmforge.models.config import ModelConfig
 from bmforge.models.encoder import DeepClassifier
+from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
-from bmforge.nn import BlockSpec, build_mask, build_norm, linear_cross_entropy
+from bmforge.models.stack import Span, build_layers, check_ids, run_layers, span_of
+from bmforge.nn import BlockSpec, LMHead, build_mask, build_norm
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.losses import IGNORE_INDEX
 from bmforge.nn.relative import RelativeBias
@@ -95,6 +90,7 @@ class Stack(nn.Module):
             memory_mask: which of it can be seen, (B, 1, 1, S).
             keep_states: whether to return all hidden states.
         """
+        span = span_of(self.layers)
         past, shape = 0 if cache is None else cache.length, (x.shape[0], x.shape[1])
         bias = self.rel_bias(shape[1], past + shape[1], past)
         mask = None
@@ -107,7 +103,7 @@ class Stack(nn.Module):
             bias, mask = bias.masked_fill(~mask, -torch.inf), None
         x, states = run_layers(
             self.layers,
-            self._drop(x),
+            x if span.first else self._drop(x),
             {None: mask},
             keep_states,
             bias=bias,
@@ -115,7 +111,8 @@ class Stack(nn.Module):
             memory=memory,
             memory_mask=memory_mask,
         )
-        x = self._drop(self.norm(x))
+        if span.last == span.total:
+            x = self._drop(self.norm(x))
         return x, (*states[:-1], x) if keep_states else None
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -159,7 +156,7 @@ class Seq2Seq(Model):
     def _build_head(self) -> None:
         config, size = self.config, self.config.hidden_size
         if config.head == "sequence_to_sequence":
-            self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+            self.lm_head = LMHead(size, config.vocab_size, bias=False)
             if config.tie_word_embeddings:
                 self.lm_head.weight = self.embed.weight
         elif config.head == "sequence_classification":
@@ -222,11 +219,18 @@ class Seq2Seq(Model):
         target = None if self.decoder is None else decoder_input_ids
         if self.decoder is not None and target is None:
             target = self._shift(input_ids, labels)
-        x, y = self._embed(input_ids if source is None else None, target)
-        x, y = self._add_roles(x, role_ids), self._add_roles(y, decoder_role_ids)
-        if source is None:
+        reads, writes = span_of(self.encoder.layers), self._decoder_span()
+        if reads.first:
+            x, y = (*self.arrived, None)[:2]
+        else:
+            x, y = self._embed(input_ids if source is None else None, target)
+            x, y = self._add_roles(x, role_ids), self._add_roles(y, decoder_role_ids)
+        if source is None and reads.first < reads.last:
             x, states = self.encoder(x, attention_mask, keep_states=output_hidden_states)
             source = ModelOutput(last_hidden_state=x, hidden_states=states)
+        source = source or ModelOutput(last_hidden_state=x)
+        if reads.last < reads.total or (writes.total and not writes.last):
+            return ModelOutput(carry=(x,) if y is None else (x, y))
         if head == "encoder":
             return source
         if head == "token_classification":
@@ -234,6 +238,9 @@ class Seq2Seq(Model):
         out = self._decode(
             y, decoder_attention_mask, source, attention_mask, cache, output_hidden_states
         )
+        if writes.last < writes.total:
+            assert out.last_hidden_state is not None
+            return ModelOutput(carry=(x, out.last_hidden_state))
         if head == "sequence_to_sequence":
             return self._predict(out, labels, num_items_in_batch, logits_to_keep)
         if head == "question_answering":
@@ -259,6 +266,9 @@ class Seq2Seq(Model):
         x = self._add_roles(self._embed(input_ids, None)[0], role_ids)
         x, states = self.encoder(x, attention_mask, keep_states=output_hidden_states)
         return ModelOutput(last_hidden_state=x, hidden_states=states)
+
+    def _decoder_span(self) -> Span:
+        return Span(0, 0, 0) if self.decoder is None else span_of(self.decoder.layers)
 
     def _embed(self, source: Tensor | None, target: Tensor | None) -> tuple[Any, Any]:
         """Look up both texts at once, so that the embedding's gradient is made once."""
@@ -327,9 +337,7 @@ class Seq2Seq(Model):
         x = x if scale == 1.0 else x * scale
         if labels is None:
             return out._replace(logits=self.lm_head(x))
-        weight = self.lm_head.weight
-        loss = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), None, num_items)
-        return out._replace(loss=loss)
+        return out._replace(loss=self.lm_head(x, labels, num_items))
 
     def _classify(
         self,
@@ -352,9 +360,10 @@ class Seq2Seq(Model):
 
     def layout_rules(self) -> LayoutRules:
         """Both stacks' layers are units."""
-        stacks = ("encoder",) if self.decoder is None else ("encoder", "decoder")
-        units = tuple(f"{stack}.layers.*" for stack in stacks)
-        return LayoutRules(zero_units=units, recompute_units=units)
+        parts = ("encoder",) if self.decoder is None else ("encoder", "decoder")
+        stacks = tuple(f"{part}.layers" for part in parts)
+        units = tuple(f"{stack}.*" for stack in stacks)
+        return LayoutRules(units, units, self.tensor_cuts(), stacks)
 
 
 def shift_right(ids: Tensor, start: int, padding: int) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.base import Model
-from bmforge.models.causal_lm import build_layers, finish_classes, run_layers
 from bmforge.models.config import ModelConfig
-from bmforge.models.heads import Head, check_labels
+from bmforge.models.heads import Head, check_labels, finish_classes
 from bmforge.models.output import ModelOutput
+from bmforge.models.stack import build_layers, run_layers, span_of
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, build_norm
 from bmforge.nn.mlp import get_activation
@@ -261,8 +261,11 @@ class ViT(Model):
             ShapeError: images of another size or number of channels than the model's.
         """
         self._check_images(pixel_values, interpolate_pos_encoding)
-        x = self._embed(pixel_values, interpolate_pos_encoding)
+        span = span_of(self.layers)
+        x = self.arrived[0] if span.first else self._embed(pixel_values, interpolate_pos_encoding)
         x, states = run_layers(self.layers, x, {None: None}, output_hidden_states)
+        if span.last < span.total:
+            return ModelOutput(carry=(x,))
         x = self.norm(x)
         out = ModelOutput(
             last_hidden_state=x, hidden_states=tuple(states) if output_hidden_states else None

@@ -5,7 +5,8 @@ Start reading at `block.py`; every family in `models/` is an assembly of these p
 
 from bmforge.nn.attention import Attention, AttentionSpec, build_mask
 from bmforge.nn.block import Block, BlockSpec
-from bmforge.nn.losses import causal_lm_loss, linear_cross_entropy
+from bmforge.nn.head import LMHead
+from bmforge.nn.losses import linear_cross_entropy
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec, load_balancing_loss
 from bmforge.nn.norm import NormSpec, build_norm
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionSpec",
     "Block",
     "BlockSpec",
+    "LMHead",
     "MLPSpec",
     "MoE",
     "MoESpec",
@@ -25,7 +27,6 @@ __all__ = [
     "apply_rope",
     "build_mask",
     "build_norm",
-    "causal_lm_loss",
     "linear_cross_entropy",
     "load_balancing_loss",
     "rope_frequencies",

@@ -16,10 +16,16 @@ from torch import Tensor, nn
 
 from bmforge.errors import ShapeError
 from bmforge.nn.biased import biased_attention
+from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.position import apply_rope
 
-__all__ = ["Attention", "AttentionSpec", "KeyValueCache", "build_mask"]
+__all__ = ["Attention", "AttentionSpec", "KeyValueCache", "build_mask", "mix_values"]
+
+# As `mix_values`.
+Mix = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, float | None, float], Tensor
+]
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,50 @@ class KeyValueCache(Protocol):
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values of a memory, made once per layer."""
+
+
+def mix_values(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Weigh the values by what queries and keys have in common.
+
+    Args:
+        query: of the tokens that ask.
+        key: of those that are asked.
+        value: of the same.
+        mask: True where a query may look; None is all, or
+        causal: up to itself, where there are several queries.
+        bias: added to the scores.
+        scale: factor on the scores; None is 1/sqrt(H).
+        dropout: of the weights.
+
+    Shape:
+        query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
+        bias: (B or 1, N, T, S); returns (B, N, T, H)
+    """
+    if bias is not None:
+        return biased_attention(query, key, value, bias, mask, scale, dropout)
+    # A branch, because a compiled graph with a free length needs a plain bool here.
+    is_causal = False
+    if causal and mask is None and query.shape[2] > 1:
+        is_causal = True
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 def build_mask(
@@ -157,6 +207,11 @@ class Attention(nn.Module):
         hidden_size: D.
         spec: the heads and everything else.
 
+    Attributes:
+        enter: what `x`, and
+        enter_memory: what `memory` goes through first, and
+        mix: what weighs the values; a layout that cuts heads or tokens puts its own here.
+
     Shape:
         x: (B, T, D) -> (B, T, D)
     """
@@ -167,6 +222,9 @@ class Attention(nn.Module):
         self.head_dim, self.scale, self.dropout = spec.head_dim, spec.scale, spec.dropout
         self.causal, self.window = spec.causal, spec.window
         self.rope_interleaved = spec.rope_interleaved
+        self.enter: Pass = pass_on
+        self.enter_memory: Pass = pass_on
+        self.mix: Mix = mix_values
         query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.q_proj = nn.Linear(hidden_size, query_size, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(hidden_size, key_size, bias=spec.qkv_bias)
@@ -199,9 +257,10 @@ class Attention(nn.Module):
         Shape:
             mask: (B or 1, 1, T or 1, S); bias: (B or 1, N, T, S); memory: (B, S, D)
         """
+        x = self.enter(x)
         query = self._heads(self.q_proj(x), self.q_norm)
         if memory is not None:
-            kept = memory
+            kept = self.enter_memory(memory)
 
             def make() -> tuple[Tensor, Tensor]:
                 return self._keys_and_values(kept, None)
@@ -221,22 +280,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Weigh the values: (B, N, T, H)."""
         dropout = self.dropout if self.training else 0.0
-        if bias is not None:
-            return biased_attention(query, key, value, bias, mask, self.scale, dropout)
-        # A branch, because a compiled graph with a free length needs a plain bool here.
-        is_causal = False
-        if self.causal and mask is None and query.shape[2] > 1:
-            is_causal = True
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=is_causal,
-            scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        return self.mix(query, key, value, mask, bias, self.causal, self.scale, dropout)
 
     def _keys_and_values(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None

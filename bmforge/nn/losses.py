@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["IGNORE_INDEX", "causal_lm_loss", "linear_cross_entropy"]
+from bmforge.nn.cuts import VocabCut
+
+__all__ = ["IGNORE_INDEX", "linear_cross_entropy"]
 
 IGNORE_INDEX = -100
 # Logits in flight: 2^26 elements, 256 MiB in fp32. Every chunk reads the whole head three times, so
@@ -27,9 +28,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: Tensor,
+        vocab: VocabCut | None,
     ) -> Tensor:
-        rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+        # Of the widest part, so that all processes take equally many chunks.
+        width = weight.shape[0] if vocab is None else vocab.width
+        rows = max(1, _CHUNK_ELEMENTS // width)
         wide, is_fp16 = scale.dtype, hidden.dtype == torch.float16
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -46,7 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if bias is not None:
                 grad += bias
             logits = wide_buffer[: piece.shape[0]].copy_(grad)
-            total += _softmax_loss_(logits, labels[start : start + rows])
+            total += _softmax_loss_(logits, labels[start : start + rows], vocab)
             if not (need_hidden or need_weight or need_bias):
                 continue
             # fp16 takes the scale here, while the values are wide: most of them are far below its
@@ -71,22 +80,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
             *(_scale_(g, factor, dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)),
             None,
             None,
+            None,
         )
 
 
-def _softmax_loss_(logits: Tensor, target: Tensor) -> Tensor:
+def _softmax_loss_(logits: Tensor, target: Tensor, vocab: VocabCut | None) -> Tensor:
     """Return the summed loss and turn `logits` into its gradient.
 
     In place and with one exponential: on a CPU `torch.logsumexp` costs as much as the product that
-    made the logits.
+    made the logits. Where other processes have other columns, the maximum, the mass and the
+    target's logit are found together, two small collectives.
     """
     kept = (target != IGNORE_INDEX)[:, None]
-    index = target.clamp(min=0)[:, None]
+    index, here = target.clamp(min=0)[:, None], kept
+    if vocab is not None:
+        index = index - vocab.first
+        here = kept & (index >= 0) & (index < logits.shape[1])
+        index = index.where(here, 0)
     top = logits.amax(-1, keepdim=True)
+    top = top if vocab is None else vocab.max_(top)
     picked = logits.gather(1, index)
     mass = logits.sub_(top).exp_().sum(-1, keepdim=True)
+    if vocab is not None:
+        mass, picked = vocab.sum_(torch.stack((mass, picked * here))).unbind()
     loss = ((mass.log() + top - picked) * kept).sum()
-    logits.mul_(kept / mass).scatter_add_(1, index, -kept.to(logits.dtype))
+    logits.mul_(kept / mass).scatter_add_(1, index, -here.to(logits.dtype))
     return loss
 
 
@@ -114,6 +132,7 @@ def linear_cross_entropy(
     labels: Tensor,
     bias: Tensor | None = None,
     num_items: float | Tensor | None = None,
+    vocab: VocabCut | None = None,
 ) -> Tensor:
     """Cross-entropy of ``hidden @ weight.T + bias`` against `labels`, without the full logits.
 
@@ -126,6 +145,8 @@ def linear_cross_entropy(
             when there is none). A trainer passes the number of labels in the whole global batch,
             divided by the loss scale when it trains in fp16, so that the scaled gradient is made
             here.
+        vocab: how the rows of `weight` are divided over processes, all of which call this with the
+            same hidden states and labels; the gradient of `hidden` is this process's part of it.
 
     Shape:
         hidden: (M, D); weight: (V, D); labels: (M,); bias: (V,); returns a scalar in fp32 or wider
@@ -137,20 +158,4 @@ def linear_cross_entropy(
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale)
-
-
-def causal_lm_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    num_items: float | Tensor | None = None,
-) -> Tensor:
-    """Next-token loss: position t predicts ``labels[:, t + 1]``, as in transformers.
-
-    Shape:
-        hidden: (B, T, D); weight: (V, D); labels: (B, T); returns a scalar
-    """
-    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return linear_cross_entropy(hidden.flatten(0, 1), weight, shifted.flatten(), bias, num_items)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, vocab)

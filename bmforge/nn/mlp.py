@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.remake import call_and_drop
 
 __all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "get_activation"]
@@ -74,12 +75,16 @@ class MLP(nn.Module):
         hidden_size: D.
         spec: the rest.
 
+    Attributes:
+        enter: what `x` goes through first; a layout that cuts the projections puts its own here.
+
     Shape:
         x: (..., D) -> (..., D)
     """
 
     def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
         super().__init__()
+        self.enter: Pass = pass_on
         self.activation = get_activation(spec.activation)
         self.dropout = spec.dropout
         sizes = hidden_size, spec.intermediate_size
@@ -89,6 +94,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the projections and the activation."""
+        x = self.enter(x)
         up = self.up_proj(x)
         gate = None if self.gate_proj is None else self.gate_proj(x)
 

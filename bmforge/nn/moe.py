@@ -1,11 +1,12 @@
 """A feed-forward part made of experts, of which a router picks some for every token.
 
-No token is dropped and no expert has a capacity: tokens are sorted by expert, each expert works on
-its rows at once, and the results go back.
+Tokens are sorted by expert, each expert works on its rows at once, and the results go back. Without
+a capacity no token is dropped.
 
 Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
 experts" (2024); the shared expert with its own gate: Qwen team, "Qwen1.5-MoE" (2024); balanced
-choice: Lewis et al., "BASE layers" (2021), as CPM-2 has it.
+choice: Lewis et al., "BASE layers" (2021), as CPM-2 has it; capacity: Lepikhin et al., "GShard"
+(2020).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,11 +23,20 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.balanced import assign_balanced
+from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.grouped import grouped_linear, take_rows
 from bmforge.nn.mlp import MLP, MLPSpec, get_activation
 from bmforge.nn.remake import call_and_drop
 
-__all__ = ["Dispatch", "Experts", "MoE", "MoESpec", "dispatch_locally", "load_balancing_loss"]
+__all__ = [
+    "Dispatch",
+    "Experts",
+    "MoE",
+    "MoESpec",
+    "dispatch_locally",
+    "limit_loads",
+    "load_balancing_loss",
+]
 
 # (tokens (M, D), their experts (M, k), number of experts, experts' work) -> (M, k, D)
 RunExperts = Callable[[Tensor, Tensor], Tensor]
@@ -48,7 +59,9 @@ class MoESpec:
         shared_gate: the shared expert's output is weighed by a sigmoid of the token.
         choice: "top_k": by the router's softmax, whose values weigh the experts; "balanced": one
             expert, not weighed (the router gets no gradient), which is in training such that all
-            have equally many of the tokens here, otherwise the one the router likes best.
+            have equally many of all tokens, otherwise the one the router likes best.
+        capacity_factor: in training an expert takes at most this times its even share of a
+            process's tokens, see `limit_loads`; None takes all.
     """
 
     num_experts: int
@@ -60,6 +73,7 @@ class MoESpec:
     shared_size: int = 0
     shared_gate: bool = True
     choice: Literal["top_k", "balanced"] = "top_k"
+    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         """Check the counts."""
@@ -72,6 +86,17 @@ class MoESpec:
             raise ConfigError(
                 f"experts_per_token={self.experts_per_token} must be 1 with choice='balanced'."
             )
+        if self.capacity_factor is None:
+            return
+        if not (self.capacity_factor > 0 and math.isfinite(self.capacity_factor)):
+            raise ConfigError(
+                f"capacity_factor={self.capacity_factor} must be above 0, or None to drop no token."
+            )
+        if self.choice == "balanced":
+            raise ConfigError(
+                f"capacity_factor={self.capacity_factor} has no effect with choice='balanced', "
+                "whose loads are even. Leave it out."
+            )
 
 
 def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts) -> Tensor:
@@ -79,7 +104,7 @@ def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts
 
     Args:
         x: the tokens.
-        index: which experts work on each.
+        index: which experts work on each; E stands for none, whose result is what `run` says.
         num_experts: E.
         run: the experts' work on rows sorted by expert; also given where each expert's rows end.
 
@@ -96,6 +121,30 @@ def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts
     return take_rows(out, places, order).unflatten(0, index.shape)
 
 
+def limit_loads(index: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Let every expert take `capacity` tokens; return `index` with E, no expert, for the others.
+
+    First choices come before second ones, and of those the tokens that stand first.
+
+    Shape:
+        index: (M, k) -> (M, k)
+
+    Source: Lepikhin et al., "GShard" (2020), algorithm 1, without its random second choice.
+    """
+    experts, order = index.t().flatten().sort(stable=True)
+    numbers = torch.arange(len(order), device=index.device)
+    each = torch.arange(num_experts, device=index.device, dtype=experts.dtype)
+    starts = torch.searchsorted(experts, each)
+    limited = experts.where(numbers - starts[experts] < capacity, num_experts)
+    return torch.empty_like(limited).scatter_(0, order, limited).view(index.shape[::-1]).t()
+
+
+def _run_limited(run: RunExperts, x: Tensor, ends: Tensor) -> Tensor:
+    """Run experts on the rows that one of them took; the rest, sorted last, are zeros."""
+    kept = int(ends[-1])
+    return F.pad(run(x[:kept], ends), (0, 0, 0, x.shape[0] - kept))
+
+
 class Experts(nn.Module):
     """E feed-forward parts with stacked weights, each working on its own rows.
 
@@ -110,6 +159,7 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
         self.activation = get_activation(spec.activation)
+        self.active_share = spec.experts_per_token / spec.num_experts
         inner = (spec.num_experts, spec.intermediate_size, hidden_size)
         outer = (spec.num_experts, hidden_size, spec.intermediate_size)
         self.gate_proj = nn.Parameter(torch.empty(inner)) if spec.gated else None
@@ -143,7 +193,11 @@ class MoE(nn.Module):
         spec: the rest.
 
     Attributes:
-        dispatch: brings tokens to experts and back; a layout puts its own here.
+        dispatch: brings tokens to experts and back, and
+        assign: gives all experts equally many tokens, and
+        enter: what goes to the experts goes through it first, and
+        leave: what they made goes through it last; a layout puts its own here.
+        capacity_factor: see `MoESpec`; may be set later.
 
     Shape:
         x: (..., D) -> (..., D), and the router's logits (M, E), M the number of tokens
@@ -153,7 +207,11 @@ class MoE(nn.Module):
         super().__init__()
         self.num_experts, self.experts_per_token = spec.num_experts, spec.experts_per_token
         self.normalize_weights, self.choice = spec.normalize_weights, spec.choice
+        self.capacity_factor = spec.capacity_factor
         self.dispatch: Dispatch = dispatch_locally
+        self.assign: Pass = assign_balanced
+        self.enter: Pass = pass_on
+        self.leave: Pass = pass_on
         self.router = nn.Linear(hidden_size, spec.num_experts, bias=False)
         self.experts = Experts(hidden_size, spec)
         self.shared_expert = self.shared_gate = None
@@ -168,10 +226,16 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
         weights, index = self._route(logits)
-        parts = self.dispatch(tokens, index, self.num_experts, self.experts)
+        run: RunExperts = self.experts
+        if self.capacity_factor is not None and self.training:
+            even = index.numel() / self.num_experts
+            index = limit_loads(index, self.num_experts, math.ceil(self.capacity_factor * even))
+            run = partial(_run_limited, run)
+        parts = self.dispatch(self.enter(tokens), index, self.num_experts, run)
         out = parts.squeeze(1)
         if weights is not None:
-            out = (parts * weights.to(parts.dtype).unsqueeze(-1)).sum(1)
+            out = (parts * self.enter(weights).to(parts.dtype).unsqueeze(-1)).sum(1)
+        out = self.leave(out)
         if self.shared_expert is not None:
             shared = self.shared_expert(tokens)
             if self.shared_gate is not None:
@@ -182,7 +246,7 @@ class MoE(nn.Module):
     def _route(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
         """Pick k experts for every token: their weights, if any, and numbers, (M, k) each."""
         if self.choice == "balanced":
-            index = assign_balanced(logits) if self.training else logits.argmax(-1)
+            index = self.assign(logits) if self.training else logits.argmax(-1)
             return None, index.unsqueeze(-1)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         weights, index = F.softmax(wide, dim=-1).topk(self.experts_per_token, dim=-1)
@@ -192,17 +256,23 @@ class MoE(nn.Module):
 
 
 def load_balancing_loss(
-    router_logits: Sequence[Tensor], experts_per_token: int, attention_mask: Tensor | None = None
+    router_logits: Sequence[Tensor],
+    experts_per_token: int,
+    attention_mask: Tensor | None = None,
+    sum_statistics: Pass = pass_on,
 ) -> Tensor:
     """Return how unevenly tokens go to experts: k for an even load, up to E for one expert alone.
 
-    It is E times the sum over experts of (share of the tokens it works on) x (mean probability),
-    both over the tokens of all layers together.
+    ``E * sum over e of (C[e] / N) * (P[e] / N)``, where over the tokens of all layers together C
+    counts those that expert e works on, P sums its probabilities, and N counts tokens. A product
+    of means is not the mean of products: where several processes share a step, C, P and N are
+    summed over all of them before, so that each has the value of all tokens.
 
     Args:
         router_logits: of every layer with experts.
         experts_per_token: k.
         attention_mask: 1 for tokens that count, 0 for padding.
+        sum_statistics: sums C, P and N, in one vector, over the processes.
 
     Shape:
         router_logits: (M, E) each; attention_mask: M elements in all; returns a scalar
@@ -218,6 +288,7 @@ def load_balancing_loss(
     if attention_mask is not None:
         counted = counted * attention_mask.reshape(1, -1, 1).to(counted.dtype)
     chosen = torch.zeros_like(probability).scatter_(-1, index, counted.expand_as(index))
-    rows = counted.sum()
-    share, mean = chosen.sum((0, 1)) / rows, (probability * counted).sum((0, 1)) / rows
-    return logits.shape[-1] * (share * mean).sum()
+    experts = logits.shape[-1]
+    parts = chosen.sum((0, 1)), (probability * counted).sum((0, 1)), counted.sum().view(1)
+    loads, sums, tokens = sum_statistics(torch.cat(parts)).split([experts, experts, 1])
+    return experts * (loads / tokens * (sums / tokens)).sum()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
+from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.remake import call_and_drop
 from bmforge.nn.window_mask import WindowMask
 
@@ -30,6 +31,10 @@ class WindowAttention(Attention):
         hidden_size: D.
         spec: the heads and everything else.
 
+    Attributes:
+        pick_own: what goes into the last projection goes through it; a layout that divides tokens
+            picks those whose results are wanted here.
+
     Shape:
         x: (B, T, D) -> (B, T, D)
 
@@ -38,6 +43,7 @@ class WindowAttention(Attention):
 
     def __init__(self, hidden_size: int, spec: AttentionSpec) -> None:
         super().__init__(hidden_size, spec)
+        self.pick_own: Pass = pass_on
         size = spec.num_heads * spec.head_dim
         self.q_global_proj = nn.Linear(hidden_size, size, bias=spec.qkv_bias)
         self.k_global_proj = nn.Linear(hidden_size, size, bias=spec.qkv_bias)
@@ -67,6 +73,7 @@ class WindowAttention(Attention):
         """
         if not (rope is None and cache is None and bias is None and memory is None):
             raise ConfigError("attention with global tokens takes no rope, cache, bias or memory.")
+        x = self.enter(x)
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if mask.block:
             mixed = self._mix_blocks(query, key, value, mask)
@@ -76,7 +83,7 @@ class WindowAttention(Attention):
             mixed = mixed * mask.real[..., None]
         if mask.chosen is not None:
             mixed = self._put_globals(mixed, x, mask)
-        return self.o_proj(mixed)
+        return self.o_proj(self.pick_own(mixed))
 
     def _mix_whole(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None
@@ -137,7 +144,11 @@ class WindowAttention(Attention):
         assert mask.is_chosen is not None
         query = self.q_global_proj(_take(x, mask.chosen))
         few = 2 * query.shape[1] * (query.shape[2] // self.head_dim) <= x.shape[2]
-        plain = type(self.k_global_proj) is nn.Linear and type(self.v_global_proj) is nn.Linear
+        # Adapted or cut over processes, a projection's weight is not all that it does.
+        plain = all(
+            type(proj) is nn.Linear and type(proj.weight) is nn.Parameter
+            for proj in (self.k_global_proj, self.v_global_proj)
+        )
         if few and plain:
             out = self._see_all_at_once(query, x, mask)
         else:

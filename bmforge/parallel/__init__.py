@@ -10,19 +10,41 @@ from bmforge.parallel.distributed import (
     run_on_first,
     shutdown_distributed,
 )
-from bmforge.parallel.layout import Layout, build_mesh, data_parallel_group, data_parallel_size
+from bmforge.parallel.layout import (
+    Layout,
+    axis_rank,
+    axis_size,
+    build_mesh,
+    counts_here,
+    data_parallel_rank,
+    data_parallel_size,
+    gradient_ranks,
+    mesh_of,
+    sum_over_axes,
+)
 from bmforge.parallel.parallelize import parallelize
+from bmforge.parallel.pipelined import pipeline_of, run_step
+from bmforge.parallel.roll_call import name_the_missing
 from bmforge.parallel.zero import reshard_
 
 __all__ = [
     "Layout",
     "World",
+    "axis_rank",
+    "axis_size",
     "build_mesh",
-    "data_parallel_group",
+    "counts_here",
+    "data_parallel_rank",
     "data_parallel_size",
+    "gradient_ranks",
     "init_distributed",
+    "mesh_of",
+    "name_the_missing",
     "parallelize",
+    "pipeline_of",
     "reshard_",
     "run_on_first",
+    "run_step",
     "shutdown_distributed",
+    "sum_over_axes",
 ]

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bmforge.errors import ConfigError
 
-__all__ = ["Layout", "build_mesh", "data_parallel_group", "data_parallel_size"]
+__all__ = [
+    "Layout",
+    "axis_group",
+    "axis_rank",
+    "axis_size",
+    "build_mesh",
+    "counts_here",
+    "data_parallel_rank",
+    "data_parallel_size",
+    "gradient_ranks",
+    "mesh_of",
+    "sum_over_axes",
+]
+
+CPMethod = Literal["gather", "ring", "ulysses"]
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_ROWS = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a model is divided: world = dp_replicate x dp_shard x cp x tp x pp.
 
-    ``dp_shard`` is what is left of the world; ZeRO shards over it.
+    ``dp_shard`` is what is left of the world; ZeRO shards over dp_shard x cp.
 
     Args:
         zero: 0 replicates parameters, gradients and optimizer state; 2 shards them and keeps the
@@ -28,6 +46,14 @@ class Layout:
         cp: context-parallel axis.
         ep: expert-parallel axis, borrowed from dp_shard x cp.
         dp_replicate: number of replicas of the sharded model (HSDP).
+        cp_method: how attention sees the tokens of other processes: "gather" all keys and values,
+            let them go round in a "ring", or ("ulysses") see whole rows for some of the heads.
+        sequence_parallel: between the parts that `tp` cuts, every process keeps its share of the
+            tokens only; less memory for the same traffic.
+        pp_schedule: order of a pipeline's work; one of `schedules.SCHEDULES`.
+        pp_stages_per_rank: None takes the fewest that the schedule works with.
+        pp_cut: how many blocks each stage has; empty balances them.
+        pp_balance: what is balanced: "parameters", or the "flops" of a token.
     """
 
     zero: Literal[0, 2, 3] = 3
@@ -36,6 +62,19 @@ class Layout:
     cp: int = 1
     ep: int = 1
     dp_replicate: int = 1
+    sequence_parallel: bool = False
+    cp_method: CPMethod = "gather"
+    pp_schedule: str = "1f1b"
+    pp_stages_per_rank: int | None = None
+    pp_cut: tuple[int, ...] = ()
+    pp_balance: Literal["parameters", "flops"] = "parameters"
+
+    def __str__(self) -> str:
+        """Name what is not as usual."""
+        usual = Layout()
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        shown = (f"{n}={v!r}" for n, v in values if n == "zero" or v != getattr(usual, n))
+        return f"Layout({', '.join(shown)})"
 
     def problems(self, world_size: int) -> list[str]:
         """Return everything that keeps this layout from fitting `world_size` processes."""
@@ -45,18 +84,42 @@ class Layout:
         for name in ("tp", "pp", "cp", "ep", "dp_replicate"):
             if getattr(self, name) < 1:
                 found.append(f"{name}={getattr(self, name)} must be at least 1")
-        wide = [f"{n}={getattr(self, n)}" for n in ("tp", "pp", "cp", "ep") if getattr(self, n) > 1]
-        if wide:
-            found.append(f"{', '.join(wide)}: this version divides data only; set them to 1")
+        found += self._pipeline_problems()
+        if self.sequence_parallel and self.tp == 1:
+            found.append("sequence_parallel has no effect with tp=1")
+        if self.cp_method not in get_args(CPMethod):
+            found.append(f"cp_method={self.cp_method!r} must be one of {get_args(CPMethod)}")
+        elif self.cp_method != "gather" and self.cp == 1:
+            found.append(f"cp_method={self.cp_method!r} has no effect with cp=1")
         fixed = self.dp_replicate * self.tp * self.pp * self.cp
         if not found and world_size % fixed:
             found.append(
                 f"dp_replicate={self.dp_replicate} x tp={self.tp} x pp={self.pp} x cp={self.cp} = "
                 f"{fixed} does not divide the {world_size} processes; start a multiple of {fixed}"
             )
+        if not found and self.ep > 1 and self.zero == 0:
+            found.append(f"ep={self.ep} needs zero=2 or 3: zero=0 replicates everything")
+        elif not found and world_size // fixed * self.cp % self.ep:
+            found.append(
+                f"ep={self.ep} does not divide dp_shard={world_size // fixed} x cp={self.cp}, from "
+                "which it is borrowed"
+            )
         if not found and self.zero == 0 and self.dp_replicate > 1:
             found.append("dp_replicate has no effect with zero=0, which replicates everything")
         return found
+
+    def _pipeline_problems(self) -> list[str]:
+        unset = Layout()
+        names = ("pp_schedule", "pp_stages_per_rank", "pp_cut", "pp_balance")
+        if self.pp == 1:
+            return [
+                f"{name}={getattr(self, name)!r} has no effect with pp=1"
+                for name in names
+                if getattr(self, name) != getattr(unset, name)
+            ]
+        if self.pp_balance not in ("parameters", "flops"):
+            return [f"pp_balance={self.pp_balance!r} must be 'parameters' or 'flops'"]
+        return []
 
     def check(self, world_size: int) -> None:
         """Raise `ConfigError` with all problems; the same on every process."""
@@ -67,9 +130,8 @@ class Layout:
     def axis_lengths(self, world_size: int) -> dict[str, int]:
         """Return the mesh axes in order, slowest first."""
         rest = world_size // (self.dp_replicate * self.tp * self.pp * self.cp)
-        if self.zero == 0:
-            return {"dp_replicate": rest, "dp_shard": 1}
-        return {"dp_replicate": self.dp_replicate, "dp_shard": rest}
+        rows = (rest, 1) if self.zero == 0 else (self.dp_replicate, rest)
+        return dict(zip(_AXES, (self.pp, *rows, self.cp, self.tp), strict=True))
 
 
 def build_mesh(layout: Layout, device: torch.device | str = "cpu") -> DeviceMesh:
@@ -86,13 +148,67 @@ def build_mesh(layout: Layout, device: torch.device | str = "cpu") -> DeviceMesh
     )
 
 
+def axis_size(mesh: DeviceMesh | None, *axes: str) -> int:
+    """Return the product of the lengths of mesh axes (1 without a mesh)."""
+    return 1 if mesh is None else math.prod(mesh[axis].size() for axis in axes)
+
+
+def axis_rank(mesh: DeviceMesh | None, axis: str) -> int:
+    """Return this process's place on a mesh axis."""
+    return 0 if mesh is None else mesh.get_local_rank(axis)
+
+
+def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """Return the processes that differ from this one on one axis only."""
+    return mesh.get_group(axis)
+
+
 def data_parallel_size(mesh: DeviceMesh | None) -> int:
-    """Return how many processes work on different rows of a batch."""
-    return mesh.size() if mesh is not None else 1
+    """Return how many groups of processes work on different rows of a batch."""
+    return axis_size(mesh, *_ROWS)
 
 
-def data_parallel_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the group that averages over different rows (None: this process alone)."""
+def data_parallel_rank(mesh: DeviceMesh | None) -> int:
+    """Return which of them this process belongs to: the number its loader needs."""
+    return axis_rank(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") + axis_rank(
+        mesh, "dp_shard"
+    )
+
+
+def gradient_ranks(mesh: DeviceMesh | None) -> int:
+    """Return over how many processes gradients are averaged."""
+    return axis_size(mesh, *_ROWS, "cp")
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh that `parallelize` laid a model out over; None for a model of one process.
+
+    Raises:
+        ConfigError: there are several processes, and the model is not laid out over them.
+    """
+    found = getattr(model, "mesh", None)
+    if found is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"{dist.get_world_size()} processes train a {type(model).__name__} that is not laid "
+            "out over them. Call parallelize(model, layout) first."
+        )
+    return found
+
+
+def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
+    """Tell whether what processes have in common along all axes but these counts on this one."""
+    return all(axis_rank(mesh, axis) == 0 for axis in _AXES if axis not in axes)
+
+
+def sum_over_axes(values: Tensor, mesh: DeviceMesh | None, *axes: str) -> Tensor:
+    """Sum over the processes that differ on `axes`; return the same on every process.
+
+    Along other axes processes must have the same values, which count once.
+
+    Comm: one all-reduce over all processes.
+    """
     if mesh is None or mesh.size() == 1:
-        return None
-    return dist.group.WORLD
+        return values
+    total = values.clone() if counts_here(mesh, *axes) else torch.zeros_like(values)
+    dist.all_reduce(total)
+    return total

@@ -6,11 +6,18 @@ Source: Rajbhandari et al., "ZeRO" (2020); the mechanics are torch's `fully_shar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
 
 __all__ = ["apply_zero_", "reshard_"]
 
@@ -23,29 +30,91 @@ def apply_zero_(
     zero: int,
     dtype: torch.dtype | None,
     prefetch: int = 1,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard `units`, then what is left of `model`, over the mesh.
+    """Shard `experts`, then `units`, then what is left of `model`, over the mesh.
 
     Args:
         model: the root.
         units: modules gathered as a whole, in the order they run.
-        mesh: axes (dp_replicate, dp_shard).
+        mesh: of all axes.
         zero: 3 frees gathered parameters after forward, 0 and 2 keep them for backward.
         dtype: parameters are gathered and used in it, gradients reduced in fp32; None: as stored.
         prefetch: how many units ahead parameters are gathered while one computes.
+        experts: modules divided over an axis `ep`; each is a unit of its own inside another.
+        expert_mesh: theirs, see `expert.build_expert_mesh`.
     """
     policy = MixedPrecisionPolicy()
     if dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # A replicating axis of length 1 would only add an all-reduce among one.
-    used = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh
+    used = _sharding_mesh(mesh, zero)
+    ignored = set()
+    if expert_mesh is not None:
+        ignored = _shard_experts_(experts, expert_mesh, policy, frees=zero == 3)
+    settings = {"mesh": used, "mp_policy": policy, "ignored_params": ignored}
     for unit in units:
-        fully_shard(unit, mesh=used, reshard_after_forward=zero == 3, mp_policy=policy)
-    fully_shard(model, mesh=used, reshard_after_forward=False, mp_policy=policy)
-    sharded = [unit for unit in units if isinstance(unit, FSDPModule)]
-    for index, unit in enumerate(sharded):
-        unit.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + prefetch])
-        unit.set_modules_to_backward_prefetch(sharded[max(0, index - prefetch) : index][::-1])
+        fully_shard(unit, reshard_after_forward=zero == 3, **settings)
+    fully_shard(model, reshard_after_forward=False, **settings)
+    if callable(getattr(model, "encode", None)):  # runs the model without its forward
+        register_fsdp_forward_method(model, "encode")
+    _set_prefetch_(units, experts, prefetch)
+
+
+def _sharding_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
+    """Return the axis to shard over, after that to replicate over where there is one.
+
+    Processes of the axis `cp` have the same parameters, and join one or the other.
+    """
+    copies, shards = mesh["dp_replicate"], mesh["dp_shard"]
+    if mesh["cp"].size() > 1:
+        joined = ("dp_replicate", "cp") if zero == 0 else ("dp_shard", "cp")
+        flat = mesh[joined]._flatten("_".join(joined))
+        copies, shards = (flat, shards) if zero == 0 else (copies, flat)
+    # A replicating axis of length 1 would only add an all-reduce among one.
+    return shards if copies.size() == 1 else DeviceMesh._concatenate([copies, shards])
+
+
+def _shard_experts_(
+    experts: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, frees: bool
+) -> set[nn.Parameter]:
+    """Shard experts over what `ep` left; return the parameters of those that need nothing."""
+    replicates, size = mesh["dp_replicate"].size() > 1, mesh["zero"].size()
+    if size == 1 and not replicates and policy.param_dtype is None:
+        return {parameter for module in experts for parameter in module.parameters()}
+    used = mesh["dp_replicate", "zero"] if replicates else mesh["zero"]
+    for module in experts:
+        fully_shard(
+            module,
+            mesh=used,
+            reshard_after_forward=frees,
+            mp_policy=policy,
+            shard_placement_fn=partial(_even_dim, size),
+        )
+    return set()
+
+
+def _even_dim(size: int, parameter: nn.Parameter) -> Shard | None:
+    """Shard the first dim that gives all processes equally much: few experts may be here."""
+    assert isinstance(parameter, DTensor)
+    cuts = [1] * parameter.dim()
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            cuts[placement.dim] *= parameter.device_mesh.size(axis)
+    even = (d for d, n in enumerate(parameter.shape) if n % (cuts[d] * size) == 0)
+    return Shard(next(even, 0))
+
+
+def _set_prefetch_(units: Sequence[nn.Module], experts: Sequence[nn.Module], prefetch: int) -> None:
+    """Let every unit gather those that run next; experts run inside theirs, after its beginning."""
+    inner = {id(module) for module in experts}
+    groups = [[unit, *(m for m in unit.modules() if id(m) in inner)] for unit in units]
+    forward = [m for group in groups for m in group if isinstance(m, FSDPModule)]
+    backward = [m for group in groups[::-1] for m in group if isinstance(m, FSDPModule)]
+    for index, unit in enumerate(forward):
+        unit.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + prefetch])
+    for index, unit in enumerate(backward):
+        unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + prefetch])
 
 
 def reshard_(model: nn.Module) -> None:

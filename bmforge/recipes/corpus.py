@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
 from bmforge.data import (
+    Batch,
     DataLoader,
     Mixture,
     PackedDataset,
@@ -21,10 +19,15 @@ from bmforge.data import (
 )
 from bmforge.data.prepared import RECORD_NAME, read_record
 from bmforge.errors import ConfigError, DataError
-from bmforge.parallel import World, data_parallel_size, run_on_first
-from bmforge.train import EvalResult, evaluate
+from bmforge.parallel import World, run_on_first
 
-__all__ = ["CorpusConfig", "Corpus", "open_corpus"]
+__all__ = [
+    "Corpus",
+    "CorpusConfig",
+    "open_corpus",
+    "read_report",
+    "train_prefix",
+]
 
 
 @dataclass(kw_only=True)
@@ -70,26 +73,17 @@ class Corpus:
     eos_id: int | None
     config: CorpusConfig
 
-    def make_evaluator(
-        self, world: World, mesh: DeviceMesh | None
-    ) -> Callable[[nn.Module], EvalResult] | None:
-        """Return the function that evaluates a model on the held-out rows; None without any."""
-        if self.validation is None:
-            return None
-        dataset, config = self.validation, self.config
-
-        def run(model: nn.Module) -> EvalResult:
-            batches = iter_once(
-                dataset,
-                config.micro_batch_size,
-                world.rank,
-                data_parallel_size(mesh),
-                config.validation_batches,
-                reset_at_documents=config.reset_at_documents,
-            )
-            return evaluate(model, batches, mesh=mesh, device=world.device)
-
-        return run
+    def held_out_batches(self, world: World) -> Iterator[Batch]:
+        """Yield this process's batches of one pass over the held-out rows."""
+        assert self.validation is not None
+        return iter_once(
+            self.validation,
+            self.config.micro_batch_size,
+            world.rank,
+            world.size,
+            self.config.validation_batches,
+            reset_at_documents=self.config.reset_at_documents,
+        )
 
 
 def open_corpus(config: CorpusConfig, vocab_size: int, world: World) -> Corpus:
@@ -102,11 +96,11 @@ def open_corpus(config: CorpusConfig, vocab_size: int, world: World) -> Corpus:
     """
     _check_paths(config)
     run_on_first(lambda: _check_stores(config, vocab_size))
-    first = _read_report(config.paths[0])
+    first = read_report(config.paths[0])
     eos_id = config.eos_id if config.eos_id is not None or first is None else first.eos_id
     weights = config.weights or (1.0,) * len(config.paths)
     parts = {
-        path: (PackedDataset(TokenStore(_train_prefix(path)), config.seq_len, eos_id), weight)
+        path: (PackedDataset(TokenStore(train_prefix(path)), config.seq_len, eos_id), weight)
         for path, weight in zip(config.paths, weights, strict=True)
     }
     loader = DataLoader(
@@ -153,9 +147,9 @@ def _check_stores(config: CorpusConfig, vocab_size: int) -> None:
     """Check every store against the vocabulary; a prepared directory has its size on record."""
     tokenizers = {}
     for path in config.paths:
-        report = _read_report(path)
+        report = read_report(path)
         if report is None or report.vocab_size > vocab_size:
-            check_vocabulary(TokenStore(_train_prefix(path)), vocab_size)
+            check_vocabulary(TokenStore(train_prefix(path)), vocab_size)
         if report is not None:
             text = (report.tokenizer_dir / "tokenizer.json").read_bytes()
             tokenizers[path] = hashlib.blake2b(text).hexdigest()
@@ -172,18 +166,19 @@ def _check_stores(config: CorpusConfig, vocab_size: int) -> None:
             raise DataError(f"validation store {held_out!r} has fewer than 2 tokens to predict.")
 
 
-def _read_report(path: str) -> PrepareReport | None:
+def read_report(path: str) -> PrepareReport | None:
     """Return the record of a prepared directory; None for a bare token store."""
     return read_record(Path(path))[0] if (Path(path) / RECORD_NAME).exists() else None
 
 
-def _train_prefix(path: str) -> Path:
+def train_prefix(path: str) -> Path:
+    """Return the token store of a prepared directory, or the bare one that `path` is."""
     return Path(path) / "train" / "tokens" if Path(path).is_dir() else Path(path)
 
 
 def _validation_prefix(config: CorpusConfig) -> str | None:
     if config.validation is not None:
         return config.validation
-    report = _read_report(config.paths[0])
+    report = read_report(config.paths[0])
     prefix = None if report is None else report.validation_prefix
     return None if prefix is None else str(prefix)

@@ -22,7 +22,8 @@ from bmforge.models.gpt2 import GPT2Config
 from bmforge.parallel import init_distributed, run_on_first
 from bmforge.recipes.corpus import CorpusConfig
 from bmforge.recipes.ngram import bigram_bits, unigram_bits
-from bmforge.recipes.pretrain import GPT2PretrainConfig, PretrainResult, pretrain
+from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
+from bmforge.recipes.run import RunResult
 from bmforge.recipes.run_dir import add_results
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig, write_report
 
@@ -124,7 +125,7 @@ def _training(
     )
 
 
-def _compare(config: QuickstartConfig, corpus: PrepareReport, result: PretrainResult) -> None:
+def _compare(config: QuickstartConfig, corpus: PrepareReport, result: RunResult) -> None:
     """Add the n-gram models to results.json and say how the model compares."""
     assert corpus.validation_prefix is not None
     assert result.evaluation is not None

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.recipes.pretrain import GPT2PretrainConfig, LlamaPretrainConfig, pretrain
+from bmforge.recipes.ant import CPMAntTrainConfig, train_ant
+from bmforge.recipes.cpm1 import ChIDConfig, STCConfig, tune_chid, tune_stc
+from bmforge.recipes.dialogue import EVADialogueConfig, train_dialogue
+from bmforge.recipes.documents import CPMBeeTrainConfig, train_documents
+from bmforge.recipes.pretrain import (
+    CPM1PretrainConfig,
+    GPT2PretrainConfig,
+    LlamaPretrainConfig,
+    pretrain,
+)
+from bmforge.recipes.spans import CPM2SpansConfig, T5SpansConfig, train_spans
 
 __all__ = ["RECIPES", "Recipe", "find_recipe"]
 
@@ -24,6 +34,16 @@ class Recipe:
 RECIPES = {
     "gpt2-pretrain": Recipe(GPT2PretrainConfig, pretrain, "pretrain a GPT-2 on prepared text"),
     "llama-pretrain": Recipe(LlamaPretrainConfig, pretrain, "pretrain a Llama on prepared text"),
+    "cpm1-pretrain": Recipe(CPM1PretrainConfig, pretrain, "pretrain a CPM-1 on prepared text"),
+    "cpm1-chid": Recipe(ChIDConfig, tune_chid, "fine-tune a CPM-1 to choose idioms (ChID)"),
+    "cpm1-stc": Recipe(STCConfig, tune_stc, "fine-tune a CPM-1 to answer posts (STC)"),
+    "cpm2-pretrain": Recipe(CPM2SpansConfig, train_spans, "train a CPM-2 to fill cut-out spans"),
+    "t5-pretrain": Recipe(T5SpansConfig, train_spans, "train a T5 to fill cut-out spans"),
+    "eva-dialogue": Recipe(EVADialogueConfig, train_dialogue, "train an EVA on dialogues"),
+    "cpm-ant-train": Recipe(
+        CPMAntTrainConfig, train_ant, "train a CPM-Ant on hidden tokens and on the rest of texts"
+    ),
+    "cpm-bee-train": Recipe(CPMBeeTrainConfig, train_documents, "train a CPM-Bee on documents"),
 }
 
 

@@ -16,6 +16,12 @@ CAPABILITIES = (
     "recompute",
     "zero-2",
     "zero-3",
+    "tensor",
+    "sequence",
+    "pipeline",
+    "context",
+    "expert",
+    "combined",
     "meta init",
     "compile",
 )

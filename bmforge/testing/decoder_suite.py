@@ -29,6 +29,7 @@ class DecoderOwnSuite:
         """Documents packed into one row, positions starting anew, give what each gives alone."""
         check_packed_documents(tiny)
 
+    @pytest.mark.long
     def test_decoding_compiles_whole(self, tiny: Model) -> None:
         """Cached decoding is one graph without breaks, with the same numbers."""
         torch.compiler.reset()

@@ -31,7 +31,7 @@ class FamilySuite:
     """
 
     model_class: ClassVar[type[Model]]
-    not_applicable: ClassVar[dict[str, str]] = {}
+    not_applicable: ClassVar[dict[str, str]] = {"expert": "has no experts"}
 
     def tiny_config(self) -> ModelConfig:
         """Return a tiny config of the family."""
@@ -139,6 +139,51 @@ class FamilySuite:
     def test_zero_3(self, tiny: Model) -> None:
         """ZeRO-3 with recompute on two processes is one process."""
         self.check_layout(tiny, world=2, layout=Layout(zero=3), recompute=True)
+
+    @capability("tensor")
+    def test_tensor_parallel(self, tiny: Model) -> None:
+        """Every block cut over two processes is one process."""
+        self.check_layout(tiny, world=2, layout=Layout(tp=2))
+
+    @capability("sequence")
+    def test_sequence_parallel(self, tiny: Model) -> None:
+        """The same with tokens divided between the parts, and recompute."""
+        self.check_layout(
+            tiny, world=2, layout=Layout(tp=2, sequence_parallel=True), recompute=True
+        )
+
+    @capability("pipeline")
+    def test_pipeline(self, tiny: Model) -> None:
+        """Two stages on two processes are one process."""
+        self.check_layout(tiny, world=2, layout=Layout(pp=2), micro_batches=2)
+
+    @capability("context")
+    def test_context_parallel(self, tiny: Model) -> None:
+        """Rows divided over two processes are one process."""
+        self.check_layout(tiny, world=2, layout=Layout(cp=2))
+
+    def check_experts(self, tiny: Model) -> None:
+        """Experts divided over two processes are one process; for suites of families with them."""
+        self.check_layout(tiny, world=2, layout=Layout(ep=2))
+
+    @capability("combined")
+    def test_layouts_combine(self, tiny: Model) -> None:
+        """A pipeline whose stages are cut and whose tokens are divided, with recompute."""
+        layout = Layout(pp=2, tp=2, sequence_parallel=True)
+        self.check_layout(tiny, world=4, layout=layout, micro_batches=2, recompute=True)
+
+    @pytest.mark.long
+    def test_three_axes(self, tiny: Model) -> None:
+        """ZeRO with two other axes, on eight processes."""
+        self.check_layout(tiny, world=8, layout=Layout(tp=2, pp=2), micro_batches=2)
+        self.check_layout(tiny, world=8, layout=Layout(tp=2, cp=2, zero=2))
+
+    @pytest.mark.long
+    def test_tensor_parallel_and_zero(self, tiny: Model) -> None:
+        """ZeRO over what tensor parallelism left whole, on four processes."""
+        for zero in (0, 2, 3):
+            layout = Layout(zero=zero, tp=2, sequence_parallel=zero == 3)
+            self.check_layout(tiny, world=4, layout=layout)
 
     def check_layout(self, tiny: Model, **options: Any) -> None:
         """Compare one step on a layout with one process."""

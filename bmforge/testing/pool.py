@@ -9,6 +9,7 @@ job.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from bmforge.errors import DistributedError
 
@@ -53,6 +56,7 @@ def _run_job(
             f"job{job_number}", dist.TCPStore("127.0.0.1", port, is_master=False)
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        dist.barrier()  # a short job must not be over before all are connected
         function, args, kwargs = pickle.loads(payload)
         torch.manual_seed(0)
         return True, function(*args, **kwargs)
@@ -61,6 +65,21 @@ def _run_job(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches that outlive a job's process groups.
+
+    What they keep are meshes that are equal to those of later jobs, with groups that are gone; and
+    each of these groups keeps its threads.
+    """
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
+    gc.freeze()  # what has survived stays: the next collection need not look at it again
 
 
 @dataclass

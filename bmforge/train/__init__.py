@@ -1,12 +1,13 @@
 """Training any model on any layout: the loop, what it optimises, and how it never loses a step.
 
 Start reading at `trainer.py`; `checkpoint.py` saves and resumes, `optim.py` and `schedule.py` hold
-the optimizers and learning rates, `report.py` draws a run.
+the optimizers and learning rates, `report.py` draws a run, `inspect.py` looks into a model.
 """
 
 from bmforge.train.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult, evaluate
+from bmforge.train.inspect import format_table, inspect_activations, inspect_parameters
 from bmforge.train.metrics import MetricsWriter, WandbSink, read_metrics
 from bmforge.train.muon import Muon
 from bmforge.train.objective import causal_lm, count_labels
@@ -36,6 +37,9 @@ __all__ = [
     "clip_grad_norm_",
     "count_labels",
     "evaluate",
+    "format_table",
+    "inspect_activations",
+    "inspect_parameters",
     "load_checkpoint",
     "param_groups",
     "read_metrics",

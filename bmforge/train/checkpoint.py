@@ -91,8 +91,8 @@ def save_checkpoint(
         finally:
             peers.close()
     else:
-        thread = threading.Thread(target=_publish_or_warn, args=(folder, snapshot, peers))
-        thread.start()
+        given = (folder, snapshot, peers)
+        threading.Thread(target=_publish_or_warn, args=given, name="save checkpoint").start()
     return folder / step_name(step)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
+from bmforge.parallel import counts_here, pipeline_of
 from bmforge.shards import Box, is_first_replica, local_box, local_tensor
 from bmforge.train.checkpoint_format import DTYPE_CODES
 from bmforge.train.checkpoint_rng import capture_rng
@@ -156,8 +157,14 @@ def take_snapshot(
     """
     state = dict(state or {})
     check_json(state, "state")
+    mesh, pipeline = getattr(model, "mesh", None), pipeline_of(model)
+    leads = rank == 0 if mesh is None else counts_here(mesh, "pp")
+    copied = frozenset() if pipeline is None else pipeline.copied
     owned: dict[str, tuple[Tensor, bool]] = {
-        name: (tensor, is_first_replica(tensor, rank))
+        name: (
+            tensor,
+            is_first_replica(tensor, leads) and name.removeprefix("model/") not in copied,
+        )
         for name, tensor in model_tensors(model).items()
     }
     listed = list_optimizers(optimizers)
@@ -167,7 +174,7 @@ def take_snapshot(
         assert described is not None
         described[name] = _describe(name, values, group, optimizer)
         for key in described[name]["tensors"]:
-            writes = _writes_state(values[key], parameter, rank)
+            writes = _writes_state(values[key], parameter, leads) and name not in copied
             owned[state_tensor_name(name, key)] = (values[key], writes)
     seed = state.get("seed")
     own = {
@@ -207,10 +214,10 @@ def _describe(
     }
 
 
-def _writes_state(value: Tensor, parameter: Tensor, rank: int) -> bool:
+def _writes_state(value: Tensor, parameter: Tensor, leads: bool) -> bool:
     """True on the one process that writes this tensor of `parameter`'s state."""
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return is_first_replica(value, rank)
+        return is_first_replica(value, leads)
     coordinate = parameter.device_mesh.get_coordinate()
     return coordinate is not None and not any(coordinate)
 

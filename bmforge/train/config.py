@@ -7,6 +7,7 @@ from typing import Literal
 
 from bmforge.errors import ConfigError
 from bmforge.train.optim import OptimConfig
+from bmforge.train.profile import SKIPPED_STEPS
 from bmforge.train.schedule import ScheduleConfig
 
 __all__ = ["TrainConfig"]
@@ -28,6 +29,7 @@ class TrainConfig:
         keep_last: checkpoints to keep.
         keep_every_steps: also keep every checkpoint whose step this divides.
         log_every_steps: steps between lines in the log.
+        profile_steps: trace so many steps after the third into ``run_dir/profile``; 0 traces none.
         optim: the optimizer.
         schedule: the learning rate over the steps.
     """
@@ -42,6 +44,7 @@ class TrainConfig:
     keep_last: int = 2
     keep_every_steps: int | None = None
     log_every_steps: int = 10
+    profile_steps: int = 0
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
@@ -54,3 +57,10 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"train.{name}={value} must be above 0, or None for never.")
+        if self.profile_steps < 0:
+            raise ConfigError(f"train.profile_steps={self.profile_steps} must be at least 0.")
+        if self.profile_steps and self.steps <= SKIPPED_STEPS:
+            raise ConfigError(
+                f"train.profile_steps={self.profile_steps} has no effect with train.steps="
+                f"{self.steps}: the first {SKIPPED_STEPS} steps are not traced."
+            )

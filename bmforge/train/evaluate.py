@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bmforge.parallel import data_parallel_group, reshard_
+from bmforge.parallel import reshard_, sum_over_axes
 from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
 
 __all__ = ["EvalResult", "evaluate"]
@@ -61,8 +60,8 @@ def evaluate(
         sums[1] += count_labels(batch, model)
     reshard_(model)
     model.train(training)
-    group = data_parallel_group(mesh)
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    total, tokens = sums.tolist()
-    return EvalResult(total / max(tokens, 1), int(tokens))
+    rows = ("dp_replicate", "dp_shard")
+    # Processes that divide a row's tokens have a part of its loss each, and count its labels alike.
+    total = sum_over_axes(sums[0], mesh, *rows, "cp").item()
+    tokens = int(sum_over_axes(sums[1], mesh, *rows))
+    return EvalResult(total / max(tokens, 1), tokens)

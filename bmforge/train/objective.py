@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-__all__ = ["IGNORE_INDEX", "Objective", "causal_lm", "count_labels", "count_tokens"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Objective",
+    "causal_lm",
+    "count_labels",
+    "count_tokens",
+    "rename_inputs",
+]
 
 IGNORE_INDEX = -100
 Batch = Mapping[str, Tensor]
@@ -27,6 +34,21 @@ def causal_lm(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
         num_items: what the summed loss is divided by.
     """
     return model(**batch, num_items_in_batch=num_items).loss
+
+
+def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) -> Objective:
+    """Return `objective` for a loader whose batches have other names than the model's arguments.
+
+    Args:
+        names: name in the batch -> the model's; what is not named keeps its name.
+        objective: what is minimised.
+    """
+
+    def renamed(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
+        inputs = {names.get(name, name): value for name, value in batch.items()}
+        return objective(model, inputs, num_items)
+
+    return renamed
 
 
 def count_labels(batch: Batch, model: nn.Module | None = None) -> int:

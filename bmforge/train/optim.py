@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from bmforge.errors import ConfigError, DistributedError, suggest
+from bmforge.parallel import pipeline_of
 from bmforge.shards import local_tensor
 from bmforge.train.muon import Muon
 
@@ -189,46 +190,59 @@ def _hidden_matrices(
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | None) -> Tensor:
     """Scale all gradients down to a global norm of at most `max_norm`; return the norm before.
 
     Plain and sharded parameters and several meshes may be mixed. A plain gradient counts once: it
     must already be the same on every process.
 
     Args:
-        parameters: the same parameters in the same order on every process.
+        parameters: the same parameters in the same order on every process; of a pipelined model
+            the model itself, as processes have different ones.
         max_norm: largest norm, above 0; None only measures.
 
     Returns:
         The 2-norm over all gradients, a plain 0-dim tensor, the same on every process: float64
         where a gradient is float64, else float32.
 
-    Comm: one all-reduce of one number per mesh axis on which something is sharded.
+    Comm: one all-reduce of one number per mesh axis on which something is sharded, and one over a
+        pipeline.
     """
     if max_norm is not None and not max_norm > 0.0:
         raise ConfigError(f"max_norm={max_norm} must be above 0, or None for no clipping.")
+    pipeline, elsewhere = None, set()
+    if isinstance(parameters, nn.Module):
+        pipeline = pipeline_of(parameters)
+        if pipeline is not None:
+            named = dict(parameters.named_parameters())
+            elsewhere = {id(named[name]) for name in pipeline.copied}
+        parameters = parameters.parameters()
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
         return torch.zeros(())
-    buckets: dict[Any, list[Tensor]] = {}
+    # Gradients here, and whether they count here: what pipeline stages share counts once.
+    buckets: dict[Any, list[tuple[Tensor, bool]]] = {}
     for parameter in parameters:  # by parameter, so that all processes make the same buckets
         bucket = buckets.setdefault(_sharded_over(parameter), [])
         if parameter.grad is not None:
             _sharded_over(parameter.grad)
-            bucket.append(local_tensor(parameter.grad))
+            bucket.append((local_tensor(parameter.grad), id(parameter) not in elsewhere))
     device = local_tensor(parameters[0]).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, bucket in buckets.items():
         square = torch.zeros((), dtype=torch.float64, device=device)
-        if bucket:
-            norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(bucket)])
+        counted = [grad for grad, counts in bucket if counts]
+        if counted:
+            norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(counted)])
             square = norms.square().sum()
         if key is not None:
             mesh, axes = key
             for axis in axes:
                 dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
-    grads = [grad for bucket in buckets.values() for grad in bucket]
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline.group)
+    grads = [grad for bucket in buckets.values() for grad, _ in bucket]
     total = total.sqrt()
     coefficient = 1.0 if max_norm is None else float(max_norm / (total + 1e-6))
     if coefficient < 1.0:

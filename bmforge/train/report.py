@@ -323,7 +323,8 @@ def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
     if whole:
         unit = max(1.0, math.ceil(unit))
     first, last = math.floor(low / unit + 1e-9), math.ceil(high / unit - 1e-9)
-    return [round(i * unit, 12) for i in range(first, last + 1)]
+    digits = max(0, 12 - math.floor(math.log10(unit)))
+    return [round(i * unit, digits) for i in range(first, last + 1)]
 
 
 def _is_number(value: Any) -> bool:

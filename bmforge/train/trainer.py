@@ -15,12 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from bmforge.device import device_memory_bytes, peak_flops
-from bmforge.errors import ConfigError
 from bmforge.logging import ProgressBar, get_logger
-from bmforge.parallel import data_parallel_group, data_parallel_size, reshard_
+from bmforge.parallel import (
+    axis_rank,
+    axis_size,
+    counts_here,
+    gradient_ranks,
+    mesh_of,
+    name_the_missing,
+    reshard_,
+    run_step,
+    sum_over_axes,
+)
 from bmforge.train.checkpoint import Checkpointer
 from bmforge.train.checkpoint_format import find_checkpoints, step_of
 from bmforge.train.checkpoint_rng import reseed_rng
@@ -36,6 +44,7 @@ from bmforge.train.metrics import (
 from bmforge.train.objective import Batch, Objective, causal_lm, count_labels, count_tokens
 from bmforge.train.optim import build_optimizers, clip_grad_norm_
 from bmforge.train.precision import LossScaler
+from bmforge.train.profile import trace_steps
 from bmforge.train.schedule import build_schedule, set_learning_rate_
 from bmforge.train.signals import StopRequest
 from bmforge.train.spike import SpikeGuard
@@ -94,12 +103,12 @@ class Trainer:
         self.guard = SpikeGuard(config.spike_sigmas)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self.step = 0
-        mesh = mesh or _mesh_of(model)
-        self._dp_size = data_parallel_size(mesh)
-        self._group = data_parallel_group(mesh)
+        self.mesh = mesh or mesh_of(model)
+        self._shares = gradient_ranks(self.mesh)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         peak = peak_flops(self.device)
-        self._throughput = Throughput(flops_per_token, peak and peak * self._dp_size)
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        self._throughput = Throughput(flops_per_token, peak and peak * size)
 
     def fit(self, until_step: int | None = None) -> Self:
         """Train to `config.steps`, saving and evaluating on the way; return the trainer.
@@ -111,7 +120,9 @@ class Trainer:
         """
         last_step = self.config.steps if until_step is None else until_step
         last_step = min(self.config.steps, last_step)
-        reseed_rng(self.config.seed, self.step, self._rank)
+        # Processes that share a block draw the same, but where the layout says otherwise.
+        stream = self._rank - axis_rank(self.mesh, "tp")
+        reseed_rng(self.config.seed, self.step, stream // axis_size(self.mesh, "tp"))
         if self.run_dir is None:
             with StopRequest() as stop:
                 self._loop(last_step, stop, None, None)
@@ -151,11 +162,15 @@ class Trainer:
     ) -> None:
         config = self.config
         self.model.train()
-        with ProgressBar("train", config.steps) as bar:
+        with (
+            ProgressBar("train", config.steps) as bar,
+            trace_steps(config.profile_steps, self.run_dir, self._rank, self.device) as note_step,
+        ):
             bar.advance(self.step)
             stopping = False
             while self.step < last_step and not stopping:
                 row, stopping = self.train_step(stop.asked is not None)
+                note_step()
                 due = config.eval_every_steps and self.step % config.eval_every_steps == 0
                 if self.evaluator is not None and (due or self.step == config.steps):
                     row["val_loss"] = self.evaluator(self.model).loss
@@ -204,14 +219,15 @@ class Trainer:
         """
         self._throughput.start()
         micro_batches = next(self.loader)
-        items, tokens, stops = self._sum(
-            [
-                sum(count_labels(b, self.model) for b in micro_batches),
-                sum(count_tokens(b) for b in micro_batches),
-                int(stop_asked),
-            ]
-        )
-        loss, norm, applied_scale = self._backward(micro_batches, max(items, 1))
+        counts = [
+            sum(count_labels(b, self.model) for b in micro_batches),
+            sum(count_tokens(b) for b in micro_batches),
+        ]
+        place = f"step {self.step + 1}"
+        with name_the_missing(f"{place}, counting labels"):
+            items, tokens, stops = self._sum(counts, int(stop_asked))
+        with name_the_missing(f"{place}, forward and backward"):
+            loss, norm, applied_scale = self._backward(micro_batches, max(items, 1))
         skipped = self.guard.check(loss, norm)
         multiplier = self.schedule(self.step)
         set_learning_rate_(self.optimizers, multiplier)
@@ -241,28 +257,25 @@ class Trainer:
         """Accumulate the mean loss's gradient; return the loss, the norm and the loss scale."""
         scale = None if self.scaler is None else self.scaler.current_scale
         # Gradients are averaged over the data-parallel processes, so each divides by its share.
-        divisor = items / self._dp_size / (scale or 1.0)
+        divisor = items / self._shares / (scale or 1.0)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in micro_batches:
-            moved = {name: value.to(self.device) for name, value in batch.items()}
-            loss = self.objective(self.model, moved, divisor)
-            loss.backward()
-            total += loss.detach().double()
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
-        parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        moved = [{n: t.to(self.device) for n, t in batch.items()} for batch in micro_batches]
+        for loss in run_step(self.model, lambda b: self.objective(self.model, b, divisor), moved):
+            total += loss.double()
+        total = sum_over_axes(total, self.mesh, "dp_replicate", "dp_shard", "cp", "pp")
         if self.scaler is not None:
-            self.scaler.unscale_(parameters)
-        norm = clip_grad_norm_(parameters, self.config.grad_clip)
-        return total.item() / self._dp_size / (scale or 1.0), norm.item(), scale
+            self.scaler.unscale_(self.model.parameters())
+        norm = clip_grad_norm_(self.model, self.config.grad_clip)
+        return total.item() / self._shares / (scale or 1.0), norm.item(), scale
 
-    def _sum(self, numbers: list[int]) -> list[int]:
-        """Add up integers over the data-parallel processes."""
-        if self._group is None:
-            return numbers
-        summed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(summed, group=self._group)
-        return summed.tolist()
+    def _sum(self, counts: list[int], asked: int) -> list[int]:
+        """Add up counts over the rows of a batch, and what was asked for over all processes."""
+        if not counts_here(self.mesh, "dp_replicate", "dp_shard"):
+            counts = [0] * len(counts)
+        values = torch.tensor([*counts, asked], dtype=torch.int64, device=self.device)
+        if self.mesh is not None and self.mesh.size() > 1:
+            dist.all_reduce(values)
+        return values.tolist()
 
     def _show(self, row: Row, bar: ProgressBar) -> None:
         left = (self.config.steps - self.step) * self._throughput.step_s
@@ -294,18 +307,3 @@ class Trainer:
         self.guard.load_state_dict(state["guard"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-
-
-def _mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh that the model's parameters lie on; None for a model of one process.
-
-    Raises:
-        ConfigError: there are several processes, and the model is not laid out over them.
-    """
-    found = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-    if found is None and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError(
-            f"{dist.get_world_size()} processes train a {type(model).__name__} that is not laid "
-            "out over them. Call parallelize(model, layout) first."
-        )
-    return found

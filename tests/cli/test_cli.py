@@ -21,7 +21,7 @@ from bmforge.recipes import RECIPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
-from cli_calls import assert_refused, bmforge, files_below
+from cli_calls import assert_refused, bmforge, call, files_below
 from real_runs import write_text
 
 
@@ -59,9 +59,27 @@ def test_print_config_round_trips(name: str, tmp_path: Path) -> None:
     assert config_to_dict(load_toml(RECIPES[name].config, file)) == shown
     (again,) = bmforge("train", name, "--config", file, "--print-config")
     assert again.out == said.out
+    (traced,) = bmforge("train", name, "--config", file, "--profile", "--print-config")
+    assert tomllib.loads(traced.out)["train"]["profile_steps"] == 3
     (changed,) = bmforge("train", name, f"--config={file}", "--train.steps", "8", "--print-config")
     assert changed.out == said.out.replace("steps = 7\n", "steps = 8\n", 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["shown.toml"]
+
+
+def test_dry_run_says_who_holds_what() -> None:
+    """A layout for processes that are not here, and what does not fit, in one message."""
+    options = ("train", "gpt2-pretrain", "--dry-run", "--layout.tp", "2", "--layout.pp", "3")
+    good = call((*options, "--world", "24"))
+    bad = call(("train", "gpt2-pretrain", "--dry-run", "--world", "6", "--layout.tp", "5"))
+    alone = call(("train", "gpt2-pretrain", "--world", "6"))
+    assert good.status == 0, good.err
+    assert "on 24 processes: pp=3 x dp_shard=4 x tp=2" in good.out
+    rows = [line.split() for line in good.out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["0", "8", "16"]
+    assert sum(int(row[1]) for row in rows) == 12
+    assert bad.status != 0
+    assert "tp=5" in bad.err
+    assert "no effect without --dry-run" in alone.err
 
 
 def number(text: str, label: str) -> float:

@@ -9,7 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.errors import ConfigError, DistributedError
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, init_weights_
-from bmforge.parallel import Layout, init_distributed, parallelize
+from bmforge.parallel import Layout, init_distributed, parallelize, run_step
+from bmforge.parallel.dry_run import dry_run
+from bmforge.shards import local_tensor
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
 from bmforge.train.optim import OptimConfig, build_optimizers, clip_grad_norm_
 
@@ -171,7 +173,14 @@ def lay_out(layout, kwargs):
     ("world", "layout", "kwargs", "words"),
     [
         (3, Layout(dp_replicate=2), {}, ["dp_replicate=2", "does not divide the 3 processes"]),
-        (2, Layout(tp=2), {}, ["tp=2", "set them to 1"]),
+        (3, Layout(tp=3), {}, ["tp=3 does not divide", "heads", "q_proj"]),
+        (2, Layout(sequence_parallel=True), {}, ["sequence_parallel has no effect with tp=1"]),
+        (2, Layout(pp=2, pp_schedule="1f2b"), {}, ["schedule='1f2b'", "Did you mean '1f1b'"]),
+        (2, Layout(pp=2, pp_cut=(2, 2)), {}, ["pp_cut=(2, 2) must be 2 numbers", "add up to"]),
+        (2, Layout(pp=2, pp_balance="time"), {}, ["pp_balance='time'"]),  # type: ignore[arg-type]
+        (2, Layout(pp=2, pp_schedule="zbv", pp_stages_per_rank=3), {}, ["stages_per_rank=3"]),
+        (4, Layout(pp=4), {}, ["pp=4 makes 4 stages, more than the"]),
+        (2, Layout(pp_schedule="gpipe"), {}, ["pp_schedule='gpipe' has no effect with pp=1"]),
         (1, Layout(zero=1), {}, ["zero=1 must be 0, 2 or 3"]),  # type: ignore[arg-type]
         (2, Layout(zero=0, dp_replicate=2), {}, ["no effect"]),
         (1, Layout(), {"precision": "bf17"}, ["precision='bf17'", "bf16"]),
@@ -183,6 +192,59 @@ def test_what_does_not_fit_is_said_on_every_rank(world, layout, kwargs, words):
         run_distributed(lay_out, world, layout, kwargs)
     for word in [*words, "ConfigError", *(f"rank {r}:" for r in range(world))]:
         assert word in str(caught.value)
+
+
+def lay_out_own(layout):
+    blocks = [torch.nn.Linear(4, 4) for _ in range(3)]
+    parallelize(torch.nn.Sequential(*blocks), layout)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+def test_a_model_without_rules_is_refused(axis):
+    with pytest.raises(DistributedError, match=rf"(?s)rank 0.*{axis}=2.*rank 1.*{axis}=2"):
+        run_distributed(lay_out_own, 2, Layout(**{axis: 2}))
+
+
+def step_with_too_few():
+    config = GPT2Config(vocab_size=9, hidden_size=4, num_layers=4, num_heads=1, max_seq_len=4)
+    model = GPT2.from_config(config, device="meta")
+    parallelize(model, Layout(pp=2, pp_schedule="dualpipev"))
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    run_step(model, lambda b: model(**b).loss, [{"input_ids": ids, "labels": ids}])
+
+
+def test_too_few_micro_batches_are_refused():
+    with pytest.raises(DistributedError, match=r"(?s)num_micro_batches=1.*rank 1.*num_micro_batc"):
+        run_distributed(step_with_too_few, 2)
+
+
+def call_with_gradients():
+    model = parallelize(tiny("gpt2"), Layout(pp=2))
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_a_pipeline_is_trained_by_steps():
+    with pytest.raises(DistributedError, match="a pipelined model trains whole steps"):
+        run_distributed(call_with_gradients, 2)
+
+
+def test_dry_run_is_what_will_be():
+    """Every process's share as built here is what that process will hold."""
+    layout = Layout(tp=2, pp=2)
+    found = dry_run(lambda: tiny("llama"), layout, 8)
+    assert found.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert found.parameters == sum(p.numel() for p in tiny("llama").parameters())
+    real = run_distributed(count_share, 8, layout)
+    assert [share.rank for share in found.shares] == [0, 4]
+    assert [share.parameters for share in found.shares] == [real[0], real[4]]
+    assert [share.stages for share in found.shares] == [(0,), (1,)]
+    with pytest.raises(ConfigError, match="tp=3 does not divide"):
+        dry_run(lambda: tiny("llama"), Layout(tp=3), 6)
+
+
+def count_share(layout):
+    model = parallelize(tiny("llama"), layout)
+    return sum(local_tensor(p).numel() for p in model.parameters())
 
 
 def test_layout_problems_without_processes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +47,30 @@ def test_the_mesh_is_the_models():
 def test_a_model_that_is_not_laid_out_is_refused():
     with pytest.raises(DistributedError, match=r"(?s)rank 0.*ConfigError.*rank 1.*ConfigError"):
         run_distributed(one_loss, 2, False)
+
+
+class LeavesAtTheSecondStep(OneRow):
+    """A loader that takes rank 1 away in the middle of the run."""
+
+    steps = 0
+
+    def __next__(self):
+        self.steps += 1
+        if self.steps == 2 and dist.get_rank() == 1:
+            os._exit(3)
+        return super().__next__()
+
+
+def lose_a_rank() -> None:
+    model = GPT2.from_config(GPT2Config(**SIZES))
+    parallelize(model, Layout())
+    Trainer(model, LeavesAtTheSecondStep(), TrainConfig(steps=3)).fit()
+
+
+def test_a_dead_rank_is_named():
+    said = r"step 2, counting labels: a collective failed on rank 0; ranks \[1\] are dead or hang"
+    with pytest.raises(DistributedError, match=said):
+        run_distributed(lose_a_rank, 2)
 
 
 def fail_on_first() -> str:

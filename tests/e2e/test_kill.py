@@ -64,7 +64,7 @@ def assert_same_end(run_dir: Path, wanted: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kills", "seed"),
-    [(5, 1), *(pytest.param(10, seed, marks=pytest.mark.long) for seed in range(2, 7))],
+    [(3, 1), *(pytest.param(10, seed, marks=pytest.mark.long) for seed in range(2, 7))],
 )
 def test_killed_at_random_instants(config, unkilled, tmp_path: Path, kills, seed) -> None:
     run_dir = tmp_path / "run"

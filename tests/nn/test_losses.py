@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bmforge.nn import causal_lm_loss, linear_cross_entropy, losses
+from bmforge.nn import LMHead, linear_cross_entropy, losses
 from bmforge.testing import assert_close
 
 V, D = 11, 6
@@ -105,7 +105,9 @@ def test_causal_loss_shifts() -> None:
     labels = make_labels(10, "some").view(2, 5)
     logits = hidden @ weight.T
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert_close(causal_lm_loss(hidden, weight, labels), expected)
+    head = LMHead(D, V, bias=False)
+    head.weight.data = weight
+    assert_close(head(hidden, labels, shift=True), expected)
 
 
 def test_extreme_logits_stay_finite() -> None:

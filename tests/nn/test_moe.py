@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear, take_rows
-from bmforge.nn.moe import MoE, MoESpec, dispatch_locally, load_balancing_loss
+from bmforge.nn.moe import MoE, MoESpec, dispatch_locally, limit_loads, load_balancing_loss
 from bmforge.testing.tolerance import assert_close
 
 HIDDEN = 8
@@ -37,18 +37,20 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, HIDDEN, dtype=dtype, generator=generator, requires_grad=True)
 
 
-def reference(moe: MoE, spec: MoESpec, x: Tensor) -> Tensor:
-    """The same, token by token and expert by expert."""
+def reference(moe: MoE, spec: MoESpec, x: Tensor, kept: Tensor | None = None) -> Tensor:
+    """The same, token by token and expert by expert; `kept` says which of them do work."""
     activation = {"silu": F.silu, "gelu": F.gelu}[spec.activation]
     experts = moe.experts
     rows = []
-    for token in x.reshape(-1, HIDDEN):
+    for number, token in enumerate(x.reshape(-1, HIDDEN)):
         probability = torch.softmax(moe.router.weight @ token, 0)
         best = sorted(range(spec.num_experts), key=lambda e: -probability[e].item())
         best = best[: spec.experts_per_token]
         whole = sum(probability[e] for e in best) if spec.normalize_weights else 1.0
         row = torch.zeros_like(token)
         for e in best:
+            if kept is not None and e not in kept[number]:
+                continue
             inner = activation((experts.gate_proj if spec.gated else experts.up_proj)[e] @ token)
             inner = inner * (experts.up_proj[e] @ token) if spec.gated else inner
             row = row + probability[e] / whole * (experts.down_proj[e] @ inner)
@@ -186,7 +188,54 @@ def test_load_balancing_loss(padded: bool) -> None:
     assert_close(load_balancing_loss([busy], 1), torch.tensor(4.0))
 
 
+def limit_plainly(index: Tensor, experts: int, capacity: int) -> Tensor:
+    """GShard's loops: all first choices in order, then all second ones."""
+    loads, out = [0] * experts, index.clone()
+    for choice in range(index.shape[1]):
+        for token in range(index.shape[0]):
+            expert = index[token, choice].item()
+            loads[expert] += 1
+            if loads[expert] > capacity:
+                out[token, choice] = experts
+    return out
+
+
+@pytest.mark.parametrize("name", ["mixtral", "raw_weights", "many_idle", "shared"])
+@pytest.mark.parametrize("factor", [0.1, 0.8, 1.3, 100.0])
+def test_capacity(name: str, factor: float) -> None:
+    """Dropped choices are the loops', and count nothing; gradients as well. Only in training."""
+    spec = SPECS[name]
+    moe, x = build(spec), tokens(4, 6)
+    everything = moe(x)[0]
+    _, index = moe._route(moe.router(x.flatten(0, 1)))
+    capacity = -(-int(factor * 100) * 24 * spec.experts_per_token // (100 * spec.num_experts))
+    kept = limit_plainly(index, spec.num_experts, capacity)
+    assert torch.equal(limit_loads(index, spec.num_experts, capacity), kept)
+    assert torch.bincount(kept.flatten()).max() > 0
+    dropped = int((kept == spec.num_experts).sum())
+    assert dropped > 0 if factor < 1 else factor < 100 or dropped == 0
+    moe.capacity_factor = factor
+    out, _ = moe(x)
+    want = reference(moe, spec, x, kept)
+    assert_close(out, want)
+    inputs = {"x": x, **dict(moe.named_parameters())}
+    direction = torch.randn(4, 6, HIDDEN, dtype=torch.float64)
+
+    def run(out: Tensor) -> dict[str, Tensor]:
+        grads = torch.autograd.grad((out * direction).sum(), list(inputs.values()))
+        return dict(zip(inputs, grads, strict=True))
+
+    assert_close(run(out), run(want))
+    assert torch.equal(moe.eval()(x)[0], everything)
+
+
 def test_impossible_counts() -> None:
-    """More experts per token than there are is refused."""
+    """More experts per token than there are is refused, and a capacity without effect."""
     with pytest.raises(ConfigError, match="experts_per_token=5"):
         MoESpec(4, 5, 12)
+    for factor in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="capacity_factor"):
+            MoESpec(4, 2, 12, capacity_factor=factor)
+    with pytest.raises(ConfigError, match="no effect with choice='balanced'"):
+        MoESpec(4, 1, 12, choice="balanced", capacity_factor=1.0)
+    assert build(MoESpec(4, 2, 12, capacity_factor=1.25)).capacity_factor == 1.25

@@ -20,6 +20,7 @@ from bmforge.testing.batches import make_batch
 from bmforge.testing.capability import capability
 from bmforge.testing.decoder_suite import DecoderOwnSuite
 from bmforge.testing.family_suite import FamilySuite
+from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.golden import Golden
 from bmforge.testing.presets import count_preset
 from bmforge.testing.tolerance import assert_close
@@ -43,7 +44,7 @@ def open_original(directory: Path) -> tuple[CPM1, Golden]:
     return CPM1.from_pretrained(directory), golden
 
 
-class TestCPM1(DecoderOwnSuite, FamilySuite):
+class TestCPM1(DecoderOwnSuite, FamilySuite, FileSuite):
     """CPM-1."""
 
     model_class = CPM1

@@ -20,6 +20,7 @@ from bmforge.models.cpm2 import CPM2, CPM2Config
 from bmforge.testing.batches import Batch, make_batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.family_suite import FamilySuite
+from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import count_preset
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 from bmforge.testing.twin import rename_to_theirs
@@ -242,7 +243,7 @@ def _gradients(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
 
 
-class TestCPM2(CPM2Suite):
+class TestCPM2(CPM2Suite, FileSuite):
     """The models of 11 billion."""
 
     def tiny_config(self) -> CPM2Config:
@@ -256,6 +257,11 @@ class TestCPM2Experts(CPM2Suite):
     def tiny_config(self) -> CPM2Config:
         """Return a tiny config."""
         return CPM2Config(**TINY, num_experts=3, balance_experts=False)
+
+    @capability("expert")
+    def test_expert_parallel(self, tiny: Model) -> None:
+        """Experts divided over two processes are one process."""
+        self.check_experts(CPM2.from_config(tiny.config.replace(num_experts=4)))
 
 
 def train_steps(model: CPM2, steps: int = 40) -> list[float]:

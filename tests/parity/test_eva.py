@@ -18,6 +18,7 @@ from bmforge.models.eva import EVA, EVAConfig
 from bmforge.testing.batches import Batch, make_batch
 from bmforge.testing.capability import capability
 from bmforge.testing.family_suite import FamilySuite
+from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.golden import Golden
 from bmforge.testing.presets import count_preset
 from bmforge.testing.tolerance import assert_close
@@ -33,7 +34,7 @@ def open_original(name: str, directory: Path) -> tuple[EVA, Golden]:
     return EVA.from_pretrained(directory), golden
 
 
-class TestEVA(FamilySuite):
+class TestEVA(FamilySuite, FileSuite):
     """EVA."""
 
     model_class = EVA

@@ -10,9 +10,11 @@ import transformers
 from torch import Tensor
 
 from bmforge.errors import ConfigError
+from bmforge.models import Model
 from bmforge.models.mixtral import Mixtral, MixtralConfig
 from bmforge.models.qwen_moe import Qwen2Moe, Qwen2MoeConfig, Qwen3Moe, Qwen3MoeConfig
 from bmforge.testing.batches import make_batch
+from bmforge.testing.capability import capability
 from bmforge.testing.decoder_suite import DecoderSuite
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.tolerance import assert_close
@@ -73,6 +75,11 @@ class TestMixtral(DecoderSuite, FileSuite):
     def their_gradients(self, model: Any) -> dict[str, Tensor]:
         """Divide the experts."""
         return divide_experts(super().their_gradients(model), self.expert_names)
+
+    @capability("expert")
+    def test_expert_parallel(self, tiny: Model) -> None:
+        """Experts divided over two processes are one process."""
+        self.check_experts(tiny)
 
 
 class TestQwen2Moe(TestMixtral):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "dev" / "new_family"
 
 
@@ -16,6 +18,7 @@ def write(name: str, hf: str, root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_a_copy_of_llama_passes_its_tests(tmp_path: Path) -> None:
     """Outputs, gradients and conversion of the written family are transformers'."""
     assert write("Clone", "llama", tmp_path).returncode == 0
@@ -36,6 +39,7 @@ def test_a_copy_of_llama_passes_its_tests(tmp_path: Path) -> None:
     assert "11 passed" in done.stdout
 
 
+@pytest.mark.long
 def test_what_has_no_place_is_said(tmp_path: Path) -> None:
     """Weights of another shape of block are left to the author; nothing is overwritten."""
     assert write("Olmo", "olmo2", tmp_path).returncode == 0

@@ -243,7 +243,7 @@ def test_state_is_copied_at_the_time_of_saving(tmp_path: Path) -> None:
 def test_background_function_writes_the_same(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, nn.Linear(2, 2), step=1, blocking=False)
     for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
+        if thread.name == "save checkpoint":
             thread.join(timeout=60)
     verify_checkpoint(path)
 

@@ -29,7 +29,10 @@ def assert_skipped(results, step: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("world", "factor"), [(1, math.nan), (2, math.nan), (4, math.inf)])
+@pytest.mark.parametrize(
+    ("world", "factor"),
+    [(1, math.nan), (2, math.nan), pytest.param(4, math.inf, marks=pytest.mark.long)],
+)
 def test_a_non_finite_loss_on_one_rank_skips_the_step_on_all(corpus, precision, world, factor):
     results = run_distributed(run_poisoned, world, corpus, factor, precision=precision)
     assert_skipped(results, 3)

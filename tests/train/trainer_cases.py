@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.data import DataLoader, PackedDataset, TokenStore, TokenStoreWriter, iter_once
 from bmforge.models import GPT2, GPT2Config, init_weights_
-from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize
+from bmforge.parallel import (
+    Layout,
+    build_mesh,
+    data_parallel_rank,
+    data_parallel_size,
+    init_distributed,
+    parallelize,
+)
 from bmforge.train import (
     OptimConfig,
     ScheduleConfig,
@@ -69,8 +76,8 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
         dataset,
         global_batch_size=take("global_batch_size", 8),
         micro_batch_size=take("micro_batch_size", 2),
-        rank=world.rank,
-        world=world.size,
+        rank=data_parallel_rank(mesh),
+        world=data_parallel_size(mesh),
         seed=11,
         reset_at_documents=True,
     )
@@ -80,7 +87,8 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
     if take("evaluating", False):
 
         def evaluator(model: Any) -> Any:
-            batches = iter_once(dataset, 3, world.rank, world.size, reset_at_documents=True)
+            place = data_parallel_rank(mesh), data_parallel_size(mesh)
+            batches = iter_once(dataset, 3, *place, reset_at_documents=True)
             return evaluate(model, batches, mesh=mesh)
 
     optim = OptimConfig(name=take("optimizer", "adamw"), lr=1e-2)

@@ -1,0 +1,57 @@
+"""`bmforge train RECIPE --dry-run --world N`: the layout on processes that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bmforge.errors import ConfigError
+from bmforge.parallel.dry_run import DryRun, dry_run
+from bmforge.recipes.run import family_of
+
+__all__ = ["parse_world", "show_dry_run"]
+
+
+def parse_world(text: str | None) -> int:
+    """Return the number of processes that `--world` names.
+
+    Raises:
+        ConfigError: it is missing, or no positive number.
+    """
+    if text is None or not text.isdecimal() or int(text) < 1:
+        given = "is missing" if text is None else f"{text} is no number of processes"
+        raise ConfigError(f"--world {given}. Say how many there are to be: --dry-run --world 64.")
+    return int(text)
+
+
+def show_dry_run(config: Any, world_size: int) -> str:
+    """Build the layout of a recipe's config for `world_size` processes and describe it.
+
+    Raises:
+        ConfigError: everything that does not fit.
+    """
+    family = family_of(config.model)
+    found = dry_run(
+        lambda: family.from_config(config.model, device="meta"),
+        config.layout,
+        world_size,
+        precision=config.train.precision,
+        recompute=config.recompute,
+        prefetch=config.prefetch,
+    )
+    return _describe(family.__name__, found, world_size)
+
+
+def _describe(family: str, found: DryRun, world_size: int) -> str:
+    axes = " x ".join(f"{name}={length}" for name, length in found.axes.items() if length > 1)
+    lines = [
+        f"{family}, {found.parameters:,} parameters, on {world_size} processes: {axes or 'one'}",
+        f"{'rank':>10}{'blocks':>8}{'parameters':>16}{'weights':>12}{'with AdamW':>12}  stages",
+    ]
+    for share in found.shares:
+        weights = share.parameter_bytes / 2**30
+        # Gradients and AdamW's two states have the weights' size and layout.
+        lines.append(
+            f"{share.rank:>10}{share.blocks:>8}{share.parameters:>16,}{weights:>8.2f} GiB"
+            f"{4 * weights:>8.2f} GiB  {', '.join(map(str, share.stages))}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,194 @@
+"""Talking to EVA: what was said before goes in front of every answer, as much as the window holds.
+
+Source: ``src/eva_interactive.py`` and ``src/eva_datasets.py`` of thu-coai/EVA. Its hand-written
+rules (antonyms, fixed answers) and its ranking of several answers by a BERT are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.infer.decoder import Seq2SeqDecoder
+from bmforge.infer.generate import evaluating, run_decoder
+from bmforge.infer.options import GenerationConfig
+from bmforge.models.seq2seq import Seq2Seq
+from bmforge.tokenizers.cpm2 import EVATokenizer
+
+__all__ = ["Chat", "ChatConfig", "join_history"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """How to answer; the defaults are the original's.
+
+    Args:
+        window: most tokens of the history that are read.
+        no_repeat_ngram: no stretch of so many tokens comes twice in an answer; 0 lets all pass.
+        max_new_tokens: longest answer.
+        min_new_tokens: shortest one.
+        num_beams: above 1, search with so many beams instead of drawing.
+        temperature: of the drawing.
+        top_p: draw among the likeliest that make up this probability.
+        repetition_penalty: above 1, what was written becomes less likely.
+        length_penalty: of a search with beams.
+        seed: of the drawing; None uses torch's global generator.
+    """
+
+    window: int = 128
+    no_repeat_ngram: int = 3
+    max_new_tokens: int = 128
+    min_new_tokens: int = 2
+    num_beams: int = 1
+    temperature: float = 0.7
+    top_p: float = 0.9
+    repetition_penalty: float = 1.2
+    length_penalty: float = 1.8
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a number out of range."""
+        if self.window < 3 or self.no_repeat_ngram < 0:
+            raise ConfigError(
+                f"ChatConfig: window={self.window} must be at least 3, and no_repeat_ngram="
+                f"{self.no_repeat_ngram} at least 0."
+            )
+
+    def options(self, end: int, padding: int) -> GenerationConfig:
+        """Return what a search or a drawing is told."""
+        kind: dict[str, Any] = {"num_beams": self.num_beams, "length_penalty": self.length_penalty}
+        if self.num_beams == 1:
+            drawn = ("temperature", "top_p", "seed")
+            kind = {"do_sample": True, **{name: getattr(self, name) for name in drawn}}
+        return GenerationConfig(
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            repetition_penalty=self.repetition_penalty,
+            eos_token_id=end,
+            pad_token_id=padding,
+            **kind,
+        )
+
+
+def join_history(
+    utterances: Sequence[Sequence[int]], end: int, answer: int, window: int
+) -> list[int]:
+    """Return the source of an answer: the last utterances that fit, and the blank for the answer.
+
+    Args:
+        utterances: ids of each, oldest first.
+        end: id behind every utterance.
+        answer: id that stands for the answer to come.
+        window: most ids that are returned; older utterances are left out whole, and of a single one
+            that is longer its end is kept.
+    """
+    ids = [answer]
+    for utterance in reversed(utterances):
+        room = window - len(ids) - 1
+        if len(utterance) > room:
+            last = utterance[len(utterance) - room :] if len(ids) == 1 else ()
+            return [*last, end, *ids] if last else ids
+        ids = [*utterance, end, *ids]
+    return ids
+
+
+class Chat:
+    """A conversation with a model.
+
+    Args:
+        model: an EVA, or another encoder-decoder that was trained on the same form.
+        tokenizer: its tokenizer.
+        config: how to answer.
+
+    Attributes:
+        history: what was said, oldest first: the person's and the model's turns.
+
+    Raises:
+        ConfigError: the tokenizer is of another model.
+    """
+
+    def __init__(
+        self, model: Seq2Seq, tokenizer: EVATokenizer, config: ChatConfig | None = None
+    ) -> None:
+        if not isinstance(model, Seq2Seq) or not isinstance(tokenizer, EVATokenizer):
+            raise ConfigError(
+                f"a {type(model).__name__} with a {type(tokenizer).__name__} cannot chat: needed "
+                "is an EVA with its tokenizer."
+            )
+        if len(tokenizer) > model.config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size="
+                f"{model.config.vocab_size}: open both from the same directory."
+            )
+        self.model, self.tokenizer = model, tokenizer
+        self.config = config or ChatConfig()
+        self.history: list[str] = []
+        self._options = self.config.options(tokenizer.sep_id, model.config.pad_token_id)
+
+    def reply(self, text: str) -> str:
+        """Say something and return the answer; both become history.
+
+        Raises:
+            ConfigError: nothing was said.
+        """
+        if not text.strip():
+            raise ConfigError("there is nothing to answer; say something.")
+        source = self._read([*self.history, text])
+        device = next(self.model.parameters()).device
+        ids = torch.tensor([source], device=device)
+        start = torch.full_like(ids[:, :1], self.model.config.decoder_start_token_id)
+        with evaluating(self.model), torch.no_grad():
+            decoder = _NoRepeatDecoder(self.model, ids, self._options, self.config.no_repeat_ngram)
+            nothing = torch.zeros_like(start[:, 0])
+            out = run_decoder(decoder, start, nothing, self._options)[0, 1:].tolist()
+        end = self.tokenizer.sep_id
+        answer = self.tokenizer.decode(out[: out.index(end)] if end in out else out)
+        self.history += [text, answer]
+        return answer
+
+    def clear(self) -> None:
+        """Forget what was said."""
+        self.history.clear()
+
+    def _read(self, utterances: Sequence[str]) -> list[int]:
+        """Return what the encoder reads for the next answer."""
+        tokenizer = self.tokenizer
+        encoded = [tokenizer.encode(text) for text in utterances]
+        blank = tokenizer.sentinel_id(0)
+        return join_history(encoded, tokenizer.sep_id, blank, self.config.window)
+
+
+class _NoRepeatDecoder(Seq2SeqDecoder):
+    """Forbids every token that would repeat a stretch of `ngram` tokens of its row.
+
+    The start token is part of a row; 0 forbids nothing.
+    """
+
+    def __init__(
+        self, model: Seq2Seq, source: Tensor, options: GenerationConfig, ngram: int
+    ) -> None:
+        super().__init__(model, source, None, 1 + options.max_new_tokens)
+        self._ngram = ngram
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """As in the base, with what would repeat at -inf."""
+        scores = super().run(tokens)
+        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
+        for row, ids in enumerate(self._tokens.tolist()):
+            banned = _find_repeats(ids, self._ngram)
+            scores[row, banned] = -torch.inf
+        return scores
+
+
+def _find_repeats(ids: Sequence[int], ngram: int) -> list[int]:
+    """Return the tokens that would make a stretch of `ngram` come again."""
+    if ngram == 0 or len(ids) < ngram:
+        return []
+    last = list(ids[len(ids) - ngram + 1 :])
+    starts = range(len(ids) - ngram + 1)
+    return [ids[i + ngram - 1] for i in starts if list(ids[i : i + ngram - 1]) == last]

@@ -1,0 +1,216 @@
+"""What `parallelize` is going to do with a model, once all that does not fit has been said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+
+from bmforge.device import has_fast_half, parse_dtype
+from bmforge.errors import BmforgeError, ConfigError
+from bmforge.logging import get_logger
+from bmforge.parallel.context import context_problems
+from bmforge.parallel.distributed import World
+from bmforge.parallel.expert import expert_problems
+from bmforge.parallel.layout import Layout
+from bmforge.parallel.schedules import Schedule, build_schedule
+from bmforge.parallel.schedules import problems as schedule_problems
+from bmforge.parallel.stages import Cutting, plan_cutting
+from bmforge.parallel.tensor import Cut, find_cuts, tensor_problems
+from bmforge.surgery import find_modules, find_repeated_blocks
+
+__all__ = ["Plan", "Rules", "check_layout"]
+
+
+class Rules(Protocol):
+    """Name globs of what is cut where; `models.LayoutRules` is one."""
+
+    @property
+    def zero_units(self) -> tuple[str, ...]:
+        """Modules whose parameters are gathered together."""
+
+    @property
+    def recompute_units(self) -> tuple[str, ...]:
+        """Modules whose activations may be recomputed."""
+
+    @property
+    def tensor_parallel(self) -> tuple[Cut, ...]:
+        """What tensor parallelism cuts."""
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Containers of blocks that run one after the other."""
+
+    @property
+    def pipeline_first(self) -> tuple[str, ...]:
+        """Names beside a stack that belong to where it begins."""
+
+    @property
+    def pipeline_last(self) -> tuple[str, ...]:
+        """Names beside a stack that belong to where it ends."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done, once everything has been checked."""
+
+    units: list[nn.Module]
+    blocks: list[nn.Module]
+    styles: dict[str, Cut]
+    stacks: list[nn.Module]
+    cutting: Cutting | None
+    stage_ranks: tuple[int, ...]
+    dtype: torch.dtype | None
+    is_sharded: bool
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The pipeline's stages on one of its ranks."""
+        return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
+
+    def without_dropped(self, model: nn.Module) -> Self:
+        """The same for what is left of a model that was cut."""
+        left = {id(module) for module in model.modules()}
+        return replace(
+            self,
+            units=[module for module in self.units if id(module) in left],
+            blocks=[module for module in self.blocks if id(module) in left],
+            stacks=[stack for stack in self.stacks if any(True for _ in stack.children())],
+        )
+
+
+def check_layout(
+    model: nn.Module,
+    layout: Layout,
+    rules: Rules | None,
+    world: World,
+    precision: str,
+    need_blocks: bool,
+    prefetch: int,
+) -> Plan:
+    """Find the units, or raise everything that does not fit in one `ConfigError`."""
+    problems = layout.problems(world.size)
+    units = _collect(model, rules, "zero_units", problems)
+    blocks = _collect(model, rules, "recompute_units", problems) if need_blocks else {}
+    dtype = _half_dtype(precision, problems)
+    if prefetch < 0:
+        problems.append(f"prefetch={prefetch} must not be negative")
+    if need_blocks and not blocks and not problems:
+        problems.append("recompute and compile work on repeated blocks, and the model has none")
+    is_sharded = world.size > layout.tp * layout.pp or dtype is not None
+    if is_sharded:
+        problems += _split_ties(model, units)
+    styles, stacks = _check_blocks(model, layout, rules, problems)
+    cutting, stage_ranks = _plan_pipeline(model, layout, _rules_of(model, rules), problems)
+    problems += expert_problems(model, layout.ep)
+    if problems:
+        raise ConfigError(
+            f"cannot lay out {type(model).__name__} as {layout}: " + "; ".join(problems) + "."
+        )
+    if dtype is not None and not has_fast_half(world.device, dtype):
+        get_logger().warning(
+            "precision=%s: this CPU has no such products and emulates them, many times slower than "
+            "fp32",
+            precision,
+        )
+    found = list(units.values()), list(blocks.values())
+    return Plan(*found, styles, stacks, cutting, stage_ranks, dtype, is_sharded)
+
+
+def _check_blocks(
+    model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
+) -> tuple[dict[str, Cut], list[nn.Module]]:
+    """Return how tensor parallelism cuts the model, and its stacks of blocks."""
+    rules = _rules_of(model, rules)
+    cuts: tuple[Cut, ...] = ()
+    stacks: list[nn.Module] = []
+    if rules is not None and (layout.tp > 1 or layout.cp > 1):
+        cuts = rules.tensor_parallel
+        stacks = [model.get_submodule(name) for name in rules.stacks]
+    wrong = tensor_problems(model, cuts, layout.tp)
+    problems += wrong
+    problems += context_problems(model, stacks, layout.cp, layout.cp_method, layout.tp)
+    return {} if wrong or layout.tp == 1 else find_cuts(model, cuts), stacks
+
+
+def _plan_pipeline(
+    model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
+) -> tuple[Cutting | None, tuple[int, ...]]:
+    """Return what lies on which stage, and on which rank of the pipeline each stage is."""
+    if layout.pp == 1:
+        return None, ()
+    if rules is None or not rules.stacks:
+        problems.append(
+            f"pp={layout.pp}: {type(model).__name__} has no rules by which it could be cut"
+        )
+        return None, ()
+    name, per_rank = layout.pp_schedule, layout.pp_stages_per_rank
+    schedule = _smallest_schedule(name, layout.pp, per_rank)
+    if schedule is None:
+        problems += schedule_problems(name, layout.pp, 4 * layout.pp, per_rank)
+        return None, ()
+    stages = schedule.num_stages
+    blocks = sum(len(list(model.get_submodule(stack).children())) for stack in rules.stacks)
+    sizes = layout.pp_cut
+    if stages > blocks:
+        problems.append(f"pp={layout.pp} makes {stages} stages, more than the {blocks} blocks")
+    elif sizes and (len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1):
+        problems.append(
+            f"pp_cut={sizes} must be {stages} numbers, one per stage, that add up to {blocks}"
+        )
+    else:
+        return plan_cutting(model, rules, stages, sizes, layout.pp_balance), schedule.stage_ranks
+    return None, ()
+
+
+def _smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule | None:
+    """Build the schedule for as few micro-batches as it takes: where stages lie is the same."""
+    counts = range(1, 16 * ranks + 1)
+    fits = (n for n in counts if not schedule_problems(name, ranks, n, per_rank))
+    count = next(fits, None)
+    return None if count is None else build_schedule(name, ranks, count, per_rank)
+
+
+def _rules_of(model: nn.Module, rules: Rules | None) -> Rules | None:
+    own: Any = getattr(model, "layout_rules", None)
+    return rules or (own() if callable(own) else None)
+
+
+def _collect(
+    model: nn.Module, rules: Rules | None, which: str, problems: list[str]
+) -> dict[str, nn.Module]:
+    """Return name -> module of the units; what goes wrong is added to `problems`."""
+    rules = _rules_of(model, rules)
+    if rules is None:
+        return find_repeated_blocks(model)
+    try:
+        return find_modules(model, globs=getattr(rules, which))
+    except BmforgeError as error:
+        problems.append(f"{which}: {error}")
+        return {}
+
+
+def _half_dtype(precision: str, problems: list[str]) -> torch.dtype | None:
+    try:
+        dtype = parse_dtype(precision)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+    return None if dtype == torch.float32 else dtype
+
+
+def _split_ties(model: nn.Module, units: dict[str, nn.Module]) -> list[str]:
+    """Return a problem for every parameter that two units, or a unit and the root, share."""
+    owners: dict[int, set[str]] = {}
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((u for u in units if name.startswith(f"{u}.")), "the root")
+        owners.setdefault(id(parameter), set()).add(unit)
+        names.setdefault(id(parameter), name)
+    return [
+        f"parameter {names[key]} is shared by {', '.join(sorted(found))}; "
+        "leave one of them out of zero_units so that both lie in the root"
+        for key, found in owners.items()
+        if len(found) > 1
+    ]

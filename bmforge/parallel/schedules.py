@@ -1,0 +1,338 @@
+"""Pipeline schedules as data: which rank does what to which micro-batch, in which order.
+
+A schedule is one list of actions per rank and says on which rank every stage lives. Nothing here
+knows a model or a process group: `pipeline.py` runs the lists, `replay.py` runs them on paper.
+
+Source: GPipe, Huang et al. 2018; 1F1B and interleaved 1F1B, Narayanan et al. 2021 (2104.04473);
+zero bubble (ZB-H1, interleaved) and ZBV, Qi et al. 2023 (2401.10241); DualPipeV, DeepSeek-V3 2024
+(2412.19437) and its released code, with the overlapped pairs written one after the other. A number
+of micro-batches that the ranks do not divide runs in equal rounds, as in torch's pipelining.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Message",
+    "Schedule",
+    "build_schedule",
+    "forward_only",
+    "problems",
+]
+
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+F: Kind = "forward"
+B: Kind = "backward"
+I: Kind = "backward_input"  # noqa: E741
+W: Kind = "backward_weight"
+
+
+class Action(NamedTuple):
+    """One piece of work: `kind` of stage `stage` on micro-batch `micro_batch`.
+
+    "backward" makes the gradients of the stage's input and weights at once, "backward_input" and
+    "backward_weight" one of them each, in this order.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+class Message(NamedTuple):
+    """What stage `stage` hands on: its outputs to the next one, or gradients to the one before."""
+
+    kind: Literal["forward", "backward"]
+    stage: int
+    micro_batch: int
+
+    @property
+    def receiver(self) -> int:
+        """The stage that gets it."""
+        return self.stage + (1 if self.kind == "forward" else -1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One optimizer step of a pipeline.
+
+    Args:
+        name: the schedule's name.
+        num_micro_batches: micro-batches per step.
+        stage_ranks: the rank of every stage.
+        orders: the actions of every rank, in the order in which it does them.
+    """
+
+    name: str
+    num_micro_batches: int
+    stage_ranks: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return len(self.orders)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages on all ranks."""
+        return len(self.stage_ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on a rank, in the model's order."""
+        return tuple(s for s, owner in enumerate(self.stage_ranks) if owner == rank)
+
+
+class _Writer:
+    """Writes one rank's list; an action is for the next micro-batch of its kind and stage."""
+
+    def __init__(self, rank: int, num_ranks: int, per_rank: int, num_micro_batches: int) -> None:
+        self.rank, self.num_ranks, self.per_rank = rank, num_ranks, per_rank
+        self.num_micro_batches = num_micro_batches
+        self.to_end = num_ranks - 1 - rank
+        self.actions: list[Action] = []
+        self.count: Counter[tuple[Kind, int]] = Counter()  # done so far; a whole backward is I + W
+        self._waiting: list[int] = []  # stages whose weight gradients are due, oldest first
+
+    def add(self, stage: int, *kinds: Kind) -> None:
+        """Write actions of one stage."""
+        for kind in kinds:
+            self.actions.append(Action(kind, stage, self.count[I if kind == B else kind, stage]))
+            self.count.update((part, stage) for part in ((I, W) if kind == B else (kind,)))
+            if kind == I:
+                self._waiting.append(stage)
+            elif kind == W:
+                self._waiting.remove(stage)
+
+    def add_next_weight(self) -> None:
+        """Write the weight gradients that have waited longest, if there are any."""
+        if self._waiting:
+            self.add(self._waiting[0], W)
+
+
+def _gpipe(w: _Writer) -> None:
+    for kind in (F, B):
+        for _ in range(w.num_micro_batches):
+            w.add(w.rank, kind)
+
+
+def _1f1b(w: _Writer) -> None:
+    warm_up = min(w.to_end, w.num_micro_batches)
+    for step in range(w.num_micro_batches + warm_up):
+        if step < w.num_micro_batches:
+            w.add(w.rank, F)
+        if step >= warm_up:
+            w.add(w.rank, B)
+
+
+def _interleaved(w: _Writer, split: bool = False) -> None:
+    """Rounds of micro-batches go through a rank's stages one after the other, depth first."""
+    total = w.per_rank * w.num_micro_batches
+    per_round = w.num_micro_batches // _rounds(w.num_ranks, w.num_micro_batches)
+    hop = 1 if split else 2  # with early input gradients, less has to be in flight
+    warm_up = min((w.per_rank - 1) * per_round + hop * w.to_end, total)
+
+    def stage(step: int) -> int:
+        return step // per_round % w.per_rank * w.num_ranks + w.rank
+
+    last = (w.per_rank - 1) * w.num_ranks + 2 * w.rank  # backward runs through them mirrored
+    for step in range(total + warm_up):
+        if step < total:
+            w.add(stage(step), F)
+        if step >= warm_up:
+            w.add(last - stage(step - warm_up), I if split else B)
+            # Each rank keeps as many weight gradients back as fill its bubble at the end.
+            if split and step - warm_up >= w.rank:
+                w.add_next_weight()
+    for _ in range(total if split else 0):
+        w.add_next_weight()
+
+
+def _interleaved_zero_bubble(w: _Writer) -> None:
+    _interleaved(w, split=True)
+
+
+def _zbv(w: _Writer) -> None:
+    """The V of Qi et al., section 6; written for at least 2p - 1 micro-batches, then cut."""
+    down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
+    total = max(2 * w.num_ranks - 1, w.num_micro_batches)
+    for _ in range(2 * w.to_end + 1):
+        w.add(down, F)
+    for _ in range(w.rank):
+        w.add(up, F)
+        w.add(down, F)
+    for _ in range(w.to_end + 1):
+        w.add(up, F, I, W)
+    while w.count[F, up] < total:
+        if w.count[F, down] < total:
+            w.add(down, F)
+        w.add(down, I, W)
+        w.add(up, F, I, W)
+    for _ in range(w.rank):
+        w.add(down, I)
+        w.add(up, I)
+    for _ in range(w.to_end + 1):
+        w.add(down, I, W)
+    for stage in (up, down):
+        while w.count[W, stage] < total:
+            w.add(stage, W)
+    w.actions = [a for a in w.actions if a.micro_batch < w.num_micro_batches]
+
+
+def _dualpipev(w: _Writer) -> None:
+    """The eight phases of DeepSeek's DualPipeV."""
+    down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
+    for _ in range(2 * w.to_end):
+        w.add(down, F)
+    for _ in range(w.rank + 1):
+        w.add(down, F)
+        w.add(up, F)
+    for _ in range(w.to_end):
+        w.add(up, I, W, F)
+    for _ in range(w.num_micro_batches - 2 * w.num_ranks + w.rank + 1):
+        w.add(down, F)
+        w.add(up, B)
+        w.add(up, F)
+        w.add(down, B)
+    for _ in range(w.to_end):
+        w.add(up, B)
+        w.add(up, F)
+        w.add(down, B)
+    # From the middle of this phase on, weight gradients are kept back to fill what follows.
+    for index in range(2 * (w.rank + 1)):
+        w.add((up, down)[index % 2], I if index > w.rank else B)
+    for _ in range(w.to_end):
+        w.add_next_weight()
+        w.add(down, I)
+    for _ in range(w.rank + 1):
+        w.add_next_weight()
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How one named schedule is written, and what it needs."""
+
+    write: Callable[[_Writer], None]
+    placement: Literal["loop", "v"] = "loop"
+    fewest_per_rank: int = 1
+    most_per_rank: int | None = 1
+    in_rounds: bool = False
+    fewest_per_stage: int = 0  # micro-batches
+
+
+_RECIPES: Mapping[str, _Recipe] = {
+    "gpipe": _Recipe(_gpipe),
+    "1f1b": _Recipe(_1f1b),
+    "interleaved-1f1b": _Recipe(
+        _interleaved, fewest_per_rank=2, most_per_rank=None, in_rounds=True
+    ),
+    "interleaved-zero-bubble": _Recipe(
+        _interleaved_zero_bubble, most_per_rank=None, in_rounds=True
+    ),
+    "zbv": _Recipe(_zbv, "v", fewest_per_rank=2, most_per_rank=2),
+    "dualpipev": _Recipe(_dualpipev, "v", fewest_per_rank=2, most_per_rank=2, fewest_per_stage=1),
+}
+SCHEDULES: tuple[str, ...] = tuple(_RECIPES)
+
+
+def _rounds(num_ranks: int, num_micro_batches: int) -> int:
+    return max(1, num_micro_batches // num_ranks)
+
+
+def problems(
+    name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
+) -> list[str]:
+    """Return everything that keeps this schedule from being built; see `build_schedule`."""
+    if name not in _RECIPES:
+        return [
+            f"schedule={name!r} is not one of {', '.join(SCHEDULES)}." + suggest(name, SCHEDULES)
+        ]
+    recipe = _RECIPES[name]
+    per_rank = recipe.fewest_per_rank if stages_per_rank is None else stages_per_rank
+    given = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches}
+    found = [f"{key}={value} must be at least 1" for key, value in given.items() if value < 1]
+    most = recipe.most_per_rank
+    if per_rank < recipe.fewest_per_rank or (most is not None and per_rank > most):
+        need = f"exactly {most}" if most is not None else f"at least {recipe.fewest_per_rank}"
+        found.append(f"stages_per_rank={per_rank}: {name} needs {need}")
+    if found:
+        return found
+    fewest = recipe.fewest_per_stage * num_ranks * per_rank
+    if num_micro_batches < fewest:
+        found.append(
+            f"num_micro_batches={num_micro_batches}: {name} on {num_ranks} ranks needs at least "
+            f"{fewest}; make them smaller or take zbv"
+        )
+    if recipe.in_rounds and num_micro_batches % _rounds(num_ranks, num_micro_batches):
+        rounded = -(-num_micro_batches // num_ranks) * num_ranks
+        found.append(
+            f"num_micro_batches={num_micro_batches} does not divide into "
+            f"{_rounds(num_ranks, num_micro_batches)} equal rounds, which {name} on {num_ranks} "
+            f"ranks needs; {rounded} would"
+        )
+    return found
+
+
+def build_schedule(
+    name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """Write a schedule.
+
+    Args:
+        name: one of `SCHEDULES`. gpipe and 1f1b have one stage per rank; the interleaved ones
+            several, stage s on rank s mod num_ranks; zbv and dualpipev two, in a V: rank r holds
+            stages r and 2 num_ranks - 1 - r, so rank 0 holds the first and the last.
+        num_ranks: pipeline ranks.
+        num_micro_batches: micro-batches per optimizer step.
+        stages_per_rank: None takes the fewest the schedule works with.
+
+    Raises:
+        ConfigError: the name or the numbers do not fit; lists all `problems`.
+    """
+    found = problems(name, num_ranks, num_micro_batches, stages_per_rank)
+    if found:
+        raise ConfigError("cannot build the pipeline schedule: " + "; ".join(found))
+    recipe = _RECIPES[name]
+    per_rank = recipe.fewest_per_rank if stages_per_rank is None else stages_per_rank
+    ranks = list(range(num_ranks))
+    if recipe.placement == "v":
+        stage_ranks = ranks + ranks[::-1]
+    else:
+        stage_ranks = ranks * per_rank
+    orders = []
+    for rank in ranks:
+        writer = _Writer(rank, num_ranks, per_rank, num_micro_batches)
+        recipe.write(writer)
+        orders.append(tuple(writer.actions))
+    return Schedule(name, num_micro_batches, tuple(stage_ranks), tuple(orders))
+
+
+def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:
+    """Return the forward half on the same stages, for any number of micro-batches.
+
+    As many micro-batches as there are ranks go through a rank's stages one after the other.
+    """
+    size = schedule.num_ranks
+    rounds = [
+        range(first, min(first + size, num_micro_batches))
+        for first in range(0, num_micro_batches, size)
+    ]
+    orders = tuple(
+        tuple(
+            Action(F, stage, micro_batch)
+            for round_ in rounds
+            for stage in schedule.stages_of(rank)
+            for micro_batch in round_
+        )
+        for rank in range(size)
+    )
+    return Schedule(f"{schedule.name}, forward", num_micro_batches, schedule.stage_ranks, orders)

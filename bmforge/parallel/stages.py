@@ -1,0 +1,234 @@
+"""Cutting a model into the stages of a pipeline: which block, and what around them, goes where.
+
+A model is a list of blocks (of one stack, or of several one after the other) with modules around
+them. Blocks are cut where the costliest stage is cheapest. What a stack's rules call its beginning
+or end goes with its first or last block; everything else is on every stage that runs the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from bmforge.surgery import match_glob
+
+__all__ = ["Cutting", "PipelineRules", "Span", "cut_blocks", "drop_the_rest_", "plan_cutting"]
+
+
+class PipelineRules(Protocol):
+    """Where a pipeline cuts a model; `models.LayoutRules` is one."""
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Containers of blocks, in the order in which they run."""
+
+    @property
+    def pipeline_first(self) -> tuple[str, ...]:
+        """Names beside a stack that belong to where it begins."""
+
+    @property
+    def pipeline_last(self) -> tuple[str, ...]:
+        """Names beside a stack that belong to where it ends."""
+
+
+class Span(NamedTuple):
+    """Which blocks of a stack a stage runs: from `first` to before `last`, of `total`."""
+
+    first: int
+    last: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """What lies on which stage.
+
+    Args:
+        spans: of every stage, the blocks it runs of every stack, by the stack's name.
+        homes: of every module or parameter that is kept or dropped as a whole, the stages it is on.
+    """
+
+    spans: tuple[dict[str, Span], ...]
+    homes: dict[str, frozenset[int]]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.spans)
+
+
+def cut_blocks(costs: Sequence[float], ends: tuple[float, float], stages: int) -> list[int]:
+    """Return how many of the blocks each stage gets, so that the costliest stage is cheapest.
+
+    Args:
+        costs: of the blocks, in order.
+        ends: what the first and the last stage have to bear besides.
+        stages: at most as many as blocks; each gets one at least.
+    """
+    count = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(first: int, last: int) -> float:
+        extra = (ends[0] if first == 0 else 0.0) + (ends[1] if last == count else 0.0)
+        return sums[last] - sums[first] + extra
+
+    # best[s][n]: cost of the costliest of s stages that share the first n blocks, and the cut.
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(1, stages + 1):
+        row: dict[int, tuple[float, int]] = {}
+        for last in range(stage, count - (stages - stage) + 1):
+            choices = (
+                (max(before, cost_of(first, last)), first)
+                for first, (before, _) in best[stage - 1].items()
+                if first < last
+            )
+            row[last] = min(choices)
+        best.append(row)
+    sizes, last = [], count
+    for stage in range(stages, 0, -1):
+        first = best[stage][last][1]
+        sizes.append(last - first)
+        last = first
+    return sizes[::-1]
+
+
+def plan_cutting(
+    model: nn.Module, rules: PipelineRules, stages: int, sizes: Sequence[int], balance: str
+) -> Cutting:
+    """Say what lies on which of `stages` stages; nothing is changed.
+
+    Args:
+        model: the whole model.
+        rules: where it may be cut.
+        stages: how many stages.
+        sizes: blocks of every stage, as the user wants them; empty balances.
+        balance: "parameters", or "flops": what a token passes through, without embeddings.
+    """
+    stacks = {name: list(model.get_submodule(name).children()) for name in rules.stacks}
+    blocks = [block for stack in stacks.values() for block in stack]
+    if not sizes:
+        costs = [_cost(block, balance) for block in blocks]
+        sizes = cut_blocks(costs, _end_costs(model, rules, balance), stages)
+    spans, begin = [], 0
+    for size in sizes:
+        spans.append(dict(_spans(stacks, begin, begin + size)))
+        begin += size
+    homes = dict(_homes(model, rules, spans))
+    _join_ties(model, homes)
+    return Cutting(tuple(spans), homes)
+
+
+def _spans(stacks: dict[str, list[nn.Module]], begin: int, end: int) -> Iterator[tuple[str, Span]]:
+    """Yield the part of every stack that lies in blocks `begin` to `end` of all."""
+    offset = 0
+    for name, stack in stacks.items():
+        total = len(stack)
+        first, last = (min(max(place - offset, 0), total) for place in (begin, end))
+        yield name, Span(first, last, total)
+        offset += total
+
+
+def _cost(module: nn.Module, balance: str) -> float:
+    """Parameters of a module; for "flops" those that work on one token."""
+    cost = 0.0
+    for part in module.modules():
+        share = 1.0
+        per_token = getattr(part, "active_share", None)
+        if balance == "flops":
+            share = 0.0 if isinstance(part, nn.Embedding) else (per_token or 1.0)
+        cost += share * sum(p.numel() for p in part.parameters(recurse=False))
+    return cost
+
+
+def _end_costs(model: nn.Module, rules: PipelineRules, balance: str) -> tuple[float, float]:
+    """What stands in front of all blocks and behind them."""
+    first, last = (
+        sum(_cost(m, balance) for n, m in model.named_children() if _fits(n, globs))
+        for globs in (rules.pipeline_first, rules.pipeline_last)
+    )
+    return first, last
+
+
+def _fits(name: str, globs: Sequence[str]) -> bool:
+    return any(match_glob(name, glob) for glob in globs)
+
+
+def _homes(
+    model: nn.Module, rules: PipelineRules, spans: Sequence[dict[str, Span]]
+) -> Iterator[tuple[str, frozenset[int]]]:
+    """Yield everything that is kept or dropped as a whole, and the stages it is on."""
+    everywhere = range(len(spans))
+    parents = {name.rpartition(".")[0] for name in rules.stacks} | {""}
+    for stack in rules.stacks:
+        for number, key in enumerate(dict(model.get_submodule(stack).named_children())):
+            here = (s for s in everywhere if spans[s][stack].first <= number < spans[s][stack].last)
+            yield f"{stack}.{key}", frozenset(here)
+    for parent in sorted(parents):
+        runs = [s for s in everywhere if not parent or _runs(spans[s], parent)]
+        owner = model.get_submodule(parent)
+        leaves = [*owner._modules, *owner._parameters]
+        for leaf in leaves:
+            name = f"{parent}.{leaf}" if parent else leaf
+            if name in parents or name in rules.stacks:
+                continue
+            if _fits(leaf, rules.pipeline_first):
+                yield name, frozenset(runs[:1])
+            elif _fits(leaf, rules.pipeline_last):
+                yield name, frozenset(runs[-1:])
+            else:
+                yield name, frozenset(runs)
+
+
+def _runs(spans: dict[str, Span], parent: str) -> bool:
+    own = [span for name, span in spans.items() if name.startswith(f"{parent}.")]
+    return any(span.first < span.last for span in own)
+
+
+def _join_ties(model: nn.Module, homes: dict[str, frozenset[int]]) -> None:
+    """Put everything that shares a parameter wherever one of it is, so that names stay."""
+    owners: dict[int, set[str]] = {}
+    for name in homes:
+        for parameter in _parameters(model, name):
+            owners.setdefault(id(parameter), set()).add(name)
+    for names in owners.values():
+        if len(names) > 1:
+            joined = frozenset().union(*(homes[name] for name in names))
+            homes.update(dict.fromkeys(names, joined))
+
+
+def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
+    parent, _, leaf = name.rpartition(".")
+    owner: Any = model.get_submodule(parent)
+    found = owner._modules.get(leaf)
+    if found is not None:
+        return list(found.parameters())
+    parameter = owner._parameters.get(leaf)
+    return [] if parameter is None else [parameter]
+
+
+def drop_the_rest_(model: nn.Module, cutting: Cutting, here: Sequence[int]) -> dict[str, list[int]]:
+    """Drop what is on none of the stages `here`; return the parameters that other stages have too.
+
+    Returns:
+        name of a parameter -> the stages it is on, in order.
+    """
+    shared = {}
+    for name, homes in cutting.homes.items():
+        if not homes & set(here):
+            parent, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            if isinstance(owner, nn.ModuleDict):
+                del owner[leaf]
+            else:
+                setattr(owner, leaf, None)
+    kept = dict(model.named_parameters())
+    for name, homes in cutting.homes.items():
+        if len(homes) > 1:
+            inside = (n for n in kept if n == name or n.startswith(f"{name}."))
+            shared.update({n: sorted(homes) for n in inside})
+    return shared

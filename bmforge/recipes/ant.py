@@ -1,0 +1,151 @@
+"""Train a CPM-Ant on its two tasks: tokens hidden anywhere in a text, and the rest of a text.
+
+Before every text stands the prompt of its task, so that one model learns both and is told later
+which one is meant. Fine-tuning is the same with `init_from`.
+
+Source: ``CPMAntPretrainDataset`` of OpenBMB/CPM-Live and its data (prompt 1 and segment 1 for the
+hidden tokens, prompt 2 and segment 2 for the rest). The tasks of CPM-Ant+ with questions and
+answers in segments of their own are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bmforge.data.order import derive_key, draw_below, permute
+from bmforge.errors import ConfigError
+from bmforge.models.cpm_ant import CPMAntConfig
+from bmforge.parallel import World
+from bmforge.recipes.examples import Example, ExampleConfig, fingerprint_of, open_examples
+from bmforge.recipes.pieces import Pieces, open_pieces, open_tokenizer
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.tokenizers import Tokenizer
+from bmforge.train.objective import IGNORE_INDEX
+
+__all__ = ["CPMAntTrainConfig", "hide_tokens", "train_ant"]
+
+_SHORTEST = 32
+_TASKS = {"mlm": 1, "lm": 2}  # the number of the prompt, and of the text's segment
+_DRAWN_FROM = 1 << 30
+
+
+@dataclass(kw_only=True)
+class CPMAntTrainConfig(RunConfig):
+    """Train a CPM-Ant; the fields not named here are `RunConfig`'s.
+
+    Args:
+        model: its size; with `init_from` that model's.
+        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
+            prompt, the text, its begin and its end.
+        mlm_ratio: share of texts whose hidden tokens lie anywhere; the others end with them.
+        shortest: shorter texts are left out.
+    """
+
+    run_dir: Path = Path("runs/cpm-ant-train")
+    model: CPMAntConfig = field(default_factory=lambda: CPMAntConfig.preset("cpm-ant-10b"))
+    data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=1024))
+    mlm_ratio: float = 0.5
+    shortest: int = _SHORTEST
+
+
+def train_ant(config: CPMAntTrainConfig) -> RunResult:
+    """Run, or go on with, a training run of CPM-Ant.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_data)
+
+
+def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> Example:
+    """Hide tokens of a text that the model is to write.
+
+    Args:
+        ids: of the whole text, its begin and end included; at least 2.
+        task: "mlm" hides tokens anywhere but the first, "lm" the last ones; from one to all but
+            the first, every number equally likely.
+        seed: decides which.
+
+    Returns:
+        ``input_ids``, ``context`` (0 where hidden), ``segment`` and ``labels``: the next token
+        where that one is hidden.
+    """
+    length = len(ids)
+    count = 1 + draw_below(length - 1, derive_key(*seed, "count"))
+    hidden = np.arange(length - count, length)
+    if task == "mlm":
+        places = permute(np.arange(count), length - 1, derive_key(*seed, "places"))
+        hidden = 1 + places
+    context = np.ones(length, dtype=np.int64)
+    context[hidden] = 0
+    labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
+    labels[hidden - 1] = np.asarray(ids)[hidden]
+    return {
+        "input_ids": list(ids),
+        "context": context.tolist(),
+        "segment": [_TASKS[task]] * length,
+        "labels": labels.tolist(),
+    }
+
+
+class _AntExamples:
+    """Texts with their prompts; an `ExampleSource`."""
+
+    def __init__(self, pieces: Pieces, config: CPMAntTrainConfig, tokenizer: Tokenizer) -> None:
+        self._pieces, self._config = pieces, config
+        assert tokenizer.bos_id is not None
+        assert tokenizer.eos_id is not None
+        self._begin, self._end = tokenizer.bos_id, tokenizer.eos_id
+        width, padding = config.data.seq_len, config.model.pad_token_id
+        fillings = {
+            "input_ids": padding, "context": 0, "segment": 0, "attention_mask": 0,
+            "labels": IGNORE_INDEX,
+        }  # fmt: skip
+        self.columns: Mapping[str, tuple[int, int]] = {n: (width, f) for n, f in fillings.items()}
+        self.fingerprint = fingerprint_of(pieces.fingerprint, config.mlm_ratio, width)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
+        """Return text `index` with a task and hidden tokens that depend on `seed`."""
+        drawn = draw_below(_DRAWN_FROM, derive_key(*seed, "task")) / _DRAWN_FROM
+        task = "mlm" if drawn < self._config.mlm_ratio else "lm"
+        ids = [self._begin, *self._pieces[index].tolist(), self._end]
+        text = hide_tokens(ids, task, seed)
+        model = self._config.model
+        size = model.prompt_length
+        first = _TASKS[task] * size + (model.vocab_size if model.prompts_in_vocabulary else 0)
+        prompt = {
+            "input_ids": list(range(first, first + size)),
+            "context": [1] * size,
+            "segment": [0] * size,
+            "labels": [IGNORE_INDEX] * size,
+        }
+        row = {name: [*prompt[name], *text[name]] for name in prompt}
+        return {**row, "attention_mask": [1] * len(row["labels"])}
+
+
+def _open_data(config: CPMAntTrainConfig, rows: World) -> TrainingData:
+    if not 0 <= config.mlm_ratio <= 1:
+        raise ConfigError(f"mlm_ratio={config.mlm_ratio} must be between 0 and 1.")
+    if config.model.prompt_types <= max(_TASKS.values()):
+        raise ConfigError(f"model.prompt_types={config.model.prompt_types} must be at least 3.")
+    tokenizer = open_tokenizer(config)
+    if tokenizer.bos_id is None or tokenizer.eos_id is None:
+        raise ConfigError("the tokenizer has no token that begins or ends a text; see its roles.")
+    longest = config.data.seq_len - config.model.prompt_length - 2
+    pieces, held_out = open_pieces(
+        config.data, config.model.vocab_size, max(1, config.shortest), longest, tokenizer.eos_id
+    )
+    return open_examples(
+        _AntExamples(pieces, config, tokenizer),
+        None if held_out is None else _AntExamples(held_out, config, tokenizer),
+        config.data,
+        rows,
+        save_tokenizer=tokenizer.save_pretrained,
+    )

@@ -1,0 +1,281 @@
+"""Fine-tune CPM-1 on ChID (which idiom belongs into a blank) and STC (answers to short posts).
+
+ChID is a text that ends with the number of the right idiom, and only that number is learned. STC is
+plain text, all of which is learned.
+
+Source: ``preprocess_chid_finetune.py``, ``finetune_chid.py``, ``preprocess_stc_finetune.py`` and
+``finetune_lm.py`` of TsinghuaAI/CPM-1-Finetune.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmforge.data import Batch
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer.generate import evaluating
+from bmforge.models import Model
+from bmforge.models.cpm1 import CPM1Config
+from bmforge.parallel import World, mesh_of, reshard_, sum_over_axes
+from bmforge.recipes.examples import (
+    Example,
+    ExampleConfig,
+    fingerprint_of,
+    iter_held_out,
+    open_examples,
+    read_lines,
+)
+from bmforge.recipes.pieces import open_tokenizer
+from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.tokenizers import CPM1Tokenizer
+from bmforge.train import EvalResult
+from bmforge.train.objective import IGNORE_INDEX
+
+__all__ = ["CPM1TuneConfig", "ChIDConfig", "STCConfig", "encode_chid", "tune_chid", "tune_stc"]
+
+_BLANK = re.compile(r"#idiom\d+#")
+_NUM_OPTIONS = 10
+
+
+@dataclass(kw_only=True)
+class CPM1TuneConfig(RunConfig):
+    """Fine-tune a CPM-1; the fields not named here are `RunConfig`'s.
+
+    Args:
+        model: its size; with `init_from` that model's.
+        data: what it learns from; longer examples than `seq_len` are left out.
+    """
+
+    model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
+    data: ExampleConfig = field(default_factory=ExampleConfig)
+
+
+@dataclass(kw_only=True)
+class ChIDConfig(CPM1TuneConfig):
+    """Fine-tune on ChID.
+
+    `data.paths` are its files: one JSON a line with `content` and `candidates`, and beside
+    FILE.json the right numbers in FILE_answer.json.
+    """
+
+    run_dir: Path = Path("runs/cpm1-chid")
+
+
+@dataclass(kw_only=True)
+class STCConfig(CPM1TuneConfig):
+    """Fine-tune on STC: `data.paths` are text files, one post, a tab and its answer a line."""
+
+    run_dir: Path = Path("runs/cpm1-stc")
+
+
+def tune_chid(config: ChIDConfig) -> RunResult:
+    """Run, or go on with, fine-tuning on ChID; `results.json` gets the accuracy.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_chid)
+
+
+def tune_stc(config: STCConfig) -> RunResult:
+    """Run, or go on with, fine-tuning on STC.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_stc)
+
+
+class _Texts:
+    """Texts whose tokens from some place on are learned; an `ExampleSource`.
+
+    Args:
+        texts: ids of each, and how many at its beginning are only read.
+        config: widths and padding.
+    """
+
+    def __init__(self, texts: Iterator[tuple[list[int], int]], config: CPM1TuneConfig) -> None:
+        width = config.data.seq_len
+        if width > config.model.max_seq_len:
+            raise ConfigError(
+                f"data.seq_len={width} is longer than model.max_seq_len="
+                f"{config.model.max_seq_len}; shorten the one or lengthen the other."
+            )
+        self._texts = [(ids, read) for ids, read in texts if len(ids) <= width]
+        # Padding stands behind the text, where no token of it looks.
+        self.columns: Mapping[str, tuple[int, int]] = {
+            "input_ids": (width, 0),
+            "labels": (width, IGNORE_INDEX),
+        }
+        self.fingerprint = fingerprint_of(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
+        """Return text `index`; nothing is drawn."""
+        ids, read = self._texts[index]
+        return {"input_ids": ids, "labels": [IGNORE_INDEX] * read + ids[read:]}
+
+
+def encode_chid(
+    text: str, place: re.Match[str], candidates: Sequence[str], tokenizer: CPM1Tokenizer
+) -> list[int]:
+    """Return the question for one blank of a text, up to where the answer's number comes.
+
+    It is 上下文: text with ``<mask>`` ``<eod>`` 选项0: idiom ``<sep>`` ... ``<mask>`` 答案是:
+    """
+    mask, sep, eod = (_id(tokenizer, role) for role in ("mask", "sep", "eod"))
+    before = _BLANK.sub("", text[: place.start()]).strip()
+    after = _BLANK.sub("", text[place.end() :]).strip()
+    ids = [*tokenizer.encode("上下文:"), *tokenizer.encode(before), mask]
+    ids += [*tokenizer.encode(after), eod]
+    for number, idiom in enumerate(candidates):
+        ids += [*tokenizer.encode(f"选项{number}:"), *tokenizer.encode(idiom.strip()), sep]
+    return [*ids, mask, *tokenizer.encode("答案是:")]
+
+
+def _id(tokenizer: CPM1Tokenizer, role: str) -> int:
+    found = tokenizer.role_id(role)
+    if found is None:
+        raise ConfigError(f"the tokenizer has no token for {role!r}; give CPM-1's own.")
+    return found
+
+
+def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
+    """Return the ids that the numbers of the options have where they stand behind 选项."""
+    numbers = []
+    for number in range(_NUM_OPTIONS):
+        ids = tokenizer.encode(f"选项{number}:")
+        found = [i for i in ids if str(number) in tokenizer.decode([i])]
+        if not found:
+            raise ConfigError(f"the tokenizer cannot spell {number}; give CPM-1's own.")
+        numbers.append(found[0])
+    return numbers
+
+
+def _chid_texts(
+    paths: Sequence[str], tokenizer: CPM1Tokenizer, numbers: Sequence[int]
+) -> Iterator[tuple[list[int], int]]:
+    """Yield every question with its answer's number, and how much of it is only read."""
+    for path in paths:
+        file = Path(path)
+        beside = file.with_name(f"{file.stem}_answer{file.suffix}")
+        answers = _parse("\n".join(read_lines(str(beside))), str(beside))
+        for line_number, line in enumerate(read_lines(path), 1):
+            if not line.strip():
+                continue
+            row = _parse(line, f"{path}, line {line_number}")
+            where = f"{path}, line {line_number}"
+            texts, candidates = _read_question(row, where)
+            for text in texts:
+                for place in _BLANK.finditer(text):
+                    answer = answers.get(place.group())
+                    if not isinstance(answer, int) or not 0 <= answer < len(candidates):
+                        raise DataError(
+                            f"{where}: the answer of {place.group()} in {str(beside)!r} is "
+                            f"{answer!r}; needed is a number from 0 to {len(candidates) - 1}."
+                        )
+                    question = encode_chid(text, place, candidates, tokenizer)
+                    yield [*question, numbers[answer]], len(question)
+
+
+def _read_question(row: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
+    """Return the texts of a line and its candidates."""
+    content, candidates = row.get("content"), row.get("candidates")
+    texts = [content] if isinstance(content, str) else content
+    lists = isinstance(texts, list) and isinstance(candidates, list)
+    if (
+        not lists
+        or not 2 <= len(candidates) <= _NUM_OPTIONS  # type: ignore[arg-type]
+        or not all(isinstance(text, str) for text in (*texts, *candidates))  # type: ignore[misc]
+    ):
+        raise DataError(
+            f"{where} needs 'content', a text or several, and 'candidates', 2 to {_NUM_OPTIONS} "
+            "texts."
+        )
+    return texts, candidates  # type: ignore[return-value]
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON ({error}).") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{where} is {type(found).__name__}, needed is an object.")
+    return found
+
+
+def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple[list[int], int]]:
+    """Yield every post with its answer; all of it is learned."""
+    for path in paths:
+        for number, line in enumerate(read_lines(path), 1):
+            if not line.strip():
+                continue
+            parts = ["".join(part.split()) for part in line.split("\t")]
+            if len(parts) != 2 or not all(parts):
+                raise DataError(
+                    f"{path}, line {number} is no post and answer with one tab between them."
+                )
+            text = f"对话上文:{parts[0]} 回复:{parts[1]}"
+            yield [*tokenizer.encode(text), _id(tokenizer, "eod")], 0
+
+
+def _open_chid(config: ChIDConfig, rows: World) -> TrainingData:
+    config.data.check()
+    tokenizer = open_tokenizer(config, CPM1Tokenizer)
+    numbers, data = _number_ids(tokenizer), config.data
+    source = _Texts(_chid_texts(data.paths, tokenizer, numbers), config)
+    held_out = None
+    if data.validation:
+        held_out = _Texts(_chid_texts(data.validation, tokenizer, numbers), config)
+
+    def figures(model: Model, evaluation: EvalResult) -> Results:
+        assert held_out is not None
+        batches = iter_held_out(held_out, data, rows.rank, rows.size)
+        return {"accuracy": {"model": _measure_accuracy(model, batches, numbers, rows)}}
+
+    return open_examples(
+        source, held_out, data, rows, save_tokenizer=tokenizer.save_pretrained, figures=figures
+    )
+
+
+def _open_stc(config: STCConfig, rows: World) -> TrainingData:
+    config.data.check()
+    tokenizer, data = open_tokenizer(config, CPM1Tokenizer), config.data
+    return open_examples(
+        _Texts(_stc_texts(data.paths, tokenizer), config),
+        _Texts(_stc_texts(data.validation, tokenizer), config) if data.validation else None,
+        data,
+        rows,
+        save_tokenizer=tokenizer.save_pretrained,
+    )
+
+
+def _measure_accuracy(
+    model: Model, batches: Iterator[Batch], numbers: Sequence[int], rows: World
+) -> float:
+    """Return how often the right number is the likeliest of all numbers."""
+    counts = torch.zeros(2, dtype=torch.float64, device=rows.device)
+    with evaluating(model), torch.no_grad():
+        for ids, labels in ((b["input_ids"], b["labels"]) for b in batches):
+            for row, wanted in zip(ids.to(rows.device), labels.to(rows.device), strict=True):
+                answered = wanted != IGNORE_INDEX
+                # A row without labels only fills a batch: it is read, as on a sharded model all
+                # processes must read as often, and not counted.
+                counted = bool(answered.any())
+                place = int(answered.nonzero()[-1]) if counted else 1
+                logits = model(row[None, :place], logits_to_keep=1).logits[0, -1, list(numbers)]
+                right = counted and numbers[int(logits.argmax())] == int(wanted[place])
+                counts += torch.tensor([right, counted], device=rows.device)
+    reshard_(model)
+    right, total = sum_over_axes(counts, mesh_of(model), "dp_replicate", "dp_shard").tolist()
+    return right / max(total, 1)

@@ -1,0 +1,126 @@
+"""Fine-tune EVA on dialogues: what was said before in, the last utterance out.
+
+Source: ``src/eva_datasets.py`` of thu-coai/EVA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer.chat import join_history
+from bmforge.logging import get_logger
+from bmforge.models.eva import EVAConfig
+from bmforge.parallel import World
+from bmforge.recipes.examples import (
+    Example,
+    ExampleConfig,
+    fingerprint_of,
+    open_examples,
+    read_lines,
+)
+from bmforge.recipes.pieces import open_tokenizer
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.tokenizers import EVATokenizer
+from bmforge.train.objective import IGNORE_INDEX
+
+__all__ = ["EVADialogueConfig", "train_dialogue"]
+
+
+@dataclass(kw_only=True)
+class EVADialogueConfig(RunConfig):
+    """Train an EVA on dialogues; the fields not named here are `RunConfig`'s.
+
+    Args:
+        model: its size; with `init_from` that model's.
+        data: `paths` are text files with one dialogue a line, tabs between its utterances;
+            `seq_len` is the window of the history, in tokens.
+        target_len: longest answer in tokens; dialogues with a longer one are left out.
+    """
+
+    run_dir: Path = Path("runs/eva-dialogue")
+    model: EVAConfig = field(default_factory=lambda: EVAConfig.preset("eva2.0-base"))
+    data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=128))
+    target_len: int = 128
+
+
+def train_dialogue(config: EVADialogueConfig) -> RunResult:
+    """Run, or go on with, a training run on dialogues.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_data)
+
+
+class _Dialogues:
+    """Histories and answers; an `ExampleSource`."""
+
+    def __init__(
+        self, paths: Sequence[str], config: EVADialogueConfig, tokenizer: EVATokenizer
+    ) -> None:
+        window, longest = config.data.seq_len, config.target_len
+        end, blank = tokenizer.sep_id, tokenizer.sentinel_id(0)
+        self._pairs: list[tuple[list[int], list[int]]] = []
+        skipped = 0
+        for utterances in (line for path in paths for line in _read_dialogues(path)):
+            *history, answer = (tokenizer.encode(text) for text in utterances)
+            if len(answer) + 1 > longest:
+                skipped += 1
+            else:
+                self._pairs.append((join_history(history, end, blank, window), [*answer, end]))
+        if skipped:
+            get_logger().warning(
+                "%d dialogues were left out: their answers are longer than target_len=%d",
+                skipped,
+                longest,
+            )
+        self.columns: Mapping[str, tuple[int, int]] = {
+            "input_ids": (window, config.model.pad_token_id),
+            "attention_mask": (window, 0),
+            "labels": (longest, IGNORE_INDEX),
+        }
+        self.fingerprint = fingerprint_of(self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
+        """Return dialogue `index`; nothing is drawn."""
+        source, target = self._pairs[index]
+        return {"input_ids": source, "attention_mask": [1] * len(source), "labels": target}
+
+
+def _read_dialogues(path: str) -> list[list[str]]:
+    """Return the utterances of every dialogue of a file."""
+    dialogues = []
+    for number, line in enumerate(read_lines(path), 1):
+        utterances = [text for text in line.strip().split("\t") if text.strip()]
+        if len(utterances) == 1:
+            raise DataError(
+                f"line {number} of {path!r} has one utterance; a dialogue has two or more, with "
+                "tabs between them."
+            )
+        if utterances:
+            dialogues.append(utterances)
+    return dialogues
+
+
+def _open_data(config: EVADialogueConfig, rows: World) -> TrainingData:
+    config.data.check()
+    if config.data.seq_len < 3 or config.target_len < 2:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len} must be at least 3, and target_len="
+            f"{config.target_len} at least 2."
+        )
+    tokenizer = open_tokenizer(config, EVATokenizer)
+    validation = config.data.validation
+    return open_examples(
+        _Dialogues(config.data.paths, config, tokenizer),
+        _Dialogues(validation, config, tokenizer) if validation else None,
+        config.data,
+        rows,
+        save_tokenizer=tokenizer.save_pretrained,
+    )

@@ -1,0 +1,193 @@
+"""Train a CPM-Bee on documents: pretraining from drawn weights, or fine-tuning from `init_from`.
+
+Documents come from .jsonl files, or from mixture files (.json) that give each file a weight, a task
+and declarative transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmforge.data import Batch
+from bmforge.errors import ConfigError, DataError
+from bmforge.models.cpm_bee import CPMBeeConfig
+from bmforge.models.hub import find_model
+from bmforge.parallel import World
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.cpm_bee_batch import build_instance
+from bmforge.tokenizers.cpm_bee_document import TooLongError
+from bmforge.tokenizers.cpm_bee_loader import DocumentLoader, iter_documents
+from bmforge.tokenizers.cpm_bee_mixture import DocumentFile, TaskMixture, TaskSource, load_mixture
+from bmforge.train.objective import IGNORE_INDEX, rename_inputs
+
+__all__ = ["CPMBeeTrainConfig", "DocumentConfig", "train_documents"]
+
+
+@dataclass(kw_only=True)
+class DocumentConfig:
+    """What a run on documents reads.
+
+    Args:
+        paths: .jsonl files with one document a line, each a task of its name, or .json files that
+            describe a mixture.
+        validation: held-out documents, in the same forms; each task is evaluated alone too.
+        tokenizer: directory with CPM-Bee's vocab.txt; None takes `init_from`'s.
+        seq_len: tokens of a row; documents are packed into rows, longer ones are left out.
+        global_batch_size: rows per optimizer step over all processes.
+        micro_batch_size: rows per forward pass on one process.
+        validation_batches: stop the evaluation of a task after so many; None reads all.
+        skip_bad: leave out documents that cannot be encoded instead of stopping.
+        seed: of order, transforms, examples and the order of answers.
+    """
+
+    paths: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    seq_len: int = 2048
+    global_batch_size: int = 32
+    micro_batch_size: int = 8
+    validation_batches: int | None = None
+    skip_bad: bool = False
+    seed: int = 0
+
+
+@dataclass(kw_only=True)
+class CPMBeeTrainConfig(RunConfig):
+    """Train a CPM-Bee; the fields not named here are `RunConfig`'s.
+
+    Args:
+        model: its size; with `init_from` that model's.
+        data: the documents.
+    """
+
+    run_dir: Path = Path("runs/cpm-bee-train")
+    model: CPMBeeConfig = field(default_factory=lambda: CPMBeeConfig.preset("cpm-bee-10b"))
+    data: DocumentConfig = field(default_factory=DocumentConfig)
+
+
+def train_documents(config: CPMBeeTrainConfig) -> RunResult:
+    """Run, or go on with, a training run on documents.
+
+    The export holds the tokenizer, so `bmforge generate` fills documents with it.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_data)
+
+
+def _open_data(config: CPMBeeTrainConfig, rows: World) -> TrainingData:
+    data, tokenizer = config.data, _open_tokenizer(config)
+    mixture = TaskMixture(
+        _open_sources(data.paths), tokenizer, data.seq_len, seed=data.seed, skip_bad=data.skip_bad
+    )
+    loader = DocumentLoader(
+        mixture,
+        global_batch_size=data.global_batch_size,
+        micro_batch_size=data.micro_batch_size,
+        rank=rows.rank,
+        world=rows.size,
+    )
+    parts: dict[str, Callable[[], Iterable[Batch]]] = {}
+    for source in _open_sources(data.validation) if data.validation else ():
+        if source.task in parts:
+            raise ConfigError(f"data.validation has task {source.task!r} twice; rename one.")
+        documents = _fitting(source, tokenizer, data)
+        parts[source.task] = lambda docs=documents: _held_out_batches(  # type: ignore[misc]
+            docs, tokenizer, data, rows
+        )
+    return TrainingData(
+        loader,
+        data.seq_len,
+        parts,
+        objective=rename_inputs({"input": "input_ids"}),
+        save_tokenizer=tokenizer.save_pretrained,
+    )
+
+
+def _open_tokenizer(config: CPMBeeTrainConfig) -> CPMBeeTokenizer:
+    named = config.data.tokenizer
+    if named is None and config.init_from is None:
+        raise ConfigError(
+            "data.tokenizer is not set. Give a directory with CPM-Bee's vocab.txt, or start from a "
+            "model with --init-from."
+        )
+    folder = Path(named) if named is not None else find_model(str(config.init_from))
+    tokenizer = CPMBeeTokenizer.from_pretrained(folder)
+    if len(tokenizer) != config.model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, the model vocab_size="
+            f"{config.model.vocab_size}. Give the model's own tokenizer, or for a new model "
+            f"--model.vocab-size {len(tokenizer)}."
+        )
+    return tokenizer
+
+
+def _open_sources(paths: Iterable[str]) -> list[TaskSource]:
+    """Open .jsonl files and mixtures."""
+    sources: list[TaskSource] = []
+    for path in paths:
+        if path.endswith(".json"):
+            sources += load_mixture(path)
+        else:
+            sources.append(TaskSource(Path(path).stem, DocumentFile(path)))
+    if not sources:
+        raise ConfigError(
+            "data.paths is empty. Give --data.paths FILE.jsonl, one document a line, or a mixture."
+        )
+    return sources
+
+
+def _fitting(
+    source: TaskSource, tokenizer: CPMBeeTokenizer, config: DocumentConfig
+) -> list[dict[str, Any]]:
+    """Return the held-out documents of a task, each by its first transform.
+
+    Raises:
+        DataError: one cannot be encoded, and `skip_bad` is off, or none is left.
+    """
+    kept = []
+    for number in range(len(source.documents)):
+        document = dict(source.documents[number])
+        try:
+            document = source.maps[0](document) if source.maps else document
+            build_instance(document, tokenizer, max_length=config.seq_len)
+        except TooLongError:
+            continue
+        except DataError as error:
+            if not config.skip_bad:
+                raise DataError(f"{source.where(number)}: {error}") from error
+            continue
+        kept.append(document)
+    if not kept:
+        raise DataError(
+            f"no held-out document of task {source.task!r} can be used: all are longer than "
+            f"data.seq_len={config.seq_len}, or bad."
+        )
+    return kept
+
+
+def _held_out_batches(
+    documents: list[dict[str, Any]],
+    tokenizer: CPMBeeTokenizer,
+    config: DocumentConfig,
+    rows: World,
+) -> Iterator[Batch]:
+    """Yield this rank's batches of one pass; ranks that have none left get one without labels."""
+    whole = iter_documents(
+        documents, tokenizer, max_length=config.seq_len, batch_size=config.micro_batch_size
+    )
+    batches = islice(whole, config.validation_batches)
+    while group := list(islice(batches, rows.size)):
+        arrays = group[min(rows.rank, len(group) - 1)].inputs
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if rows.rank >= len(group):
+            batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
+        yield batch

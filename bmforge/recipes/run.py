@@ -1,0 +1,295 @@
+"""What every training run does, whatever it learns: one function, told what to read.
+
+Join the others, open the data, lay the model out, draw or load its weights, train, evaluate,
+export. A recipe is a config and a function that opens its data; run again in the same directory, it
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from bmforge.config import config_to_dict
+from bmforge.device import device_name
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger, log_to_file
+from bmforge.models import Model, init_weights_, load_weights_
+from bmforge.models.config import ModelConfig, read_config_file
+from bmforge.models.hub import FAMILIES, find_model
+from bmforge.parallel import (
+    Layout,
+    World,
+    build_mesh,
+    data_parallel_rank,
+    data_parallel_size,
+    init_distributed,
+    parallelize,
+    run_on_first,
+)
+from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir
+from bmforge.train import (
+    EvalResult,
+    TrainConfig,
+    Trainer,
+    WandbSink,
+    causal_lm,
+    evaluate,
+    write_report,
+)
+from bmforge.train.objective import Batch, Objective
+from bmforge.train.trainer import Callback, Loader
+
+__all__ = ["Results", "RunConfig", "RunResult", "TrainingData", "family_of", "run_recipe"]
+
+Results = dict[str, dict[str, float]]
+
+# What may change when a run goes on: none of it changes what the model has learned so far.
+_FREE_FIELDS = """
+    run_dir layout recompute compile prefetch wandb_project export train.steps
+    train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
+    train.log_every_steps train.profile_steps data.micro_batch_size data.prefetch_steps
+    data.validation_batches
+"""
+_FREE = frozenset(_FREE_FIELDS.split())
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """What every run is told; a recipe adds `model`, a family's config, and `data`.
+
+    Args:
+        run_dir: where it lives.
+        init_from: a model to start from: directory, hub id or short name; the sizes are its own
+            but for fields of `model` that were set. None draws the weights.
+        seed: of the drawn weights.
+        train: the loop.
+        layout: how it is divided over processes.
+        recompute: recompute blocks in backward.
+        compile: compile the blocks.
+        prefetch: sharded units gathered ahead.
+        export: write a Hugging Face directory ``run_dir/export`` at the end.
+        wandb_project: also log to this Weights & Biases project.
+    """
+
+    run_dir: Path = Path("runs/run")
+    init_from: str | None = None
+    seed: int = 0
+    train: TrainConfig = field(default_factory=TrainConfig)
+    layout: Layout = field(default_factory=Layout)
+    recompute: bool = False
+    compile: bool = False
+    prefetch: int = 1
+    export: bool = True
+    wandb_project: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a recipe opens for a run.
+
+    Args:
+        loader: micro-batches for every step.
+        row_tokens: tokens of a row, for the FLOPs of attention.
+        held_out: name -> this process's batches of one pass over it; equally many on every process.
+        objective: what is minimised.
+        save_tokenizer: writes the tokenizer into the export.
+        special_ids: what the export's config.json says of them, such as ``eos_token_id``.
+        figures: further results from the trained model and its evaluation; all processes call it.
+        close: called when the run ends.
+    """
+
+    loader: Loader
+    row_tokens: int
+    held_out: Mapping[str, Callable[[], Iterable[Batch]]] = field(default_factory=dict)
+    objective: Objective = causal_lm
+    save_tokenizer: Callable[[Path], None] | None = None
+    special_ids: Mapping[str, int] = field(default_factory=dict)
+    figures: Callable[[Model, EvalResult], Results] | None = None
+    close: Callable[[], None] | None = None
+
+
+OpenData = Callable[[Any, World], TrainingData]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run made: the model as it lies on this process, the step it is at, its evaluation."""
+
+    model: Model
+    step: int
+    evaluation: EvalResult | None
+    world: World
+
+
+def run_recipe(config: Any, open_data: OpenData) -> RunResult:
+    """Run, or go on with, a training run.
+
+    Args:
+        config: a `RunConfig` with `model` and `data`.
+        open_data: (config, rows) -> what the run reads; `rows` is this process's place among the
+            groups of processes that read different rows.
+
+    Raises:
+        BmforgeError: a setting, the data, a checkpoint or the layout does not fit; said before
+            training starts.
+    """
+    world = init_distributed()
+    config.layout.check(world.size)
+    config = dataclasses.replace(config, model=_settle_sizes(config))
+    open_run_dir(config.run_dir, config, _FREE)
+    log = log_to_file(config.run_dir / "log.txt") if world.rank == 0 else None
+    try:
+        return _run(config, open_data, world)
+    finally:
+        if log is not None:
+            get_logger().removeHandler(log)
+            log.close()
+
+
+def family_of(config: ModelConfig) -> type[Model]:
+    """Return the family of a model config."""
+    return next(f for f in FAMILIES.values() if f.config_class is type(config))
+
+
+def _settle_sizes(config: Any) -> ModelConfig:
+    """Return the model's config: with `init_from` that model's, but for the fields that were set.
+
+    Raises:
+        ConfigError: `init_from` is another family.
+    """
+    model = config.model
+    if config.init_from is None:
+        return model
+    directory = find_model(config.init_from)
+    if not type(model).opens(read_config_file(directory)):
+        raise ConfigError(
+            f"init_from={config.init_from!r} is no {family_of(model).__name__}, which this recipe "
+            "trains. Name another model, or another recipe."
+        )
+    usual = type(config)().model
+    changes = {
+        f.name: getattr(model, f.name)
+        for f in dataclasses.fields(model)
+        if f.name != "raw" and getattr(model, f.name) != getattr(usual, f.name)
+    }
+    # Its config.json comes back in `_build_model`: run.toml has no place for what is null in it.
+    return type(model).from_pretrained(directory).replace(raw={}, **changes)
+
+
+def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
+    mesh = build_mesh(config.layout, world.device)
+    rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
+    data = open_data(config, rows)
+    model = _build_model(config, world, mesh)
+    trainer = Trainer(
+        model,
+        data.loader,
+        config.train,
+        mesh=mesh,
+        run_dir=config.run_dir,
+        objective=data.objective,
+        evaluator=_make_evaluator(data, world, mesh),
+        callbacks=_callbacks(config),
+        flops_per_token=config.model.flops_per_token(data.row_tokens),
+    )
+    get_logger().info(
+        "%s, %d parameters, on %d x %s; run directory %s",
+        type(model).__name__,
+        sum(p.numel() for p in model.whole().parameters()),
+        world.size,
+        device_name(world.device),
+        config.run_dir,
+    )
+    claim_run_dir(config.run_dir, config)
+    try:
+        trainer.fit()
+        evaluation = None
+        if trainer.step >= config.train.steps:
+            evaluation = _finish(config, trainer, data, world, mesh)
+    finally:
+        if data.close is not None:
+            data.close()
+    if world.rank == 0:
+        get_logger().info("report: %s", write_report(config.run_dir))
+    return RunResult(model, trainer.step, evaluation, world)
+
+
+def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
+    sizes, start = config.model, None
+    if config.init_from is not None:
+        start = find_model(config.init_from)
+        sizes = sizes.replace(raw=read_config_file(start))
+    model = family_of(sizes).from_config(sizes, device="meta")
+    parallelize(
+        model,
+        config.layout,
+        mesh=mesh,
+        precision=config.train.precision,
+        recompute=config.recompute,
+        compile=config.compile,
+        prefetch=config.prefetch,
+    )
+    if start is not None:
+        return load_weights_(model, start, device=world.device)
+    return init_weights_(model, config.seed, device=world.device)
+
+
+def _make_evaluator(
+    data: TrainingData, world: World, mesh: DeviceMesh | None, *names: str
+) -> Callable[[Any], EvalResult] | None:
+    """Return the function that evaluates a model on held-out data, or on the named parts of it."""
+    if not data.held_out:
+        return None
+    parts = [data.held_out[name] for name in names or data.held_out]
+
+    def run(model: Any) -> EvalResult:
+        batches = chain.from_iterable(part() for part in parts)
+        return evaluate(model, batches, objective=data.objective, mesh=mesh, device=world.device)
+
+    return run
+
+
+def _callbacks(config: Any) -> list[Callback]:
+    project = config.wandb_project
+    if project is None:
+        return []
+    sink = run_on_first(lambda: WandbSink(project, config.run_dir, config_to_dict(config)))
+    return [] if sink is None else [lambda trainer, row: sink(trainer.step, row)]
+
+
+def _finish(
+    config: Any, trainer: Trainer, data: TrainingData, world: World, mesh: DeviceMesh | None
+) -> EvalResult | None:
+    """Evaluate the trained model and export it."""
+    model: Any = trainer.model
+    evaluation = None
+    if trainer.evaluator is not None:
+        evaluation = trainer.evaluator(model)
+        losses = {"model": evaluation.loss}
+        for name in data.held_out if len(data.held_out) > 1 else ():
+            part = _make_evaluator(data, world, mesh, name)
+            assert part is not None
+            losses[name] = part(model).loss
+        more = {} if data.figures is None else data.figures(model, evaluation)
+        if world.rank == 0:
+            add_results(config.run_dir, {"validation loss": losses, **more})
+    if config.export:
+        _export(model, config.run_dir / "export", data, world)
+    return evaluation
+
+
+def _export(model: Model, directory: Path, data: TrainingData, world: World) -> None:
+    if data.special_ids:
+        raw = {**model.config.raw, **data.special_ids}
+        model.config = model.config.replace(raw=raw)
+    model.save_pretrained(directory, overwrite=True)
+    if data.save_tokenizer is not None and world.rank == 0:
+        data.save_tokenizer(directory)
+    get_logger().info("exported to %s", directory)

@@ -1,0 +1,229 @@
+"""Train an encoder-decoder to fill spans of a text: CPM-2's pretraining, and T5's.
+
+Spans are cut out and marked by sentinels; the target is each sentinel with what it stands for, and
+one more sentinel. Fine-tuning on raw text is the same with `init_from`.
+
+Source: Raffel et al. (2020), section 3.1.4; ``preprocess_data_enc_dec.py`` and
+``enc_dec_dataset.py`` of TsinghuaAI/CPM-2-Pretrain, where texts are packed into one row; here a row
+holds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bmforge.data.order import derive_key, permute
+from bmforge.errors import ConfigError
+from bmforge.models.cpm2 import CPM2Config
+from bmforge.models.t5 import T5Config
+from bmforge.parallel import World
+from bmforge.recipes.examples import Example, ExampleConfig, fingerprint_of, open_examples
+from bmforge.recipes.pieces import Pieces, open_pieces, open_tokenizer
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.tokenizers import Tokenizer
+from bmforge.train.objective import IGNORE_INDEX
+
+__all__ = [
+    "CPM2SpansConfig",
+    "SpanConfig",
+    "T5SpansConfig",
+    "corrupt_spans",
+    "find_sentinels",
+    "train_spans",
+]
+
+Seed = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a family writes its corrupted texts.
+
+    Args:
+        sentinel: the tokens' names.
+        end_inside: the text's end token is one of those that spans are cut from; otherwise it
+            stands behind source and target.
+    """
+
+    sentinel: str
+    end_inside: bool
+
+
+_FORMS: dict[type, _Form] = {
+    CPM2Config: _Form("<s_{}>", end_inside=True),
+    T5Config: _Form("<extra_id_{}>", end_inside=False),
+}
+
+
+@dataclass(kw_only=True)
+class SpanConfig(RunConfig):
+    """Train on corrupted spans; the fields not named here are `RunConfig`'s.
+
+    Args:
+        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` is the longest
+            text in tokens.
+        noise_density: share of the tokens that is cut out.
+        mean_span_length: tokens of a span, on average.
+        shortest: shorter texts are left out.
+    """
+
+    data: ExampleConfig = field(default_factory=ExampleConfig)
+    noise_density: float = 0.15
+    mean_span_length: float = 3.0
+    shortest: int = 10
+
+
+@dataclass(kw_only=True)
+class CPM2SpansConfig(SpanConfig):
+    """Pretrain a CPM-2 on corrupted spans; `model` is its size."""
+
+    run_dir: Path = Path("runs/cpm2-pretrain")
+    model: CPM2Config = field(default_factory=lambda: CPM2Config.preset("cpm2-2.1"))
+
+
+@dataclass(kw_only=True)
+class T5SpansConfig(SpanConfig):
+    """Pretrain a T5 on corrupted spans; `model` is its size."""
+
+    run_dir: Path = Path("runs/t5-pretrain")
+    model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
+
+
+def train_spans(config: Any) -> RunResult:
+    """Run, or go on with, a training run on corrupted spans.
+
+    Args:
+        config: a `SpanConfig` with the `model` of a CPM-2 or T5.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_data)
+
+
+def count_spans(length: int, density: float, mean_length: float) -> tuple[int, int]:
+    """Return how many of `length` tokens are cut out, and in how many spans."""
+    noise = min(max(round(length * density), 1), length - 1)
+    return noise, min(max(round(noise / mean_length), 1), length - noise)
+
+
+def corrupt_spans(
+    ids: Sequence[int],
+    sentinels: Sequence[int],
+    seed: Seed,
+    density: float = 0.15,
+    mean_length: float = 3.0,
+) -> tuple[list[int], list[int]]:
+    """Return source and target of a text: sentinels in place of spans, and what they stand for.
+
+    Args:
+        ids: of the text; at least 2.
+        sentinels: ids of the sentinels, one more than there are spans.
+        seed: decides where the spans are; the text begins with kept tokens and ends with a span.
+        density: share of the tokens that is cut out.
+        mean_length: tokens of a span, on average.
+    """
+    noise, spans = count_spans(len(ids), density, mean_length)
+    kept = _divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
+    cut = _divide(noise, spans, derive_key(*seed, "cut"))
+    source: list[int] = []
+    target: list[int] = []
+    at = 0
+    for number, (keep, drop) in enumerate(zip(kept, cut, strict=True)):
+        source += [*ids[at : at + keep], sentinels[number]]
+        target += [sentinels[number], *ids[at + keep : at + keep + drop]]
+        at += keep + drop
+    return source, [*target, sentinels[spans]]
+
+
+def _divide(total: int, parts: int, key: bytes) -> list[int]:
+    """Divide `total` into `parts` of at least one, every way equally likely."""
+    cuts = permute(np.arange(parts - 1), max(total - 1, 1), key) + 1
+    return [b - a for a, b in pairwise([0, *sorted(cuts.tolist()), total])]
+
+
+def find_sentinels(tokenizer: Tokenizer, name: str) -> list[int]:
+    """Return the ids of the tokenizer's sentinels, `name` with 0, 1, ... as far as they go."""
+    ids: list[int] = []
+    while (id := tokenizer.token_to_id(name.format(len(ids)))) is not None:
+        ids.append(id)
+    return ids
+
+
+class _SpanExamples:
+    """Corrupted texts; an `ExampleSource`."""
+
+    def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
+        self._pieces, self._config = pieces, config
+        self._form = _FORMS[type(config.model)]
+        self._end = tokenizer.eos_id
+        self._sentinels = find_sentinels(tokenizer, self._form.sentinel)
+        longest = config.data.seq_len
+        counts = [self._count(n) for n in range(2, longest + 1)]
+        most = max(spans for _, spans in counts)
+        if most + 1 > len(self._sentinels):
+            raise ConfigError(
+                f"texts of data.seq_len={longest} tokens have {most} spans, and the tokenizer "
+                f"has {len(self._sentinels)} sentinels ({self._form.sentinel.format(0)}, ...), of "
+                "which one more is needed. Shorten seq_len, or lengthen mean_span_length."
+            )
+        source, target = longest + 1, max(noise + spans for noise, spans in counts) + 2
+        self.columns: Mapping[str, tuple[int, int]] = {
+            "input_ids": (source, config.model.pad_token_id),
+            "attention_mask": (source, 0),
+            "labels": (target, IGNORE_INDEX),
+        }
+        self.fingerprint = fingerprint_of(
+            pieces.fingerprint, config.noise_density, config.mean_span_length
+        )
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def make(self, index: int, seed: Seed) -> Example:
+        """Return text `index` with spans that depend on `seed`."""
+        config, end = self._config, [self._end]
+        inside = self._form.end_inside
+        ids = [*self._pieces[index].tolist(), *(end if inside else [])]
+        source, target = corrupt_spans(
+            ids, self._sentinels, seed, config.noise_density, config.mean_span_length
+        )
+        if not inside:
+            source, target = source + end, target + end  # type: ignore[operator]
+        return {"input_ids": source, "attention_mask": [1] * len(source), "labels": target}
+
+    def _count(self, length: int) -> tuple[int, int]:
+        config = self._config
+        return count_spans(length, config.noise_density, config.mean_span_length)
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
+    if not 0 < config.noise_density < 1 or config.mean_span_length < 1:
+        raise ConfigError(
+            f"noise_density={config.noise_density} must be between 0 and 1, and mean_span_length="
+            f"{config.mean_span_length} at least 1."
+        )
+    tokenizer = open_tokenizer(config)
+    if tokenizer.eos_id is None:
+        raise ConfigError("the tokenizer has no token that ends a text; see its roles.")
+    inside = _FORMS[type(config.model)].end_inside
+    pieces, held_out = open_pieces(
+        config.data,
+        config.model.vocab_size,
+        max(2, config.shortest),
+        config.data.seq_len - inside,
+        tokenizer.eos_id,
+    )
+    return open_examples(
+        _SpanExamples(pieces, config, tokenizer),
+        None if held_out is None else _SpanExamples(held_out, config, tokenizer),
+        config.data,
+        rows,
+        save_tokenizer=tokenizer.save_pretrained,
+    )

@@ -1,0 +1,123 @@
+"""Counting what a process sends: every collective and message, and how many bytes it is given.
+
+All of them, those of FSDP2, DTensor and functional collectives included, end in an operator of the
+namespaces `c10d` or `_c10d_functional`, and a `TorchDispatchMode` sees every operator. It sees
+those of backward as well: on a CPU backward runs on the thread that asked for it, and autograd's
+own threads take that thread's modes over. Wrapping the functions of `torch.distributed` instead
+would miss whoever has imported one by name (bmforge's own `collectives.py`), and functional
+collectives, which call none of them.
+
+Not seen: what goes through the store, by which processes meet and groups are made, and calls of
+threads that the program itself starts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bmforge.errors import DistributedError
+
+__all__ = ["Call", "Traffic", "Volume", "add_up"]
+
+_NAMESPACES = ("c10d", "_c10d_functional")
+# Beginning of an operator's name -> kind; the first that fits holds.
+_KINDS = {
+    **{"allgather": "all_gather", "all_gather": "all_gather"},
+    **{"allreduce": "all_reduce", "all_reduce": "all_reduce"},
+    **{"alltoall": "all_to_all", "all_to_all": "all_to_all"},
+    **{"reduce_scatter": "reduce_scatter", "reduce": "reduce"},
+    **{"broadcast": "broadcast", "gather": "gather", "scatter": "scatter"},
+    **{"send": "send", "isend": "send", "recv": "recv", "irecv": "recv"},
+    **{"barrier": "barrier", "monitored_barrier": "barrier"},
+}
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
+# What the operators call the tensors that they are given.
+_INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")
+
+
+class Call(NamedTuple):
+    """One collective or message.
+
+    Args:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ...
+        num_bytes: of the input as it is given on this process; of what arrives for recv.
+    """
+
+    kind: str
+    num_bytes: int
+
+
+class Volume(NamedTuple):
+    """All calls of one kind."""
+
+    number: int
+    num_bytes: int
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the collectives and messages that this process issues inside of ``with Traffic()``.
+
+    Attributes:
+        calls: how often each call was issued; a call over a group of one counts too.
+
+    Raises:
+        DistributedError: an operator that communicates in a way that is not known here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Call] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Note an operator that communicates, and run it."""
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it comes back as operators on what is here of it
+        kwargs = kwargs or {}
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in _NAMESPACES and name not in _SILENT:
+            self.calls[_read_call(func, args, kwargs)] += 1
+        return func(*args, **kwargs)
+
+    @property
+    def volumes(self) -> dict[str, Volume]:
+        """Number and bytes of every kind."""
+        return add_up(self.calls.elements())
+
+
+def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Return what an operator is about to do."""
+    name = func._schema.name.partition("::")[2].lstrip("_")
+    kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    found = next((given[key] for key in _INPUTS if key in given), None)
+    if kind is None or found is None:
+        raise DistributedError(
+            f"{func} communicates, and Traffic does not know how. Give its name a kind in "
+            "bmforge/testing/traffic.py."
+        )
+    tensors = (t for t in tree_leaves(found) if isinstance(t, Tensor))
+    # A barrier's tensor only says on which device to wait.
+    return Call(kind, 0 if kind == "barrier" else sum(t.nbytes for t in tensors))
+
+
+def add_up(calls: Iterable[Call]) -> dict[str, Volume]:
+    """Return number and bytes of the calls of every kind."""
+    volumes: dict[str, Volume] = {}
+    for kind, num_bytes in calls:
+        number, total = volumes.get(kind, Volume(0, 0))
+        volumes[kind] = Volume(number + 1, total + num_bytes)
+    return volumes

@@ -1,0 +1,102 @@
+"""Tiny vocabularies, corpora and settings for the tests of recipes."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bmforge.data import TokenStoreWriter
+from bmforge.recipes.examples import ExampleConfig
+from bmforge.tokenizers import CPM1Tokenizer
+from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig
+
+CHARACTERS = "一二三四五六七八九十天地人你我他好不上下"
+HEAD = ["<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<eod>", "▂"]
+ANT_HEAD = ["<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>", "<d>", "</d>"]
+BEE_HEAD = [
+    "<pad>",
+    "<unk>",
+    "<mask>",
+    "<sep>",
+    "</n>",
+    "</_>",
+    "<s>",
+    "</s>",
+    "<root>",
+    "<ans>",
+    "<option>",
+]
+SIZES = {"hidden_size": 32, "num_layers": 1, "num_heads": 2}
+
+
+def settings(steps: int, lr: float = 0.01, **changes: Any) -> TrainConfig:
+    """A loop of few steps at a constant rate."""
+    optim = OptimConfig(lr=lr, weight_decay=0.0)
+    constant = ScheduleConfig(kind="constant")
+    return TrainConfig(
+        steps=steps, save_every_steps=None, optim=optim, schedule=constant, **changes
+    )
+
+
+def examples(paths: Sequence[Path], vocabulary: Path | None, **changes: Any) -> ExampleConfig:
+    """What a run reads: the same to learn from and held out."""
+    names = tuple(map(str, paths))
+    sizes = {"seq_len": 24, "global_batch_size": 8, "micro_batch_size": 4, **changes}
+    where = None if vocabulary is None else str(vocabulary)
+    return ExampleConfig(paths=names, validation=names, tokenizer=where, **sizes)
+
+
+def write_vocabulary(folder: Path, head: Sequence[str], *tail: str) -> Path:
+    """A vocab.txt of characters; returns its directory."""
+    folder.mkdir(parents=True)
+    text = "\n".join([*head, *CHARACTERS, *tail]) + "\n"
+    (folder / "vocab.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def write_counting(prefix: Path, first: int, end: int, count: int = 24) -> Path:
+    """A store whose documents count up in a circle of ten ids from `first` on, `end` behind."""
+    with TokenStoreWriter(prefix, vocab_size=first + 10) as writer:
+        for number in range(count):
+            length = 10 + number % 7
+            writer.add_item([*(first + (number + i) % 10 for i in range(length)), end])
+            writer.end_document()
+    return prefix
+
+
+def bee_tokenizer() -> CPMBeeTokenizer:
+    """Letters, digits and the special tokens."""
+    return CPMBeeTokenizer([*BEE_HEAD, *"abcdefghijklmnopqrstuvwxyz0123456789?()-._"])
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    """One JSON a line."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def train_cpm1_tokenizer() -> CPM1Tokenizer:
+    """A sentencepiece model of single characters with CPM-1's special pieces."""
+    trainer = pytest.importorskip("sentencepiece", reason="needs the extra zh")
+    pytest.importorskip("jieba", reason="needs the extra zh")
+    model = io.BytesIO()
+    letters = CHARACTERS + "0123456789:选项答案是上下文对话回复。，"
+    trainer.SentencePieceTrainer.train(
+        sentence_iterator=iter([*letters] * 4),
+        model_writer=model,
+        model_type="char",
+        vocab_size=len(set(letters)) + 30,
+        hard_vocab_limit=False,
+        user_defined_symbols=["<eod>", "▂", "▃"],
+        control_symbols=["<sep>", "<pad>", "<mask>"],
+        character_coverage=1.0,
+        minloglevel=2,
+    )
+    return CPM1Tokenizer(model.getvalue())

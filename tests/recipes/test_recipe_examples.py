@@ -1,0 +1,82 @@
+"""Examples by number: every one once an epoch, the same on any world, gone on with exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.recipes.examples import ExampleConfig, ExampleLoader, iter_held_out
+
+
+class Numbers:
+    """Example i holds its own number and a first number of its seed."""
+
+    columns = {"input_ids": (3, 0), "labels": (3, -100)}  # noqa: RUF012
+
+    def __init__(self, count: int) -> None:
+        self.count, self.fingerprint = count, str(count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def make(self, index, seed):
+        return {"input_ids": [index + 1, hash(seed) % 997], "labels": [index + 1]}
+
+
+CONFIG = ExampleConfig(paths=("x",), global_batch_size=4, micro_batch_size=2, seed=3)
+
+
+def take(loader: ExampleLoader, steps: int) -> list[torch.Tensor]:
+    return [torch.cat([b["input_ids"] for b in next(loader)]) for _ in range(steps)]
+
+
+def test_every_example_comes_once_an_epoch() -> None:
+    rows = torch.cat(take(ExampleLoader(Numbers(10), CONFIG), 10))[:, 0].tolist()
+    epochs = [rows[i : i + 10] for i in range(0, 40, 10)]
+    assert all(sorted(epoch) == list(range(1, 11)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    other = ExampleConfig(**{**vars(CONFIG), "seed": 4})
+    assert torch.cat(take(ExampleLoader(Numbers(10), other), 3))[:, 0].tolist() != rows[:12]
+
+
+def test_the_rows_of_a_step_do_not_depend_on_the_world() -> None:
+    alone = take(ExampleLoader(Numbers(7), CONFIG), 5)
+    for world in (2, 4):
+        loaders = [ExampleLoader(Numbers(7), CONFIG, rank, world) for rank in range(world)]
+        for step in alone:
+            batches = [next(loader) for loader in loaders]
+            assert len({len(b) for b in batches}) == 1
+            rows = torch.cat([b[k]["input_ids"] for k in range(len(batches[0])) for b in batches])
+            labels = torch.cat([b[k]["labels"] for k in range(len(batches[0])) for b in batches])
+            counted = (labels != -100).any(1)
+            assert torch.equal(rows[counted], step)
+
+
+def test_goes_on_exactly_and_refuses_other_data() -> None:
+    loader = ExampleLoader(Numbers(7), CONFIG)
+    take(loader, 3)
+    state, rest = loader.state_dict(), take(loader, 4)
+    again = ExampleLoader(Numbers(7), CONFIG)
+    again.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(take(again, 4), rest, strict=True))
+    with pytest.raises(ConfigError, match="dataset=7"):
+        ExampleLoader(Numbers(8), CONFIG).load_state_dict(state)
+    wide = ExampleConfig(**{**vars(CONFIG), "global_batch_size": 5})
+    with pytest.raises(ConfigError, match="12 samples"):
+        ExampleLoader(Numbers(7), wide).load_state_dict(state)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_held_out_examples_are_shared(world: int) -> None:
+    shares = [list(iter_held_out(Numbers(7), CONFIG, rank, world)) for rank in range(world)]
+    assert len({len(share) for share in shares}) == 1
+    labels = torch.cat([b["labels"] for share in shares for b in share])[:, 0]
+    assert sorted(labels[labels != -100].tolist()) == list(range(1, 8))
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ConfigError, match=r"data\.micro_batch_size=0.*data\.paths is empty"):
+        ExampleLoader(Numbers(3), ExampleConfig(micro_batch_size=0))
+    with pytest.raises(DataError, match="no example"):
+        ExampleLoader(Numbers(0), CONFIG)
