@@ -32,6 +32,8 @@ __all__ = ["WorkerPool", "run_distributed", "shutdown_pool"]
 
 # After one rank has failed the others usually wait in a collective for ever.
 _GRACE_S = 5.0
+# What is garbage keeps its threads until it is collected, which takes a tenth of a second.
+_JOBS_PER_COLLECTION = 10
 
 
 def _serve(rank: int, connection: Connection) -> None:
@@ -65,10 +67,10 @@ def _run_job(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _forget_meshes()
+        _forget_meshes(collects=job_number % _JOBS_PER_COLLECTION == 0)
 
 
-def _forget_meshes() -> None:
+def _forget_meshes(collects: bool) -> None:
     """Clear torch's caches that outlive a job's process groups.
 
     What they keep are meshes that are equal to those of later jobs, with groups that are gone; and
@@ -78,8 +80,8 @@ def _forget_meshes() -> None:
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    gc.collect()
-    gc.freeze()  # what has survived stays: the next collection need not look at it again
+    if collects:
+        gc.collect()
 
 
 @dataclass
