@@ -17,6 +17,7 @@ __all__ = [
     "cut_evenly",
     "exchange_rows",
     "gather_tokens",
+    "own_gradient",
     "reduce_scatter",
     "sum_backward",
     "sum_both_ways",
@@ -69,6 +70,16 @@ class _SumBackward(torch.autograd.Function):
         return _all_reduce(grads[0], ctx.group), None
 
 
+class _OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].clone()
+
+
 class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -111,6 +122,15 @@ class _SumScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grads[0], ctx.group, ctx.dim), None, None
+
+
+def own_gradient(x: Tensor) -> Tensor:
+    """Pass on `x`; its gradient is a tensor of its own.
+
+    What is added to without a sum (positions, to one row) gets the very gradient that goes on to
+    others. Autograd copies such a one before it adds to it, but not inside a DTensor.
+    """
+    return _OwnGradient.apply(x)
 
 
 def sum_backward(x: Tensor, group: Group) -> Tensor:

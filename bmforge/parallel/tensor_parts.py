@@ -16,6 +16,7 @@ from bmforge.device import fork_random
 from bmforge.parallel.collectives import (
     all_gather,
     gather_tokens,
+    own_gradient,
     sum_backward,
     sum_forward,
     sum_scatter_tokens,
@@ -98,7 +99,11 @@ class TensorGroup:
 
 def view_here(parameter: Tensor) -> Tensor:
     """What is here of a parameter that is cut, or all of one that is not."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local = parameter.to_local()
+    is_whole = all(placement.is_replicate() for placement in parameter.placements)
+    return own_gradient(local) if is_whole else local
 
 
 def is_mixture(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from bmforge.cli.info import describe_model
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models import Model
 from bmforge.models.vit import PatchEmbedding, ViT, ViTConfig
+from bmforge.parallel import Layout
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.model_suite import ModelSuite
@@ -95,6 +96,10 @@ class TestViT(ModelSuite, FileSuite):
             images = torch.randn(2, twin.ours.config.num_channels, *size)
             theirs = twin.theirs(images, interpolate_pos_encoding=True).logits
             assert_close(twin.ours(images, interpolate_pos_encoding=True).logits, theirs)
+
+    def test_single_images_accumulate(self, tiny: Model) -> None:
+        """Cut, one image at a time: positions get the very gradient that goes on to others."""
+        self.check_layout(tiny, world=2, layout=Layout(tp=2), micro_batches=4)
 
 
 def _name_on_disk(name: str) -> str:
