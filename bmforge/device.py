@@ -6,7 +6,9 @@ it has given out, and how fast it is at best. A machine without an accelerator u
 
 from __future__ import annotations
 
+import os
 import platform
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,8 @@ __all__ = [
     "device_name",
     "fork_random",
     "has_fast_half",
+    "is_host",
+    "memory_room_bytes",
     "parse_dtype",
     "peak_flops",
     "reads_are_free",
@@ -56,6 +60,11 @@ def backend_for(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{_BACKENDS.get(device.type, 'gloo')}"
+
+
+def is_host(device: torch.device) -> bool:
+    """Tell whether `device` computes in the host's own memory."""
+    return device.type == "cpu"
 
 
 def device_name(device: torch.device) -> str:
@@ -119,6 +128,27 @@ def resident_bytes() -> int:
     if not statm.exists():
         return 0
     return int(statm.read_text().split()[1]) * 4096
+
+
+def memory_room_bytes(device: torch.device) -> int:
+    """Return what is left of `device` at the highest use so far, less 3 % for what cannot be used.
+
+    An accelerator's share of this process, where one was set, and a limit on a CPU process's data
+    (``ulimit -d``) count as the size.
+    """
+    if device.type != "cpu":
+        accelerator = torch.get_device_module(device)
+        total_bytes = accelerator.mem_get_info(device)[1]
+        share = getattr(accelerator, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+        return int(0.97 * share * total_bytes) - int(accelerator.max_memory_reserved(device))
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    status = dict(
+        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+    )
+    if limit != resource.RLIM_INFINITY:
+        return int(0.97 * limit) - int(status["VmData"].split()[0]) * 1024
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(0.97 * total_bytes) - int(status["VmHWM"].split()[0]) * 1024
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["Box", "is_first_replica", "local_box", "local_tensor"]
+__all__ = ["Box", "is_first_replica", "is_streamed", "local_box", "local_tensor"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,14 @@ class Box:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` that lives here: a view that shares its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_streamed(tensor: Tensor) -> bool:
+    """Tell whether a parameter's values live elsewhere and come when its block runs.
+
+    Its own memory then says nothing; ``tensor.read_streamed(out)`` reads the values.
+    """
+    return hasattr(tensor, "read_streamed")
 
 
 def local_box(tensor: Tensor) -> Box:

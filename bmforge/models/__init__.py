@@ -16,9 +16,9 @@ from bmforge.models.glm import GLM, GLMConfig
 from bmforge.models.gpt2 import GPT2, GPT2Config
 from bmforge.models.gptj import GPTJ, GPTJConfig
 from bmforge.models.hub import AutoModel
-from bmforge.models.init import init_weights_
+from bmforge.models.init import init_weights_, weight_drawer
 from bmforge.models.llama import Llama, LlamaConfig
-from bmforge.models.load import load_weights_
+from bmforge.models.load import load_weights_, weight_reader
 from bmforge.models.longformer import Longformer, LongformerConfig
 from bmforge.models.minicpm import MiniCPM, MiniCPMConfig
 from bmforge.models.mixtral import Mixtral, MixtralConfig
@@ -79,4 +79,6 @@ __all__ = [
     "ViTConfig",
     "init_weights_",
     "load_weights_",
+    "weight_drawer",
+    "weight_reader",
 ]

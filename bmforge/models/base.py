@@ -28,6 +28,7 @@ from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.weights import WeightRule, assemble_source, expand_rules, group_by_source
 from bmforge.nn.losses import IGNORE_INDEX
+from bmforge.shards import is_streamed
 
 __all__ = ["Model"]
 
@@ -285,5 +286,8 @@ class _Whole:
         if self.last is None or self.last[0] != name:
             parameter = self.parameters[name].detach()
             tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if is_streamed(self.parameters[name]):
+                tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self.parameters[name].read_streamed(tensor)  # type: ignore[attr-defined]
             self.last = (name, tensor)
         return self.last[1]

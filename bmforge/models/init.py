@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bmforge.shards import local_box, local_tensor
+from bmforge.shards import is_streamed, local_box, local_tensor
 
-__all__ = ["NoDrawing", "draw_normal_", "init_parameter_", "init_weights_", "materialize_"]
+__all__ = [
+    "NoDrawing",
+    "draw_normal_",
+    "init_parameter_",
+    "init_weights_",
+    "materialize_",
+    "weight_drawer",
+]
 
 # Fixed for ever: another block size would draw other weights.
 _BLOCK_ELEMENTS = 1 << 16
@@ -44,7 +52,7 @@ def materialize_(model: nn.Module, device: torch.device | str | None = None) -> 
         if device is None:
             device = sharded.device_mesh.device_type if sharded is not None else "cpu"
         ties = _tied_names(model)
-        model.to_empty(device=device)
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         for first, *others in ties:
             _tie_(model, first, others)
 
@@ -75,8 +83,14 @@ def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | Non
     """
     materialize_(model, device)
     for name, parameter in model.named_parameters():
-        init_parameter_(parameter, name, model.init_std(name), seed)
+        if not is_streamed(parameter):
+            init_parameter_(parameter, name, model.init_std(name), seed)
     return model
+
+
+def weight_drawer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
+    """Return what draws one parameter of `model` when it is asked for, as `init_weights_` does."""
+    return lambda name, target: init_parameter_(target, name, model.init_std(name), seed)
 
 
 def init_parameter_(parameter: Tensor, name: str, std: float, seed: int) -> None:

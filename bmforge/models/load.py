@@ -8,6 +8,7 @@ the parameters' own.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from bmforge.models.hf_format import WeightFiles
 from bmforge.models.init import init_parameter_, materialize_
 from bmforge.models.safe_file import Read, run_reads
 from bmforge.models.weights import WeightRule
-from bmforge.shards import local_box, local_tensor
+from bmforge.shards import is_streamed, local_box, local_tensor
 from bmforge.surgery import match_glob
 
-__all__ = ["load_weights_", "settle_tie"]
+__all__ = ["load_weights_", "settle_tie", "weight_reader"]
 
 # Buffers that old checkpoints carry and nothing needs.
 _DEAD = (
@@ -69,6 +70,8 @@ def load_weights_(
     reads = []
     for rule, name in pairs:
         parameter = parameters[rule.ours]
+        if is_streamed(parameter):
+            continue
         may_map = rule.ours in unborn and rule.is_renaming and uses[name] == 1
         if not (may_map and _map_(parameter, name, files)):
             reads += _plan_reads(parameter, rule, name, files)
@@ -78,6 +81,31 @@ def load_weights_(
     if fresh:
         get_logger().info("new head, drawn at random: %s", ", ".join(fresh))
     return model
+
+
+def weight_reader(model: Any, source: str | Path | WeightFiles) -> Callable[[str, Tensor], None]:
+    """Return what reads a parameter of `model` from a checkpoint, whole, when it is asked for.
+
+    Args:
+        model: plain or on meta; what does not fit is found now.
+        source: the directory that holds the weights, or its opened files.
+
+    Returns:
+        fills a contiguous host tensor with the parameter of that name.
+
+    Raises:
+        CheckpointError: as `load_weights_` does.
+    """
+    files = source if isinstance(source, WeightFiles) else WeightFiles(source)
+    pairs, _ = _match_sources(model, files, new_head=False)
+    rules: dict[str, list[tuple[WeightRule, str]]] = {}
+    for rule, name in pairs:
+        rules.setdefault(rule.ours, []).append((rule, name))
+
+    def read(ours: str, target: Tensor) -> None:
+        run_reads([r for rule, name in rules[ours] for r in _plan_reads(target, rule, name, files)])
+
+    return read
 
 
 def _map_(parameter: nn.Parameter, name: str, files: WeightFiles) -> bool:

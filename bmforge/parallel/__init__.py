@@ -7,6 +7,7 @@ here imports `nn` or `models`: what to cut where comes as data (name globs) with
 from bmforge.parallel.distributed import (
     World,
     init_distributed,
+    run_everywhere,
     run_on_first,
     shutdown_distributed,
 )
@@ -22,6 +23,7 @@ from bmforge.parallel.layout import (
     mesh_of,
     sum_over_axes,
 )
+from bmforge.parallel.offload import OffloadConfig, left_gradient
 from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipelined import pipeline_of, run_step
 from bmforge.parallel.roll_call import name_the_missing
@@ -29,6 +31,7 @@ from bmforge.parallel.zero import reshard_
 
 __all__ = [
     "Layout",
+    "OffloadConfig",
     "World",
     "axis_rank",
     "axis_size",
@@ -38,11 +41,13 @@ __all__ = [
     "data_parallel_size",
     "gradient_ranks",
     "init_distributed",
+    "left_gradient",
     "mesh_of",
     "name_the_missing",
     "parallelize",
     "pipeline_of",
     "reshard_",
+    "run_everywhere",
     "run_on_first",
     "run_step",
     "shutdown_distributed",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bmforge.device import backend_for, default_device
 from bmforge.errors import DistributedError
 
-__all__ = ["World", "init_distributed", "run_on_first", "shutdown_distributed"]
+__all__ = ["World", "init_distributed", "run_everywhere", "run_on_first", "shutdown_distributed"]
 
 T = TypeVar("T")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -112,6 +112,27 @@ def run_on_first(function: Callable[[], T]) -> T | None:
     if problem[0] is not None:
         raise problem[0]
     return result
+
+
+def run_everywhere(function: Callable[[], T]) -> T:
+    """Run a function on every process; if it fails on any, the first failure is raised on all.
+
+    Returns:
+        what it returned here.
+    """
+    result, problem = None, None
+    try:
+        result = function()
+    except Exception as error:
+        problem = error
+    problems: list[Exception | None] = [problem]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        problems *= dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise found
+    return cast(T, result)
 
 
 def shutdown_distributed() -> None:

@@ -7,13 +7,18 @@ takes the same way as many.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bmforge.parallel.check import Rules, check_layout
+from bmforge.errors import ConfigError
+from bmforge.parallel.activations import apply_activation_offload_
+from bmforge.parallel.check import Plan, Rules, check_layout
 from bmforge.parallel.context import apply_context_parallel_, divide_loss_
+from bmforge.parallel.copies import make_copy_engine
 from bmforge.parallel.distributed import init_distributed
 from bmforge.parallel.expert import (
     apply_expert_parallel_,
@@ -40,6 +45,7 @@ def parallelize(
     recompute: bool = False,
     compile: bool = False,
     prefetch: int = 1,
+    offload_activations: bool = False,
 ) -> nn.Module:
     """Lay a model out over the processes, in place, and return it.
 
@@ -56,35 +62,30 @@ def parallelize(
         recompute: recompute blocks in backward.
         compile: compile every block with `torch.compile`.
         prefetch: how many units ahead parameters are gathered.
+        offload_activations: what blocks keep for backward waits on the host; with `recompute` that
+            is their input.
 
     Raises:
         ConfigError: everything that does not fit, in one message, the same on every process, before
             the first collective.
     """
     layout = layout or Layout()
+    _check_wrapping(offload_activations, compile)
     world = init_distributed()
-    plan = check_layout(model, layout, rules, world, precision, recompute or compile, prefetch)
+    need_blocks = recompute or compile or offload_activations
+    plan = check_layout(model, layout, rules, world, precision, need_blocks, prefetch)
     mesh = mesh or build_mesh(layout, world.device)
     target: Any = model
-    target.mesh = mesh
+    target.mesh, target.prefetch = mesh, prefetch
     shared: dict[str, list[int]] = {}
     if plan.cutting is not None:
         shared = drop_the_rest_(model, plan.cutting, plan.stages_of(mesh.get_local_rank("pp")))
         plan = plan.without_dropped(model)
-    if layout.tp > 1:
-        sequence = layout.sequence_parallel
-        apply_tensor_parallel_(model, plan.styles, plan.stacks, mesh["tp"], sequence=sequence)
-    if layout.cp > 1:
-        unit = layout.tp if layout.sequence_parallel else 1
-        apply_context_parallel_(model, plan.stacks, mesh["cp"], method=layout.cp_method, unit=unit)
+    _divide_blocks_(model, layout, plan, mesh)
     share_statistics_(model, mesh)
     expert_mesh = build_expert_mesh(mesh, layout.ep) if layout.ep > 1 else None
     experts = [] if expert_mesh is None else apply_expert_parallel_(model, expert_mesh)
-    if recompute:
-        apply_recompute_(plan.blocks)
-    if compile:
-        for block in plan.blocks:
-            block.compile()
+    _wrap_blocks_(plan.blocks, world.device, recompute, offload_activations, compile)
     if plan.is_sharded:
         apply_zero_(
             model,
@@ -105,8 +106,44 @@ def parallelize(
             shared,
             slices=layout.tp > 1,
             frees=layout.zero == 3,
-            splits=not (plan.is_sharded or recompute or compile),
+            splits=not (plan.is_sharded or recompute or compile or offload_activations),
         )
     if layout.cp > 1:
         divide_loss_(model, layout.cp)
     return model
+
+
+def _divide_blocks_(model: nn.Module, layout: Layout, plan: Plan, mesh: DeviceMesh) -> None:
+    """Cut what blocks compute over the axes `tp` and `cp`."""
+    if layout.tp > 1:
+        sequence = layout.sequence_parallel
+        apply_tensor_parallel_(model, plan.styles, plan.stacks, mesh["tp"], sequence=sequence)
+    if layout.cp > 1:
+        unit = layout.tp if layout.sequence_parallel else 1
+        apply_context_parallel_(model, plan.stacks, mesh["cp"], method=layout.cp_method, unit=unit)
+
+
+def _wrap_blocks_(
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    recompute: bool,
+    offload_activations: bool,
+    compile: bool,
+) -> None:
+    """Change how blocks run, but not what they compute."""
+    if recompute:
+        apply_recompute_(blocks)
+    if offload_activations:
+        engine = make_copy_engine(device, "bmforge-activations")
+        apply_activation_offload_(blocks, engine)
+    if compile:
+        for block in blocks:
+            block.compile()
+
+
+def _check_wrapping(offload_activations: bool, compile: bool) -> None:
+    if compile and offload_activations:
+        raise ConfigError(
+            "compile and offload_activations exclude each other: a compiled block decides itself "
+            "what it keeps. Leave one of them out."
+        )

@@ -106,6 +106,11 @@ class PipelinedModel:
         """The stages on this rank."""
         return tuple(s for s, owner in enumerate(self._owners) if owner == self.rank)
 
+    @property
+    def shared_names(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients are summed over ranks at a step's end."""
+        return tuple(sorted(self._shared))
+
     def show_stage(self, number: int) -> None:
         """Let every stack know which blocks run."""
         for stack, span in self.cutting.spans[number].items():

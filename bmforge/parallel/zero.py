@@ -5,8 +5,9 @@ Source: Rajbhandari et al., "ZeRO" (2020); the mechanics are torch's `fully_shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["apply_zero_", "reshard_"]
+__all__ = ["apply_zero_", "change_dtype_", "half_units", "reshard_"]
 
 
 def apply_zero_(
@@ -115,6 +116,41 @@ def _set_prefetch_(units: Sequence[nn.Module], experts: Sequence[nn.Module], pre
         unit.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + prefetch])
     for index, unit in enumerate(backward):
         unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + prefetch])
+
+
+def half_units(model: nn.Module, dtype: torch.dtype) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters of every unit that computes in `dtype` and keeps wider ones."""
+    for module in model.modules():
+        for group in _param_groups(module):
+            if group.mp_policy.param_dtype == dtype:
+                yield [one.sharded_param for one in group.fsdp_params]
+
+
+def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> None:
+    """Keep these sharded parameters, whole units of them, in another dtype from now on.
+
+    The parameters stay the same objects. Call it between steps, with the model resharded.
+    """
+    for module in model.modules():
+        for group in _param_groups(module):
+            mine = [one for one in group.fsdp_params if id(one.sharded_param) in chosen]
+            for one in mine:
+                old = one.sharded_param
+                new = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
+                torch.utils.swap_tensors(old, new)
+                old.__dict__.update(new.__dict__)  # what others have noted on it went along
+                one.reset_sharded_param()
+            if mine:
+                group._init_mp_dtypes()
+
+
+def _param_groups(module: nn.Module) -> list[Any]:
+    """Return what FSDP2 gathers as one for this module; [] where it is no unit."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    one = getattr(state, "_fsdp_param_group", None)
+    return getattr(state, "_fsdp_param_groups", [one] if one else [])
 
 
 def reshard_(model: nn.Module) -> None:

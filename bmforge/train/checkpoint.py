@@ -85,7 +85,7 @@ def save_checkpoint(
     peers = Peers()
     folder = Path(directory)
     snapshot = take_snapshot(model, optimizer, step=step, state=state, rank=peers.rank)
-    if blocking:
+    if blocking or snapshot.is_late:
         try:
             publish(folder, snapshot, peers)
         finally:
@@ -206,7 +206,8 @@ class Checkpointer:
         directory: the folder that holds the step directories.
         keep_last: how many of the newest to keep, at least 1.
         keep_every: also keep every step that this divides; None keeps no others.
-        asynchronous: write in a thread; False writes before `save` returns.
+        asynchronous: write in a thread; False writes before `save` returns, as happens anyway where
+            optimizer states live on disk.
         fault: called with each name of `FAULT_POINTS` as it is passed (for kill tests).
 
     Memory:
@@ -262,7 +263,7 @@ class Checkpointer:
         self.wait()
         snapshot = take_snapshot(model, optimizers, step=step, state=state, rank=self._peers.rank)
         self._fault("snapshot")
-        if not self._asynchronous:
+        if not self._asynchronous or snapshot.is_late:
             self._write(snapshot)
             return
         # Not a daemon: the interpreter waits for it at its end, so a last save is never cut off.

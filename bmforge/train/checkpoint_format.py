@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ __all__ = [
     "MANIFEST_NAME",
     "TEMPORARY_PREFIX",
     "DamagedCheckpointError",
+    "LateTensor",
     "find_checkpoints",
     "find_damage",
     "hash_line",
@@ -141,8 +144,31 @@ def _hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class LateTensor:
+    """A tensor that is not in memory: it is read when its bytes are written.
+
+    Args:
+        shape: of what `load` returns.
+        dtype: likewise.
+        load: reads it, as a contiguous host tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        return self.dtype.itemsize
+
+
 def write_shard(
-    path: Path, tensors: dict[str, Tensor], fault: Callable[[str], None]
+    path: Path, tensors: Mapping[str, Tensor | LateTensor], fault: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write host tensors as one new safetensors file, hashed on the way and synced.
 
@@ -150,7 +176,7 @@ def write_shard(
 
     Args:
         path: the file; it must not exist yet.
-        tensors: contiguous host tensors.
+        tensors: contiguous host tensors, or such as are read when it is their turn.
         fault: called with the phases "shard-open", "shard-half", "shard-written", "shard-synced".
 
     Returns:
@@ -168,7 +194,9 @@ def write_shard(
         file.write(header)
         written, half_done = 0, False
         for name in names:
-            payload = memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
+            kept = tensors[name]
+            loaded = kept.load() if isinstance(kept, LateTensor) else kept
+            payload = memoryview(loaded.reshape(-1).view(torch.uint8).numpy())
             for start in range(0, len(payload), _BLOCK_BYTES):
                 block = payload[start : start + _BLOCK_BYTES]
                 file.write(block)
@@ -185,7 +213,9 @@ def write_shard(
     return {"bytes": len(header) + written, "sha256": digest.hexdigest()}
 
 
-def _shard_header(names: list[str], tensors: dict[str, Tensor]) -> tuple[bytes, int]:
+def _shard_header(
+    names: list[str], tensors: Mapping[str, Tensor | LateTensor]
+) -> tuple[bytes, int]:
     """Return the safetensors header (length word included) and the payload's size in bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

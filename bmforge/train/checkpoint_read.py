@@ -16,15 +16,18 @@ from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
-from bmforge.shards import Box, local_box, local_tensor
+from bmforge.shards import Box, is_streamed, local_box, local_tensor
 from bmforge.train.checkpoint_format import shard_name
 from bmforge.train.checkpoint_peers import Peers
 from bmforge.train.checkpoint_rng import reseed_rng, restore_rng
 from bmforge.train.checkpoint_state import (
     NOT_SETTINGS,
+    kind_of,
+    master_of,
     model_tensors,
     optimizer_parameters,
     state_tensor_name,
+    write_state,
 )
 
 __all__ = ["ChunkReader", "apply_checkpoint", "check_fit", "restore_generators"]
@@ -177,7 +180,7 @@ def _compare(
     try:
         for name, _, _, optimizer in optimizer_parameters(model, optimizers):
             parameters.add(name)
-            kind = type(optimizer).__name__
+            kind = kind_of(optimizer)
             if saved is None:
                 continue
             if name not in saved:
@@ -199,7 +202,8 @@ def _compare_tensor(name: str, tensor: Tensor, record: dict[str, Any] | None) ->
     saved_shape, shape = tuple(record["shape"]), tuple(tensor.shape)
     if saved_shape != shape:
         return _Problem(f"{shown}: shape {saved_shape} saved, {shape} in the model", fatal=True)
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    master = master_of(tensor)
+    dtype = str(tensor.dtype if master is None else master.dtype).removeprefix("torch.")
     if record["dtype"] != dtype:
         return _Problem(f"{shown}: dtype {record['dtype']} saved, {dtype} in the model")
     return None
@@ -218,16 +222,20 @@ def apply_checkpoint(
         for name, tensor in model_tensors(model).items():
             box = local_box(tensor)
             if name in manifest["tensors"] and box.numel:
-                local_tensor(tensor).copy_(reader.read(name, box))
+                value, master = reader.read(name, box), master_of(tensor)
+                if not is_streamed(tensor):
+                    local_tensor(tensor).copy_(value)
+                if master is not None:
+                    master.put(0, value)
         saved = manifest["optimizer"] or {}
         for name, parameter, group, optimizer in optimizer_parameters(model, optimizers):
             entry = saved.get(name)
-            if entry is None or entry["optimizer"] != type(optimizer).__name__:
+            if entry is None or entry["optimizer"] != kind_of(optimizer):
                 continue
             values = dict(entry["values"])
             for key in entry["tensors"]:
                 values[key] = _state_tensor(reader, name, key, parameter, group, optimizer)
-            optimizer.state[parameter] = values
+            write_state(optimizer, parameter, values)
         _restore_groups(model, optimizers, saved)
 
 
@@ -282,7 +290,7 @@ def _restore_groups(
     groups: dict[int, dict[str, Any]] = {}
     for name, _, group, optimizer in optimizer_parameters(model, optimizers):
         entry = saved.get(name)
-        if entry is not None and entry["optimizer"] == type(optimizer).__name__:
+        if entry is not None and entry["optimizer"] == kind_of(optimizer):
             groups[id(group)] = group
             found.setdefault(id(group), []).append(entry["group"])
     for key, group in groups.items():

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
 from bmforge.parallel import counts_here, pipeline_of
-from bmforge.shards import Box, is_first_replica, local_box, local_tensor
-from bmforge.train.checkpoint_format import DTYPE_CODES
+from bmforge.parallel.homes import Home
+from bmforge.shards import Box, is_first_replica, is_streamed, local_box, local_tensor
+from bmforge.train.checkpoint_format import DTYPE_CODES, LateTensor
 from bmforge.train.checkpoint_rng import capture_rng
 
 __all__ = [
@@ -28,11 +29,15 @@ __all__ = [
     "Optimizers",
     "Snapshot",
     "check_json",
+    "kind_of",
     "list_optimizers",
+    "master_of",
     "model_tensors",
     "optimizer_parameters",
+    "read_state",
     "state_tensor_name",
     "take_snapshot",
+    "write_state",
 ]
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -51,7 +56,7 @@ class Snapshot:
 
     Args:
         step: optimizer steps done.
-        tensors: this process's chunks by tensor name.
+        tensors: this process's chunks by tensor name; what lives on disk is read as it is written.
         boxes: where each chunk lies in its whole tensor.
         records: dtype and whole shape of every tensor this process knows, its own or not.
         optimizer: per parameter: optimizer class, hyper-parameters, python values, tensor keys;
@@ -62,13 +67,29 @@ class Snapshot:
     """
 
     step: int
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | LateTensor]
     boxes: dict[str, Box]
     records: dict[str, dict[str, Any]]
     optimizer: dict[str, Any] | None
     state: str
     seed: int
     rng: dict[str, Tensor]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether something is yet to be read, so that training must wait for the writing."""
+        return any(isinstance(tensor, LateTensor) for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A tensor that is laid out like `pattern` and kept by a home outside the device."""
+
+    pattern: Tensor
+    home: Home
+
+
+Kept: TypeAlias = Tensor | Elsewhere
 
 
 def list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
@@ -78,6 +99,33 @@ def list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
     if isinstance(optimizers, Sequence):
         return list(optimizers)
     return [optimizers]
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """Return by which name a checkpoint knows an optimizer: where its state lives is no matter."""
+    return str(getattr(optimizer, "saved_as", type(optimizer).__name__))
+
+
+def read_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return a parameter's optimizer state; what lives outside the device as `Elsewhere`."""
+    reader = getattr(optimizer, "read_state", None)
+    values = optimizer.state.get(parameter, {}) if reader is None else reader(parameter)
+    return {k: Elsewhere(parameter, v) if isinstance(v, Home) else v for k, v in values.items()}
+
+
+def write_state(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> None:
+    """Give an optimizer what `read_state` had."""
+    writer = getattr(optimizer, "write_state", None)
+    if writer is None:
+        optimizer.state[parameter] = values
+    else:
+        writer(parameter, values)
+
+
+def master_of(parameter: Tensor) -> Home | None:
+    """Return where a parameter's wider copy lives, if it has one."""
+    home: Home | None = getattr(parameter, "master", None)
+    return home
 
 
 def state_tensor_name(parameter_name: str, key: str) -> str:
@@ -104,7 +152,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
+    for name, parameter in model.named_parameters():
+        if not is_streamed(parameter) or master_of(parameter) is not None:
+            yield name, parameter  # what streams and is not trained stays where it comes from
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -160,9 +210,9 @@ def take_snapshot(
     mesh, pipeline = getattr(model, "mesh", None), pipeline_of(model)
     leads = rank == 0 if mesh is None else counts_here(mesh, "pp")
     copied = frozenset() if pipeline is None else pipeline.copied
-    owned: dict[str, tuple[Tensor, bool]] = {
+    owned: dict[str, tuple[Kept, bool]] = {
         name: (
-            tensor,
+            _widest(tensor),
             is_first_replica(tensor, leads) and name.removeprefix("model/") not in copied,
         )
         for name, tensor in model_tensors(model).items()
@@ -170,7 +220,7 @@ def take_snapshot(
     listed = list_optimizers(optimizers)
     described: dict[str, Any] | None = {} if listed else None
     for name, parameter, group, optimizer in optimizer_parameters(model, listed):
-        values = optimizer.state.get(parameter, {})
+        values = read_state(optimizer, parameter)
         assert described is not None
         described[name] = _describe(name, values, group, optimizer)
         for key in described[name]["tensors"]:
@@ -180,12 +230,12 @@ def take_snapshot(
     own = {
         name: tensor
         for name, (tensor, writes) in owned.items()
-        if writes and local_tensor(tensor).numel() > 0
+        if writes and local_tensor(_pattern(tensor)).numel() > 0
     }
     return Snapshot(
         step=step,
         records={name: _record(name, tensor) for name, (tensor, _) in owned.items()},
-        boxes={name: local_box(tensor) for name, tensor in own.items()},
+        boxes={name: local_box(_pattern(tensor)) for name, tensor in own.items()},
         tensors={name: _to_host(tensor) for name, tensor in own.items()},
         optimizer=described,
         state=json.dumps(state),
@@ -198,7 +248,7 @@ def _describe(
     name: str, values: dict[str, Any], group: dict[str, Any], optimizer: Optimizer
 ) -> dict[str, Any]:
     """Return what the manifest keeps of one parameter's optimizer state, tensors apart."""
-    plain = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+    plain = {key: value for key, value in values.items() if not isinstance(value, Kept)}
     check_json(plain, f"optimizer.state[{name!r}]")
     hyper = {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -207,22 +257,38 @@ def _describe(
     }
     check_json(hyper, f"the parameter group of {name!r}")
     return {
-        "optimizer": type(optimizer).__name__,
+        "optimizer": kind_of(optimizer),
         "group": hyper,
         "values": plain,
-        "tensors": [key for key, value in values.items() if isinstance(value, Tensor)],
+        "tensors": [key for key, value in values.items() if isinstance(value, Kept)],
     }
 
 
-def _writes_state(value: Tensor, parameter: Tensor, leads: bool) -> bool:
+def _pattern(kept: Kept) -> Tensor:
+    """Return the tensor that tells how something is laid out."""
+    return kept.pattern if isinstance(kept, Elsewhere) else kept
+
+
+def _widest(tensor: Tensor) -> Kept:
+    """Return a parameter's wider copy where it has one: that is what training knows."""
+    home = master_of(tensor)
+    return tensor if home is None else Elsewhere(tensor, home)
+
+
+def _writes_state(value: Kept, parameter: Tensor, leads: bool) -> bool:
     """True on the one process that writes this tensor of `parameter`'s state."""
+    if isinstance(value, Elsewhere):
+        return is_first_replica(parameter, leads)
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return is_first_replica(value, leads)
     coordinate = parameter.device_mesh.get_coordinate()
     return coordinate is not None and not any(coordinate)
 
 
-def _record(name: str, tensor: Tensor) -> dict[str, Any]:
+def _record(name: str, tensor: Kept) -> dict[str, Any]:
+    if isinstance(tensor, Elsewhere):
+        dtype = str(tensor.home.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": list(tensor.pattern.shape)}
     local = local_tensor(tensor.detach())
     if (
         local.dtype not in DTYPE_CODES
@@ -238,7 +304,12 @@ def _record(name: str, tensor: Tensor) -> dict[str, Any]:
     return {"dtype": str(local.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Kept) -> Tensor | LateTensor:
+    if isinstance(tensor, Elsewhere):
+        home, shape = tensor.home, tuple(local_tensor(tensor.pattern).shape)
+        if home.is_on_disk:
+            return LateTensor(shape, home.dtype, lambda: home.fetch().view(shape))
+        return home.fetch().view(shape).clone()
     local = local_tensor(tensor.detach())
     host = torch.empty(local.shape, dtype=local.dtype, device="cpu")
     return host.copy_(local)

@@ -14,7 +14,7 @@ from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
 from bmforge.shards import local_box, local_tensor
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "update_"]
 
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NS_EPS = 1e-7
@@ -97,18 +97,30 @@ class Muon(torch.optim.Optimizer):
                 parameter.grad, memory_format=torch.preserve_format
             )
         grad, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
-        buffer.lerp_(grad, 1 - group["momentum"])
-        update = grad.lerp(buffer, group["momentum"])
-        dtype = _iteration_dtype(update, group["ns_dtype"])
-        update = _orthogonalize(_whole(update.to(dtype), parameter), group["ns_steps"])
-        rows, columns = parameter.shape
-        if group["adjust_lr"] == "original":
-            ratio = math.sqrt(max(1, rows / columns))
-        else:
-            ratio = 0.2 * math.sqrt(max(rows, columns))
-        local = local_tensor(parameter)
-        local.mul_(1 - group["lr"] * group["weight_decay"])
-        local.add_(update[local_box(parameter).slices], alpha=-(group["lr"] * ratio))
+        update_(local_tensor(parameter), grad, buffer, parameter, group)
+
+
+def update_(target: Tensor, grad: Tensor, buffer: Tensor, parameter: Tensor, group: Group) -> None:
+    """Move this process's part of a matrix, and its momentum, by one step.
+
+    Args:
+        target: the part that is here, of the parameter itself or of a wider copy of it.
+        grad: its gradient.
+        buffer: its momentum.
+        parameter: how the whole is laid out; all processes of its mesh call this together.
+        group: the numbers.
+    """
+    buffer.lerp_(grad, 1 - group["momentum"])
+    update = grad.lerp(buffer, group["momentum"])
+    dtype = _iteration_dtype(update, group["ns_dtype"])
+    update = _orthogonalize(_whole(update.to(dtype), parameter), group["ns_steps"])
+    rows, columns = parameter.shape
+    if group["adjust_lr"] == "original":
+        ratio = math.sqrt(max(1, rows / columns))
+    else:
+        ratio = 0.2 * math.sqrt(max(rows, columns))
+    target.mul_(1 - group["lr"] * group["weight_decay"])
+    target.add_(update[local_box(parameter).slices], alpha=-(group["lr"] * ratio))
 
 
 def _iteration_dtype(update: Tensor, asked: str | None) -> torch.dtype:

@@ -7,7 +7,7 @@ gives the same numbers on both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from bmforge.errors import ConfigError, DistributedError, suggest
-from bmforge.parallel import pipeline_of
+from bmforge.parallel import left_gradient, pipeline_of
 from bmforge.shards import local_tensor
 from bmforge.train.muon import Muon
+from bmforge.train.offloaded import OffloadedAdamW, OffloadedMuon
 
 __all__ = ["Muon", "OptimConfig", "build_optimizers", "clip_grad_norm_", "param_groups"]
 
@@ -93,24 +94,37 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     return _decay_groups(_trainable(model), weight_decay)
 
 
-def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    model: nn.Module, config: OptimConfig, *, offloaded: bool = False
+) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a run; call it after `parallelize`, and step all of them.
 
     Each parameter group carries its peak rate in ``base_lr`` and its parameters' names in
     ``param_names``.
 
+    Args:
+        model: laid out.
+        config: which optimizer.
+        offloaded: of the kind whose state may leave the device, see `Offloader`.
+
     Raises:
-        ConfigError: nothing is trainable, or name="muon" and there is no hidden matrix.
+        ConfigError: nothing is trainable, name="muon" and there is no hidden matrix, or the
+            optimizer cannot be offloaded.
     """
     named = _trainable(model)
     if not named:
         raise ConfigError("The model has no trainable parameter: every requires_grad is False.")
     if config.name == "sgd":
+        if offloaded:
+            raise ConfigError(
+                "optim.name='sgd' cannot be offloaded; adamw and muon can. Set offload.fraction=0 "
+                "or another optimizer."
+            )
         momentum = 0.9 if config.momentum is None else config.momentum
         groups = _decay_groups(named, config.weight_decay)
         return [torch.optim.SGD(_with_base(groups, config.lr), momentum=momentum)]
     if config.name == "adamw":
-        return [_adamw(named, config)]
+        return [_adamw(named, config, offloaded)]
     hidden = _hidden_matrices(model, named)
     if not hidden:
         raise ConfigError(
@@ -118,7 +132,7 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
             "heads) and this model has none that is trainable. Use optim.name='adamw'."
         )
     lr = config.lr if config.muon_lr is None else config.muon_lr
-    muon = Muon(
+    muon = (OffloadedMuon if offloaded else Muon)(
         _with_base([{"params": hidden}], lr),
         weight_decay=config.weight_decay,
         momentum=0.95 if config.momentum is None else config.momentum,
@@ -126,7 +140,7 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     )
     taken = {name for name, _ in hidden}
     rest = [(name, parameter) for name, parameter in named if name not in taken]
-    return [muon, _adamw(rest, config)] if rest else [muon]
+    return [muon, _adamw(rest, config, offloaded)] if rest else [muon]
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -162,14 +176,17 @@ def _by_mesh(groups: list[Group]) -> list[Group]:
     return split
 
 
-def _adamw(named: list[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
+def _adamw(
+    named: list[tuple[str, nn.Parameter]], config: OptimConfig, offloaded: bool
+) -> torch.optim.Optimizer:
     """Build AdamW: fused, or torch's default form where the device or dtype has no fused one."""
     groups = _by_mesh(_with_base(_decay_groups(named, config.weight_decay), config.lr))
     settings = {"betas": config.betas, "eps": config.eps}
+    kind = OffloadedAdamW if offloaded else torch.optim.AdamW
     try:
-        return torch.optim.AdamW([dict(group) for group in groups], fused=True, **settings)
+        return kind([dict(group) for group in groups], fused=True, **settings)
     except RuntimeError:
-        return torch.optim.AdamW(groups, **settings)
+        return kind(groups, **settings)
 
 
 def _hidden_matrices(
@@ -220,20 +237,19 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
         return torch.zeros(())
-    # Gradients here, and whether they count here: what pipeline stages share counts once.
-    buckets: dict[Any, list[tuple[Tensor, bool]]] = {}
+    # Norms of what is here and counts here: what pipeline stages share counts once.
+    buckets: dict[Any, list[Tensor]] = {}
     for parameter in parameters:  # by parameter, so that all processes make the same buckets
         bucket = buckets.setdefault(_sharded_over(parameter), [])
-        if parameter.grad is not None:
-            _sharded_over(parameter.grad)
-            bucket.append((local_tensor(parameter.grad), id(parameter) not in elsewhere))
+        norm = _gradient_norm(parameter)
+        if norm is not None and id(parameter) not in elsewhere:
+            bucket.append(norm)
     device = local_tensor(parameters[0]).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, bucket in buckets.items():
         square = torch.zeros((), dtype=torch.float64, device=device)
-        counted = [grad for grad, counts in bucket if counts]
-        if counted:
-            norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(counted)])
+        if bucket:
+            norms = torch.stack([norm.to(device, torch.float64) for norm in bucket])
             square = norms.square().sum()
         if key is not None:
             mesh, axes = key
@@ -242,14 +258,37 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
         total += square
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline.group)
-    grads = [grad for bucket in buckets.values() for grad, _ in bucket]
     total = total.sqrt()
     coefficient = 1.0 if max_norm is None else float(max_norm / (total + 1e-6))
     if coefficient < 1.0:
-        for same_kind in _by_kind(grads):
-            torch._foreach_mul_(same_kind, coefficient)
-    wide = any(grad.dtype == torch.float64 for grad in grads)
+        _scale_gradients_(parameters, coefficient)
+    wide = any(norm.dtype == torch.float64 for bucket in buckets.values() for norm in bucket)
     return total if wide else total.float()
+
+
+def _gradient_norm(parameter: Tensor) -> Tensor | None:
+    """Return the 2-norm of this process's part of a gradient, in float32 at least."""
+    left = left_gradient(parameter)
+    if left is not None:
+        return left.norm()
+    if parameter.grad is None:
+        return None
+    _sharded_over(parameter.grad)  # raises for one that is not summed up yet
+    grad = local_tensor(parameter.grad)
+    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(grad, dtype=dtype)
+
+
+def _scale_gradients_(parameters: Iterable[Tensor], coefficient: float) -> None:
+    here = []
+    for parameter in parameters:
+        left = left_gradient(parameter)
+        if left is not None:
+            left.scale_(coefficient)
+        elif parameter.grad is not None:
+            here.append(local_tensor(parameter.grad))
+    for same_kind in _by_kind(here):
+        torch._foreach_mul_(same_kind, coefficient)
 
 
 def _sharded_over(tensor: Tensor) -> Any:
@@ -263,13 +302,6 @@ def _sharded_over(tensor: Tensor) -> Any:
         )
     axes = tuple(i for i, p in enumerate(tensor.placements) if not isinstance(p, Replicate))
     return (tensor.device_mesh, axes) if axes else None
-
-
-def _norms(grads: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the 2-norm of each gradient, in float32 at least."""
-    for grad in grads:
-        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        yield torch.linalg.vector_norm(grad, dtype=dtype)
 
 
 def _by_kind(tensors: list[Tensor]) -> Iterable[list[Tensor]]:

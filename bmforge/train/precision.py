@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError
+from bmforge.parallel import left_gradient
 from bmforge.shards import local_tensor
 
 __all__ = ["LossScaler"]
@@ -73,6 +74,9 @@ class LossScaler:
         """
         inverse = 1.0 / self.current_scale
         for parameter in parameters:
+            left = left_gradient(parameter)
+            if left is not None:
+                left.scale_(inverse)
             if parameter.grad is None:
                 continue
             if parameter.grad.dtype == torch.float16:

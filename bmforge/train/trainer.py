@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bmforge.device import device_memory_bytes, peak_flops
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
+    OffloadConfig,
     axis_rank,
     axis_size,
     counts_here,
@@ -42,6 +43,7 @@ from bmforge.train.metrics import (
     measure_memory,
 )
 from bmforge.train.objective import Batch, Objective, causal_lm, count_labels, count_tokens
+from bmforge.train.offloader import Offloader
 from bmforge.train.optim import build_optimizers, clip_grad_norm_
 from bmforge.train.precision import LossScaler
 from bmforge.train.profile import trace_steps
@@ -77,6 +79,7 @@ class Trainer:
         mesh: the model's mesh; None takes the one its parameters are sharded over.
         run_dir: where metrics and checkpoints go; None keeps nothing.
         objective: the loss; see `objective.py`.
+        offload: what of the optimizer lives outside the device; None keeps it there.
         evaluator: evaluates the model (collectively); None never evaluates.
         callbacks: called with (trainer, row) after every step, on every process.
     """
@@ -90,6 +93,7 @@ class Trainer:
         mesh: DeviceMesh | None = None,
         run_dir: str | Path | None = None,
         objective: Objective = causal_lm,
+        offload: OffloadConfig | None = None,
         evaluator: Callable[[nn.Module], EvalResult] | None = None,
         callbacks: Sequence[Callback] = (),
         flops_per_token: float | None = None,
@@ -98,7 +102,11 @@ class Trainer:
         self.objective, self.evaluator, self.callbacks = objective, evaluator, tuple(callbacks)
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.device = next(model.parameters()).device
-        self.optimizers = build_optimizers(model, config.optim)
+        is_offloaded = offload is not None and offload.is_on
+        self.optimizers = build_optimizers(model, config.optim, offloaded=is_offloaded)
+        self.offloader: Offloader | None = None
+        if offload is not None and is_offloaded:
+            self.offloader = Offloader(model, self.optimizers, offload)
         self.schedule = build_schedule(config.schedule, config.steps)
         self.guard = SpikeGuard(config.spike_sigmas)
         self.scaler = LossScaler() if config.precision == "fp16" else None
@@ -177,6 +185,8 @@ class Trainer:
                 if writer is not None:
                     writer.write(self.step, row)
                 self._show(row, bar)
+                if self.offloader is not None and (self.callbacks or self.step == last_step):
+                    self.offloader.wait()
                 for callback in self.callbacks:
                     callback(self, row)
                 due = config.save_every_steps and self.step % config.save_every_steps == 0
@@ -231,6 +241,8 @@ class Trainer:
         skipped = self.guard.check(loss, norm)
         multiplier = self.schedule(self.step)
         set_learning_rate_(self.optimizers, multiplier)
+        if self.offloader is not None:
+            self.offloader.settle()
         for optimizer in self.optimizers:
             if skipped is None:
                 optimizer.step()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bmforge.data import DataLoader, PackedDataset, TokenStore, TokenStoreWriter, iter_once
-from bmforge.models import GPT2, GPT2Config, init_weights_
+from bmforge.models import GPT2, GPT2Config, init_weights_, weight_drawer
 from bmforge.parallel import (
     Layout,
     build_mesh,
@@ -23,6 +23,7 @@ from bmforge.parallel import (
     init_distributed,
     parallelize,
 )
+from bmforge.parallel.streaming import stream_blocks_
 from bmforge.train import (
     OptimConfig,
     ScheduleConfig,
@@ -33,6 +34,7 @@ from bmforge.train import (
     evaluate,
     read_metrics,
 )
+from bmforge.train.checkpoint_state import Elsewhere, read_state
 
 VOCAB, LENGTH = 29, 10
 
@@ -69,6 +71,8 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
     model = tiny_model(take("dtype", torch.float32), take("dropout", 0.0))
     precision = take("precision", "fp32")
     mesh = build_mesh(layout, world.device)
+    if take("streams", False):
+        stream_blocks_(model, weight_drawer(model, seed=3), device=world.device)
     parallelize(model, layout, mesh=mesh, precision=precision)
     init_weights_(model, seed=3)
     dataset = PackedDataset(TokenStore(prefix), LENGTH, eos_id=0)
@@ -83,6 +87,7 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
     )
     objective = take("objective", causal_lm)
     callbacks = take("callbacks", ())
+    offload = take("offload", None)
     evaluator = None
     if take("evaluating", False):
 
@@ -102,6 +107,7 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
         mesh=mesh,
         run_dir=run_dir,
         objective=objective,
+        offload=offload,
         evaluator=evaluator,
         callbacks=callbacks,
     )
@@ -118,11 +124,28 @@ def outcome(trainer: Trainer) -> dict[str, torch.Tensor]:
     names = {id(p): n for n, p in trainer.model.named_parameters()}
     out = {f"param/{n}": whole(p) for n, p in trainer.model.named_parameters()}
     for optimizer in trainer.optimizers:
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            for key, value in read_state(optimizer, parameter).items():
+                if isinstance(value, Elsewhere):
+                    out[f"{key}/{names[id(parameter)]}"] = whole(_as_laid_out(value))
+                elif isinstance(value, torch.Tensor):
                     out[f"{key}/{names[id(parameter)]}"] = whole(value)
     return out
+
+
+def _as_laid_out(kept: Elsewhere) -> torch.Tensor:
+    """What a home keeps, as a tensor laid out like its parameter."""
+    pattern = kept.pattern.detach()
+    if not isinstance(pattern, DTensor):
+        return kept.home.fetch().view(pattern.shape)
+    return DTensor.from_local(
+        kept.home.fetch().view(pattern.to_local().shape),
+        pattern.device_mesh,
+        pattern.placements,
+        run_check=False,
+        shape=pattern.shape,
+        stride=pattern.stride(),
+    )
 
 
 def run(prefix: str, run_dir: str | None = None, **changes: Any) -> tuple[list[Any], Any]:

@@ -1,0 +1,175 @@
+"""Bytes outside the device: in host memory, or in a file on disk that has no name.
+
+A spill file is unlinked as soon as it is open, so a killed run leaves nothing behind and no run can
+take another's for its own. Its whole size is allocated at once: a full disk is told before
+training starts, not in the middle of it. It is read into memory of our own, never mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import IO, Protocol
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+
+__all__ = ["Bytes", "HostBytes", "SpillFile", "available_host_bytes", "byte_memory", "format_bytes"]
+
+_ALIGNMENT = 4096
+
+
+class Bytes(Protocol):
+    """A run of bytes somewhere outside the device."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return bytes as a uint8 tensor: the memory itself where there is one, else a copy."""
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Put a contiguous uint8 tensor there; nothing moves when it is that memory already."""
+
+
+class HostBytes:
+    """Host memory.
+
+    Args:
+        memory: uint8, one dim.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return a view of the memory."""
+        return self._memory[start:stop]
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Copy `values`, unless they are the view that `read` gave."""
+        target = self._memory[start : start + values.numel()]
+        if target.data_ptr() != values.data_ptr():
+            target.copy_(values)
+
+
+class SpillFile:
+    """A nameless file of a fixed size.
+
+    Args:
+        directory: on the disk to use; None takes the system's temporary directory.
+        size_bytes: all that will be put into it.
+
+    Raises:
+        ConfigError: the directory is missing or cannot be written, or the disk has less space.
+    """
+
+    def __init__(self, directory: Path | None, size_bytes: int) -> None:
+        folder = Path(tempfile.gettempdir() if directory is None else directory)
+        self._used_bytes, self._size_bytes = 0, size_bytes
+        self._file = _open_nameless(folder)
+        free_bytes = shutil.disk_usage(folder).free
+        try:
+            if size_bytes:
+                os.posix_fallocate(self._file.fileno(), 0, size_bytes)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"offload.directory={str(folder)!r} has {format_bytes(free_bytes)} free and "
+                f"{format_bytes(size_bytes)} are needed ({error.strerror}). Free some, name a "
+                "directory on another disk, or offload less."
+            ) from error
+
+    def reserve(self, size_bytes: int) -> DiskBytes:
+        """Return the next `size_bytes` of the file."""
+        start = self._used_bytes
+        self._used_bytes += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+        assert self._used_bytes <= self._size_bytes, "more reserved than the file was made for"
+        return DiskBytes(self._file, start)
+
+    @staticmethod
+    def rounded(size_bytes: int) -> int:
+        """Return what a reservation takes of the file."""
+        return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def close(self) -> None:
+        """Give the disk back."""
+        self._file.close()
+
+
+class DiskBytes:
+    """A part of a spill file, read and written at any place.
+
+    Args:
+        file: open; kept open by this.
+        offset: where the part begins in it.
+    """
+
+    def __init__(self, file: IO[bytes], offset: int) -> None:
+        self._file, self._offset = file, offset
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Read into new memory."""
+        values = torch.empty(stop - start, dtype=torch.uint8)
+        read_into(self._file.fileno(), values, self._offset + start)
+        return values
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Write all of `values`."""
+        left, position = byte_memory(values), self._offset + start
+        while left:
+            written = os.pwrite(self._file.fileno(), left, position)
+            left, position = left[written:], position + written
+
+
+def read_into(descriptor: int, target: Tensor, offset: int) -> None:
+    """Fill a contiguous host tensor with the bytes of a file from `offset` on.
+
+    Raises:
+        OSError: the file ends before that.
+    """
+    left, position = byte_memory(target), offset
+    while left:
+        count = os.preadv(descriptor, [left], position)
+        if count == 0:
+            raise OSError(f"the file ends at byte {position}, {len(left)} bytes early")
+        left, position = left[count:], position + count
+
+
+def byte_memory(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous host tensor as bytes."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def available_host_bytes() -> int | None:
+    """Return how much memory the system could still give, or None where it does not tell."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes for a person: ``1.5 GiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _open_nameless(folder: Path) -> IO[bytes]:
+    """Open a new file for reading and writing that no directory lists.
+
+    Raises:
+        ConfigError: `folder` is no directory that may be written to.
+    """
+    try:
+        return tempfile.TemporaryFile(dir=folder, buffering=0)
+    except OSError as error:
+        raise ConfigError(
+            f"offload.directory={str(folder)!r} cannot be used: {error.strerror}. Name a directory "
+            "that exists and may be written to, on a disk with space."
+        ) from error

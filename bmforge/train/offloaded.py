@@ -1,0 +1,278 @@
+"""AdamW and Muon whose state lives on the host or on disk: the same numbers, less of the device.
+
+A step of offloaded parameters runs on a thread, in the order of the model, while the device goes
+on: their modules wait for it, each before its own next forward. Muon's runs in the step itself, for
+its processes gather matrices together; the next momentum is fetched meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from bmforge.device import is_host
+from bmforge.parallel.copies import CopyEngine, Ticket
+from bmforge.parallel.homes import Home
+from bmforge.parallel.offload import LeftGradient, left_gradient
+from bmforge.shards import is_streamed, local_tensor
+from bmforge.train.muon import Muon, update_
+
+__all__ = ["Away", "OffloadedAdamW", "OffloadedMuon"]
+
+# Elements stepped at a time: what is read from disk, or widened, is never larger.
+_CHUNK_ELEMENTS = 1 << 20
+Group = dict[str, Any]
+Read = Callable[[int, int], Tensor]
+
+
+@dataclass
+class Away:
+    """A parameter whose optimizer state is not on the device.
+
+    Args:
+        parameter: as the model has it.
+        order: where it stands in the model.
+        engine: copies, and steps on its thread.
+        homes: name of a state -> where it lives.
+        master: the fp32 weights where the parameter itself is narrower.
+        steps: how often it was stepped.
+        left: its gradient, where that leaves as it is produced.
+        tickets: of the last step.
+        changed: is told when a step begins.
+    """
+
+    parameter: nn.Parameter
+    order: int
+    engine: CopyEngine
+    homes: dict[str, Home]
+    master: Home | None = None
+    steps: int = 0
+    left: LeftGradient | None = None
+    tickets: list[Ticket] = field(default_factory=list)
+    changed: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Make what is computed next see the last step; any thread may."""
+        number = 0
+        while number < len(self.tickets):  # a step that is done may have added its copies
+            self.tickets[number].wait()
+            number += 1
+
+    def begin_step(self) -> None:
+        """Count a step, once the last one is done."""
+        self.wait()
+        self.tickets.clear()
+        self.steps += 1
+        if self.changed is not None:
+            self.changed()
+
+    def take_gradient(self) -> Read | None:
+        """Return how to read the step's gradient, flat and in fp32; None where there is none."""
+        left = left_gradient(self.parameter)
+        if left is not None:
+            return partial(_read_left, left.home, left.take_factors())
+        if self.parameter.grad is None:
+            return None
+        gradient = local_tensor(self.parameter.grad).detach()
+        self.parameter.grad = None
+        if not is_host(gradient.device):
+            staging = self.engine.new_host(tuple(gradient.shape), gradient.dtype)
+            self.engine.copy_(staging, gradient, "gradient").wait_on_host()
+            gradient = staging
+        flat = gradient.reshape(-1)
+        dtype = next(iter(self.homes.values())).dtype
+        return lambda start, stop: flat[start:stop].to(dtype)
+
+    def weights(self, start: int, stop: int) -> Tensor:
+        """Return weights to step: of the parameter itself, or of its wider copy."""
+        if self.master is not None:
+            return self.master.fetch(start, stop)
+        return local_tensor(self.parameter.detach()).view(-1)[start:stop]
+
+    def put_weights(self, start: int, values: Tensor) -> Ticket | None:
+        """Keep stepped weights; the ticket tells when the parameter has them."""
+        if self.master is None:
+            return None
+        self.master.put(start, values)
+        if is_streamed(self.parameter):
+            return None
+        target = local_tensor(self.parameter.detach()).view(-1)[start : start + values.numel()]
+        if is_host(target.device):
+            target.copy_(values)
+            return None
+        staging = self.engine.new_host(tuple(values.shape), target.dtype)
+        return self.engine.copy_(target, staging.copy_(values), "weights")
+
+
+def _read_left(home: Home, factors: list[float], start: int, stop: int) -> Tensor:
+    part = home.fetch(start, stop)
+    for factor in factors:
+        part.mul_(factor)
+    return part
+
+
+class _KeptElsewhere:
+    """What both optimizers share: which parameters are away, and their state for checkpoints."""
+
+    away: dict[int, Away]
+    state: Any
+
+    def send_away(self, parameters: Iterable[Away]) -> None:
+        """Take these parameters over; any state they have moves."""
+        for one in parameters:
+            self.away[id(one.parameter)] = one
+            values = self.state.pop(one.parameter, None)
+            if values:
+                self.write_state(one.parameter, values)
+
+    def read_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Return a parameter's state: tensors, or homes for those that live elsewhere."""
+        one = self.away.get(id(parameter))
+        if one is None:
+            return self.state.get(parameter, {})
+        one.wait()
+        if not one.steps:
+            return {}
+        return {**self._counted(one), **one.homes}
+
+    def write_state(self, parameter: Tensor, values: dict[str, Any]) -> None:
+        """Take a parameter's state that a checkpoint holds."""
+        one = self.away.get(id(parameter))
+        if one is None:
+            self.state[parameter] = values
+            return
+        one.wait()
+        one.steps = int(values.get("step", 1))
+        for name, home in one.homes.items():
+            home.put(0, local_tensor(values[name]).to(home.dtype).cpu())
+
+    def _counted(self, one: Away) -> dict[str, Any]:
+        return {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those that have left as well."""
+        for one in self.away.values():
+            if one.left is not None:
+                one.left.clear()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+
+class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
+    """AdamW; parameters that were sent away step on the host, the others as ever.
+
+    Equal to torch's fused AdamW bit for bit where states are fp32.
+    """
+
+    saved_as = "AdamW"
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.away: dict[int, Away] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step what is here; what is away is stepped when `Away.wait` returns."""
+        found = [
+            (self.away[id(p)], group)
+            for group in self.param_groups
+            for p in group["params"]
+            if id(p) in self.away
+        ]
+        for one, group in sorted(found, key=lambda pair: pair[0].order):
+            gradient = one.take_gradient()
+            if gradient is not None:
+                one.begin_step()
+                numbers = {name: group[name] for name in ("lr", "weight_decay", "eps", "betas")}
+                work = partial(_step_adamw, one, gradient, numbers, float(one.steps))
+                one.tickets.append(one.engine.run(work, f"step of parameter {one.order}"))
+        return super().step(closure)
+
+    def _counted(self, one: Away) -> dict[str, Any]:
+        return {"step": torch.tensor(float(one.steps))}
+
+
+def _step_adamw(one: Away, gradient: Read, numbers: Group, step: float) -> None:
+    mean, square = one.homes["exp_avg"], one.homes["exp_avg_sq"]
+    for start in range(0, mean.numel, _CHUNK_ELEMENTS):
+        stop = min(start + _CHUNK_ELEMENTS, mean.numel)
+        weights = one.weights(start, stop)
+        moments = mean.fetch(start, stop), square.fetch(start, stop)
+        adamw(
+            [weights],
+            [gradient(start, stop)],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [torch.tensor(step - 1)],  # the kernel counts one on
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=numbers["betas"][0],
+            beta2=numbers["betas"][1],
+            lr=numbers["lr"],
+            weight_decay=numbers["weight_decay"],
+            eps=numbers["eps"],
+        )
+        mean.put(start, moments[0])
+        square.put(start, moments[1])
+        copied = one.put_weights(start, weights)
+        if copied is not None:
+            one.tickets.append(copied)
+
+
+class OffloadedMuon(_KeptElsewhere, Muon):
+    """Muon; the momentum of matrices that were sent away comes for their update, whole."""
+
+    saved_as = "Muon"
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.away: dict[int, Away] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every matrix; every process of a sharded parameter's mesh must call it."""
+        todo = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                one = self.away.get(id(p))
+                gradient = None if one is None else one.take_gradient()
+                if one is not None and gradient is not None:
+                    todo.append((one, gradient, group))
+        buffers: dict[int, list[Tensor]] = {0: []}
+        for index, (one, gradient, group) in enumerate(todo):
+            if index == 0:
+                _fetch_momentum(one, buffers[0])
+            buffers[index + 1] = []
+            if index + 1 < len(todo):
+                _fetch_momentum(todo[index + 1][0], buffers[index + 1])
+            one.wait()
+            (buffer,) = buffers.pop(index)
+            one.begin_step()
+            _step_muon(one, gradient, buffer, group)
+        return super().step(closure)
+
+
+def _fetch_momentum(one: Away, into: list[Tensor]) -> None:
+    home = one.homes["momentum_buffer"]
+    one.tickets.append(one.engine.run(lambda: into.append(home.fetch()), f"momentum {one.order}"))
+
+
+def _step_muon(one: Away, gradient: Read, buffer: Tensor, group: Group) -> None:
+    parameter, home = one.parameter, one.homes["momentum_buffer"]
+    local = local_tensor(parameter.detach())
+    weights = one.weights(0, home.numel)
+    here = [t.to(local.device) for t in (weights, gradient(0, home.numel), buffer)]
+    target, grad, momentum = (t.view(local.shape) for t in here)
+    update_(target, grad, momentum, parameter, group)
+    if one.master is not None:
+        if not is_streamed(parameter):
+            local.copy_(target)
+        one.master.put(0, target.to(weights.device))
+    home.put(0, momentum.to(buffer.device))

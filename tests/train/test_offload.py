@@ -1,0 +1,213 @@
+"""Offloaded optimizers: the same bits as on the device, wherever states and gradients live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_cases import (
+    make_trainer,
+    run,
+    run_interrupted,
+    run_poisoned,
+    whole,
+    write_corpus,
+)
+
+from bmforge.parallel import Layout, OffloadConfig
+from bmforge.shards import is_streamed
+from bmforge.testing import assert_close, assert_equal_trees, run_distributed
+
+LEAVING = OffloadConfig(1.0, gradients="leave")
+DISK = OffloadConfig(1.0, target="disk", gradients="leave")
+# Gradients clipped in every step, several micro-batches, a schedule: what a run has.
+USUAL = {"steps": 4, "global_batch_size": 8, "micro_batch_size": 2, "grad_clip": 0.05}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tokens")
+
+
+def compare(prefix: str, world: int, offload: OffloadConfig, **changes: Any) -> None:
+    """Rows of metrics, parameters and states are those of the run without offloading."""
+    changes = {**USUAL, **changes}
+    want = run_distributed(run, world, prefix, **changes)
+    got = run_distributed(run, world, prefix, offload=offload, **changes)
+    for (rows, state), (wanted_rows, wanted_state) in zip(got, want, strict=True):
+        numbers = [{k: r[k] for k in ("loss", "grad_norm", "lr", "tokens")} for r in rows]
+        wanted = [{k: r[k] for k in ("loss", "grad_norm", "lr", "tokens")} for r in wanted_rows]
+        assert numbers == wanted
+        assert any(row["grad_norm"] > USUAL["grad_clip"] for row in rows)
+        assert_equal_trees(state, wanted_state)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "offload",
+    [
+        OffloadConfig(0.3),
+        OffloadConfig(0.5, gradients="leave"),
+        LEAVING,
+        DISK,
+        OffloadConfig(0.7, target="disk"),
+        OffloadConfig("auto"),
+    ],
+    ids=["0.3", "0.5-leave", "all-leave", "all-disk", "0.7-disk", "auto"],
+)
+def test_one_process(prefix: str, optimizer: str, offload: OffloadConfig) -> None:
+    compare(prefix, 1, offload, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "offload"),
+    [
+        (2, Layout(zero=3), LEAVING),
+        (2, Layout(zero=2), OffloadConfig(0.5, target="disk", gradients="leave")),
+        (2, Layout(tp=2), LEAVING),
+        (2, Layout(pp=2), LEAVING),
+        pytest.param(4, Layout(zero=3), DISK, marks=pytest.mark.long),
+        pytest.param(4, Layout(zero=2, tp=2), LEAVING, marks=pytest.mark.long),
+        pytest.param(4, Layout(zero=3, pp=2), LEAVING, marks=pytest.mark.long),
+        pytest.param(4, Layout(zero=0, cp=2), LEAVING, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
+def test_layouts(
+    prefix: str, world: int, layout: Layout, offload: OffloadConfig, optimizer: str
+) -> None:
+    compare(prefix, world, offload, layout=layout, optimizer=optimizer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
+@pytest.mark.parametrize("gradients", ["leave", "stay"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_fraction(
+    prefix: str, world: int, zero: int, fraction: float, gradients: Any, optimizer: str
+) -> None:
+    offload = OffloadConfig(fraction, gradients=gradients) if fraction else OffloadConfig()
+    compare(prefix, world, offload, layout=Layout(zero=zero), optimizer=optimizer)
+
+
+def test_fp16_scaling(prefix: str) -> None:
+    """The loss scale is divided out of gradients that have left."""
+    compare(prefix, 1, LEAVING, precision="fp16")
+
+
+@pytest.mark.parametrize(
+    ("world", "fraction"), [(1, 1.0), (1, 0.6), pytest.param(2, 1.0, marks=pytest.mark.long)]
+)
+def test_masters_leave(prefix: str, world: int, fraction: float) -> None:
+    """With bf16 the device keeps bf16 weights only, of whole units, and trains the same fp32 ones.
+
+    On two processes gradients are rounded to bf16 once more, after their sum.
+    """
+    changes = {**USUAL, "precision": "bf16"}
+    offload = OffloadConfig(fraction, gradients="leave")
+    rows, state = run_distributed(run, world, prefix, **changes)[0]
+    got_rows, got = run_distributed(run_masters, world, prefix, offload, **changes)[0]
+    narrow = {name for name, kept in got["kept"].items() if kept == torch.bfloat16}
+    last_block = {name for name in got["kept"] if name.startswith("layers.1.")}
+    assert narrow == (set(got["kept"]) if fraction == 1.0 else last_block)
+    for row, wanted in zip(got_rows, rows, strict=True):
+        assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-5 if world == 1 else 1e-3)
+    for name, wide in got["wide"].items():
+        wanted = state[f"param/{name}"]
+        if world == 1:
+            assert_close(wide, wanted, rtol=1e-5, atol=1e-6)
+        else:  # Adam turns a rounding of a gradient near zero into a step
+            assert (wide - wanted).abs().mean() < 5e-4
+
+
+def run_masters(prefix: str, offload: OffloadConfig, **changes: Any) -> Any:
+    """Train; return rows, the dtypes on the device, and weights after `close`."""
+    rows: list[Any] = []
+    trainer = make_trainer(
+        prefix, offload=offload, callbacks=(lambda t, row: rows.append(dict(row)),), **changes
+    )
+    with trainer.loader:
+        trainer.fit()
+    kept = {name: p.dtype for name, p in trainer.model.named_parameters()}
+    assert trainer.offloader is not None
+    trainer.offloader.close()
+    wide = {name: whole(p) for name, p in trainer.model.named_parameters()}
+    return rows, {"kept": kept, "wide": wide}
+
+
+def test_a_step_is_skipped(prefix: str) -> None:
+    """A bad gradient is forgotten, wherever it went."""
+    changes = {"grad_clip": 0.5}
+    want = run_distributed(run_poisoned, 2, prefix, float("nan"), **changes)
+    got = run_distributed(run_poisoned, 2, prefix, float("nan"), offload=LEAVING, **changes)
+    for (rows, states, _), (wanted_rows, wanted_states, _) in zip(got, want, strict=True):
+        assert [r.get("skipped") for r in rows] == [r.get("skipped") for r in wanted_rows]
+        assert any("skipped" in row for row in rows)
+        assert_equal_trees(states[-1], wanted_states[-1])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, DISK), (DISK, None), (LEAVING, OffloadConfig(0.4)), (DISK, OffloadConfig("auto"))],
+    ids=["onto disk", "from disk", "partly", "auto"],
+)
+def test_checkpoints_move(prefix: str, tmp_path: Path, before: Any, after: Any) -> None:
+    """Saved with one offload, loaded with another: as if never stopped."""
+    changes = {**USUAL, "steps": 6}
+    _, want = run_distributed(run, 1, prefix, **changes)[0]
+    run_distributed(run, 1, prefix, str(tmp_path), until_step=3, offload=before, **changes)
+    _, got = run_distributed(run, 1, prefix, str(tmp_path), offload=after, **changes)[0]
+    assert_equal_trees(got, want)
+
+
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+@pytest.mark.parametrize("target", ["host", "disk"])
+def test_narrow_states(prefix: str, tmp_path: Path, states: Any, target: Any) -> None:
+    """They train about as well, and stopping and going on changes nothing."""
+    offload = OffloadConfig(1.0, target=target, states=states)
+    changes = {**USUAL, "steps": 12, "optimizer": "adamw"}
+    exact, _ = run_distributed(run, 1, prefix, **changes)[0]
+    rows, state = run_distributed(run, 1, prefix, offload=offload, **changes)[0]
+    gaps = [abs(row["loss"] - other["loss"]) for row, other in zip(rows, exact, strict=True)]
+    assert 0.0 < max(gaps) < 0.01
+    resumed = run_distributed(
+        run_interrupted, 1, prefix, str(tmp_path), 5, offload=offload, **changes
+    )
+    assert_equal_trees(resumed[0][1], state)
+
+
+def run_streamed(prefix: str, run_dir: str | None, offload: OffloadConfig, **changes: Any) -> Any:
+    """Train with the blocks' weights, states and gradients all outside the device."""
+    rows: list[Any] = []
+    note = (lambda t, row: rows.append(dict(row)),)
+    until = changes.pop("until_step", None)
+    trainer = make_trainer(
+        prefix, run_dir, offload=offload, callbacks=note, streams=True, **changes
+    )
+    with trainer.loader:
+        trainer.fit(until)
+    weights = {}
+    for name, parameter in trainer.model.named_parameters():
+        weights[name] = parameter.detach().clone()
+        if is_streamed(parameter):
+            parameter.read_streamed(weights[name])
+    return rows, weights
+
+
+@pytest.mark.parametrize("target", ["host", "disk"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_stream(prefix: str, tmp_path: Path, optimizer: str, target: Any) -> None:
+    """Blocks whose weights are stepped elsewhere train the same, and checkpoints hold them."""
+    changes = {**USUAL, "optimizer": optimizer}
+    offload = OffloadConfig(1.0, target=target, weights=True)
+    rows, state = run_distributed(run, 1, prefix, **changes)[0]
+    args = (1, prefix, str(tmp_path), offload)
+    run_distributed(run_streamed, *args, until_step=2, **changes)
+    got_rows, weights = run_distributed(run_streamed, *args, **changes)[0]
+    assert [r["loss"] for r in got_rows] == [r["loss"] for r in rows[2:]]
+    assert_equal_trees(weights, {name: state[f"param/{name}"] for name in weights})
