@@ -28,6 +28,7 @@ from bmforge.surgery import find_repeated_blocks
 
 __all__ = [
     "Backlog",
+    "Gradient",
     "LeftGradient",
     "OffloadConfig",
     "check_room",
@@ -153,6 +154,28 @@ class Backlog:
         self._total_bytes += size_bytes
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """A flat gradient on the host, to be read in parts.
+
+    Args:
+        part: (start, stop) -> elements as they are kept.
+        dtype: in which they are used.
+        factors: to multiply with, in order.
+    """
+
+    part: Callable[[int, int], Tensor]
+    dtype: torch.dtype
+    factors: tuple[float, ...] = ()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return elements as they are used; each once, for they may be scaled where they lie."""
+        values = self.part(start, stop).to(self.dtype)
+        for factor in self.factors:
+            values.mul_(factor)
+        return values
+
+
 class LeftGradient:
     """The gradient of one parameter, which goes to the host as soon as it is produced.
 
@@ -178,7 +201,9 @@ class LeftGradient:
         self._backlog = backlog
         local = local_tensor(parameter.detach())
         self.dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
-        self.home = Home(local.numel(), dtype=self.dtype, disk=disk)
+        self._home = Home(local.numel(), dtype=self.dtype, disk=disk)
+        # What came first, as it came: a bf16 gradient is half as much to read.
+        self._first: Tensor | None = None
         self._norm: Tensor | None = None
         self._factors: list[float] = []
         self._count = 0
@@ -206,13 +231,17 @@ class LeftGradient:
         """Multiply by `factor` when it is used."""
         self._factors.append(factor)
 
-    def take_factors(self) -> list[float]:
-        """Return what to multiply with, in order."""
-        return list(self._factors)
+    def take(self) -> Gradient:
+        """Return the sum, to be read after what was asked for so far."""
+        if self._count == 1 and not self._home.is_on_disk:
+            assert self._first is not None
+            flat = self._first
+            return Gradient(lambda start, stop: flat[start:stop], self.dtype, tuple(self._factors))
+        return Gradient(self._home.fetch, self.dtype, tuple(self._factors))
 
     def clear(self) -> None:
         """Begin a new sum; what was asked for before still sees the old one."""
-        self._count, self._factors, self._norm = 0, [], None
+        self._count, self._factors, self._norm, self._first = 0, [], None, None
 
     def close(self) -> None:
         """Let gradients stay at the parameter again."""
@@ -230,21 +259,25 @@ class LeftGradient:
         staging = self._engine.new_host(tuple(gradient.shape), gradient.dtype)
         copied = self._engine.copy_(staging, gradient, f"gradient of {self._label}")
         parameter.grad = None
+        before = self._first
+        self._first = staging.view(-1) if is_first else None
 
         def add() -> None:
             copied.wait_on_host()
-            self._add(staging, is_first)
+            self._add(staging.view(-1), is_first, before)
 
         self._ticket = self._engine.run(add, f"sum of {self._label}")
         self._backlog.admit(self._ticket, staging.numel() * staging.element_size())
 
-    def _add(self, values: Tensor, is_first: bool) -> None:
-        values = values.reshape(-1).to(self.dtype)
+    def _add(self, values: Tensor, is_first: bool, before: Tensor | None) -> None:
         if is_first:
-            self.home.put(0, values)
+            if self._home.is_on_disk:
+                self._home.put(0, values)
             return
-        total = self.home.fetch().add_(values)
-        self.home.put(0, total)
+        if before is not None and not self._home.is_on_disk:
+            self._home.put(0, before)
+        total = self._home.fetch().add_(values.to(self.dtype))
+        self._home.put(0, total)
         self._norm = torch.linalg.vector_norm(total, dtype=self.dtype)
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from bmforge.device import is_host
+from bmforge.parallel.adam_kernel import load_adam_kernel, step_plain
 from bmforge.parallel.copies import CopyEngine, Ticket
 from bmforge.parallel.homes import Home
-from bmforge.parallel.offload import LeftGradient, left_gradient
+from bmforge.parallel.offload import Gradient, LeftGradient, left_gradient
 from bmforge.shards import is_streamed, local_tensor
 from bmforge.train.muon import Muon, update_
 
@@ -28,7 +28,6 @@ __all__ = ["Away", "OffloadedAdamW", "OffloadedMuon"]
 # Elements stepped at a time: what is read from disk, or widened, is never larger.
 _CHUNK_ELEMENTS = 1 << 20
 Group = dict[str, Any]
-Read = Callable[[int, int], Tensor]
 
 
 @dataclass
@@ -72,11 +71,11 @@ class Away:
         if self.changed is not None:
             self.changed()
 
-    def take_gradient(self) -> Read | None:
-        """Return how to read the step's gradient, flat and in fp32; None where there is none."""
+    def take_gradient(self) -> Gradient | None:
+        """Return the step's gradient; None where there is none."""
         left = left_gradient(self.parameter)
         if left is not None:
-            return partial(_read_left, left.home, left.take_factors())
+            return left.take()
         if self.parameter.grad is None:
             return None
         gradient = local_tensor(self.parameter.grad).detach()
@@ -87,7 +86,7 @@ class Away:
             gradient = staging
         flat = gradient.reshape(-1)
         dtype = next(iter(self.homes.values())).dtype
-        return lambda start, stop: flat[start:stop].to(dtype)
+        return Gradient(lambda start, stop: flat[start:stop], dtype)
 
     def weights(self, start: int, stop: int) -> Tensor:
         """Return weights to step: of the parameter itself, or of its wider copy."""
@@ -95,8 +94,21 @@ class Away:
             return self.master.fetch(start, stop)
         return local_tensor(self.parameter.detach()).view(-1)[start:stop]
 
-    def put_weights(self, start: int, values: Tensor) -> Ticket | None:
-        """Keep stepped weights; the ticket tells when the parameter has them."""
+    def new_narrow(self, count: int) -> Tensor | None:
+        """Return memory for stepped weights as the device wants them, where it wants bf16."""
+        wants = self.master is not None and self.parameter.dtype == torch.bfloat16
+        return self.engine.new_host((count,), torch.bfloat16) if wants else None
+
+    def put_weights(
+        self, start: int, values: Tensor, narrow: Tensor | None = None
+    ) -> Ticket | None:
+        """Keep stepped weights; the ticket tells when the parameter has them.
+
+        Args:
+            start: of the first.
+            values: in the dtype they are stepped in.
+            narrow: the same in the parameter's, if there.
+        """
         if self.master is None:
             return None
         self.master.put(start, values)
@@ -104,17 +116,11 @@ class Away:
             return None
         target = local_tensor(self.parameter.detach()).view(-1)[start : start + values.numel()]
         if is_host(target.device):
-            target.copy_(values)
+            target.copy_(values if narrow is None else narrow)
             return None
-        staging = self.engine.new_host(tuple(values.shape), target.dtype)
-        return self.engine.copy_(target, staging.copy_(values), "weights")
-
-
-def _read_left(home: Home, factors: list[float], start: int, stop: int) -> Tensor:
-    part = home.fetch(start, stop)
-    for factor in factors:
-        part.mul_(factor)
-    return part
+        if narrow is None:
+            narrow = self.engine.new_host(tuple(values.shape), target.dtype).copy_(values)
+        return self.engine.copy_(target, narrow, "weights")
 
 
 class _KeptElsewhere:
@@ -197,31 +203,26 @@ class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
         return {"step": torch.tensor(float(one.steps))}
 
 
-def _step_adamw(one: Away, gradient: Read, numbers: Group, step: float) -> None:
+def _step_adamw(one: Away, gradient: Gradient, numbers: Group, step: float) -> None:
     mean, square = one.homes["exp_avg"], one.homes["exp_avg_sq"]
+    # In one pass where that saves any: a wider gradient, narrower weights, or scaling.
+    kernel = load_adam_kernel() if mean.dtype == torch.float32 else None
+    kernel = kernel if len(gradient.factors) <= 1 else None
     for start in range(0, mean.numel, _CHUNK_ELEMENTS):
         stop = min(start + _CHUNK_ELEMENTS, mean.numel)
         weights = one.weights(start, stop)
         moments = mean.fetch(start, stop), square.fetch(start, stop)
-        adamw(
-            [weights],
-            [gradient(start, stop)],
-            [moments[0]],
-            [moments[1]],
-            [],
-            [torch.tensor(step - 1)],  # the kernel counts one on
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            beta1=numbers["betas"][0],
-            beta2=numbers["betas"][1],
-            lr=numbers["lr"],
-            weight_decay=numbers["weight_decay"],
-            eps=numbers["eps"],
-        )
+        narrow = None
+        if kernel is None:
+            step_plain(weights, gradient.read(start, stop), *moments, numbers, step)
+        else:
+            narrow = one.new_narrow(stop - start)
+            scale = gradient.factors[0] if gradient.factors else 1.0
+            part = gradient.part(start, stop)
+            kernel.step(weights, part, *moments, numbers, step, scale=scale, narrow=narrow)
         mean.put(start, moments[0])
         square.put(start, moments[1])
-        copied = one.put_weights(start, weights)
+        copied = one.put_weights(start, weights, narrow)
         if copied is not None:
             one.tickets.append(copied)
 
@@ -264,11 +265,11 @@ def _fetch_momentum(one: Away, into: list[Tensor]) -> None:
     one.tickets.append(one.engine.run(lambda: into.append(home.fetch()), f"momentum {one.order}"))
 
 
-def _step_muon(one: Away, gradient: Read, buffer: Tensor, group: Group) -> None:
+def _step_muon(one: Away, gradient: Gradient, buffer: Tensor, group: Group) -> None:
     parameter, home = one.parameter, one.homes["momentum_buffer"]
     local = local_tensor(parameter.detach())
     weights = one.weights(0, home.numel)
-    here = [t.to(local.device) for t in (weights, gradient(0, home.numel), buffer)]
+    here = [t.to(local.device) for t in (weights, gradient.read(0, home.numel), buffer)]
     target, grad, momentum = (t.view(local.shape) for t in here)
     update_(target, grad, momentum, parameter, group)
     if one.master is not None:

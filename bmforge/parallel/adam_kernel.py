@@ -1,0 +1,240 @@
+"""AdamW in one pass over memory, compiled where there is a compiler; the bits of torch's kernel.
+
+A step on the host is bound by its memory. torch's kernel wants an fp32 gradient and leaves fp32
+weights, so bf16 ones cost two more passes; here they are read and written in the same one.
+Nothing is compiled at install. A kernel that does not give torch's own bits, on this processor and
+with this torch, is not used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from bmforge.logging import get_logger
+
+__all__ = ["AdamKernel", "load_adam_kernel", "step_plain"]
+
+# The operations and their order are torch's (FusedAdamKernel.cpp, 2.13), so are the two fused ones.
+_SOURCE = r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static inline float widen(uint16_t bits) {
+  uint32_t wide = (uint32_t)bits << 16;
+  float value;
+  memcpy(&value, &wide, 4);
+  return value;
+}
+static inline float widen(float value) { return value; }
+
+static inline uint16_t narrow(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (uint16_t)rounded;
+}
+
+struct Numbers {
+  float scale, decay, mean_share, beta2, square_share, rate, correction, eps;
+};
+
+template <typename G, bool writes_narrow>
+static void step(int64_t count, int threads, const Numbers n, float* __restrict weights,
+                 const G* __restrict gradient, float* __restrict mean, float* __restrict square,
+                 uint16_t* __restrict narrow_weights) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < count; i++) {
+    float grad = widen(gradient[i]) * n.scale;
+    float first = std::fma(n.mean_share, grad - mean[i], mean[i]);
+    float second = std::fma(n.square_share * grad, grad, square[i] * n.beta2);
+    float divisor = std::sqrt(second) / n.correction + n.eps;
+    float stepped = weights[i] * n.decay + n.rate * first / divisor;
+    weights[i] = stepped;
+    mean[i] = first;
+    square[i] = second;
+    if (writes_narrow) narrow_weights[i] = narrow(stepped);
+  }
+}
+
+template <typename G>
+static void choose(int64_t count, int threads, const Numbers& n, float* weights,
+                   const void* gradient, float* mean, float* square, uint16_t* out) {
+  const G* g = (const G*)gradient;
+  if (out) step<G, true>(count, threads, n, weights, g, mean, square, out);
+  else step<G, false>(count, threads, n, weights, g, mean, square, out);
+}
+
+extern "C" void adamw(int64_t count, int threads, const Numbers* n, float* weights,
+                      const void* gradient, int is_narrow, float* mean, float* square,
+                      uint16_t* out) {
+  if (is_narrow) choose<uint16_t>(count, threads, *n, weights, gradient, mean, square, out);
+  else choose<float>(count, threads, *n, weights, gradient, mean, square, out);
+}
+"""
+_VECTOR_ELEMENTS = 64
+_FLAGS = "-O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC"
+
+
+def step_plain(
+    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, group: Any, step: float
+) -> None:
+    """One step of torch's fused AdamW; all flat, of one dtype, on the host.
+
+    Args:
+        weights, mean, square: changed in place.
+        gradient: of the loss.
+        group: lr, betas, eps, weight_decay.
+        step: its number, from 1.
+    """
+    adamw(
+        [weights],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [torch.tensor(step - 1)],  # the kernel counts one on
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+    )
+
+
+class AdamKernel:
+    """The compiled step.
+
+    Args:
+        library: what `load_adam_kernel` compiled.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.adamw
+        self._run.restype = None
+
+    def step(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        mean: Tensor,
+        square: Tensor,
+        group: Any,
+        step: float,
+        *,
+        scale: float = 1.0,
+        narrow: Tensor | None = None,
+    ) -> None:
+        """One step of AdamW; all flat and contiguous on the host.
+
+        Args:
+            weights, mean, square: fp32, changed in place.
+            gradient: fp32 or bf16.
+            group: lr, betas, eps, weight_decay.
+            step: its number, from 1.
+            scale: the gradient is multiplied with it first.
+            narrow: bf16, gets the stepped weights.
+        """
+        whole = weights.numel() // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS
+        if whole < weights.numel():  # torch steps what fills no vector by other operations
+            scaled = gradient[whole:].float() * scale
+            step_plain(weights[whole:], scaled, mean[whole:], square[whole:], group, step)
+            if narrow is not None:
+                narrow[whole:].copy_(weights[whole:])
+        beta1, beta2 = group["betas"]
+        numbers = (ctypes.c_float * 8)(
+            scale,
+            1 - group["lr"] * group["weight_decay"],
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            -group["lr"] / (1 - beta1**step),
+            math.sqrt(1 - beta2**step),
+            group["eps"],
+        )
+        self._run(
+            ctypes.c_int64(whole),
+            ctypes.c_int(torch.get_num_threads()),
+            numbers,
+            ctypes.c_void_p(weights.data_ptr()),
+            ctypes.c_void_p(gradient.data_ptr()),
+            ctypes.c_int(gradient.dtype == torch.bfloat16),
+            ctypes.c_void_p(mean.data_ptr()),
+            ctypes.c_void_p(square.data_ptr()),
+            ctypes.c_void_p(None if narrow is None else narrow.data_ptr()),
+        )
+
+
+@cache
+def load_adam_kernel() -> AdamKernel | None:
+    """Compile the kernel, or take the one that was compiled before; None where that fails.
+
+    It is kept in ``~/.cache/bmforge`` (or ``$XDG_CACHE_HOME``), one file per processor and source.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        return None
+    try:
+        kernel = AdamKernel(ctypes.CDLL(str(_compile(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        get_logger().debug("no one-pass AdamW kernel: %s", error)
+        return None
+    if not _gives_torchs_bits(kernel):
+        get_logger().debug("the one-pass AdamW kernel gives other bits than torch's; not used")
+        return None
+    return kernel
+
+
+def _compile(compiler: str) -> Path:
+    processor = Path("/proc/cpuinfo")
+    flags = [x for x in processor.read_text().splitlines() if x.startswith(("flags", "Features"))]
+    key = hashlib.sha256("\n".join([_SOURCE, _FLAGS, compiler, *flags[:1]]).encode()).hexdigest()
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    library = cache_home / "bmforge" / f"adamw-{key[:16]}.so"
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        source, built = Path(folder) / "adamw.cpp", Path(folder) / "adamw.so"
+        source.write_text(_SOURCE)
+        command = [compiler, *_FLAGS.split(), "-shared", str(source), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        os.replace(built, library)
+    return library
+
+
+def _gives_torchs_bits(kernel: AdamKernel) -> bool:
+    """Compare with torch's kernel on numbers of all sizes, some steps long."""
+    generator = torch.Generator().manual_seed(0)
+    count = 4099  # no multiple of any vector
+    group = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    start, sizes = torch.randn(count, generator=generator), torch.logspace(-9, 3, count)
+    draws = torch.randn(5, count, generator=generator) * sizes
+    want = start.clone(), torch.zeros(count), torch.zeros(count)
+    got = start.clone(), torch.zeros(count), torch.zeros(count)
+    narrow = torch.empty(count, dtype=torch.bfloat16)
+    for number, gradient in enumerate(draws.bfloat16()):
+        weights, mean, square = want
+        step_plain(weights, gradient.float(), mean, square, group, number + 1.0)
+        weights, mean, square = got
+        kernel.step(weights, gradient, mean, square, group, number + 1.0, narrow=narrow)
+        pairs = [*zip(want, got, strict=True), (want[0].bfloat16(), narrow)]
+        if not all(torch.equal(one, other) for one, other in pairs):
+            return False
+    return True
