@@ -142,9 +142,7 @@ def memory_room_bytes(device: torch.device) -> int:
         share = getattr(accelerator, "get_per_process_memory_fraction", lambda _: 1.0)(device)
         return int(0.97 * share * total_bytes) - int(accelerator.max_memory_reserved(device))
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    status = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-    )
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     if limit != resource.RLIM_INFINITY:
         return int(0.97 * limit) - int(status["VmData"].split()[0]) * 1024
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

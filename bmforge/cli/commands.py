@@ -12,13 +12,14 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from bmforge.cli.dry_run import parse_world, show_dry_run
+from bmforge.cli.dry_run import launched_processes, parse_world, show_dry_run
 from bmforge.config import dump_toml, load_toml
 from bmforge.data import PrepareConfig, prepare
 from bmforge.errors import ConfigError
 from bmforge.infer.chat import ChatConfig
 from bmforge.logging import get_logger
 from bmforge.recipes import RECIPES, QuickstartConfig, find_recipe, quickstart
+from bmforge.recipes.ds_config import apply_ds_config
 from bmforge.train import write_report
 
 __all__ = ["COMMANDS"]
@@ -89,8 +90,8 @@ def run_train(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:<18}{r.about}" for name, r in RECIPES.items())
         print(
-            "usage: bmforge train RECIPE [--config FILE] [--print-config] [--dry-run --world N] "
-            f"[--profile] [--field.path VALUE ...]\n\n{listed}"
+            "usage: bmforge train RECIPE [--config FILE] [--ds-config FILE] [--print-config] "
+            f"[--dry-run --world N] [--profile] [--field.path VALUE ...]\n\n{listed}"
         )
         return
     recipe = find_recipe(arguments[0])
@@ -98,6 +99,7 @@ def run_train(arguments: Sequence[str]) -> None:
     file = _take_option(rest, "--config")
     show = _take_option(rest, "--print-config")
     traces = _take_option(rest, "--profile")
+    old_file = _take_option(rest, "--ds-config")
     tries, world = _take_option(rest, "--dry-run"), _take_option(rest, "--world")
     default = recipe.config() if file is None else load_toml(recipe.config, file)
     # What follows from other fields (heads from widths) is left to follow from the changed ones.
@@ -105,6 +107,9 @@ def run_train(arguments: Sequence[str]) -> None:
     config = _parse(recipe.config, rest, f"train {arguments[0]}", default)
     if traces == "True" and not config.train.profile_steps:
         config.train = dataclasses.replace(config.train, profile_steps=_PROFILED_STEPS)
+    if old_file is not None:
+        size = parse_world(world) if tries == "True" else launched_processes()
+        config = apply_ds_config(config, old_file, size)
     if show == "True":
         print(dump_toml(config), end="")
         return
@@ -288,6 +293,13 @@ def run_info(arguments: Sequence[str]) -> None:
     print(describe_model(command.name, command.seq_len))
 
 
+def run_plan(arguments: Sequence[str]) -> None:
+    """Which layouts of a model fit on which machines, how fast, and for how much."""
+    from bmforge.cli.plan import PlanCommand, run_plan_command
+
+    run_plan_command(_parse(PlanCommand, _bare_flags(arguments, "compile"), "plan"))
+
+
 def _bare_flags(arguments: Sequence[str], *names: str) -> list[str]:
     """Let ``--flag`` stand for ``--flag True`` for the named switches."""
     known = {f"--{n}" for n in names} | {f"--{n.replace('-', '_')}" for n in names}
@@ -323,5 +335,6 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "chat": (run_chat, "talk to an EVA in the terminal"),
     "convert": (run_convert, "write any checkpoint, ModelCenter's too, in Hugging Face's form"),
     "report": (run_report, "draw a run on one page"),
+    "plan": (run_plan, "which layouts of a model fit on which machines, how fast, for how much"),
     "info": (run_info, "parameters, FLOPs and cache size of a preset or a model"),
 }

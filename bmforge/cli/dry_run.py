@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.dry_run import DryRun, dry_run
 from bmforge.recipes.run import family_of
 
-__all__ = ["parse_world", "show_dry_run"]
+__all__ = ["launched_processes", "parse_world", "show_dry_run"]
 
 
 def parse_world(text: str | None) -> int:
@@ -21,6 +22,11 @@ def parse_world(text: str | None) -> int:
         given = "is missing" if text is None else f"{text} is no number of processes"
         raise ConfigError(f"--world {given}. Say how many there are to be: --dry-run --world 64.")
     return int(text)
+
+
+def launched_processes() -> int:
+    """Return how many processes the launcher has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def show_dry_run(config: Any, world_size: int) -> str:

@@ -66,6 +66,8 @@ def load_weights_(
     unborn = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     materialize_(model, device)
     parameters = dict(model.named_parameters())
+    if any(is_streamed(parameter) for parameter in parameters.values()):
+        unborn.clear()  # who streams has little memory, and a map counts as all of the file
     uses = Counter(name for _, name in pairs)
     reads = []
     for rule, name in pairs:

@@ -71,8 +71,10 @@ class SafeFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with safe_open(path, framework="pt"):
-                pass  # opening checks sizes, places and dtypes
+            # Opening checks sizes, places and dtypes. Not as "pt", whose map of the file counts as
+            # memory of the process.
+            with safe_open(path, framework="numpy"):
+                pass
             with path.open("rb") as file:
                 self._identity = _identity(file.fileno())
                 (length,) = struct.unpack("<Q", file.read(8))

@@ -20,6 +20,7 @@ from bmforge.data import (
 from bmforge.data.prepared import RECORD_NAME, read_record
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World, run_on_first
+from bmforge.recipes.splitting import StorePart, check_split
 
 __all__ = [
     "Corpus",
@@ -40,10 +41,15 @@ class CorpusConfig:
         weights: share of each path, relative; empty weighs all the same.
         seq_len: tokens per row.
         global_batch_size: rows per optimizer step over all processes.
+        grad_accum_steps: passes that an optimizer step adds up; sets global_batch_size to
+            micro_batch_size x this x processes / tp / pp / cp. None takes what global_batch_size
+            needs.
         micro_batch_size: rows per forward pass on one process.
         reset_at_documents: attention and positions start anew at every document.
         eos_id: token behind every document; None takes the prepared directory's.
         validation: prefix of a validation store; None takes the first prepared directory's.
+        split: shares of a bare store's documents to learn from, to validate on and to leave out,
+            such as 949 50 1; empty learns from all.
         validation_batches: stop an evaluation after so many micro-batches; None reads all.
         seed: of the sample order.
         prefetch_steps: optimizer steps that are made ready ahead.
@@ -54,9 +60,11 @@ class CorpusConfig:
     seq_len: int = 512
     global_batch_size: int = 32
     micro_batch_size: int = 8
+    grad_accum_steps: int | None = None
     reset_at_documents: bool = False
     eos_id: int | None = None
     validation: str | None = None
+    split: tuple[float, ...] = ()
     validation_batches: int | None = None
     seed: int = 0
     prefetch_steps: int = 2
@@ -100,7 +108,7 @@ def open_corpus(config: CorpusConfig, vocab_size: int, world: World) -> Corpus:
     eos_id = config.eos_id if config.eos_id is not None or first is None else first.eos_id
     weights = config.weights or (1.0,) * len(config.paths)
     parts = {
-        path: (PackedDataset(TokenStore(train_prefix(path)), config.seq_len, eos_id), weight)
+        path: (PackedDataset(_open_store(path, config), config.seq_len, eos_id), weight)
         for path, weight in zip(config.paths, weights, strict=True)
     }
     loader = DataLoader(
@@ -117,6 +125,9 @@ def open_corpus(config: CorpusConfig, vocab_size: int, world: World) -> Corpus:
     validation = None
     if held_out is not None:
         validation = PackedDataset(TokenStore(held_out), config.seq_len, eos_id)
+    elif any(config.split[1:2]):
+        part = StorePart(config.paths[0], config.split, 1)
+        validation = PackedDataset(part, config.seq_len, eos_id)
     own = first is not None and config.validation is None
     return Corpus(
         loader,
@@ -128,6 +139,11 @@ def open_corpus(config: CorpusConfig, vocab_size: int, world: World) -> Corpus:
     )
 
 
+def _open_store(path: str, config: CorpusConfig) -> TokenStore:
+    """Open what is learned from of a path."""
+    return StorePart(path, config.split, 0) if config.split else TokenStore(train_prefix(path))
+
+
 def _check_paths(config: CorpusConfig) -> None:
     if not config.paths:
         raise ConfigError(
@@ -136,6 +152,7 @@ def _check_paths(config: CorpusConfig) -> None:
         )
     if len(set(config.paths)) != len(config.paths):
         raise ConfigError(f"data.paths={list(config.paths)} names a path twice; raise its weight.")
+    check_split(config.split, config.validation, config.paths)
     if config.weights and (len(config.weights) != len(config.paths) or len(config.paths) == 1):
         raise ConfigError(
             f"data.weights has {len(config.weights)} numbers for {len(config.paths)} paths; "

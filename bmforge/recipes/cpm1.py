@@ -34,6 +34,7 @@ from bmforge.recipes.examples import (
 )
 from bmforge.recipes.pieces import open_tokenizer
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.splitting import refuse_split
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.train import EvalResult
 from bmforge.train.objective import IGNORE_INDEX
@@ -231,6 +232,7 @@ def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple
 
 def _open_chid(config: ChIDConfig, rows: World) -> TrainingData:
     config.data.check()
+    refuse_split(config.data.split)
     tokenizer = open_tokenizer(config, CPM1Tokenizer)
     numbers, data = _number_ids(tokenizer), config.data
     source = _Texts(_chid_texts(data.paths, tokenizer, numbers), config)
@@ -250,6 +252,7 @@ def _open_chid(config: ChIDConfig, rows: World) -> TrainingData:
 
 def _open_stc(config: STCConfig, rows: World) -> TrainingData:
     config.data.check()
+    refuse_split(config.data.split)
     tokenizer, data = open_tokenizer(config, CPM1Tokenizer), config.data
     return open_examples(
         _Texts(_stc_texts(data.paths, tokenizer), config),

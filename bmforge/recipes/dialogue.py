@@ -23,6 +23,7 @@ from bmforge.recipes.examples import (
 )
 from bmforge.recipes.pieces import open_tokenizer
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.splitting import refuse_split
 from bmforge.tokenizers import EVATokenizer
 from bmforge.train.objective import IGNORE_INDEX
 
@@ -110,6 +111,7 @@ def _read_dialogues(path: str) -> list[list[str]]:
 
 def _open_data(config: EVADialogueConfig, rows: World) -> TrainingData:
     config.data.check()
+    refuse_split(config.data.split)
     if config.data.seq_len < 3 or config.target_len < 2:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} must be at least 3, and target_len="

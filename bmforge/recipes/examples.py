@@ -28,6 +28,7 @@ __all__ = [
     "ExampleConfig",
     "ExampleLoader",
     "ExampleSource",
+    "collate",
     "fingerprint_of",
     "iter_held_out",
     "open_examples",
@@ -49,6 +50,11 @@ class ExampleConfig:
         seq_len: longest row in tokens.
         global_batch_size: rows per optimizer step over all processes.
         micro_batch_size: rows per forward pass on one process.
+        grad_accum_steps: passes that an optimizer step adds up; sets global_batch_size to
+            micro_batch_size x this x processes / tp / pp / cp. None takes what global_batch_size
+            needs.
+        split: where paths are bare token stores: shares of their documents to learn from, to
+            validate on and to leave out, such as 949 50 1; empty learns from all.
         validation_batches: stop an evaluation after so many micro-batches; None reads all.
         seed: of the order, and of all that is drawn to make an example.
     """
@@ -59,6 +65,8 @@ class ExampleConfig:
     seq_len: int = 512
     global_batch_size: int = 32
     micro_batch_size: int = 8
+    grad_accum_steps: int | None = None
+    split: tuple[float, ...] = ()
     validation_batches: int | None = None
     seed: int = 0
 
@@ -131,7 +139,7 @@ class ExampleLoader:
         for start in range(0, total, size * self._world):
             slots = range(start + self._rank * size, start + (self._rank + 1) * size)
             rows = [self._row(first + slot if slot < total else None) for slot in slots]
-            batches.append(_collate(rows, self._source.columns))
+            batches.append(collate(rows, self._source.columns))
         self._step += 1
         return batches
 
@@ -189,7 +197,7 @@ def iter_held_out(
             source.make(i, ("held out", i)) if i < total else _unlabel(source.make(0, ("padding",)))
             for i in range(start, start + size)
         ]
-        yield _collate(rows, source.columns)
+        yield collate(rows, source.columns)
 
 
 def open_examples(
@@ -228,7 +236,7 @@ def _unlabel(example: Example) -> Example:
     return {**example, "labels": [IGNORE_INDEX] * len(example["labels"])}
 
 
-def _collate(rows: Sequence[Example], columns: Mapping[str, tuple[int, int]]) -> Batch:
+def collate(rows: Sequence[Example], columns: Mapping[str, tuple[int, int]]) -> Batch:
     """Lay rows side by side, filled up behind.
 
     Shape:

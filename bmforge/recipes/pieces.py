@@ -16,16 +16,17 @@ from bmforge.models.hub import find_model
 from bmforge.parallel import run_on_first
 from bmforge.recipes.corpus import read_report, train_prefix
 from bmforge.recipes.examples import ExampleConfig, fingerprint_of
+from bmforge.recipes.splitting import StorePart, check_split
 from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["Pieces", "open_pieces", "open_tokenizer"]
+__all__ = ["Pieces", "find_tokenizer", "open_pieces", "open_tokenizer"]
 
 
 class Pieces(Sequence[NDArray[np.int64]]):
     """The documents of token stores, the longer ones cut; short ones are left out.
 
     Args:
-        prefixes: paths of the stores without ``.bin`` or ``.idx``.
+        stores: opened, or their paths without ``.bin`` or ``.idx``.
         shortest: tokens of the shortest piece.
         longest: tokens of the longest one.
         end_id: a token that ends documents in the store, and is no part of a piece.
@@ -34,9 +35,13 @@ class Pieces(Sequence[NDArray[np.int64]]):
     """
 
     def __init__(
-        self, prefixes: Sequence[Path], shortest: int, longest: int, end_id: int | None = None
+        self,
+        stores: Sequence[TokenStore | Path],
+        shortest: int,
+        longest: int,
+        end_id: int | None = None,
     ) -> None:
-        self._stores = [TokenStore(prefix) for prefix in prefixes]
+        self._stores = [s if isinstance(s, TokenStore) else TokenStore(s) for s in stores]
         spans = [list(_cut(store, shortest, longest, end_id)) for store in self._stores]
         self._bounds = [0, *accumulate(map(len, spans))]
         self._spans = np.array([span for part in spans for span in part]).reshape(-1, 2)
@@ -80,6 +85,7 @@ def open_pieces(
             f"data.seq_len={config.seq_len} leaves {longest} tokens of text a row; needed are at "
             f"least {shortest}."
         )
+    check_split(config.split, config.validation, config.paths)
     train = [train_prefix(path) for path in config.paths]
     held_out = [train_prefix(path) for path in config.validation]
     reports = [] if held_out else [read_report(path) for path in config.paths]
@@ -92,8 +98,14 @@ def open_pieces(
             check_vocabulary(TokenStore(prefix), vocab_size)
 
     run_on_first(check)
-    rest = Pieces(held_out, shortest, longest, end_id) if held_out else None
-    return Pieces(train, shortest, longest, end_id), rest
+    learned: list[TokenStore | Path] = [*train]
+    rest: list[TokenStore | Path] = [*held_out]
+    if config.split:
+        learned = [StorePart(prefix, config.split, 0) for prefix in train]
+        if any(config.split[1:2]):
+            rest = [StorePart(prefix, config.split, 1) for prefix in train]
+    held = Pieces(rest, shortest, longest, end_id) if rest else None
+    return Pieces(learned, shortest, longest, end_id), held
 
 
 def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
@@ -105,6 +117,26 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
 
     Raises:
         ConfigError: there is none, it is of another kind, or it has more tokens than the model.
+    """
+    folder = find_tokenizer(config)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if kind is not None and not isinstance(tokenizer, kind):
+        raise ConfigError(
+            f"{str(folder)!r} has a {type(tokenizer).__name__}, needed is a {kind.__name__}."
+        )
+    if len(tokenizer) > config.model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, the model vocab_size="
+            f"{config.model.vocab_size}. Give the model's own tokenizer, or a larger vocab_size."
+        )
+    return tokenizer
+
+
+def find_tokenizer(config: Any) -> Path:
+    """Return the directory of a run's tokenizer; see `open_tokenizer`.
+
+    Raises:
+        ConfigError: there is none.
     """
     report = read_report(config.data.paths[0]) if config.data.paths else None
     folder: Path | None = None
@@ -119,14 +151,4 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
             "data.tokenizer is not set. Give the directory of the model's tokenizer, or start from "
             "a model that has it with --init-from."
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if kind is not None and not isinstance(tokenizer, kind):
-        raise ConfigError(
-            f"{str(folder)!r} has a {type(tokenizer).__name__}, needed is a {kind.__name__}."
-        )
-    if len(tokenizer) > config.model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, the model vocab_size="
-            f"{config.model.vocab_size}. Give the model's own tokenizer, or a larger vocab_size."
-        )
-    return tokenizer
+    return folder

@@ -11,12 +11,22 @@ from bmforge.recipes.ant import CPMAntTrainConfig, train_ant
 from bmforge.recipes.cpm1 import ChIDConfig, STCConfig, tune_chid, tune_stc
 from bmforge.recipes.dialogue import EVADialogueConfig, train_dialogue
 from bmforge.recipes.documents import CPMBeeTrainConfig, train_documents
+from bmforge.recipes.finetune import (
+    BertSuperGLUEConfig,
+    GPT2SuperGLUEConfig,
+    LlamaSuperGLUEConfig,
+    T5SQuADConfig,
+    T5SuperGLUEConfig,
+    tune_squad,
+    tune_task,
+)
 from bmforge.recipes.pretrain import (
     CPM1PretrainConfig,
     GPT2PretrainConfig,
     LlamaPretrainConfig,
     pretrain,
 )
+from bmforge.recipes.sft import LlamaSFTConfig, train_sft
 from bmforge.recipes.spans import CPM2SpansConfig, T5SpansConfig, train_spans
 
 __all__ = ["RECIPES", "Recipe", "find_recipe"]
@@ -39,6 +49,12 @@ RECIPES = {
     "cpm1-stc": Recipe(STCConfig, tune_stc, "fine-tune a CPM-1 to answer posts (STC)"),
     "cpm2-pretrain": Recipe(CPM2SpansConfig, train_spans, "train a CPM-2 to fill cut-out spans"),
     "t5-pretrain": Recipe(T5SpansConfig, train_spans, "train a T5 to fill cut-out spans"),
+    "bert-superglue": Recipe(BertSuperGLUEConfig, tune_task, "fine-tune a BERT on a task"),
+    "t5-superglue": Recipe(T5SuperGLUEConfig, tune_task, "fine-tune a T5 on a task"),
+    "gpt2-superglue": Recipe(GPT2SuperGLUEConfig, tune_task, "fine-tune a GPT-2 on a task"),
+    "llama-superglue": Recipe(LlamaSuperGLUEConfig, tune_task, "fine-tune a Llama on a task"),
+    "llama-sft": Recipe(LlamaSFTConfig, train_sft, "fine-tune a Llama on conversations"),
+    "t5-squad": Recipe(T5SQuADConfig, tune_squad, "fine-tune a T5 to answer questions on a text"),
     "eva-dialogue": Recipe(EVADialogueConfig, train_dialogue, "train an EVA on dialogues"),
     "cpm-ant-train": Recipe(
         CPMAntTrainConfig, train_ant, "train a CPM-Ant on hidden tokens and on the rest of texts"

@@ -20,11 +20,12 @@ from bmforge.config import config_to_dict
 from bmforge.device import device_name
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger, log_to_file
-from bmforge.models import Model, init_weights_, load_weights_
+from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.hub import FAMILIES, find_model
 from bmforge.parallel import (
     Layout,
+    OffloadConfig,
     World,
     build_mesh,
     data_parallel_rank,
@@ -33,6 +34,8 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
+from bmforge.parallel.streaming import stream_blocks_
+from bmforge.recipes.loss_scale import LossScaleConfig, build_scaler
 from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir
 from bmforge.train import (
     EvalResult,
@@ -46,13 +49,21 @@ from bmforge.train import (
 from bmforge.train.objective import Batch, Objective
 from bmforge.train.trainer import Callback, Loader
 
-__all__ = ["Results", "RunConfig", "RunResult", "TrainingData", "family_of", "run_recipe"]
+__all__ = [
+    "Results",
+    "RunConfig",
+    "RunResult",
+    "TrainingData",
+    "family_of",
+    "run_recipe",
+    "settle_batch",
+]
 
 Results = dict[str, dict[str, float]]
 
 # What may change when a run goes on: none of it changes what the model has learned so far.
 _FREE_FIELDS = """
-    run_dir layout recompute compile prefetch wandb_project export train.steps
+    run_dir layout offload recompute compile prefetch wandb_project export train.steps
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
     train.log_every_steps train.profile_steps data.micro_batch_size data.prefetch_steps
     data.validation_batches
@@ -71,6 +82,8 @@ class RunConfig:
         seed: of the drawn weights.
         train: the loop.
         layout: how it is divided over processes.
+        loss_scale: of fp16.
+        offload: what of the optimizer lives outside the device.
         recompute: recompute blocks in backward.
         compile: compile the blocks.
         prefetch: sharded units gathered ahead.
@@ -83,6 +96,8 @@ class RunConfig:
     seed: int = 0
     train: TrainConfig = field(default_factory=TrainConfig)
     layout: Layout = field(default_factory=Layout)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     recompute: bool = False
     compile: bool = False
     prefetch: int = 1
@@ -102,6 +117,7 @@ class TrainingData:
         save_tokenizer: writes the tokenizer into the export.
         special_ids: what the export's config.json says of them, such as ``eos_token_id``.
         figures: further results from the trained model and its evaluation; all processes call it.
+        new_head: draw the head's weights where `init_from` has none.
         close: called when the run ends.
     """
 
@@ -112,6 +128,7 @@ class TrainingData:
     save_tokenizer: Callable[[Path], None] | None = None
     special_ids: Mapping[str, int] = field(default_factory=dict)
     figures: Callable[[Model, EvalResult], Results] | None = None
+    new_head: bool = False
     close: Callable[[], None] | None = None
 
 
@@ -142,7 +159,10 @@ def run_recipe(config: Any, open_data: OpenData) -> RunResult:
     """
     world = init_distributed()
     config.layout.check(world.size)
-    config = dataclasses.replace(config, model=_settle_sizes(config))
+    config.loss_scale.check(config.train.precision)
+    config = dataclasses.replace(
+        config, model=_settle_sizes(config), data=settle_batch(config, world.size)
+    )
     open_run_dir(config.run_dir, config, _FREE)
     log = log_to_file(config.run_dir / "log.txt") if world.rank == 0 else None
     try:
@@ -183,11 +203,35 @@ def _settle_sizes(config: Any) -> ModelConfig:
     return type(model).from_pretrained(directory).replace(raw={}, **changes)
 
 
+def settle_batch(config: Any, world_size: int) -> Any:
+    """Return the config of the data, with the global batch size that follows from accumulation.
+
+    Raises:
+        ConfigError: there is no whole number of passes, or two global batch sizes are asked for.
+    """
+    data, layout = config.data, config.layout
+    steps = getattr(data, "grad_accum_steps", None)
+    if steps is None:
+        return data
+    if steps < 1:
+        raise ConfigError(f"data.grad_accum_steps={steps} must be at least 1.")
+    rows = world_size // (layout.tp * layout.pp * layout.cp)
+    product = data.micro_batch_size * steps * rows
+    usual = type(config)().data.global_batch_size
+    if data.global_batch_size not in (usual, product):
+        raise ConfigError(
+            f"data.global_batch_size={data.global_batch_size}, but micro_batch_size="
+            f"{data.micro_batch_size} x grad_accum_steps={steps} x {rows} = {product}. Leave one "
+            "of the two out."
+        )
+    return dataclasses.replace(data, global_batch_size=product, grad_accum_steps=None)
+
+
 def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     mesh = build_mesh(config.layout, world.device)
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     data = open_data(config, rows)
-    model = _build_model(config, world, mesh)
+    model = _build_model(config, world, mesh, data.new_head)
     trainer = Trainer(
         model,
         data.loader,
@@ -195,10 +239,13 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
         mesh=mesh,
         run_dir=config.run_dir,
         objective=data.objective,
+        offload=config.offload,
         evaluator=_make_evaluator(data, world, mesh),
         callbacks=_callbacks(config),
         flops_per_token=config.model.flops_per_token(data.row_tokens),
     )
+    if trainer.scaler is not None:
+        trainer.scaler = build_scaler(config.loss_scale)
     get_logger().info(
         "%s, %d parameters, on %d x %s; run directory %s",
         type(model).__name__,
@@ -216,29 +263,47 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     finally:
         if data.close is not None:
             data.close()
+        if trainer.offloader is not None and not config.offload.weights:
+            trainer.offloader.close()
     if world.rank == 0:
         get_logger().info("report: %s", write_report(config.run_dir))
     return RunResult(model, trainer.step, evaluation, world)
 
 
-def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
+def _build_model(config: Any, world: World, mesh: DeviceMesh, new_head: bool) -> Model:
     sizes, start = config.model, None
     if config.init_from is not None:
         start = find_model(config.init_from)
         sizes = sizes.replace(raw=read_config_file(start))
     model = family_of(sizes).from_config(sizes, device="meta")
+    streams = config.offload.weights
+    if streams:
+        _stream_(model, config, world, start)
     parallelize(
         model,
         config.layout,
         mesh=mesh,
         precision=config.train.precision,
-        recompute=config.recompute,
+        recompute=config.recompute and not streams,  # what streams is recomputed anyway
         compile=config.compile,
         prefetch=config.prefetch,
+        offload_activations=config.offload.activations,
     )
     if start is not None:
-        return load_weights_(model, start, device=world.device)
+        return load_weights_(model, start, device=world.device, new_head=new_head)
     return init_weights_(model, config.seed, device=world.device)
+
+
+def _stream_(model: Model, config: Any, world: World, start: Path | None) -> None:
+    """Let the weights of blocks live where the optimizer's state lives."""
+    if world.size > 1 or config.train.precision != "fp32":
+        raise ConfigError(
+            f"offload.weights=True is for one process and precision=fp32, not {world.size} "
+            f"processes and {config.train.precision}. Use layout.zero=3, which divides weights."
+        )
+    drawn = weight_drawer(model, config.seed)
+    read = drawn if start is None else weight_reader(model, start)
+    stream_blocks_(model, read, device=world.device)
 
 
 def _make_evaluator(
@@ -268,6 +333,8 @@ def _finish(
     config: Any, trainer: Trainer, data: TrainingData, world: World, mesh: DeviceMesh | None
 ) -> EvalResult | None:
     """Evaluate the trained model and export it."""
+    if trainer.offloader is not None:
+        trainer.offloader.restore_()
     model: Any = trainer.model
     evaluation = None
     if trainer.evaluator is not None:

@@ -26,6 +26,8 @@ from bmforge.parallel import World
 from bmforge.recipes.examples import Example, ExampleConfig, fingerprint_of, open_examples
 from bmforge.recipes.pieces import Pieces, open_pieces, open_tokenizer
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.span_corpus import SpanCorpus, is_span_corpus
+from bmforge.recipes.splitting import check_split
 from bmforge.tokenizers import Tokenizer
 from bmforge.train.objective import IGNORE_INDEX
 
@@ -67,13 +69,17 @@ class SpanConfig(RunConfig):
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` is the longest
-            text in tokens.
+            text in tokens. Prefixes of CPM-Pretrain's preprocessed corpora (PREFIX_context and so
+            on) are read as they are; `seq_len` is the length of their packed rows then, and what
+            says how spans are cut has no effect.
+        target_len: longest target in tokens, behind which it is cut; None has room for all.
         noise_density: share of the tokens that is cut out.
         mean_span_length: tokens of a span, on average.
         shortest: shorter texts are left out.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
+    target_len: int | None = None
     noise_density: float = 0.15
     mean_span_length: float = 3.0
     shortest: int = 10
@@ -174,13 +180,14 @@ class _SpanExamples:
                 "which one more is needed. Shorten seq_len, or lengthen mean_span_length."
             )
         source, target = longest + 1, max(noise + spans for noise, spans in counts) + 2
+        target = min(target, config.target_len or target)
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (source, config.model.pad_token_id),
             "attention_mask": (source, 0),
             "labels": (target, IGNORE_INDEX),
         }
         self.fingerprint = fingerprint_of(
-            pieces.fingerprint, config.noise_density, config.mean_span_length
+            pieces.fingerprint, config.noise_density, config.mean_span_length, target
         )
 
     def __len__(self) -> int:
@@ -196,11 +203,37 @@ class _SpanExamples:
         )
         if not inside:
             source, target = source + end, target + end  # type: ignore[operator]
+        target = target[: self.columns["labels"][0]]
         return {"input_ids": source, "attention_mask": [1] * len(source), "labels": target}
 
     def _count(self, length: int) -> tuple[int, int]:
         config = self._config
         return count_spans(length, config.noise_density, config.mean_span_length)
+
+
+def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData:
+    """Open corpora whose spans were cut out beforehand."""
+    data, usual = config.data, type(config)()
+    unused = ("noise_density", "mean_span_length", "shortest")
+    changed = [name for name in unused if getattr(config, name) != getattr(usual, name)]
+    if changed:
+        raise ConfigError(
+            f"{', '.join(changed)} have no effect on {list(data.paths)}, whose spans were cut out "
+            "when they were made. Leave them out."
+        )
+    check_split(data.split, data.validation, data.paths)
+    name = _FORMS[type(config.model)].sentinel
+    # CPM-Pretrain's T5 has the vocabulary of CPM-2.
+    sentinels = find_sentinels(tokenizer, name) or find_sentinels(tokenizer, "<s_{}>")
+
+    def open_part(prefixes: Sequence[str], index: int) -> SpanCorpus:
+        return SpanCorpus(prefixes, data.split, index, config, sentinels, len(tokenizer))
+
+    held_out = open_part(data.validation, 0) if data.validation else None
+    if any(data.split[1:2]):
+        held_out = open_part(data.paths, 1)
+    source = open_part(data.paths, 0)
+    return open_examples(source, held_out, data, rows, save_tokenizer=tokenizer.save_pretrained)
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
@@ -209,7 +242,12 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             f"noise_density={config.noise_density} must be between 0 and 1, and mean_span_length="
             f"{config.mean_span_length} at least 1."
         )
+    if config.target_len is not None and config.target_len < 2:
+        raise ConfigError(f"target_len={config.target_len} must be at least 2.")
     tokenizer = open_tokenizer(config)
+    config.data.check()
+    if any(map(is_span_corpus, config.data.paths)):
+        return _open_corpus(config, tokenizer, rows)
     if tokenizer.eos_id is None:
         raise ConfigError("the tokenizer has no token that ends a text; see its roles.")
     inside = _FORMS[type(config.model)].end_inside

@@ -22,6 +22,8 @@ CAPABILITIES = (
     "context",
     "expert",
     "combined",
+    "stream",
+    "offload",
     "meta init",
     "compile",
 )

@@ -13,6 +13,10 @@ import torch
 
 from bmforge.models import Model, ModelConfig, init_weights_
 from bmforge.parallel import Layout
+from bmforge.parallel.activations import apply_activation_offload_
+from bmforge.parallel.copies import make_copy_engine
+from bmforge.parallel.streaming import stream_blocks_
+from bmforge.surgery import find_modules
 from bmforge.testing.batches import Batch, make_batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.layouts import check_layout
@@ -172,6 +176,27 @@ class FamilySuite:
         layout = Layout(pp=2, tp=2, sequence_parallel=True)
         self.check_layout(tiny, world=4, layout=layout, micro_batches=2, recompute=True)
 
+    @capability("stream", "offload")
+    def test_blocks_live_elsewhere(self, tiny: Model) -> None:
+        """Weights that stream in and block inputs that wait on the host give the same bits."""
+        batch = self.make_inputs(tiny)
+        batch |= make_labels(tiny, batch)
+        kept = {name: p.detach().clone() for name, p in tiny.named_parameters()}
+        want = _loss_and_gradients(tiny, batch)
+        host, blocks = (
+            torch.device("cpu"),
+            find_modules(tiny, globs=tiny.layout_rules().recompute_units),
+        )
+        streamer = stream_blocks_(
+            tiny, lambda name, out: out.copy_(kept[name]), device=host, blocks=list(blocks)
+        )
+        engine = make_copy_engine(host, records=True)
+        units = list(blocks.values())
+        apply_activation_offload_(units, engine, keep_last=0, smallest_elements=1)
+        assert_equal_trees(_loss_and_gradients(tiny, batch), want)
+        assert engine.events
+        streamer.close()
+
     @pytest.mark.long
     def test_three_axes(self, tiny: Model) -> None:
         """ZeRO with two other axes, on eight processes."""
@@ -189,6 +214,15 @@ class FamilySuite:
         """Compare one step on a layout with one process."""
         inputs = self.make_inputs(tiny, batch=4)
         check_layout(self.model_class, tiny.config, inputs, make_labels(tiny, inputs), **options)
+
+
+def _loss_and_gradients(model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found
+    return {"loss": loss.detach(), **found}
 
 
 def _tensors(output: Any) -> dict[str, torch.Tensor]:

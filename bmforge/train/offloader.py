@@ -114,8 +114,8 @@ class Offloader:
                 waited.wait()
 
     @torch.no_grad()
-    def close(self) -> None:
-        """Finish the last step, give all parameters their full width, and disk and thread back.
+    def restore_(self) -> None:
+        """Finish the last step and give all parameters their full width, as the run's end wants.
 
         The optimizers cannot be used any more.
         """
@@ -124,6 +124,7 @@ class Offloader:
         for one in self._away.values():
             if one.left is not None:
                 one.left.close()
+                one.left = None
         change_dtype_(self._model, self._narrow, torch.float32)
         for key in self._narrow:
             one = self._away[key]
@@ -131,6 +132,11 @@ class Offloader:
             local = local_tensor(one.parameter)
             local.copy_(one.master.fetch().view(local.shape))
             del one.parameter.master  # type: ignore[attr-defined]
+        self._narrow = set()
+
+    def close(self) -> None:
+        """Give disk and thread back; parameters that stream cannot be read any more."""
+        self.restore_()
         self.engine.close()
         if self._disk is not None:
             self._disk.close()

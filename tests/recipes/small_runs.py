@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from bmforge.data import TokenStoreWriter
 from bmforge.recipes.examples import ExampleConfig
@@ -73,6 +74,12 @@ def write_counting(prefix: Path, first: int, end: int, count: int = 24) -> Path:
 def bee_tokenizer() -> CPMBeeTokenizer:
     """Letters, digits and the special tokens."""
     return CPMBeeTokenizer([*BEE_HEAD, *"abcdefghijklmnopqrstuvwxyz0123456789?()-._"])
+
+
+def wait_for_all() -> None:
+    """Come back once the first process has written what the others are about to read."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:

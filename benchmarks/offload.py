@@ -1,0 +1,281 @@
+"""What offloading costs and saves: states on disk, streamed weights, the one-pass kernel.
+
+Run: python benchmarks/offload.py states | weights | kernel  [--directory DIR]
+
+states: a GPT-2 of 63 million parameters trains with its optimizer states on disk, under a limit on
+the process's data (RLIMIT_DATA) of its peak without any states plus a quarter of them.
+weights: a Llama of 1e9 parameters (4.1 GB) with frozen blocks runs forward and backward under a
+limit of a quarter of its weights; bytes read over wall time against a plain sequential read of the
+same file, both with the page cache dropped before.
+kernel: one-pass AdamW with bf16 gradients and weights against torch's fused one and two casts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from harness import header, table  # noqa: E402
+
+from bmforge.device import resident_bytes  # noqa: E402
+from bmforge.models import (  # noqa: E402
+    GPT2,
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    load_weights_,
+    weight_reader,
+)
+from bmforge.parallel import OffloadConfig  # noqa: E402
+from bmforge.parallel.adam_kernel import load_adam_kernel, step_plain  # noqa: E402
+from bmforge.parallel.streaming import stream_blocks_  # noqa: E402
+from bmforge.train import OptimConfig, build_optimizers, clip_grad_norm_  # noqa: E402
+from bmforge.train.offloader import Offloader  # noqa: E402
+
+MIB = 1 << 20
+GPT = GPT2Config(vocab_size=8192, hidden_size=768, num_layers=8, num_heads=12, max_seq_len=128)
+LLAMA = LlamaConfig(
+    vocab_size=1000,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_layers=20,
+    num_heads=16,
+    num_kv_heads=16,
+    max_seq_len=64,
+)
+
+
+def status_bytes(field: str) -> int:
+    """One field of the kernel's account of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def limit_data(more_bytes: int) -> None:
+    """Let this process take so much more memory and not a byte above."""
+    most = status_bytes("VmData") + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def train_gpt(mode: str, limit_bytes: int, directory: str) -> dict[str, Any]:
+    """Four steps; `mode` is none (no optimizer), plain or disk."""
+    base = resident_bytes()
+    if limit_bytes:
+        limit_data(limit_bytes)
+    model = GPT2.from_config(GPT, seed=0)
+    optimizers, offloader = [], None
+    if mode == "plain":
+        optimizers = build_optimizers(model, OptimConfig())
+    if mode == "disk":
+        offload = OffloadConfig(1.0, target="disk", directory=Path(directory))
+        optimizers = build_optimizers(model, OptimConfig(), offloaded=True)
+        offloader = Offloader(model, optimizers, offload)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(4):
+        ids = torch.randint(0, GPT.vocab_size, (2, 128), generator=generator)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        clip_grad_norm_(model, 1.0)
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    if offloader is not None:
+        offloader.wait()
+    count = sum(p.numel() for p in model.parameters())
+    return {"losses": losses, "peak": status_bytes("VmHWM") - base, "parameters": count}
+
+
+def drop_cache(path: Path) -> None:
+    """Have the kernel forget what it has of a file."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_through(path: Path) -> float:
+    """Seconds that a sequential read of a whole file takes, page cache dropped."""
+    drop_cache(path)
+    buffer = memoryview(bytearray(4 * MIB))
+    start = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    return time.perf_counter() - start
+
+
+def save_llama(directory: str) -> None:
+    """Write the checkpoint, with numbers that repeat: drawing 1e9 takes long."""
+    model = Llama.from_config(LLAMA, device="meta").to_empty(device="cpu")
+    numbers = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.view(-1)
+            for start in range(0, flat.numel(), numbers.numel()):
+                part = flat[start : start + numbers.numel()]
+                part.copy_(numbers[: part.numel()])
+    model.save_pretrained(directory)
+
+
+def run_llama(mode: str, limit_bytes: int, directory: str) -> dict[str, Any]:
+    """Forward and backward of a few tokens; `mode` is plain or streamed."""
+    base, files = resident_bytes(), sorted(Path(directory).glob("*.safetensors"))
+    if limit_bytes:
+        limit_data(limit_bytes)
+    if mode == "plain":
+        model = Llama.from_pretrained(directory)
+        read = None
+    else:
+        model = Llama.from_config(LLAMA, device="meta")
+        reader = weight_reader(model, directory)
+        streamer = stream_blocks_(model, reader, device=torch.device("cpu"))
+        load_weights_(model, directory)
+        read = streamer.blocks
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith("layers."))
+    ids = torch.arange(4)[None]
+    times = []
+
+    def timed(function: Callable[[], Any]) -> Any:
+        for file in files:
+            drop_cache(file)
+        start = time.perf_counter()
+        result = function()
+        times.append(time.perf_counter() - start)
+        return result
+
+    loss = timed(lambda: model(input_ids=ids, labels=ids).loss)
+    timed(loss.backward)
+    read_bytes = 0 if read is None else sum(block.size_bytes for block in read)
+    gradients = {
+        n: p.grad.double().norm().item() for n, p in model.named_parameters() if p.grad is not None
+    }
+    return {
+        "loss": loss.item(),
+        "gradients": gradients,
+        "peak": status_bytes("VmHWM") - base,
+        "forward_s": times[0],
+        "backward_s": times[1],
+        "forward_bytes": read_bytes,
+        # Two blocks are there already when backward begins.
+        "backward_bytes": read_bytes * (LLAMA.num_layers - 2) // LLAMA.num_layers,
+    }
+
+
+def in_a_child(task: str, *arguments: Any) -> dict[str, Any]:
+    """Run one of the functions above in a process of its own."""
+    command = [sys.executable, __file__, "child", json.dumps([task, *arguments])]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def show_states(directory: str) -> None:
+    none = in_a_child("train_gpt", "none", 0, directory)
+    plain = in_a_child("train_gpt", "plain", 0, directory)
+    states = 8 * none["parameters"]
+    limit = none["peak"] + states // 4
+    disk = in_a_child("train_gpt", "disk", limit, directory)
+    rows = [
+        ["no optimizer", f"{none['peak'] / MIB:.0f}", "", ""],
+        ["AdamW, states in memory", f"{plain['peak'] / MIB:.0f}", "", f"{plain['losses'][-1]:.6f}"],
+        [
+            "AdamW, states on disk",
+            f"{disk['peak'] / MIB:.0f}",
+            f"{limit / MIB:.0f}",
+            f"{disk['losses'][-1]:.6f}",
+        ],
+    ]
+    print(f"\n{none['parameters'] / 1e6:.1f} million parameters, states {states / MIB:.0f} MiB\n")
+    print(table(["run", "peak above imports, MiB", "limit, MiB", "loss of step 4"], rows))
+    print(f"\n- losses equal: {disk['losses'] == plain['losses']}")
+    print(f"- within the limit: {disk['peak'] <= limit}")
+
+
+def show_weights(directory: str) -> None:
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        in_a_child("save_llama", folder)
+        files = sorted(Path(folder).glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        plain = in_a_child("run_llama", "plain", 0, folder)
+        ratios: dict[str, list[float]] = {"forward": [], "backward": []}
+        for _ in range(3):
+            rate = size / sum(read_through(file) for file in files)
+            streamed = in_a_child("run_llama", "streamed", size // 4, folder)
+            for way, found in ratios.items():
+                found.append(streamed[f"{way}_bytes"] / streamed[f"{way}_s"] / rate)
+    print(f"\nweights {size / 1e9:.2f} GB, limit {size / 4 / MIB:.0f} MiB\n")
+    peaks = [run["peak"] / MIB for run in (streamed, plain)]
+    print(f"- peak above imports: {peaks[0]:.0f} MiB (all in memory: {peaks[1]:.0f})")
+    print(f"- loss equal: {streamed['loss'] == plain['loss']} ({streamed['loss']:.6f})")
+    print(f"- norms of gradients equal: {streamed['gradients'] == plain['gradients']}")
+    print(f"- sequential read: {rate / 1e6:.0f} MB/s")
+    for way, found in ratios.items():
+        text = ", ".join(f"{ratio:.2f}" for ratio in found)
+        print(
+            f"- {way}: **{statistics.median(found):.2f}x** a sequential read ({text}), target 0.8x"
+        )
+
+
+def show_kernel() -> None:
+    torch.set_num_threads(1)
+    kernel = load_adam_kernel()
+    if kernel is None:
+        print("no kernel here: no compiler, or its bits are not torch's")
+        return
+    group = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    rows = []
+    for count in (1 << 20, 1 << 24):
+        weights, mean, square = torch.randn(count), torch.zeros(count), torch.zeros(count)
+        gradient, narrow = torch.randn(count).bfloat16(), torch.empty(count, dtype=torch.bfloat16)
+        wide = torch.empty(count)
+        ours, theirs = [], []
+        for number in range(1, 22):
+            start = time.perf_counter()
+            kernel.step(weights, gradient, mean, square, group, float(number), narrow=narrow)
+            middle = time.perf_counter()
+            wide.copy_(gradient)
+            step_plain(weights, wide, mean, square, group, float(number))
+            narrow.copy_(weights)
+            ours.append(middle - start)
+            theirs.append(time.perf_counter() - middle)
+        ratios = sorted(b / a for a, b in zip(ours, theirs, strict=True))
+        rows.append(
+            [f"{count:,}", f"{ratios[10]:.2f}x", f"{ratios[1]:.2f} to {ratios[-2]:.2f}", "1.5x"]
+        )
+    print("\n" + table(["elements", "median of 21 pairs", "19 of 21 between", "target"], rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=["states", "weights", "kernel", "child"])
+    parser.add_argument("task", nargs="?")
+    parser.add_argument("--directory", default=tempfile.gettempdir())
+    given = parser.parse_args()
+    if given.part == "child":
+        name, *arguments = json.loads(given.task)
+        print(json.dumps(globals()[name](*arguments)))
+        return
+    print("# Offloading\n")
+    print(header(f"python benchmarks/offload.py {given.part}", torch.get_num_threads(), ["torch"]))
+    if given.part == "kernel":
+        show_kernel()
+    else:
+        {"states": show_states, "weights": show_weights}[given.part](given.directory)
+
+
+if __name__ == "__main__":
+    main()

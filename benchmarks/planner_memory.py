@@ -1,0 +1,185 @@
+"""The planner's peak memory against the allocator of real runs on CPUs: 12 configurations.
+
+Every run trains two steps with AdamW and clipped gradients in one or several processes under
+torch's profiler; its memory events add up to what the allocator had given out at the fullest
+moment. The growth of the resident set stands beside it. The planner knows none of these runs.
+
+    python benchmarks/planner_memory.py [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import header, table
+from torch.profiler import ProfilerActivity, profile
+
+from bmforge.cli.plan_workload import workload_of
+from bmforge.device import resident_bytes
+from bmforge.models import init_weights_
+from bmforge.models.bert import BertConfig
+from bmforge.models.config import ModelConfig
+from bmforge.models.gpt2 import GPT2Config
+from bmforge.models.llama import LlamaConfig
+from bmforge.models.t5 import T5Config
+from bmforge.parallel import Layout, init_distributed, mesh_of, parallelize, run_step
+from bmforge.parallel.hardware import Cluster, find_device
+from bmforge.parallel.plan_estimate import Choice, Estimator, Request
+from bmforge.recipes.run import family_of
+from bmforge.testing.pool import run_distributed
+from bmforge.train import OptimConfig, clip_grad_norm_
+from bmforge.train.optim import build_optimizers
+
+MIB = 2**20
+
+
+def sizes(kind: type[ModelConfig], **changes: Any) -> ModelConfig:
+    """A small model whose memory is not small."""
+    usual = {"vocab_size": 8192, "hidden_size": 384, "num_heads": 6, "num_layers": 5}
+    return kind(**{**usual, **changes})
+
+
+GPT2_SMALL = sizes(GPT2Config, max_seq_len=512)
+LLAMA_SMALL = sizes(LlamaConfig, intermediate_size=1024, max_seq_len=512)
+BERT_SMALL = sizes(BertConfig, intermediate_size=1536, max_seq_len=512)
+T5_SMALL = sizes(T5Config, intermediate_size=1024, head_dim=64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: model, layout, number of processes, rows, and how they are used."""
+
+    name: str
+    model: Any
+    layout: Layout
+    world: int = 1
+    rows: int = 4
+    micro_batches: int = 1
+    recompute: bool = False
+    precision: str = "fp32"
+    length: int = 256
+
+
+CASES = (
+    Case("GPT-2", GPT2_SMALL, Layout(zero=0)),
+    Case("GPT-2, accumulating", GPT2_SMALL, Layout(zero=0), micro_batches=2),
+    Case("GPT-2, recompute", GPT2_SMALL, Layout(zero=0), rows=8, recompute=True),
+    Case("GPT-2, ZeRO-3", GPT2_SMALL, Layout(), world=2),
+    Case("GPT-2, ZeRO-2, accumulating", GPT2_SMALL, Layout(zero=2), world=2, micro_batches=2),
+    Case("GPT-2, replicas", GPT2_SMALL, Layout(zero=0), world=2),
+    Case("Llama, tensor", LLAMA_SMALL, Layout(tp=2), world=2),
+    Case("Llama, tensor + sequence, ZeRO-3",
+         LLAMA_SMALL, Layout(tp=2, sequence_parallel=True), world=4, recompute=True),
+    Case("Llama, context, ZeRO-3", LLAMA_SMALL, Layout(cp=2), world=2),
+    Case("Llama, pipeline of 2", replace(LLAMA_SMALL, num_layers=6), Layout(zero=0, pp=2),
+         world=2, micro_batches=4),
+    Case("BERT, ZeRO-3, bf16", replace(BERT_SMALL, hidden_size=192, head_dim=32,
+         intermediate_size=768), Layout(), world=2, rows=2, length=64, precision="bf16"),
+    Case("T5, ZeRO-3, recompute", T5_SMALL, Layout(), world=2, recompute=True),
+)  # fmt: skip
+
+
+def measure(case: Case) -> tuple[int, int, int]:
+    """Train two steps.
+
+    Returns:
+        the allocator's high-water mark; the same without what gloo's collectives took for
+        themselves, copies that an accelerator's do not make; the resident set's growth.
+    """
+    init_distributed()
+    gc.collect()
+    before = resident_bytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        highest = _train(case)
+    with tempfile.TemporaryDirectory() as folder:
+        seen.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    return *_peaks(events), highest - before
+
+
+def _peaks(events: list[dict[str, Any]]) -> tuple[int, int]:
+    """Return the highest sum of memory events, with and without collectives' own."""
+    spans: dict[Any, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.get("name", "").startswith(("c10d::", "gloo:")) and "dur" in event:
+            span = (event["ts"], event["ts"] + event["dur"])
+            spans.setdefault(event["tid"], []).append(span)
+    memory = [event for event in events if event.get("name") == "[memory]"]
+    own: set[int] = set()
+    live, peaks = [0, 0], [0, 0]
+    for event in sorted(memory, key=lambda e: e["ts"]):
+        size, address = event["args"]["Bytes"], event["args"]["Addr"]
+        if size > 0:
+            inside = spans.get(event["tid"], [])
+            is_own = any(begin <= event["ts"] <= end for begin, end in inside)
+            (own.add if is_own else own.discard)(address)
+        live[0] += size
+        live[1] += 0 if address in own else size
+        peaks = [max(old, new) for old, new in zip(peaks, live, strict=True)]
+    return peaks[0], peaks[1]
+
+
+def _train(case: Case) -> int:
+    model = family_of(case.model).from_config(case.model, device="meta")
+    parallelize(model, case.layout, precision=case.precision, recompute=case.recompute)
+    init_weights_(model, 0)
+    optimizers = build_optimizers(model, OptimConfig())
+    assert mesh_of(model) is not None
+    ids = torch.randint(case.model.vocab_size, (case.rows, case.length))
+    batches = [{"input_ids": ids, "labels": ids.clone()} for _ in range(case.micro_batches)]
+    model.train()
+    highest = 0
+    for _ in range(2):
+        run_step(model, lambda b: model(**b, num_items_in_batch=1000.0).loss, batches)
+        highest = max(highest, resident_bytes())
+        clip_grad_norm_(model, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return highest
+
+
+def predict(case: Case) -> float:
+    """What the planner says of the fullest process."""
+    replicas = case.world // (case.layout.tp * case.layout.pp * case.layout.cp)
+    request = Request(
+        workload_of(case.name, case.model, case.length),
+        Cluster(find_device("a100-80gb"), case.world),
+        case.rows * case.micro_batches * replicas,
+        case.precision,
+    )
+    estimator = Estimator(request, exact_shards=True)
+    return estimator.estimate(Choice(case.layout, case.rows, case.recompute)).memory.total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*")
+    arguments = parser.parse_args()
+    print(header("python benchmarks/planner_memory.py", 1, ["torch"]) + "\n")
+    lines = []
+    for case in CASES:
+        if arguments.only and not any(word in case.name for word in arguments.only):
+            continue
+        said = predict(case)
+        found = run_distributed(measure, case.world, case)
+        real, plain, grown = max(found)
+        lines.append([case.name, case.layout, case.world, f"{said / MIB:.1f}", f"{real / MIB:.1f}",
+                      f"{said / real - 1:+.2%}", f"{plain / MIB:.1f}", f"{said / plain - 1:+.2%}",
+                      f"{grown / MIB:.0f}"])  # fmt: skip
+        print(*lines[-1], sep=" | ", flush=True)
+    columns = ["configuration", "layout", "processes", "planner, MiB", "allocator, MiB", "error",
+               "without gloo's own, MiB", "error",
+               "resident set grew, MiB"]  # fmt: skip
+    print("\n" + table(columns, lines))
+
+
+if __name__ == "__main__":
+    main()

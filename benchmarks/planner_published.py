@@ -1,0 +1,294 @@
+"""The planner against published figures: speed of 38 rows, what fits, and how long GPT-3 takes.
+
+A GPU's efficiency is fitted to the one row that `hardware.py` names; all other rows are
+predictions. Rows in fp8 are not compared, as the planner has no fp8. Where a source does not say
+something (Megatron's micro-batches, BMTrain's network), what is assumed stands in the code below.
+
+    python benchmarks/planner_published.py [--fit] [--write docs/planner_published.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness import header, table
+
+from bmforge.cli.plan_workload import workload_of
+from bmforge.models.bert import BertConfig
+from bmforge.models.gpt2 import GPT2Config
+from bmforge.models.llama import LlamaConfig
+from bmforge.parallel import Layout
+from bmforge.parallel.hardware import Cluster, Device, find_device
+from bmforge.parallel.plan_estimate import Choice, Estimator, Request, Row
+from bmforge.parallel.planner import plan
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of somebody's table.
+
+    Args:
+        source, label: where it is from.
+        model: config.
+        gpu, gpus, per_node, network: hardware; network in Gb/s per GPU.
+        length, rows, micro_batches: tokens of a row, rows of a micro-batch, micro-batches a step.
+        layout: theirs, in our words.
+        tokens_per_s: per GPU.
+        recompute, compiled: as they ran it.
+        fitted: the efficiency of this GPU comes from this row.
+    """
+
+    source: str
+    label: str
+    model: Any
+    gpu: str
+    gpus: int
+    length: int
+    rows: int
+    layout: Layout
+    tokens_per_s: float
+    micro_batches: int = 1
+    recompute: bool = True
+    compiled: bool = False
+    per_node: int = 8
+    network: float = 200.0
+    fitted: bool = False
+
+
+def _llama(hidden: int, layers: int, heads: int, width: int) -> Any:
+    return LlamaConfig(
+        vocab_size=128256, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=8,
+        intermediate_size=width, max_seq_len=8192, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def _gpt(hidden: int, layers: int, heads: int, vocab: int = 51200, length: int = 2048) -> Any:
+    return GPT2Config(
+        vocab_size=vocab, hidden_size=hidden, num_layers=layers, num_heads=heads,
+        max_seq_len=length,
+    )  # fmt: skip
+
+
+L8, L13, L70 = _llama(4096, 32, 32, 14336), _llama(5120, 40, 40, 17920), _llama(8192, 80, 64, 28672)
+
+# Narayanan et al. 2021, table 1: hidden, layers, heads, tp, pp, GPUs, batch, TFLOP/s per GPU, which
+# count recomputing. Micro-batches are not published: 4 rows without a pipeline, 1 with.
+MEGATRON = (
+    ("1.7B", 2304, 24, 24, 1, 1, 32, 512, 137),
+    ("3.6B", 3072, 30, 32, 2, 1, 64, 512, 138),
+    ("7.5B", 4096, 36, 32, 4, 1, 128, 512, 142),
+    ("18.4B", 6144, 40, 48, 8, 1, 256, 1024, 135),
+    ("39.1B", 8192, 48, 64, 8, 2, 512, 1536, 138),
+    ("76.1B", 10240, 60, 80, 8, 4, 1024, 1792, 140),
+    ("145.6B", 12288, 80, 96, 8, 8, 1536, 2304, 148),
+    ("310.1B", 16384, 96, 128, 8, 16, 1920, 2160, 155),
+    ("529.6B", 20480, 105, 128, 8, 35, 2520, 2520, 163),
+    ("1008B", 25600, 128, 160, 8, 64, 3072, 3072, 163),
+)
+# KempnerForge, mfu_scaling_2026-04-05 and weak_scaling_160gpu: model, GPUs, tp, tokens/s of all.
+KEMPNER = (
+    ("7B", 1, 1, 10471), ("7B", 2, 1, 18728), ("7B", 2, 2, 13163), ("7B", 4, 1, 38983),
+    ("7B", 4, 4, 25135), ("7B", 4, 2, 25980), ("7B", 8, 4, 44299), ("13B", 8, 1, 35405),
+    ("13B", 8, 4, 27345), ("7B", 16, 4, 82988), ("13B", 16, 4, 53814), ("7B", 32, 4, 155917),
+    ("13B", 32, 4, 104309), ("70B", 32, 4, 17657), ("13B", 64, 4, 216507),
+    ("13B", 160, 4, 534644), ("70B", 64, 4, 35824), ("70B", 160, 4, 85571),
+)  # fmt: skip
+# rows, micro-batches of a tensor group
+KEMPNER_BATCH = {"7B": (L8, 4, 2), "13B": (L13, 4, 4), "70B": (L70, 2, 4)}
+BMTRAIN = {8: 24.15, 16: 26.94, 24: 29.42, 32: 28.28}
+GPT_13B = _gpt(5120, 40, 128, 50257, 512)
+
+
+def published_rows() -> Iterator[Published]:
+    """Yield every row, whatever comes of it."""
+    for label, hidden, layers, heads, tp, pp, gpus, batch, tflops in MEGATRON:
+        flops = 96 * batch * 2048 * layers * hidden**2
+        flops *= 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
+        speed = batch * 2048 * tflops * 1e12 / flops
+        rows = 4 if pp == 1 else 1
+        count = batch // (gpus // tp // pp) // rows
+        layout = Layout(zero=0, tp=tp, pp=pp)
+        if pp > 1 and layers % (2 * pp) == 0:
+            layout = replace(layout, pp_schedule="interleaved-1f1b", pp_stages_per_rank=2)
+        yield Published(
+            "Megatron-LM", label, _gpt(hidden, layers, heads), "a100-80gb", gpus, 2048, rows,
+            layout, speed, count, fitted=label == "7.5B",
+        )  # fmt: skip
+    titan = {"recompute": False, "network": 400.0}
+    for gpus, compiled, speed in ((8, False, 5762), (8, True, 6667), (128, False, 5605),
+                                  (128, True, 6514)):  # fmt: skip
+        yield Published(
+            "torchtitan", f"8B, {gpus} GPUs{', compiled' if compiled else ''}", L8,
+            "h100-96gb-500w", gpus, 8192, 2, Layout(), speed, compiled=compiled,
+            fitted=compiled and gpus == 8, **titan,  # type: ignore[arg-type]
+        )  # fmt: skip
+    for name, gpus, tp, speed in KEMPNER:
+        model, rows, count = KEMPNER_BATCH[name]
+        yield Published(
+            "KempnerForge", f"{name}, {gpus} GPUs, tp={tp}", model, "h200", gpus, 4096, rows,
+            Layout(tp=tp, sequence_parallel=tp > 1), speed / gpus, count, compiled=True,
+            per_node=4, network=400.0, fitted=gpus == 1,
+        )  # fmt: skip
+    olmo = replace(L8, num_kv_heads=32, intermediate_size=11008, vocab_size=50304)
+    for name, model, speed in (("7B", olmo, 10000), ("Llama-3 8B", L8, 9500)):
+        yield Published(
+            "OLMo-core", name, model, "h100-80gb", 64, 4096, 2, Layout(), speed, recompute=False,
+            compiled=True, network=400.0, fitted=name == "Llama-3 8B",
+        )  # fmt: skip
+    for rows, samples in BMTRAIN.items():
+        yield Published(
+            "BMTrain", f"13B, batch {rows}", GPT_13B, "v100-32gb", 32, 512, rows, Layout(),
+            samples * 512 / 32, network=12.5, fitted=rows == 16,
+        )  # fmt: skip
+
+
+def request_of(row: Published, device: Device) -> Request:
+    replicas = row.gpus // row.layout.tp // row.layout.pp
+    return Request(
+        workload_of(row.label, row.model, row.length),
+        Cluster(device, row.gpus, min(row.per_node, row.gpus), row.network),
+        replicas * row.rows * row.micro_batches,
+        "bf16" if device.has_bf16 else "fp16",
+        compiled=row.compiled,
+    )
+
+
+def predict(row: Published, efficiency: float | None = None) -> Row:
+    device = find_device(row.gpu)
+    device = device if efficiency is None else replace(device, efficiency=efficiency)
+    estimator = Estimator(request_of(row, device))
+    return estimator.estimate(Choice(row.layout, row.rows, row.recompute))
+
+
+def fit(row: Published) -> float:
+    """Return the efficiency at which the planner says what the row says."""
+    device = find_device(row.gpu)
+    estimator = Estimator(request_of(row, device))
+    choice = Choice(row.layout, row.rows, row.recompute)
+    low, high = 0.05, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        changed = replace(device, efficiency=middle)
+        cluster = replace(estimator.request.cluster, device=changed)
+        estimator.request = replace(estimator.request, cluster=cluster)
+        speed = estimator.estimate(choice).tokens_per_s / row.gpus
+        low, high = (middle, high) if speed < row.tokens_per_s else (low, middle)
+    return middle
+
+
+def speed_table(rows: list[Published]) -> str:
+    lines, errors = [], []
+    for row in rows:
+        speed = predict(row).tokens_per_s / row.gpus
+        error = speed / row.tokens_per_s - 1
+        if not row.fitted:
+            errors.append(abs(error))
+        shown = str(row.layout).removeprefix("Layout(").removesuffix(")")
+        lines.append([row.source, row.label, f"{row.gpus} x {row.gpu}", shown,
+                      f"{row.tokens_per_s:,.0f}", f"{speed:,.0f}",
+                      "fitted" if row.fitted else f"{error:+.0%}"])  # fmt: skip
+    columns = ["source", "row", "GPUs", "layout", "published, tokens/s/GPU", "planner", "error"]
+    return (
+        table(columns, lines)
+        + f"\n\n{len(errors)} predictions: median error {statistics.median(errors):.0%}, "
+        + f"worst {max(errors):.0%}.\n"
+    )
+
+
+def fits_table() -> str:
+    """What fits of BMTrain's table, 13B on 32 V100-32GB; all its rows recompute."""
+    device, lines = find_device("v100-32gb"), []
+    asked: list[tuple[str, Layout, tuple[int, ...], tuple[str, ...]]] = [
+        ("BMTrain, ZeRO-3", Layout(), (8, 16, 24, 32), ("fits",) * 4),
+        ("ZeRO-3, mp=1", Layout(), (8, 16, 24, 32), ("fits", "fits", "fits", "OOM")),
+        ("ZeRO-3, mp=4", Layout(tp=4), (8, 16, 24, 32), ("fits", "OOM", "OOM", "OOM")),
+        ("ZeRO-3, mp=8", Layout(tp=8), (8, 16, 24, 32), ("fits", "OOM", "OOM", "OOM")),
+        ("ZeRO-2, mp=1", Layout(zero=2), (8, 16, 24, 32), ("OOM",) * 4),
+        ("ZeRO-2, mp=4", Layout(zero=2, tp=4), (8, 16, 24, 32), ("fits", "OOM", "OOM", "OOM")),
+        ("ZeRO-2, mp=8", Layout(zero=2, tp=8), (8, 16, 24, 32), ("fits", "OOM", "OOM", "OOM")),
+    ]
+    for name, layout, batches, said in asked:
+        cells = []
+        for rows, theirs in zip(batches, said, strict=True):
+            # Their batch is one GPU's, so a tensor group works on tp times as many rows.
+            case = Published("", name, GPT_13B, device.name, 32, 512, rows * layout.tp, layout, 1.0)
+            found = predict(case)
+            ours = "fits" if found.fits else "does not fit"
+            cells.append(f"{found.memory.total / GIB:.1f} GiB, {ours} ({theirs})")
+        lines.append([name, *cells])
+    room = f"{device.memory_bytes / GIB:.1f} GiB usable; in brackets what the table says"
+    return table([room, "batch 8", "16", "24", "32"], lines) + "\n"
+
+
+def gpt3_lines() -> str:
+    """GPT-3 175B over 300B tokens on small clusters of A100-40GB."""
+    model, lines = _gpt(12288, 96, 96), []
+    for gpus, theirs in ((64, "about 2 years"), (128, "about 6 months")):
+        start = time.perf_counter()
+        cluster = Cluster(find_device("a100-40gb"), gpus)
+        found = plan(Request(workload_of("GPT-3", model, 2048), cluster, 1536))
+        seconds = time.perf_counter() - start
+        best = found.winner
+        plain = [row for row in found.rows if row.fits and not row.choice.offloaded]
+        months = best.hours(300e9) / 24 / 365.25 * 12
+        without = f"{plain[0].choice.layout}" if plain else "nothing"
+        lines.append([gpus, theirs, f"{months:.1f} months", best.choice.layout, best.choice.rows,
+                      best.choice.recompute, f"{best.choice.offloaded:.0%}", without,
+                      f"{best.hours(300e9) * gpus:,.0f}", f"{seconds:.0f} s"])  # fmt: skip
+    columns = ["GPUs", "published", "planner", "layout", "rows", "recompute", "offloaded",
+               "fits without offload", "GPU-hours", "planned in"]  # fmt: skip
+    return table(columns, lines) + "\n"
+
+
+def bert_line() -> str:
+    """The largest batch of BERT-Large, full fine-tuning, 512 tokens, on an 11 GB card."""
+    device, lines = find_device("2080ti"), []
+    model = BertConfig.preset("bert-large-uncased")
+    for recompute, offloaded in ((False, 0.0), (True, 0.0)):
+        low, high, memory = 0, 256, 0.0
+        while high - low > 1:
+            rows = (low + high) // 2
+            case = Published("", "BERT", model, device.name, 1, 512, rows, Layout(zero=0), 1.0)
+            estimator = Estimator(request_of(case, device))
+            found = estimator.estimate(Choice(case.layout, rows, recompute, offloaded))
+            if found.fits:
+                low, memory = rows, found.memory.total / GIB
+            else:
+                high = rows
+        lines.append([recompute, f"{offloaded:.0%}", low, f"{memory:.2f} GiB"])
+    return table(["recompute", "offloaded", "largest batch", "memory"], lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="print the fitted efficiencies")
+    parser.add_argument("--only", choices=("speed", "fits", "gpt3", "bert"))
+    parser.add_argument("--write", type=Path, help="write the table of speeds there")
+    arguments = parser.parse_args()
+    rows = list(published_rows())
+    if arguments.fit:
+        for row in rows:
+            if row.fitted:
+                print(f"{row.gpu}: {fit(row):.3f}")
+        return
+    print(header("python benchmarks/planner_published.py", 1, ["torch"]) + "\n")
+    parts = {"speed": lambda: speed_table(rows), "fits": fits_table, "gpt3": gpt3_lines,
+             "bert": bert_line}  # fmt: skip
+    for name, make in parts.items():
+        if arguments.only in (None, name):
+            text = make()
+            print(text, flush=True)
+            if name == "speed" and arguments.write is not None:
+                arguments.write.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

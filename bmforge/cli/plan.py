@@ -1,0 +1,260 @@
+"""`bmforge plan`: which layouts of a model fit on which machines, how fast, and for how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from bmforge.cli.plan_plot import draw_memory
+from bmforge.cli.plan_workload import read_model, workload_of
+from bmforge.errors import ConfigError
+from bmforge.files import replace_file
+from bmforge.logging import get_logger
+from bmforge.parallel.hardware import Cluster, find_device, parse_interconnect
+from bmforge.parallel.layout import Layout
+from bmforge.parallel.plan_estimate import Request, Row
+from bmforge.parallel.planner import Plan, plan
+
+__all__ = [
+    "PlanCommand",
+    "auto_layout",
+    "describe_plan",
+    "launch_line",
+    "make_request",
+    "run_plan_command",
+]
+
+_GIB = 2**30
+# Of the table, where there is no terminal that says how wide it is.
+_WIDE = 140
+
+
+@dataclass(kw_only=True)
+class PlanCommand:
+    """Say which layouts of a model fit on machines that are not here, and how fast they are.
+
+    Args:
+        model: a preset's name or a model's directory.
+        set: fields of its config to change, field=value each.
+        gpus: how many.
+        gpu: which; an unknown one needs gpu_memory and gpu_tflops.
+        gpu_memory: GiB of one, over the table's.
+        gpu_tflops: dense half-precision peak of one, over the table's.
+        gpus_per_node: GPUs that share a node.
+        interconnect: between nodes: a name such as ib-200, or Gb/s per GPU.
+        host_memory: GiB of a node, for offloading.
+        batch: rows of an optimizer step over all GPUs; none takes one a GPU, 8 at least.
+        seq: tokens of a row; none takes the model's longest, 4,096 at most.
+        precision: none takes bf16 where the GPU has it, else fp16.
+        offload: whether the optimizer may leave the GPUs.
+        compile: whether blocks are compiled.
+        tokens: train on so many; gives hours and cost.
+        price: of one GPU for one hour.
+        currency: of the price.
+        rows: lines of the table.
+        plot: write the memory of these lines as an SVG.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    set: tuple[str, ...] = ()
+    gpus: int = 1
+    gpu: str = "a100-80gb"
+    gpu_memory: float | None = None
+    gpu_tflops: float | None = None
+    gpus_per_node: int = 8
+    interconnect: str = "ib-200"
+    host_memory: float = 1024.0
+    batch: int | None = None
+    seq: int | None = None
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    offload: bool = True
+    compile: bool = False
+    tokens: float | None = None
+    price: float | None = None
+    currency: str = "USD"
+    rows: int = 12
+    plot: Path | None = None
+
+
+def make_request(command: PlanCommand) -> Request:
+    """Turn the command into what the planner is asked.
+
+    Raises:
+        ConfigError: an unknown model or GPU, or numbers that describe nothing.
+    """
+    if command.price is not None and command.tokens is None:
+        raise ConfigError("--price has no effect without --tokens, the length of the run.")
+    for name in ("tokens", "price"):
+        value = getattr(command, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name} {value} must be above 0.")
+    device = find_device(command.gpu, command.gpu_memory, command.gpu_tflops)
+    cluster = Cluster(
+        device,
+        command.gpus,
+        command.gpus_per_node,
+        parse_interconnect(command.interconnect),
+        command.host_memory,
+    )
+    _, config = read_model(command.model, command.set)
+    row_tokens = command.seq or min(config.max_seq_len, 4096)
+    precision = command.precision or ("bf16" if device.has_bf16 else "fp16")
+    return Request(
+        workload_of(command.model, config, row_tokens),
+        cluster,
+        max(8, command.gpus) if command.batch is None else command.batch,
+        precision,
+        command.offload,
+        command.compile,
+    )
+
+
+def run_plan_command(command: PlanCommand) -> None:
+    """Print the table, the winner and what the run costs."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
+    request = make_request(command)
+    with console.status("planning") as status:
+        found = plan(request, note=lambda layout: status.update(f"planning: {layout}"))
+    describe_plan(found, command, console)
+    if command.plot is not None:
+        replace_file(command.plot, draw_memory(found, command.rows))
+        get_logger().info("memory: %s", command.plot)
+    if not found.rows or not found.rows[0].fits:
+        _ = found.winner  # raises, and says what is missing
+
+
+def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
+    """Print what was asked, the table, and how to start the winner."""
+    request = found.request
+    cluster, device = request.cluster, request.cluster.device
+    console.print(
+        f"{request.workload.name}: {request.batch} rows of {request.workload.row_tokens} tokens a "
+        f"step, {request.precision}, on {cluster.count} x {device.name} "
+        f"({device.memory_bytes / _GIB:.1f} GiB usable, {cluster.per_node} a node, "
+        f"{cluster.network_gbit_s:g} Gb/s per GPU between nodes)"
+    )
+    console.print(make_table(found, command.rows))
+    for layout, reason in found.refused[:3]:
+        console.print(f"not possible: {layout}: {reason}", highlight=False)
+    console.print(
+        f"products at {device.efficiency:.0%} of the peak ({device.measured}); figures of the GPU: "
+        f"{device.source}",
+        highlight=False,
+    )
+    if not found.rows or not found.rows[0].fits:
+        return
+    if command.tokens is not None:
+        console.print(cost_line(found.winner, request, command), highlight=False)
+    console.print(launch_line(request, found.winner), soft_wrap=True, highlight=False)
+
+
+def make_table(found: Plan, count: int) -> Table:
+    """Return the first `count` rows as a table."""
+    table = Table(box=None, pad_edge=False)
+    columns = ("layout", "rows", "recompute", "offload", "GiB", "state", "activ.", "other")
+    for name in (*columns, "s/step", "tokens/s", "MFU", ""):
+        table.add_column(name, justify="left" if name in ("layout", "") else "right")
+    for row in found.rows[:count]:
+        table.add_row(*_cells(row, found.request))
+    return table
+
+
+def _cells(row: Row, request: Request) -> list[str]:
+    choice, parts = row.choice, row.memory.parts
+    state = sum(parts.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
+    activations = parts.get("activations", 0.0)
+    cells = [
+        str(choice.layout).removeprefix("Layout(").removesuffix(")"),
+        str(choice.rows),
+        "yes" if choice.recompute else "no",
+        f"{choice.offloaded:.0%}" if choice.offloaded else "no",
+        *(f"{size / _GIB:.1f}" for size in (row.memory.total, state, activations)),
+        f"{(row.memory.total - state - activations) / _GIB:.1f}",
+    ]
+    if not row.traced:
+        return [*cells, "", "", "", f"weights alone lack {row.short_bytes / _GIB:.1f} GiB"]
+    peak = request.cluster.count * request.cluster.device.peak_flops(request.precision)
+    used = row.tokens_per_s * request.workload.flops_per_token / peak
+    cells += [f"{row.times.total:.2f}", f"{row.tokens_per_s:,.0f}", f"{used:.0%}"]
+    if row.fits:
+        return [*cells, "fits"]
+    if row.short_bytes > 0:
+        return [*cells, f"lacks {row.short_bytes / _GIB:.1f} GiB"]
+    return [*cells, f"host lacks {row.host_short_bytes / _GIB:.0f} GiB"]
+
+
+def cost_line(row: Row, request: Request, command: PlanCommand) -> str:
+    """Return hours, GPU-hours and cost of a run over `tokens`."""
+    assert command.tokens is not None
+    hours = row.hours(command.tokens)
+    gpu_hours = hours * request.cluster.count
+    text = (
+        f"{command.tokens:.4g} tokens: {hours:,.1f} hours ({hours / 24:,.1f} days), "
+        f"{gpu_hours:,.0f} GPU-hours"
+    )
+    if command.price is not None:
+        text += f", {gpu_hours * command.price:,.0f} {command.currency}"
+    return text
+
+
+def launch_line(request: Request, row: Row, recipe: str = "RECIPE") -> str:
+    """Return the command that starts a row's layout on every node."""
+    cluster, choice = request.cluster, row.choice
+    here = min(cluster.per_node, cluster.count)
+    nodes = cluster.count // here
+    start = f"torchrun --nproc-per-node {here}"
+    if nodes > 1:
+        start += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return " ".join([start, "-m bmforge train", recipe, *_options(request, choice)])
+
+
+def _options(request: Request, choice: Any) -> list[str]:
+    layout, usual = choice.layout, Layout()
+    names = ("tp", "pp", "cp", "sequence_parallel")
+    changed = {n: getattr(layout, n) for n in names if getattr(layout, n) != getattr(usual, n)}
+    options = {
+        f"layout.{n.replace('_', '-')}": v for n, v in {"zero": layout.zero, **changed}.items()
+    }
+    options |= {"train.precision": request.precision}
+    if choice.recompute:
+        options["recompute"] = True
+    if request.compiled:
+        options["compile"] = True
+    if choice.offloaded:
+        options["offload.fraction"] = choice.offloaded
+    options |= {
+        "data.seq-len": request.workload.row_tokens,
+        "data.global-batch-size": request.batch,
+        "data.micro-batch-size": choice.rows,
+    }
+    return [f"--{name} {value}" for name, value in options.items()]
+
+
+def auto_layout(config: Any, cluster: Cluster) -> tuple[Layout, bool, float, int]:
+    """Return layout, recompute, offloaded fraction and micro-batch for a recipe's config.
+
+    For `--layout auto`: the recipe's model, rows and batch on the machines it is started on.
+
+    Args:
+        config: a `RunConfig` with `model` and `data`.
+        cluster: where.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    request = Request(
+        workload_of(type(config.model).__name__, config.model, config.data.seq_len),
+        cluster,
+        config.data.global_batch_size,
+        config.train.precision,
+        compiled=config.compile,
+    )
+    choice = plan(request).winner.choice
+    return choice.layout, choice.recompute, choice.offloaded, choice.rows

@@ -1,0 +1,294 @@
+"""Blocks: modules whose parameters are gathered together, and lists of them.
+
+The sharding is torch's `fully_shard`, the recomputing torch's `checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from bmforge.compat.bmtrain.module import DistributedModule, Facade, make_distributed_
+from bmforge.compat.bmtrain.parameter import gather, mark_, mesh_of, origin_of
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.errors import ConfigError
+
+__all__ = ["Block", "BlockError", "TransformerBlockList", "as_blocks"]
+
+
+class BlockError(ConfigError, AssertionError):
+    """A block, or a list of blocks, cannot be made of what was given."""
+
+
+class Block(Facade):
+    """Gathers a module's parameters when it runs, and recomputes its inside in backward.
+
+    It stands for the module: names, attributes and saved keys are those of the module itself.
+
+    Args:
+        inner_module: of distributed parameters, or a plain module, which is made one.
+        use_checkpoint: keep only the inputs, and compute again in backward.
+        zero_level: 3 gathers again in backward; 2 keeps what was gathered from forward to backward.
+            None takes that of `init_distributed`, which is 3.
+        initialized: no longer needed; a plain module's values are always kept.
+        mode: "PIPE" for blocks of a `PipelineTransformerBlockList`, which decides where they are.
+
+    Raises:
+        BlockError: some of its parameters are distributed and some are not.
+
+    Comm: forward, and at level 3 backward, an all-gather; backward, a reduce-scatter, in fp32.
+    """
+
+    def __init__(
+        self,
+        inner_module: nn.Module,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+        initialized: bool = False,
+        mode: str = "BLOCK",
+    ) -> None:
+        config.need("Block")
+        level = config["zero_level"] if zero_level is None else zero_level
+        if level not in (2, 3) or mode not in ("BLOCK", "PIPE"):
+            raise BlockError(f"zero_level={level} must be 2 or 3, mode={mode!r} BLOCK or PIPE.")
+        if isinstance(inner_module, Block):
+            raise BlockError("A Block was given to Block; give it the module itself.")
+        _check(inner_module)
+        super().__init__()
+        # The module's own tables: whatever looks at them or changes them sees the module.
+        inner = vars(inner_module)
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = inner[table]
+        self.__dict__.update(zero_level=level, use_checkpoint=use_checkpoint, mode=mode)
+        self.__dict__["_module"] = inner_module
+        if "is_block" not in inner:
+            inner["is_block"] = True
+            inner_module.forward = partial(  # type: ignore[method-assign]
+                _run, inner_module.forward, use_checkpoint
+            )
+        if mode == "BLOCK" or config["pipe_size"] == 1:
+            self.shard()
+
+    def shard(self) -> None:
+        """Share the parameters out, once they are where they belong."""
+        if not isinstance(self._module, FSDPModule):
+            _shard_(self._module, frees=self.zero_level == 3)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; a list or tuple comes back as a tuple."""
+        with config.own_random(self.training):
+            out = self._module(*args, **kwargs)
+        if self.zero_level == 2 and not _has_backward(out):
+            self.give_back()
+        return tuple(out) if type(out) is list else out
+
+    def give_back(self) -> None:
+        """Free what is gathered, so that the parameters are the shares again."""
+        if isinstance(self._module, FSDPModule):
+            self._module.reshard()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode inside."""
+        self.__dict__["training"] = mode
+        self._module.train(mode)
+        return self
+
+    def apply(self, fn: Any) -> Self:
+        """Apply `fn` inside."""
+        self._module.apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._module._apply(fn, recurse)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if "_module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_module" in self.__dict__:
+            setattr(self.__dict__["_module"], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._module, name)
+
+    def _get_name(self) -> str:
+        return f"Block[{self._module._get_name()}]"
+
+    def extra_repr(self) -> str:
+        """Describe the module."""
+        return self._module.extra_repr()
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.give_back()
+        self._module._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.give_back()
+        self._module._load_from_state_dict(*args, **kwargs)
+
+
+def _run(forward: Any, recomputes: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's own forward; what gathering hangs on its outputs must outlive `x += y`."""
+    if not recomputes:
+        return _no_views(forward(*args, **kwargs))
+    # Stopping early would leave a forward that counts its runs at its end one short.
+    out = checkpoint(forward, *args, use_reentrant=False, early_stop=False, **kwargs)
+    return _no_views(out)
+
+
+def _no_views(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return out.clone() if out._is_view() and out.requires_grad else out
+    return type(out)(map(_no_views, out)) if type(out) in (tuple, list) else out
+
+
+def _check(module: nn.Module) -> None:
+    """Make a plain module distributed; raise for one that is so only in part."""
+    named = dict(module.named_parameters())
+    plain = [name for name, param in named.items() if origin_of(param) is None]
+    is_plain = not any(isinstance(m, DistributedModule) for m in module.modules())
+    if plain and (len(plain) < len(named) or not is_plain):
+        raise BlockError(
+            f"{type(module).__name__} has parameters that are not distributed: {', '.join(plain)}. "
+            "Make them with bmt.DistributedParameter, or their modules with "
+            "bmt.BMTrainModelWrapper(module)."
+        )
+    if is_plain:
+        make_distributed_(module)
+
+
+def _shard_(module: nn.Module, frees: bool) -> None:
+    """Hand the parameters over to `fully_shard`: those of the largest kind, as it wants one.
+
+    Of another dtype, or shared by other processes, few are left; their modules gather them.
+    """
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for param in module.parameters():
+        origin = origin_of(param)
+        assert origin is not None
+        mesh = mesh_of(origin)
+        if mesh.size() > 1 and param.dim() and not origin.in_block:
+            kinds.setdefault((mesh, param.dtype), []).append(param)
+    if not kinds:
+        return
+    mesh, dtype = max(kinds, key=lambda kind: sum(p.numel() for p in kinds[kind]))
+    taken = {id(param) for param in kinds[mesh, dtype]}
+    places = [
+        (owner, name, param)
+        for owner in module.modules()
+        for name, param in owner._parameters.items()
+        if param is not None and id(param) in taken
+    ]
+    gathered = {id(p): nn.Parameter(gather(p.detach()), p.requires_grad) for _, _, p in places}
+    for owner, name, param in places:
+        owner._parameters[name] = gathered[id(param)]
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half else None)
+    ours = {id(param) for param in gathered.values()}
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=frees,
+        mp_policy=policy,
+        ignored_params={p for p in module.parameters() if id(p) not in ours},
+    )
+    # Gradients are sums here: the loss is divided beforehand, see `OptimManager`.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    for owner, name, param in places:
+        origin, made = origin_of(param), owner._parameters[name]
+        assert origin is not None
+        assert made is not None
+        mark_(made, origin, in_block=True)
+
+
+def _has_backward(out: Any) -> bool:
+    if isinstance(out, Tensor):
+        return out.requires_grad
+    if isinstance(out, dict):
+        return any(_has_backward(value) for value in out.values())
+    return isinstance(out, tuple | list) and any(_has_backward(value) for value in out)
+
+
+def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:
+    """Return the modules as blocks; the same module may come twice, the same block may not.
+
+    Raises:
+        BlockError: a block comes twice, or has another mode.
+    """
+    blocks: list[Block] = []
+    for index, module in enumerate(modules):
+        block = module if isinstance(module, Block) else Block(module, mode=mode)
+        if any(block is other for other in blocks):
+            raise BlockError(
+                f"Block {index} was given before. To use its weights twice, give the module itself."
+            )
+        if mode == "PIPE" and block.mode != mode and config["pipe_size"] > 1:
+            raise BlockError(
+                f'Block {index} has mode="BLOCK". Blocks of a PipelineTransformerBlockList need '
+                'bmt.Block(module, mode="PIPE"); or give it the module itself.'
+            )
+        blocks.append(block)
+    return blocks
+
+
+class TransformerBlockList(nn.Module):
+    """Blocks that run one after the other, and a list of them.
+
+    Args:
+        modules: blocks, or modules, which become blocks.
+        num_hidden: how many arguments go through the blocks; the others are the same for all.
+    """
+
+    mode = "BLOCK"
+
+    def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
+        super().__init__()
+        self.num_hidden = num_hidden
+        for index, block in enumerate(as_blocks(modules, self.mode)):
+            self._modules[str(index)] = block
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int | str | slice) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return list(self)[index] if isinstance(index, int) else self._modules[index]
+
+    def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
+        """Run the blocks.
+
+        Args:
+            args: the first `num_hidden` go through the blocks.
+            return_hidden_states: also return what went into each block, stacked on a new first dim.
+            kwargs: the same for every block.
+        """
+        hidden, rest = args[: self.num_hidden], args[self.num_hidden :]
+        seen: list[tuple[Any, ...]] = []
+        for block in self:
+            seen.append(hidden)
+            out = block(*hidden, *rest, **kwargs)
+            hidden = out if isinstance(out, tuple) else (out,)
+            if len(hidden) != self.num_hidden:
+                raise BlockError(
+                    f"a block returned {len(hidden)} values; num_hidden={self.num_hidden} go "
+                    "through the blocks."
+                )
+        if return_hidden_states:
+            return *hidden, *(torch.stack(column) for column in zip(*seen, strict=True))
+        return hidden if self.num_hidden > 1 else hidden[0]

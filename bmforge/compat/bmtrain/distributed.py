@@ -1,0 +1,96 @@
+"""Collectives that gradients go through.
+
+What all processes go on with alike (`all_reduce`, `broadcast`) is one thing whose gradient counts
+once; what each process uses in its own way (`all_gather`) has the sum of their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.parallel.collectives import gather_tokens, sum_forward, sum_scatter_tokens
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+
+Op = Literal["sum", "avg", "max", "min", "prod"]
+
+
+def _group(comm: Any) -> dist.ProcessGroup:
+    config.need("bmt.distributed")
+    return config["comm"] if comm is None else comm
+
+
+def all_gather(x: Tensor, comm: Any = None) -> Tensor:
+    """Return the tensors of all processes, stacked.
+
+    Shape:
+        x: (...) -> (world, ...)
+    """
+    return gather_tokens(x[None], _group(comm), 0, summed=True)
+
+
+def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = None) -> Tensor:
+    """Sum over the processes; each goes on with its part of the rows.
+
+    Shape:
+        x: (R, ...) -> (R / world, ...)
+
+    Raises:
+        ConfigError: another `op`, which has no gradient.
+        ShapeError: the processes do not divide the rows.
+    """
+    group = _group(comm)
+    if op not in ("sum", "avg"):
+        raise ConfigError(f"op={op!r}: reduce_scatter knows 'sum' and 'avg'; use all_reduce.")
+    if x.dim() == 0 or x.shape[0] % group.size():
+        raise ShapeError(f"{group.size()} processes do not divide the rows of {tuple(x.shape)}.")
+    out = sum_scatter_tokens(x, group, 0)
+    return out / group.size() if op == "avg" else out
+
+
+def all_reduce(x: Tensor, op: Op = "sum", comm: Any = None) -> Tensor:
+    """Reduce over the processes; all go on with the same.
+
+    The gradient of "max" and "min" goes to where the value came from, that of "prod" is the
+    product of the others.
+    """
+    group = _group(comm)
+    if op == "sum":
+        return sum_forward(x, group)
+    if op == "avg":
+        return sum_forward(x, group) / group.size()
+    if op not in ("max", "min", "prod"):
+        raise ConfigError(f"op={op!r} must be one of sum, avg, max, min, prod.")
+    # The others' values take part, but get their gradient on their own process.
+    others = gather_tokens(x.detach()[None], group, 0, summed=False)
+    parts = torch.cat((others[: group.rank()], x[None], others[group.rank() + 1 :]))
+    if op == "prod":
+        return parts.prod(0)
+    return parts.amax(0) if op == "max" else parts.amin(0)
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, root: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.root, ctx.group = root, group
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(out, group=group, group_src=root)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        is_root = ctx.group.rank() == ctx.root
+        return (total if is_root else torch.zeros_like(total)), None, None
+
+
+def broadcast(x: Tensor, root: int, comm: Any = None) -> Tensor:
+    """Return the tensor of process `root`, which gets the sum of all gradients."""
+    return _Broadcast.apply(x, root, _group(comm))

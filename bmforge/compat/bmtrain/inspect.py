@@ -1,0 +1,143 @@
+"""Tables of parameters and of tensors that a program records, as one process would see them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compat.bmtrain.parameter import full_shape, whole
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.compat.bmtrain.store import allgather_objects
+from bmforge.parallel.collectives import all_gather
+
+__all__ = ["InspectTensor", "format_summary", "inspect_model", "inspect_tensor", "record_tensor"]
+
+Row = dict[str, Any]
+_COLUMNS = ("max", "min", "std", "mean", "grad_std", "grad_mean")
+
+
+@torch.no_grad()
+def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[Row]:
+    """Return statistics of the parameters whose names fit, and of their gradients.
+
+    Args:
+        model: the same on every process, all of which call this.
+        param_name: as in fnmatch: `*` stands for anything, dots too.
+        prefix: stands before every name.
+
+    Returns:
+        ``name shape std mean max min grad_std grad_mean``; a gradient is the sum over the
+        processes, None where there is none.
+
+    Memory: one whole parameter and its gradient.
+    """
+    config.need("inspect_model")
+    for module in model.modules():
+        if callable(give_back := getattr(module, "give_back", None)):
+            give_back()
+    rows = []
+    for name, param in model.named_parameters(prefix.rstrip(".")):
+        if fnmatch.fnmatch(name, param_name):
+            row = {"name": name, "shape": tuple(full_shape(param)), **_measure(whole(param))}
+            has_gradient = any(allgather_objects(param.grad is not None))
+            if has_gradient:
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                found = _measure(whole(param, grad))
+                row |= {"grad_std": found["std"], "grad_mean": found["mean"]}
+            rows.append({"grad_std": None, "grad_mean": None, **row})
+    return rows
+
+
+def _measure(tensor: Tensor) -> dict[str, float]:
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    numbers = (wide.std(), wide.mean(), wide.max(), wide.min())
+    return {k: v.item() for k, v in zip(("std", "mean", "max", "min"), numbers, strict=True)}
+
+
+class InspectTensor:
+    """What was recorded inside `inspect_tensor`."""
+
+    def __init__(self) -> None:
+        self.records: list[Row] = []
+
+    def get_summary(self) -> list[Row]:
+        """Return a row for each record, over all processes; call it on all, after backward.
+
+        A gradient is the sum over the processes' losses, as it reaches each one's rows.
+        """
+        rows = []
+        for index, record in enumerate(self.records):
+            seen = [r["name"] for r in self.records[:index]].count(record["name"])
+            name = record["name"] if not seen else f"{record['name']}.{seen}"
+            tensor, grad = record["tensor"].detach(), record["tensor"].grad
+            rows.append(
+                {
+                    "name": name,
+                    "group": record["group"],
+                    "shape": tuple(tensor.shape),
+                    **_measure(_rows_of_all(tensor)),
+                    "grad_std": None,
+                    "grad_mean": None,
+                }
+            )
+            if any(allgather_objects(grad is not None)):
+                grad = torch.zeros_like(tensor) if grad is None else grad
+                found = _measure(_rows_of_all(grad))
+                rows[-1] |= {"grad_std": found["std"], "grad_mean": found["mean"]}
+        return rows
+
+    def get_tensor(
+        self, name: str, group: str | None = None, index: int | None = None
+    ) -> Tensor | None:
+        """Return the record of that name: the first, or that of number `index`; None for none."""
+        found = [
+            r for r in self.records if r["name"] == name and (group is None or r["group"] == group)
+        ]
+        index = 0 if index is None else index
+        return found[index]["tensor"] if -len(found) <= index < len(found) else None
+
+
+def _rows_of_all(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1).to(config.device)
+    sizes = allgather_objects(flat.numel())
+    padded = torch.cat((flat, flat.new_zeros(max(sizes) - flat.numel())))
+    parts = all_gather(padded, config["comm"], 0).chunk(len(sizes))
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+@contextmanager
+def inspect_tensor() -> Iterator[InspectTensor]:
+    """Collect what `record_tensor` is given inside."""
+    config.need("inspect_tensor")
+    inspector = InspectTensor()
+    config.inspected.append(inspector)
+    try:
+        yield inspector
+    finally:
+        config.inspected.remove(inspector)
+
+
+def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
+    """Let the `inspect_tensor` around, if there is one, keep `x` and the gradient it will have."""
+    recomputing = torch._C._current_graph_task_id() != -1  # it was recorded in forward
+    if not config.inspected or recomputing:
+        return
+    if x.requires_grad:
+        x.retain_grad()
+    for inspector in config.inspected:
+        inspector.records.append({"name": name, "group": group, "tensor": x})
+
+
+def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as aligned text, numbers with four decimals, 0.0000 for what there is not."""
+    width = max((len(row["name"]) for row in summary), default=4) + 4
+    lines = ["name".ljust(width) + "shape".ljust(20) + "".join(c.rjust(10) for c in _COLUMNS)]
+    for row in summary:
+        numbers = "".join(f"{row[c] or 0.0:10.4f}" for c in _COLUMNS)
+        lines.append(row["name"].ljust(width) + str(tuple(row["shape"])).ljust(20) + numbers)
+    return "\n".join(lines)

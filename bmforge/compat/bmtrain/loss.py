@@ -1,0 +1,104 @@
+"""Cross-entropy in fp32 from logits of any dtype, over a whole or a divided vocabulary."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.parallel.collectives import sum_forward
+
+__all__ = ["FusedCrossEntropy"]
+
+
+class FusedCrossEntropy(nn.Module):
+    """Like torch.nn.CrossEntropyLoss; a batch of nothing but ignored targets has the mean 0.
+
+    Args:
+        weight: of each class.
+        ignore_index: target that counts nothing.
+        reduction: "mean" (over the weights of the targets), "sum" or "none".
+        label_smoothing: as in torch, for every dtype.
+        parallel: each tensor-parallel process has the logits of its part of the classes, of the
+            same rows; all get the same loss.
+
+    Shape:
+        input: (M, C), with `parallel` (M, C / tp); target: (M,) of any integer dtype
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        label_smoothing: float = 0.0,
+        parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum", "none"):
+            raise ConfigError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'.")
+        self.register_buffer("weight", weight)
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing, self.parallel = label_smoothing, parallel
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss in fp32, or wider if the logits are."""
+        if input.dim() != 2 or target.shape != input.shape[:1]:
+            raise ShapeError(
+                f"logits {tuple(input.shape)} and targets {tuple(target.shape)}: (M, C) and (M,) "
+                "are needed; flatten rows with .view(-1, C) and .view(-1)."
+            )
+        logits = input.to(torch.promote_types(input.dtype, torch.float32))
+        target = target.long()
+        weight = None if self.weight is None else self.weight.to(logits)
+        if self.parallel and config["tp_size"] > 1:
+            losses = self._over_parts(logits, target, weight)
+        else:
+            losses = F.cross_entropy(
+                logits,
+                target,
+                weight,
+                ignore_index=self.ignore_index,
+                reduction="none",
+                label_smoothing=self.label_smoothing,
+            )
+        if self.reduction == "none":
+            return losses
+        total = losses.sum()
+        if self.reduction == "sum":
+            return total
+        counts = target != self.ignore_index
+        count = (counts if weight is None else weight[target * counts] * counts).sum()
+        return total / count.to(total).masked_fill(count == 0, 1.0)
+
+    def _over_parts(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        """Return the loss of each row; maximum, mass and the target's logit are found together.
+
+        Comm: three all-reduces of a number per row.
+        """
+        group, width = config["tp_comm"], logits.shape[1]
+        first, classes = config["tp_rank"] * width, width * config["tp_size"]
+        kept = target != self.ignore_index
+        top = logits.detach().amax(1)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        shifted = logits - top[:, None]
+        index = (target * kept) - first
+        here = kept & (index >= 0) & (index < width)
+        picked = shifted.gather(1, index.where(here, 0)[:, None])[:, 0] * here
+        own = shifted
+        if weight is not None:
+            own = shifted * weight[first : first + width]
+        sums = torch.stack((shifted.exp().sum(1), picked, own.sum(1)))
+        mass, picked, smooth = sum_forward(sums, group).unbind()
+        of_class = 1.0 if weight is None else weight[target * kept]
+        all_weights = classes if weight is None else weight.sum()
+        loss = (mass.log() - picked) * of_class * (1.0 - self.label_smoothing)
+        if self.label_smoothing:
+            spread = (mass.log() * all_weights - smooth) / classes
+            loss = loss + self.label_smoothing * spread
+        return loss * kept

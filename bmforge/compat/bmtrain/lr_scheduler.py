@@ -1,0 +1,145 @@
+"""Learning rates by the old formulas, n being `num_iter`, w `warmup_iter`, e `end_iter`.
+
+All but Noam begin with ``start_lr n / w`` while n < w. Nothing rises again after e.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Cosine",
+    "Exponential",
+    "Linear",
+    "NoDecay",
+    "Noam",
+    "WarmupLRScheduler",
+]
+
+
+class WarmupLRScheduler:
+    """Sets an optimizer's rate at once and in every `step`.
+
+    Args:
+        optimizer: whose groups get the rate.
+        start_lr: the peak.
+        warmup_iter: steps of warm-up.
+        end_iter: where the decay ends.
+        num_iter: where to begin.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        start_lr: float,
+        warmup_iter: float,
+        end_iter: float,
+        num_iter: int = 0,
+    ) -> None:
+        self.start_lr, self.warmup_iter, self.end_iter = start_lr, warmup_iter, end_iter
+        self.optimizer, self.num_iter = optimizer, num_iter
+        self._current_lr = 0.0
+        self.step(num_iter)
+
+    @property
+    def current_lr(self) -> float:
+        """The rate now."""
+        return self._current_lr
+
+    def get_lr_warmup(self, num_iter: int) -> float:
+        """Return the rate of a step below `warmup_iter`."""
+        return self.start_lr * num_iter / self.warmup_iter
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """Return the rate of any other step."""
+        raise TypeError(f"{type(self).__name__} has no get_lr_decay; take one of {__all__[:-1]}.")
+
+    def get_lr(self) -> float:
+        """Return the rate of step `num_iter`."""
+        warms = self.num_iter < self.warmup_iter
+        return (self.get_lr_warmup if warms else self.get_lr_decay)(self.num_iter)
+
+    def step(self, num_iter: int | None = None) -> None:
+        """Go on to the next step, or to `num_iter`."""
+        self.num_iter = self.num_iter + 1 if num_iter is None else num_iter
+        self._current_lr = float(self.get_lr())
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._current_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers, without the optimizer."""
+        return {key: value for key, value in vars(self).items() if key != "optimizer"}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave, and set the rate."""
+        vars(self).update(state_dict)
+        self.step(self.num_iter)
+
+    def _progress(self, num_iter: int) -> float:
+        """Return how far the decay is, between 0 and 1."""
+        length = max(1.0, self.end_iter - self.warmup_iter)
+        return min(1.0, (num_iter - self.warmup_iter) / length)
+
+
+class NoDecay(WarmupLRScheduler):
+    """Stays at the peak."""
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """Return the peak."""
+        return self.start_lr
+
+
+class Linear(WarmupLRScheduler):
+    """Falls to 0 at e, evenly."""
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """Return s (e - n) / (e - w)."""
+        return self.start_lr * (1.0 - self._progress(num_iter))
+
+
+class Cosine(WarmupLRScheduler):
+    """Falls to 0 at e, along a cosine."""
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """Return s (1 + cos(pi (n - w) / (e - w))) / 2."""
+        return self.start_lr * 0.5 * (1.0 + math.cos(math.pi * self._progress(num_iter)))
+
+
+class Exponential(WarmupLRScheduler):
+    """Falls by a factor in each step.
+
+    Args:
+        gamma: the factor.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        start_lr: float,
+        warmup_iter: float,
+        end_iter: float,
+        num_iter: int = 0,
+        gamma: float = 0.95,
+    ) -> None:
+        self.gamma = gamma
+        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """Return s gamma^(n - w)."""
+        return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
+
+
+class Noam(WarmupLRScheduler):
+    """Falls with the root of n, as in "Attention is all you need"; e is not used."""
+
+    def get_lr_warmup(self, num_iter: int) -> float:
+        """Return s / sqrt(w) n / w."""
+        return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """Return s / sqrt(n)."""
+        return self.start_lr / math.sqrt(max(1, num_iter))

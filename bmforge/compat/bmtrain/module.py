@@ -1,0 +1,117 @@
+"""A module whose parameters are shares: it gathers them while it computes, and saves them whole."""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bmforge.compat.bmtrain.parameter import (
+    Origin,
+    full_shape,
+    gather,
+    make_parameter,
+    origin_of,
+    share_like,
+    whole,
+)
+from bmforge.compat.bmtrain.runtime import config
+
+__all__ = ["DistributedModule", "Facade", "make_distributed_"]
+
+
+class Facade(nn.Module):
+    """A module that stands for another one, with that one's parameters and names.
+
+    To `isinstance` it is of both classes: Hugging Face finds by their class the layers whose
+    outputs it returns as hidden states.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the module it stands for."""
+        return type(vars(self).get("_module", self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy as what it is."""
+        return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
+
+
+class DistributedModule(nn.Module):
+    """Like torch.nn.Module, for `DistributedParameter`s.
+
+    Reading one gives the whole parameter, gathered once per call of the module. Inside a `Block`
+    the block has gathered it. `state_dict` is that of the model on one process.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward with what it gathers kept until it ends."""
+        if self.__dict__.get("_gathered") is not None:
+            return super().__call__(*args, **kwargs)
+        self.__dict__["_gathered"] = {}
+        try:
+            with config.own_random(self.training):
+                return super().__call__(*args, **kwargs)
+        finally:
+            self.__dict__["_gathered"] = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Gather what is a share."""
+        value = super().__getattr__(name)
+        if not isinstance(value, DTensor):
+            return value
+        origin = origin_of(value)
+        if origin is not None and origin.in_block:
+            return value
+        kept = self.__dict__.get("_gathered")
+        if kept is None:
+            return gather(value)
+        key = name, torch.is_grad_enabled()
+        if key not in kept:
+            kept[key] = gather(value)
+        return kept[key]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, param in self._parameters.items():
+            if param is not None and not keep_vars and prefix + name in destination:
+                value = whole(param)
+                destination[prefix + name] = value.cpu() if config.keeps_whole else value
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name, param in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if param is None or value is None or isinstance(value, DTensor):
+                continue
+            if value.shape == full_shape(param):  # else torch says what does not fit
+                state_dict[prefix + name] = share_like(param, value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def make_distributed_(model: nn.Module) -> None:
+    """Make a plain model's parameters distributed ones, with their values; ties are kept.
+
+    Its modules become `DistributedModule`s, of classes with the same names.
+    """
+    new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in list(model.modules()):
+        own: dict[str, Any] = module._parameters
+        for name, param in own.items():
+            if param is None or origin_of(param) is not None:
+                continue
+            if id(param) not in new:
+                new[id(param)] = param, make_parameter(param, Origin(), param.requires_grad)
+            own[name] = new[id(param)][1]
+        buffers: dict[str, Tensor | None] = module._buffers
+        for name, buffer in buffers.items():
+            buffers[name] = None if buffer is None else buffer.to(config.device)
+        kind = type(module)
+        if not isinstance(module, DistributedModule | Facade):
+            # Under the old name, by which Hugging Face knows what a class can record.
+            names: Any = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            module.__class__ = type(kind.__name__, (DistributedModule, kind), names)

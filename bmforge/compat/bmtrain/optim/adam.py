@@ -1,0 +1,198 @@
+"""Adam with fp32 states for parameters of any dtype, on the device or on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from bmforge.compat.bmtrain.optim.state import all_parameters, pack_state, unpack_state
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.device import is_host
+from bmforge.shards import local_tensor
+
+__all__ = ["AdamOffloadOptimizer", "AdamOptimizer"]
+
+
+class AdamOptimizer(torch.optim.Optimizer):
+    """AdamW by torch's own formula; half-precision parameters have an fp32 copy.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas, eps: as torch.optim.AdamW.
+        weight_decay: decoupled, for every dtype.
+        hold_steps: for so many steps only the averages move.
+        scale: loss scale of the older loop (`loss_scale`, `optim_step`), where programs gave it.
+    """
+
+    # Where states are kept; None: with the parameter.
+    state_device: torch.device | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        hold_steps: int = 0,
+        scale: float = 65536.0,
+    ) -> None:
+        config.need(type(self).__name__)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings)
+        self.hold_steps, self._scale, self._pending = hold_steps, float(scale), 1.0
+        self.steps_since_last_scale = 0
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of the older loop."""
+        return self._scale
+
+    def loss_scale(self, loss: Tensor) -> Tensor:
+        """Return the loss, scaled and divided by the number of processes, to call backward on."""
+        self._pending = self._scale
+        return loss * (self._scale / config["world_size"])
+
+    def justify_scale(self, scale: float) -> None:
+        """Set the loss scale."""
+        self._scale, self.steps_since_last_scale = float(scale), 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, scale: float | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again.
+            scale: what gradients are too large by; None takes that of `loss_scale`, if it was used.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = self._pending if scale is None else scale
+        self._pending = 1.0
+        self.steps_since_last_scale += 1
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params, scale)
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], scale: float) -> None:
+        states = [self._state_of(param) for param in params]
+        pairs = zip(params, states, strict=True)
+        masters = [state.get("master", local_tensor(param)) for param, state in pairs]
+        grads = []
+        for param, master in zip(params, masters, strict=True):
+            grad = local_tensor(param.grad).to(master.device, master.dtype)  # type: ignore[arg-type]
+            grads.append(grad if scale == 1.0 else grad / scale)
+        steps = [state["step"] for state in states]
+        held = bool(self.hold_steps) and float(steps[0]) < self.hold_steps
+        beta1, beta2 = group["betas"]
+        adamw(
+            masters,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=0.0 if held else group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            fused=is_host(masters[0].device) or None,  # there the quickest; else torch decides
+        )
+        for param, master in zip(params, masters, strict=True):
+            here = local_tensor(param)
+            if master is not here:
+                here.copy_(master)
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        """Return a parameter's state; a `master` is what the parameter is rounded from."""
+        state = self.state[param]
+        if not state:
+            here = local_tensor(param.detach())
+            home = self.state_device or here.device
+            wide = here.to(home, torch.promote_types(here.dtype, torch.float32))
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(wide)
+            state["exp_avg_sq"] = torch.zeros_like(wide)
+            if wide is not here and wide.data_ptr() != here.data_ptr():
+                state["master"] = wide
+        return state
+
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """Return plain tensors: this process's parts, or the whole for any number of processes."""
+        return {**pack_state(self, gather), "scale": self._scale}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave.
+
+        Raises:
+            CheckpointError: it is of other parameters or, not whole, of other processes.
+        """
+        found = unpack_state(self, state_dict)
+        # Torch would cast the states to the parameters' dtype.
+        super().load_state_dict({"state": {}, "param_groups": found["param_groups"]})
+        self._scale = float(state_dict.get("scale", self._scale))
+        self.state.clear()
+        for index, param in enumerate(all_parameters(self)):
+            if index in found["state"]:
+                here = local_tensor(param).device
+                home = self.state_device or here
+                self.state[param] = {
+                    key: local_tensor(v).to(home if v.dim() else "cpu").clone()
+                    for key, v in found["state"][index].items()
+                }
+
+
+class AdamOffloadOptimizer(AdamOptimizer):
+    """The same, with states on the host; on a host without an accelerator, the same numbers.
+
+    Args:
+        params, lr, betas, eps, weight_decay, hold_steps, scale: see `AdamOptimizer`.
+        record_delta: keep mean and variance of the last update.
+    """
+
+    state_device = torch.device("cpu")
+
+    def __init__(self, params: Iterable[Any], *args: Any, record_delta: bool = False, **kw: Any):
+        super().__init__(params, *args, **kw)
+        self._records, self._delta = record_delta, torch.zeros(3, dtype=torch.float64)
+
+    def step(self, closure: Callable[[], Any] | None = None, scale: float | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient; see `AdamOptimizer.step`."""
+        self._delta.zero_()
+        return super().step(closure, scale)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], scale: float) -> None:
+        before = [local_tensor(p).detach().clone() for p in params] if self._records else []
+        super()._update(group, params, scale)
+        for old, param in zip(before, params, strict=False):
+            delta = (local_tensor(param).detach() - old).double()
+            sums = torch.stack((delta.sum(), delta.square().sum())).cpu()
+            self._delta += torch.cat((torch.tensor([float(delta.numel())]), sums))
+
+    def _moments(self) -> tuple[float, float]:
+        total = self._delta.to(config.device)
+        dist.all_reduce(total, group=config["comm"])
+        count, first, second = total.tolist()
+        mean = first / max(1.0, count)
+        return mean, second / max(1.0, count) - mean * mean
+
+    def get_avg_delta(self) -> float:
+        """Return the mean of the last update over all parameters; with `record_delta`."""
+        return self._moments()[0]
+
+    def get_var_delta(self) -> float:
+        """Return the variance of the last update over all parameters; with `record_delta`."""
+        return self._moments()[1]

@@ -1,0 +1,268 @@
+"""One optimizer step of today's loop: scaled backward, clipping, skipping, schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bmforge.compat.bmtrain.lr_scheduler import WarmupLRScheduler
+from bmforge.compat.bmtrain.optim.adam import AdamOptimizer
+from bmforge.compat.bmtrain.optim.state import pack_state, unpack_state
+from bmforge.compat.bmtrain.parameter import origin_of
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.logging import get_logger
+from bmforge.shards import local_tensor
+from bmforge.train.precision import LossScaler
+
+__all__ = ["OptimManager", "clip_grad_norm", "optim_step"]
+
+Groups = Iterable[Mapping[str, Any]]
+
+
+class OptimManager:
+    """Steps optimizers and their schedules together, with one loss scale.
+
+    Args:
+        loss_scale: the first scale; None: the loss is not scaled.
+        loss_scale_factor: what the scale grows and falls by.
+        loss_scale_steps: sound steps in a row after which it grows.
+        min_loss_scale, max_loss_scale: it stays between them.
+        grad_scale: what the loss is divided by, so that the sum of gradients over processes is a
+            mean; None: their number. Where tensor-parallel processes have one loss together
+            (FusedCrossEntropy with parallel=True), give bmt.config["tp_zero_size"].
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        loss_scale_factor: float = 2.0,
+        loss_scale_steps: int = 1024,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = math.inf,
+        grad_scale: float | None = None,
+    ) -> None:
+        config.need("OptimManager")
+        factor = loss_scale_factor if loss_scale_factor > 1 else 1.0 / loss_scale_factor
+        self.loss_scale_enabled = loss_scale is not None
+        self._scaler = LossScaler(
+            1.0 if loss_scale is None else loss_scale,
+            loss_scale_steps,
+            factor,
+            1.0 / factor,
+            min(min_loss_scale, 1.0 if loss_scale is None else loss_scale),
+        )
+        self.max_loss_scale = max_loss_scale
+        self.grad_scale = config["world_size"] if grad_scale is None else grad_scale
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_schedulers: list[WarmupLRScheduler | None] = []
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale now."""
+        return self._scaler.current_scale
+
+    def add_optimizer(
+        self, optimizer: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | None = None
+    ) -> None:
+        """Add an optimizer, any of torch's or ours, and its schedule."""
+        self.optimizers.append(optimizer)
+        self.lr_schedulers.append(lr_scheduler)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss to call backward on."""
+        return loss * (self.loss_scale / self.grad_scale)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward; gradients add up in `.grad`, times the loss scale."""
+        self.scale_loss(loss).backward()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all optimizers."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def clip_grad_norm(
+        self,
+        param_groups: Groups,
+        max_norm: float,
+        norm_type: float | str = 2,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Scale gradients down to a norm of at most `max_norm`; return the norm before, unscaled.
+
+        Comm: one all-reduce of a number.
+        """
+        return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
+
+    def step(self) -> None:
+        """Step optimizers and schedules, or none of them where a gradient is not finite.
+
+        Comm: one all-reduce of a number.
+        """
+        if not _is_finite(self.optimizers):
+            before = self.loss_scale
+            if self.loss_scale_enabled:
+                self._update_scale(overflow=True)
+            if config["rank"] == 0:
+                get_logger().warning(
+                    "Gradient overflow, step skipped; loss scale %g -> %g", before, self.loss_scale
+                )
+            self.zero_grad()
+            return
+        for optimizer, schedule in zip(self.optimizers, self.lr_schedulers, strict=True):
+            if isinstance(optimizer, AdamOptimizer):
+                optimizer.step(scale=self.loss_scale)
+            else:
+                _divide_gradients_(optimizer, self.loss_scale)
+                optimizer.step()
+            if schedule is not None:
+                schedule.step()
+        if self.loss_scale_enabled:
+            self._update_scale(overflow=False)
+
+    def _update_scale(self, overflow: bool) -> None:
+        self._scaler.update(overflow)
+        self._scaler.current_scale = min(self._scaler.current_scale, self.max_loss_scale)
+
+    def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
+        """Return everything a run goes on from, as plain tensors and numbers.
+
+        Args:
+            gather_opt: the optimizers' states whole, for any number of processes; else each
+                process's own part.
+        """
+        return {
+            "optimizers": [pack_state(optimizer, gather_opt) for optimizer in self.optimizers],
+            "lr_schedulers": [s if s is None else s.state_dict() for s in self.lr_schedulers],
+            "loss_scaler": self._scaler.state_dict(),
+            "loss_scale_enabled": self.loss_scale_enabled,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave.
+
+        Raises:
+            CheckpointError: it is of other optimizers or parameters.
+        """
+        states = state_dict["optimizers"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"the state is of {len(states)} optimizers; {len(self.optimizers)} were added."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            if isinstance(optimizer, AdamOptimizer):
+                optimizer.load_state_dict(state)
+            else:
+                optimizer.load_state_dict(unpack_state(optimizer, state))
+        for schedule, state in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
+            if schedule is not None and state is not None:
+                schedule.load_state_dict(state)
+        self.loss_scale_enabled = state_dict["loss_scale_enabled"]
+        self._scaler.load_state_dict(state_dict["loss_scaler"])
+
+
+def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
+    """Return the parameters that have a gradient, with what is here of it."""
+    params = (param for group in groups for param in group["params"])
+    return [(p, local_tensor(p.grad)) for p in params if p.grad is not None]
+
+
+@torch.no_grad()
+def _is_finite(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Tell, the same on every process, whether all gradients are finite."""
+    bad = torch.zeros((), dtype=torch.float32, device=config.device)
+    for optimizer in optimizers:
+        for _, grad in _grads(optimizer.param_groups):
+            if grad.numel():
+                bad += (~torch.isfinite(grad.abs().max())).float()
+    dist.all_reduce(bad, dist.ReduceOp.MAX, group=config["comm"])
+    return not bool(bad > 0)
+
+
+@torch.no_grad()
+def _divide_gradients_(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    if scale != 1.0:
+        for _, grad in _grads(optimizer.param_groups):
+            grad.div_(scale)
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    param_groups: Groups,
+    max_norm: float,
+    scale: float = 1.0,
+    norm_type: float | str = 2,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Scale gradients down to a norm of at most `max_norm`; return the norm before.
+
+    Args:
+        param_groups: of an optimizer.
+        max_norm: largest norm of the gradients divided by `scale`.
+        scale: the loss scale they carry.
+        norm_type: of which norm; infinity, or "inf", is the largest absolute value.
+        eps: added to the norm before dividing.
+
+    Comm: one all-reduce of a number.
+    """
+    power = float(norm_type)
+    if not power > 0.0:
+        raise ConfigError(f"norm_type={norm_type} must be above 0.")
+    found = [(p, grad) for p, grad in _grads(param_groups) if grad.numel()]
+    total = torch.zeros((), dtype=torch.float64, device=config.device)
+    for param, grad in found:
+        if _counts_here(param):
+            norm = torch.linalg.vector_norm(grad, power, dtype=_wide(grad)).double()
+            total = torch.maximum(total, norm) if math.isinf(power) else total + norm**power
+    operation = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
+    dist.all_reduce(total, operation, group=config["comm"])
+    norm = (total if math.isinf(power) else total ** (1.0 / power)) / scale
+    ratio = float(max_norm / (norm + eps))
+    if ratio < 1.0:
+        for _, grad in found:
+            grad.mul_(ratio)
+    return norm.float()
+
+
+def _wide(grad: Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
+
+
+def _counts_here(param: Tensor) -> bool:
+    """Tell whether what is here of a gradient counts here; what several processes have, once."""
+    origin = origin_of(param)
+    if origin is None:
+        return bool(config["rank"] == 0)
+    if origin.tp_mode and origin.cut == 1 and config["tp_rank"] > 0:
+        return False
+    whole_here = param.dim() == 0  # too small to cut
+    first = config["tp_zero_rank"] == 0 if origin.tp_mode else config["rank"] == 0
+    return not whole_here or first
+
+
+def optim_step(optim: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | None = None) -> None:
+    """Step as the older loop does: skip and halve `optim.scale` where a gradient is not finite.
+
+    `init_distributed` has the factor and the number of steps after which the scale grows.
+    """
+    config.need("optim_step")
+    factor = config["loss_scale_factor"]
+    is_ours = isinstance(optim, AdamOptimizer)
+    if not _is_finite([optim]):
+        if is_ours:
+            optim.justify_scale(max(1.0, optim.scale / factor))
+        if config["rank"] == 0:
+            get_logger().warning("Gradient overflow, step skipped")
+        optim.zero_grad()
+        return
+    optim.step()
+    if lr_scheduler is not None:
+        lr_scheduler.step()
+    if is_ours and optim.steps_since_last_scale >= config["loss_scale_steps"]:
+        optim.justify_scale(optim.scale * factor)

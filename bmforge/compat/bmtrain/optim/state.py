@@ -1,0 +1,96 @@
+"""An optimizer's state as plain tensors: of this process, or whole, for any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bmforge.compat.bmtrain.parameter import full_shape, share_like, whole
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.shards import local_tensor
+
+__all__ = ["all_parameters", "pack_state", "unpack_state"]
+
+State = dict[str, Any]
+
+
+def all_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return an optimizer's parameters in the order in which its state counts them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def pack_state(optimizer: torch.optim.Optimizer, gather: bool) -> State:
+    """Return a `state_dict` without shares: each process's part, or with `gather` the whole.
+
+    Raises:
+        ConfigError: `gather` in a pipeline.
+    """
+    if gather and config["pipe_size"] > 1:
+        raise ConfigError("gather=True: a pipeline's stages have different states; save per rank.")
+    packed: State = torch.optim.Optimizer.state_dict(optimizer)
+    state = {}
+    for index, param in enumerate(all_parameters(optimizer)):
+        if index in packed["state"]:
+            entries = packed["state"][index].items()
+            state[index] = {key: _pack(param, value, gather) for key, value in entries}
+    return {**packed, "state": state, "is_whole": gather}
+
+
+def _pack(param: Tensor, value: Any, gather: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if gather and value.dim() and local_tensor(value).shape == local_tensor(param).shape:
+        return whole(param, _like(param, value)).cpu()
+    return local_tensor(value)
+
+
+def _like(param: Tensor, value: Tensor) -> Tensor:
+    """Return what is here of `value` as a share like `param`."""
+    if not isinstance(param, DTensor) or isinstance(value, DTensor):
+        return value
+    return DTensor.from_local(
+        value,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> State:
+    """Return what `pack_state` gave, on any number of processes if it was whole, as shares.
+
+    Raises:
+        CheckpointError: it is of another number of parameters, or another shape.
+    """
+    params = all_parameters(optimizer)
+    saved = sum(len(group["params"]) for group in state["param_groups"])
+    if saved != len(params):
+        raise CheckpointError(
+            f"the state is of {saved} parameters; the optimizer has {len(params)}"
+        )
+    made = {
+        index: {key: _unpack(params[index], v, state.get("is_whole")) for key, v in entries.items()}
+        for index, entries in state["state"].items()
+    }
+    return {"state": made, "param_groups": state["param_groups"]}
+
+
+def _unpack(param: Tensor, value: Any, is_whole: bool | None) -> Any:
+    if not isinstance(value, Tensor) or not value.dim() or isinstance(value, DTensor):
+        return value
+    if is_whole:
+        return share_like(param, value) if value.shape == full_shape(param) else value
+    here = local_tensor(param).shape
+    if value.shape != here:
+        raise CheckpointError(
+            f"a state has shape={tuple(value.shape)}, here it is {tuple(here)}: it is of another "
+            "number of processes. Save it with gather=True."
+        )
+    return _like(param, value.to(param.device))

@@ -1,0 +1,282 @@
+"""A parameter of which every process keeps a share, and the ways between share and whole.
+
+A share is a DTensor, cut by rows over the processes whose gradients are summed. A part of a matrix
+that tensor parallelism has cut is a whole of its own here: `Origin` says of what it is a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.errors import ConfigError
+from bmforge.parallel.collectives import all_gather
+from bmforge.shards import local_box, local_tensor
+
+__all__ = [
+    "DistributedParameter",
+    "Origin",
+    "ParameterInitializer",
+    "full_shape",
+    "gather",
+    "grouped_parameters",
+    "init_parameters",
+    "make_parameter",
+    "mark_",
+    "mesh_of",
+    "origin_of",
+    "set_values_",
+    "share_like",
+    "sum_plain_gradients_",
+    "whole",
+]
+
+
+class ParameterInitializer:
+    """A function to be called with the whole parameter first, then with these arguments."""
+
+    def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.func, self._args, self._kwargs = func, args, kwargs
+
+    def __call__(self, param: Tensor) -> None:
+        """Fill `param` in place."""
+        self.func(param, *self._args, **self._kwargs)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a distributed parameter comes from; kept on it as ``param.origin``.
+
+    Args:
+        init_method: fills the whole parameter.
+        group: any name; `grouped_parameters` groups by it.
+        tp_mode: whether tensor-parallel processes have gradients of their own.
+        tp_split_dim: the dim that tensor parallelism has cut; -1: none.
+        in_block: a `Block` gathers it, together with the others.
+        stage: which pipeline stage has it; None: all.
+    """
+
+    init_method: Callable[[Tensor], Any] | None = None
+    group: str | None = None
+    tp_mode: bool = False
+    tp_split_dim: int = -1
+    in_block: bool = False
+    stage: int | None = None
+
+    @property
+    def cut(self) -> int:
+        """Into how many parts tensor parallelism has cut it."""
+        return int(config["tp_size"]) if self.tp_mode and self.tp_split_dim >= 0 else 1
+
+
+def origin_of(param: Tensor | None) -> Origin | None:
+    """Return a distributed parameter's origin; None for any other tensor."""
+    return getattr(param, "origin", None)
+
+
+class _IsDistributed(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, nn.Parameter) and origin_of(instance) is not None
+
+
+class DistributedParameter(metaclass=_IsDistributed):
+    """A parameter that is divided over the processes; on one process, a plain one.
+
+    Args:
+        data: the whole values, the same on every process; with `tp_mode` this process's part.
+        requires_grad: as torch.nn.Parameter.
+        init_method: fills the whole parameter in `init_parameters`.
+        group: see `grouped_parameters`.
+        tp_mode: tensor-parallel processes hold different parts, or use it for different ones.
+        tp_split_dim: the dim that is cut between them; -1: none.
+
+    Raises:
+        DistributedError: before init_distributed.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        data: Tensor,
+        requires_grad: bool = True,
+        init_method: Callable[[Tensor], Any] | None = None,
+        group: str | None = None,
+        tp_mode: bool = False,
+        tp_split_dim: int = -1,
+    ) -> nn.Parameter:
+        """Return the parameter, an nn.Parameter."""
+        config.need("DistributedParameter")
+        origin = Origin(init_method, "tp" if tp_mode else group, tp_mode, tp_split_dim)
+        return make_parameter(data, origin, requires_grad)
+
+
+def mesh_of(origin: Origin) -> Any:
+    """Return the processes that share a parameter, over which its gradients are summed."""
+    if origin.tp_mode:
+        return config.tp_zero
+    return config.world if origin.stage is None else config.stage
+
+
+def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Parameter:
+    """Return this process's share of `data` as a parameter."""
+    data, mesh = data.detach().to(config.device), mesh_of(origin)
+    if mesh.size() > 1:
+        placement = Shard(0) if data.dim() else Replicate()
+        cut = distribute_tensor(data, mesh, [placement], src_data_rank=None)
+        # A copy, so that the whole is freed.
+        data = _with_local(cut, cut.to_local().clone())
+    made = nn.Parameter(data, requires_grad=requires_grad)
+    made.origin = origin  # type: ignore[attr-defined]
+    return made
+
+
+def _with_local(like: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = param.device_mesh, param.placements
+        return param.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> DTensor:
+        grad = grads[0]
+        wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+        parts = DTensor.from_local(wide, ctx.mesh, [Partial()], run_check=False)
+        return parts.redistribute(ctx.mesh, ctx.placements).to(grad.dtype)
+
+
+def gather(param: Tensor) -> Tensor:
+    """Return a parameter with all rows, for computing; backward sums its gradient, in fp32.
+
+    Comm: an all-gather; backward, a reduce-scatter.
+    """
+    return _Gather.apply(param) if isinstance(param, DTensor) else param
+
+
+def full_shape(param: Tensor) -> torch.Size:
+    """Return the shape on one process."""
+    origin, shape = origin_of(param), list(param.shape)
+    if origin is not None and origin.cut > 1:
+        shape[origin.tp_split_dim] *= origin.cut
+    return torch.Size(shape)
+
+
+@torch.no_grad()
+def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
+    """Return the values that one process would have, the same on every process.
+
+    Args:
+        param: says how it is divided.
+        value: what is divided like it (a gradient); None takes its own values.
+
+    Comm: all processes must call it.
+    """
+    origin = origin_of(param)
+    value = (param if value is None else value).detach()
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if origin is not None and origin.cut > 1:
+        value = all_gather(value, config["tp_comm"], origin.tp_split_dim)
+    if origin is not None and origin.stage is not None and config["pipe_size"] > 1:
+        if origin.stage != config["topology"].stage_id:
+            value = torch.empty(full_shape(param), dtype=param.dtype, device=config.device)
+        value = value.contiguous()
+        dist.broadcast(value, group=config["pipe_comm"], group_src=origin.stage)
+    return value if config.keeps_whole else torch.empty_like(value, device="meta")
+
+
+def share_like(param: Tensor, value: Tensor) -> Tensor:
+    """Return of a whole value what this process has of `param`, in the same form."""
+    origin = origin_of(param)
+    if value.shape != full_shape(param):
+        raise ConfigError(
+            f"a value has shape={tuple(value.shape)}; the parameter is {tuple(full_shape(param))}."
+        )
+    if param.is_meta:
+        return torch.empty_like(param, dtype=value.dtype)
+    if origin is not None and origin.cut > 1:
+        value = value.chunk(origin.cut, origin.tp_split_dim)[config["tp_rank"]]
+    value = value.to(config.device)
+    if isinstance(param, DTensor):
+        return _with_local(param, value[local_box(param).slices].contiguous())
+    return value.contiguous()
+
+
+@torch.no_grad()
+def set_values_(param: Tensor, value: Tensor) -> None:
+    """Fill a parameter from whole values."""
+    local_tensor(param).copy_(local_tensor(share_like(param, value)))
+
+
+@torch.no_grad()
+def init_parameters(model: nn.Module) -> None:
+    """Run every parameter's `init_method`, in the order of modules, on the whole parameter.
+
+    Numbers come from torch's own generator as without bmforge, so the weights are the same in every
+    bit on any number of processes.
+
+    Memory: one whole parameter at a time.
+    """
+    config.need("init_parameters")
+    for param in _once(model):
+        origin = origin_of(param)
+        if origin is not None and origin.init_method is not None:
+            value = torch.empty(full_shape(param), dtype=param.dtype, device=config.device)
+            origin.init_method(value)
+            set_values_(param, value)
+    sum_plain_gradients_(model)
+
+
+def sum_plain_gradients_(model: nn.Module) -> None:
+    """Sum the gradients of parameters that are not distributed, so that processes stay alike."""
+    if config["world_size"] == 1:
+        return
+    for param in model.parameters():
+        if origin_of(param) is None and param.is_leaf and not hasattr(param, "is_summed"):
+            param.is_summed = True  # type: ignore[attr-defined]
+            if param.requires_grad:
+                param.register_hook(_sum_over_all)
+
+
+def _sum_over_all(grad: Tensor) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total, group=config["comm"])
+    return total
+
+
+def _once(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that are kept here, each once; gathered ones are given back before."""
+    for module in model.modules():
+        if callable(give_back := getattr(module, "give_back", None)):
+            give_back()
+    yield from model.parameters()
+
+
+def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
+    """Yield the name of every group of parameters with its parameters."""
+    groups: dict[str | None, list[nn.Parameter]] = {}
+    for param in _once(model):
+        origin = origin_of(param)
+        groups.setdefault(None if origin is None else origin.group, []).append(param)
+    yield from groups.items()
+
+
+def mark_(param: nn.Parameter, origin: Origin, **changes: Any) -> None:
+    """Put an origin on a parameter that took another one's place."""
+    param.origin = replace(origin, **changes)  # type: ignore[attr-defined]

@@ -1,0 +1,273 @@
+"""A list of blocks divided into pipeline stages, called inside any model like one that is not.
+
+The schedule (GPipe) and the messages are the engine's. Forward and backward are one autograd
+function around them: it gathers the rows of the pipeline's processes, sends micro-batches through
+the stages, and gives every process the outputs of its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from bmforge.compat.bmtrain.block import Block, BlockError, TransformerBlockList
+from bmforge.compat.bmtrain.parameter import gather, make_parameter, mark_, origin_of
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.errors import ShapeError
+from bmforge.parallel.collectives import gather_tokens, take_tokens
+from bmforge.parallel.messages import Link, Route, Wire, share_from
+from bmforge.parallel.schedules import Message, build_schedule, forward_only
+
+__all__ = ["PipelineTransformerBlockList"]
+
+
+class PipelineTransformerBlockList(TransformerBlockList):
+    """Blocks in stages: process groups of `pipe_size` compute one after the other's.
+
+    Each process has its own stage's blocks, even contiguous parts; of the others it knows names and
+    shapes. On one stage it is a `TransformerBlockList`.
+
+    Args:
+        modules: modules, or blocks with mode="PIPE".
+        num_hidden: how many arguments go through the blocks.
+    """
+
+    mode = "PIPE"
+
+    def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
+        super().__init__(modules, num_hidden)
+        self.stages, self.stage_id = config["pipe_size"], config["topology"].stage_id
+        if self.stages == 1:
+            return
+        if len(self) < self.stages:
+            raise BlockError(f"{len(self)} blocks do not fill pipe_size={self.stages} stages.")
+        for index, block in enumerate(self):
+            _place_(block, self.get_stage_by_layer_id(index))
+        self._link = Link(config["pipe_comm"], config.device)
+        self._schedule = build_schedule("gpipe", self.stages, config["micros"])
+        self._link.connect(list(Route(self._schedule).messages))
+
+    def get_stage_by_layer_id(self, layer_id: int) -> int:
+        """Return the stage of a block."""
+        return next(s for s in range(self.stages) if layer_id in self.get_range_by_stage_id(s))
+
+    def get_range_by_stage_id(self, stage_id: int) -> range:
+        """Return the numbers of a stage's blocks; the first stages have one more."""
+        size, more = divmod(len(self), self.stages)
+        first = stage_id * size + min(stage_id, more)
+        return range(first, first + size + (stage_id < more))
+
+    def get_part_len_by_stage_id(self, stage_id: int) -> int:
+        """Return how many blocks a stage has."""
+        return len(self.get_range_by_stage_id(stage_id))
+
+    def forward(
+        self,
+        *args: Any,
+        batch_related: Sequence[bool] = (),
+        return_hidden_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the blocks on this process's rows; see `TransformerBlockList.forward`.
+
+        Args:
+            args: the first `num_hidden`, tensors, go through the blocks.
+            batch_related: whether each of the other arguments has rows like the first; empty: those
+                tensors have that have as many dims and rows.
+            return_hidden_states: also return what went into each block.
+            kwargs: the same for every block and on every process; no gradient goes to them.
+        """
+        if self.stages == 1:
+            return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
+        hidden, rest = args[: self.num_hidden], args[self.num_hidden :]
+        batches = self._cut(hidden, rest, batch_related)
+        call = _Call(self, batches, kwargs, return_hidden_states)
+        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        out = _Through.apply(call, anchor, *(t for b in batches for t in b if _is_tensor(t)))
+        own = [take_tokens(t, config["pipe_comm"], 0) for t in out]
+        final, seen = own[: self.num_hidden], own[self.num_hidden :]
+        if return_hidden_states:
+            columns = (torch.stack(seen[k :: self.num_hidden]) for k in range(self.num_hidden))
+            return *final, *columns
+        return tuple(final) if self.num_hidden > 1 else final[0]
+
+    def _cut(
+        self, hidden: tuple[Any, ...], rest: tuple[Any, ...], related: Sequence[bool]
+    ) -> list[list[Any]]:
+        """Return the micro-batches of all the pipeline's processes, the same on each of them."""
+        micros, group = config["micros"], config["pipe_comm"]
+        rows = hidden[0].shape[0]
+        if rows * self.stages % micros or micros % self.stages:
+            raise ShapeError(
+                f"{rows} rows on each of {self.stages} stages do not make num_micro_batches="
+                f"{micros}, a multiple of the stages."
+            )
+        columns = []
+        for index, value in enumerate((*hidden, *rest)):
+            if not _is_tensor(value):
+                columns.append([value] * micros)
+                continue
+            place = index - len(hidden)
+            is_like = value.dim() == hidden[0].dim() and value.shape[:1] == hidden[0].shape[:1]
+            if place < 0 or (related[place] if related else is_like):
+                columns.append(list(_gather_rows(value, group).chunk(micros)))
+            else:
+                own = _gather_rows(value[None], group).unbind()
+                columns.append([own[number * self.stages // micros] for number in range(micros)])
+        return [list(batch) for batch in zip(*columns, strict=True)]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _gather_rows(value: Tensor, group: Any) -> Tensor:
+    if value.dtype == torch.bool:
+        return gather_tokens(value.byte(), group, 0, summed=True).bool()
+    return gather_tokens(value, group, 0, summed=True)
+
+
+def _place_(block: Block, stage: int) -> None:
+    """Keep a block's parameters on its stage's processes; elsewhere, their names and shapes."""
+    new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in block.modules():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in new:
+                new[id(param)] = param, _move(param, stage)
+            module._parameters[name] = new[id(param)][1]
+    if stage == config["topology"].stage_id:
+        block.shard()
+
+
+def _move(param: nn.Parameter, stage: int) -> nn.Parameter:
+    origin = origin_of(param)
+    assert origin is not None
+    data = gather(param.detach())
+    origin = replace(origin, stage=stage)
+    if stage == config["topology"].stage_id:
+        return make_parameter(data, origin, param.requires_grad)
+    placed = nn.Parameter(torch.empty_like(data, device="meta"), param.requires_grad)
+    mark_(placed, origin)
+    return placed
+
+
+@dataclass
+class _Call:
+    """One call of the list: its micro-batches, and what forward leaves for backward."""
+
+    owner: PipelineTransformerBlockList
+    batches: list[list[Any]]
+    kwargs: dict[str, Any]
+    keeps_hidden: bool
+    wire: Any = None
+    inputs: list[list[Any]] = field(default_factory=list)
+    outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
+    seen: list[list[tuple[Tensor, ...]]] = field(default_factory=list)
+
+    def run(self, trains: bool) -> list[Tensor]:
+        """Run forward; return all rows of the outputs, then of each block's inputs."""
+        owner, stage = self.owner, self.owner.stage_id
+        schedule, last = owner._schedule, owner.stages - 1
+        if not trains:
+            schedule = forward_only(schedule, len(self.batches))
+        self.wire = Wire(Route(schedule), owner._link)
+        for number, batch in enumerate(self.batches):
+            leaves = [
+                t.detach().requires_grad_(trains and t.requires_grad) if _is_tensor(t) else t
+                for t in batch
+            ]
+            if stage:
+                message = Message("forward", stage - 1, number)
+                leaves[: owner.num_hidden] = self.wire.receive(message)
+            self.inputs.append(leaves)
+            with torch.set_grad_enabled(trains):
+                self._run_stage(leaves)
+            if stage < last:
+                self.wire.send(Message("forward", stage, number), self.outputs[-1])
+        found = self._share(last, self.outputs)
+        if self.keeps_hidden:
+            for layer in range(len(owner)):
+                home = owner.get_stage_by_layer_id(layer)
+                here = layer - owner.get_range_by_stage_id(home).start
+                of_layer = [seen[here] for seen in self.seen] if home == stage else []
+                found += self._share(home, of_layer)
+        if not trains:
+            self.wire.finish()
+        return found
+
+    def _run_stage(self, leaves: list[Any]) -> None:
+        count, seen = self.owner.num_hidden, []
+        hidden, rest = tuple(leaves[:count]), leaves[count:]
+        for index in self.owner.get_range_by_stage_id(self.owner.stage_id):
+            seen.append(hidden)
+            out = self.owner[index](*hidden, *rest, **self.kwargs)
+            hidden = out if isinstance(out, tuple) else (out,)
+        self.outputs.append(hidden)
+        self.seen.append(seen)
+
+    def _share(self, home: int, here: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+        """Return on every stage what the micro-batches made on stage `home`, all rows together."""
+        is_here, link = home == self.owner.stage_id, self.owner._link
+        parts = [
+            share_from(home, here[number] if is_here else None, link)
+            for number in range(len(self.batches))
+        ]
+        return [torch.cat(column) for column in zip(*parts, strict=True)]  # type: ignore[arg-type]
+
+    def run_back(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Run backward; return the gradients of all tensors of all micro-batches."""
+        owner, stage = self.owner, self.owner.stage_id
+        last, count = owner.stages - 1, owner.num_hidden
+        pieces = [grad.chunk(len(self.batches)) for grad in grads]
+        result: list[Tensor | None] = []
+        for number, leaves in enumerate(self.inputs):
+            if stage == last:
+                arrived: Any = tuple(piece[number] for piece in pieces[:count])
+            else:
+                arrived = self.wire.receive(Message("backward", stage + 1, number))
+            roots = list(zip(self.outputs[number], arrived, strict=True))
+            if self.keeps_hidden:
+                first = owner.get_range_by_stage_id(stage).start
+                for offset, inputs in enumerate(self.seen[number]):
+                    at = count * (1 + first + offset)
+                    own = (piece[number] for piece in pieces[at : at + count])
+                    roots += zip(inputs, own, strict=True)
+            wanted = [(t, g) for t, g in roots if g is not None and t.requires_grad]
+            if wanted:
+                torch.autograd.backward([t for t, _ in wanted], [g for _, g in wanted])
+            carried = tuple(t.grad for t in leaves[:count])
+            if stage:
+                self.wire.send(Message("backward", stage, number), carried)
+            for place, (given, leaf) in enumerate(zip(self.batches[number], leaves, strict=True)):
+                if _is_tensor(given):
+                    has_own = stage == 0 or place >= count
+                    grad = leaf.grad if has_own and _is_tensor(leaf) else None
+                    # Zeros, not None: every process takes part in what sums them.
+                    result.append(torch.zeros_like(given) if grad is None else grad)
+        self.wire.finish()
+        return result
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.wants = call, [t.requires_grad for t in tensors]
+        found = call.run(trains=anchor.requires_grad)
+        kinds = [t for t in found if not t.is_floating_point()]
+        ctx.mark_non_differentiable(*kinds)
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        with torch.enable_grad():
+            found = ctx.call.run_back(grads)
+        pairs = zip(found, ctx.wants, strict=True)
+        return None, None, *(grad if wanted else None for grad, wanted in pairs)

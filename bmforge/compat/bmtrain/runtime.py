@@ -1,0 +1,298 @@
+"""What `init_distributed` means, in one object: who this process is, and with whom it shares what.
+
+`config` is that object, and the only state the package keeps. To a program it is a read-only
+mapping with the old keys.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from bmforge.device import fork_random
+from bmforge.errors import ConfigError, DistributedError, suggest
+from bmforge.parallel import Layout, World, build_mesh
+from bmforge.parallel import init_distributed as join_world
+
+__all__ = [
+    "Config",
+    "Topology",
+    "config",
+    "init_distributed",
+    "is_initialized",
+    "rank",
+    "synchronize",
+    "world_size",
+]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands: stages are the slowest, tensor-parallel processes the fastest."""
+
+    rank: int
+    pipe_size: int
+    tp_size: int
+    world_size: int
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.pipe_size
+
+    @property
+    def stage_id(self) -> int:
+        """This process's stage."""
+        return self.rank // (self.world_size // self.pipe_size)
+
+    @property
+    def tp_id(self) -> int:
+        """This process's place among those that share one model's matrices."""
+        return self.rank % self.tp_size
+
+    @property
+    def pipe_idx(self) -> int:
+        """Which of the pipelines side by side this process is in."""
+        return self.rank % (self.world_size // self.pipe_size)
+
+    @property
+    def zero_id(self) -> int:
+        """This process's place among those of its stage."""
+        return self.pipe_idx
+
+    @property
+    def tp_zero_id(self) -> int:
+        """This process's place among those that hold the same part of the matrices."""
+        return self.pipe_idx // self.tp_size
+
+    def get_group_id(self, name: str) -> int:
+        """Return which group of that kind this process is in: pipe, zero, tp_zero or tp."""
+        return {
+            "pipe": self.pipe_idx,
+            "zero": self.stage_id,
+            "tp": self.rank // self.tp_size,
+            "tp_zero": self.stage_id * self.tp_size + self.tp_id,
+        }[name]
+
+    def get_group_rank(self, name: str) -> int:
+        """Return this process's rank in its group of that kind."""
+        return {
+            "pipe": self.stage_id,
+            "zero": self.zero_id,
+            "tp": self.tp_id,
+            "tp_zero": self.tp_zero_id,
+        }[name]
+
+
+class Config(Mapping[str, Any]):
+    """The one object: a read-only mapping for programs, meshes and small switches for the package.
+
+    Attributes:
+        device: what this process computes on.
+        world: mesh of all processes.
+        stage: mesh of this pipeline stage's processes.
+        tp_zero: mesh of the processes with the same part of the matrices.
+        keeps_whole: whether gathered values are wanted here; `save` wants them on one process.
+        inspected: what `inspect_tensor` is recording now, innermost last.
+        debugged: what `debug` keeps.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {"initialized": False}
+        self._group: object = None
+        self._is_inside = False
+        self.keeps_whole = True
+        self.inspected: list[Any] = []
+        self.debugged: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "initialized":
+            return self.is_ready
+        self.need(f"config[{key!r}]")
+        if key not in self._values:
+            raise KeyError(
+                f"config has no {key!r}: streams and events are torch's own business here."
+                + suggest(key, self._values)
+            )
+        return self._values[key]
+
+    def __setitem__(self, key: str, value: object) -> None:
+        raise ConfigError(
+            f"config[{key!r}] = {value!r}: config is read-only. Give the value to init_distributed."
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the processes have been joined, and still are."""
+        return self._group is not None and dist.is_initialized() and _world_group() is self._group
+
+    def need(self, what: str) -> None:
+        """Raise unless `init_distributed` was called.
+
+        Raises:
+            DistributedError: it was not.
+        """
+        if not self.is_ready:
+            raise DistributedError(f"{what} needs bmt.init_distributed() to be called first.")
+
+    def join(self, world: World, values: Mapping[str, Any], layout: Layout) -> None:
+        """Take over a joined process group."""
+        self.device = world.device
+        mesh = build_mesh(layout, world.device)
+        self.mesh: DeviceMesh = mesh
+        self.tp_zero = mesh["dp_shard"]
+        self.stage = mesh["dp_shard"] if layout.tp == 1 else mesh["dp_shard", "tp"]._flatten()
+        self.world = self.stage
+        if layout.pp > 1:
+            self.world = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("all",))
+        tp, pipe = mesh["tp"].get_group(), mesh["pp"].get_group()
+        groups = {
+            "comm": self.world.get_group(),
+            "zero_comm": self.world.get_group(),
+            "pipe_comm": pipe,
+            "pp_comm": pipe,
+            "pp_zero_comm": self.stage.get_group(),
+            "tp_comm": tp,
+            "tp_zero_comm": self.tp_zero.get_group(),
+            "pp_tp_zero_comm": self.tp_zero.get_group(),
+        }
+        self._values = {**values, **groups}
+        self._group, self._is_inside, self.inspected = _world_group(), False, []
+
+    @contextmanager
+    def own_random(self, is_training: bool) -> Iterator[None]:
+        """Draw other dropout masks on every data-parallel process, in the outermost module only.
+
+        All processes are seeded alike, for their weights; what is drawn in between stays alike.
+        """
+        enters = is_training and not self._is_inside and self.is_ready and torch.is_grad_enabled()
+        if not enters or self["world_size"] == 1:
+            yield
+            return
+        self._is_inside = True
+        try:
+            with fork_random(self["topology"].tp_zero_id + self["topology"].stage_id * 65536):
+                yield
+        finally:
+            self._is_inside = False
+
+
+def _world_group() -> object:
+    return dist.group.WORLD
+
+
+config = Config()
+
+
+def init_distributed(
+    init_method: str = "env://",
+    seed: int = 0,
+    pipe_size: int = -1,
+    num_micro_batches: int | None = None,
+    tp_size: int = 1,
+    *,
+    zero_level: int = 3,
+    loss_scale_factor: float = 2.0,
+    loss_scale_steps: int = 1024,
+) -> None:
+    """Join the other processes, seed the generators, and say how processes divide the work.
+
+    Works under torchrun, `python -m torch.distributed.launch` and without a launcher; a process
+    group that the program has initialised itself is adopted.
+
+    Args:
+        init_method: where the processes meet, as torch.distributed takes it.
+        seed: of torch, numpy and random; the same on every process. Dropout masks still differ.
+        pipe_size: pipeline stages; -1 and 1 mean none.
+        num_micro_batches: micro-batches of a pipeline; None takes `pipe_size`.
+        tp_size: tensor-parallel processes per model.
+        zero_level: what a `Block` that names none takes: 2 or 3.
+        loss_scale_factor: of `optim_step`, as older programs set it here.
+        loss_scale_steps: likewise.
+
+    Raises:
+        ConfigError: the sizes do not fit the number of processes.
+        DistributedError: the other processes do not come.
+    """
+    if zero_level not in (2, 3):
+        raise ConfigError(f"zero_level={zero_level} must be 2 or 3.")
+    if init_method != "env://" and not dist.is_initialized():
+        size, own = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        dist.init_process_group(init_method=init_method, world_size=size, rank=own)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "10010")
+    world = join_world()
+    pipes = max(1, pipe_size)
+    layout = Layout(zero=3, tp=tp_size, pp=pipes)
+    layout.check(world.size)
+    micros = pipes if num_micro_batches is None else num_micro_batches
+    if micros < 1:
+        raise ConfigError(f"num_micro_batches={num_micro_batches} must be at least 1.")
+    topology = Topology(world.rank, pipes, tp_size, world.size)
+    values = {
+        "initialized": True,
+        "rank": world.rank,
+        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+        "local_size": int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size))),
+        "world_size": world.size,
+        "pipe_size": pipes,
+        "pipe_enabled": pipes > 1,
+        "micros": micros,
+        "tp_size": tp_size,
+        "tp_rank": topology.tp_id,
+        "zero_rank": topology.zero_id,
+        "zero_size": world.size // pipes,
+        "tp_zero_rank": topology.tp_zero_id,
+        "tp_zero_size": world.size // (pipes * tp_size),
+        "topology": topology,
+        "zero_level": zero_level,
+        "loss_scale_factor": loss_scale_factor,
+        "loss_scale_steps": loss_scale_steps,
+        "save_param_to_cpu": True,
+    }
+    config.join(world, values, layout)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def is_initialized() -> bool:
+    """Tell whether `init_distributed` was called."""
+    return config.is_ready
+
+
+def rank() -> int:
+    """Return this process's number among all."""
+    config.need("rank()")
+    return int(config["rank"])
+
+
+def world_size() -> int:
+    """Return the number of processes."""
+    config.need("world_size()")
+    return int(config["world_size"])
+
+
+def synchronize() -> None:
+    """Wait until every process is here."""
+    config.need("synchronize()")
+    if config["world_size"] > 1:
+        dist.barrier(config["comm"])
+    if config.device.type != "cpu":
+        torch.accelerator.synchronize()

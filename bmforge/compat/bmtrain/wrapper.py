@@ -1,0 +1,68 @@
+"""Any model as a distributed one: its parameters shared out, its repeated blocks as blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeVar
+
+from torch import nn
+
+from bmforge.compat.bmtrain.block import Block
+from bmforge.compat.bmtrain.module import make_distributed_
+from bmforge.compat.bmtrain.runtime import config
+from bmforge.logging import get_logger
+from bmforge.surgery import find_repeated_blocks
+
+__all__ = ["BMTrainModelWrapper"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
+    """Make a plain model (of Hugging Face, say) a distributed one, in place, and return it.
+
+    Every child of a ModuleList, and every block that is repeated elsewhere, becomes a `Block`. Ties
+    are kept; a block that shares a parameter with something else is gathered module by module.
+    """
+    config.need("BMTrainModelWrapper")
+    blocks = _find_blocks(model)
+    make_distributed_(model)
+    for name, block in blocks.items():
+        parent, _, key = name.rpartition(".")
+        model.get_submodule(parent)._modules[key] = Block(block)
+    if blocks:
+        _switch_caches_off_(model)
+    return model
+
+
+def _switch_caches_off_(model: nn.Module) -> None:
+    """Let a Hugging Face model keep no keys and values while training, which would come twice."""
+    settings: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    for own in settings:
+        if getattr(own, "use_cache", False):
+            own.use_cache = False
+            get_logger().info("use_cache is off: blocks are computed again in backward")
+
+
+def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost repeated modules that have their parameters to themselves."""
+    found = dict(find_repeated_blocks(model))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and type(module).forward is nn.ModuleList.forward:
+            prefix = f"{name}." if name else ""
+            found.update({prefix + key: child for key, child in module.named_children()})
+    # Where a parameter is: of a tied one, its places count; of a module that is there twice, too.
+    uses: Counter[int] = Counter()
+    for module in model.modules():
+        uses.update(id(p) for p in module._parameters.values() if p is not None)
+    outer: dict[str, nn.Module] = {}
+    for name in sorted(found, key=lambda name: name.count(".")):
+        block = found[name]
+        if any(name.startswith(f"{other}.") for other in outer) or isinstance(block, Block):
+            continue
+        own: Counter[int] = Counter()
+        for module in block.modules():
+            own.update(id(p) for p in module._parameters.values() if p is not None)
+        if own and all(uses[key] == count for key, count in own.items()):
+            outer[name] = block
+    return outer

@@ -1,0 +1,12 @@
+"""ModelCenter's names over bmforge: its programs run with their import lines changed.
+
+Start reading at `model` (the old model classes over the zoo's), then `dataset` (task data ready to
+train on), `layer`, `tokenizer` and `generation`. What changed in numbers, and why, is in
+docs/migrating_model_center.md.
+"""
+
+from __future__ import annotations
+
+from bmforge.compat.model_center.arguments import get_args
+
+__all__ = ["get_args"]

@@ -1,0 +1,96 @@
+"""Tasks for encoders: a text, or two as a pair, and a class."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bmforge.compat.model_center.dataset.rows import TaskRows, make_datasets
+from bmforge.data.tasks import TaskExample
+
+__all__ = ["DATASET", "BertRows"]
+
+
+class BertRows(TaskRows):
+    """A split of a task for an encoder.
+
+    An example is `input_ids`, `attention_mask`, `labels`, and `token_type_ids` where the tokenizer
+    has them; with choices, the first of these with a number for every choice. Of a pair that is too
+    long the first text is cut, so that the second, the question, is always there.
+
+    Attributes:
+        fields: the texts, one or two, by name; with "{...}" they are templates.
+        balances: in training, rare classes come several times.
+    """
+
+    length_names = ("max_encoder_length",)
+    fields: ClassVar[tuple[str, ...]] = ()
+    balances: ClassVar[bool] = False
+
+    def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
+        """Repeat rare classes as often as the commonest is larger, rounded down."""
+        if not self.balances or self.split != "train":
+            return examples
+        counts = Counter(example.label for example in examples)
+        most = max(counts.values(), default=0)
+        return [e for e in examples for _ in range(most // counts[e.label])]
+
+    def encode(self, example: TaskExample) -> dict[str, Tensor]:
+        """Return the tensors of an example.
+
+        Shape:
+            input_ids, attention_mask, token_type_ids: (max_encoder_length,); labels: scalar
+        """
+        out = {"labels": torch.tensor(example.label)}
+        if not example.choices:
+            return {**self._tokens(example.fields), **out}
+        for number, choice in enumerate(example.choices):
+            found = self._tokens({**example.fields, "choice": choice})
+            out |= {f"{name}{number}": value for name, value in found.items()}
+        return out
+
+    def _tokens(self, fields: Any) -> dict[str, Tensor]:
+        texts = [
+            template.format_map(fields) if "{" in template else fields[template]
+            for template in self.fields
+        ]
+        found = self.tokenizer(
+            *texts,
+            max_length=self.lengths["max_encoder_length"],
+            padding="max_length",
+            truncation="only_first" if len(texts) == 2 else True,
+        )
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        return {name: torch.tensor(found[name]) for name in names if name in found}
+
+
+_PAIR = {"fields": ("sentence1", "sentence2")}
+_WHO = "“{span2_text}”指的是“{span1_text}”"
+DATASET = make_datasets(
+    BertRows,
+    {
+        "BoolQ": {"fields": ("passage", "question")},
+        "CB": {"fields": ("premise", "hypothesis"), "balances": True},
+        "COPA": {"fields": ("{choice}", 'The {question} of "{premise}"')},
+        "RTE": {"fields": ("premise", "hypothesis")},
+        "WiC": _PAIR,
+        "WSC": {"fields": ("{text} Does {span2_text} refers to {span1_text}?",)},
+        "MultiRC": {"fields": ("passage", "{question} {answer}")},
+        "LCQMC": {"fields": ("text_a", "text_b")},
+        "eprstmt": {"fields": ("sentence",)},
+        "csl": {"fields": ("abst", "keyword")},
+        "ocnli": _PAIR,
+        "cmnli": _PAIR,
+        "afqmc": _PAIR,
+        "bustm": _PAIR,
+        "tnews": {"fields": ("sentence",)},
+        "iflytek": {"fields": ("sentence",)},
+        "cluewsc2020": {"fields": ("text", _WHO)},
+        "cluewsc": {"fields": ("text", _WHO)},
+        "chid": {"fields": ("content", "{choice}")},
+        "ag_news": {"fields": ("{title} {text}",)},
+    },
+)

@@ -1,0 +1,87 @@
+"""LCQMC for CPM-1: do two questions mean the same?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.compat.model_center.dataset.rows import PROMPTS, TaskRows, make_datasets, pad_ids
+from bmforge.data.tasks import TaskExample
+from bmforge.errors import DataError
+
+__all__ = ["DATASET", "CPM1Rows"]
+
+_START = 1
+
+
+class CPM1Rows(TaskRows):
+    """A split of a task for CPM-1.
+
+    An example is `input_tokens`, their number `input_length`, `input_context` (all False: the model
+    reads from left to right), `input_span`, `index` (1 where the answer is predicted) and
+    `targets`, the label.
+    """
+
+    length_names = ("max_length",)
+
+    @classmethod
+    def get_verbalizer(cls, tokenizer: Any) -> list[int]:
+        """Return the token of every label's word."""
+        return first_tokens(cls.task, tokenizer)
+
+    def encode(self, example: TaskExample) -> dict[str, Tensor]:
+        """Return the tensors of an example.
+
+        Shape:
+            input_tokens, input_context, input_span, index: (max_length,); the others: scalars
+
+        Raises:
+            DataError: the texts are longer than max_length.
+        """
+        width = self.lengths["max_length"]
+        text = PROMPTS[self.task].text.format_map(example.fields)
+        ids = fitting([_START, *self.tokenizer.encode(text)], width, example, "max_length")
+        index = torch.zeros(width, dtype=torch.long)
+        index[len(ids) - 1] = 1
+        return {
+            "input_tokens": pad_ids(ids, width),
+            "input_length": torch.tensor(len(ids)),
+            "input_context": torch.zeros(width, dtype=torch.bool),
+            "input_span": torch.zeros(width, dtype=torch.long),
+            "targets": torch.tensor(int(example.label or 0)),
+            "index": index,
+        }
+
+
+def first_tokens(task: str, tokenizer: Any) -> list[int]:
+    """Return the first token of every label's word.
+
+    Raises:
+        DataError: two labels' words begin alike.
+    """
+    found = [tokenizer.encode(word)[0] for word in PROMPTS[task].words]
+    if len(set(found)) < len(found):
+        raise DataError(
+            f"{task}: the words {PROMPTS[task].words} begin with the tokens {found}, so labels "
+            "cannot be told apart by the first. Use another tokenizer, or words of your own."
+        )
+    return found
+
+
+def fitting(ids: list[int], width: int, example: TaskExample, name: str) -> list[int]:
+    """Return ids that fit.
+
+    Raises:
+        DataError: they are too many.
+    """
+    if len(ids) > width:
+        raise DataError(
+            f"example {example.idx} has {len(ids)} tokens, {name}={width}: give a larger one."
+        )
+    return ids
+
+
+_NAMES = ("LCQMC", "eprstmt", "ocnli", "cmnli", "afqmc", "bustm", "cluewsc2020", "cluewsc")
+DATASET = make_datasets(CPM1Rows, {name: {} for name in _NAMES})

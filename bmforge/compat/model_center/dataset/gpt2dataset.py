@@ -1,0 +1,66 @@
+"""Tasks for decoders: a text that asks, and the word that answers it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.compat.model_center.dataset.rows import PROMPTS, TaskRows, make_datasets, unroll
+from bmforge.compat.model_center.dataset.rows import pad_ids as _pad
+from bmforge.data.tasks import TaskExample
+
+__all__ = ["DATASET", "GPT2Rows"]
+
+
+class GPT2Rows(TaskRows):
+    """A split of a task for a decoder.
+
+    An example is `input_ids`, their number `input_length`, `targets` (the next tokens, and behind
+    the last the answer's), `index` (1 where the answer is predicted) and `labels`. Of a text that
+    is too long the beginning is cut.
+
+    Attributes:
+        adds_answer: the answer's token is among the targets.
+        place: where the tokenizer's encoding of a word has its first token.
+        space: what stands before a word.
+    """
+
+    length_names = ("max_decoder_length",)
+    adds_answer = True
+    place = 0
+    space = " "
+
+    @classmethod
+    def get_verbalizer(cls, tokenizer: Any) -> list[int]:
+        """Return the token of every label's word."""
+        words = PROMPTS[cls.task].words
+        return [tokenizer.encode(cls.space + word)[cls.place] for word in words]
+
+    def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
+        """Ask for choices one by one; see `unroll`."""
+        return unroll(self.task, examples, self.split == "train")
+
+    def encode(self, example: TaskExample) -> dict[str, Tensor]:
+        """Return the tensors of an example.
+
+        Shape:
+            input_ids, targets, index: (max_decoder_length,); input_length, labels: scalars
+        """
+        width, label = self.lengths["max_decoder_length"], int(example.label or 0)
+        text = PROMPTS[self.task].text.format_map(example.fields)
+        ids = list(self.tokenizer.encode(text))[-width:]
+        answer = self.get_verbalizer(self.tokenizer)[label] if self.adds_answer else -100
+        index = torch.zeros(width, dtype=torch.long)
+        index[len(ids) - 1] = 1
+        return {
+            "input_ids": _pad(ids, width),
+            "input_length": torch.tensor(len(ids)),
+            "targets": _pad([*ids[1:], answer], width, -100),
+            "index": index,
+            "labels": torch.tensor(label),
+        }
+
+
+DATASET = make_datasets(GPT2Rows, {name: {} for name in PROMPTS})

@@ -1,0 +1,81 @@
+"""The old tools' mapped corpora (`.bin` and `.idx`) under their names, over `TokenStore`."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from typing import Any
+
+from bmforge.data import TokenStore
+from bmforge.data.store import store_paths
+from bmforge.errors import DataError
+
+__all__ = ["DistributedMMapIndexedDataset", "MMapIndexedDataset"]
+
+
+class MMapIndexedDataset(TokenStore):
+    """The sequences of one corpus as arrays of tokens; see `TokenStore`.
+
+    Args:
+        path: of the corpus, without `.bin` or `.idx`.
+    """
+
+    @staticmethod
+    def exists(path: str) -> bool:
+        """Tell whether both files are there."""
+        return all(file.is_file() for file in store_paths(path))
+
+
+class DistributedMMapIndexedDataset:
+    """One process's share of a corpus in several files, `NAME_0`, `NAME_1` and so on.
+
+    Of every file each process has a contiguous part; together they have all of it.
+
+    Args:
+        path: what stands before the name, a folder with its "/" or nothing more.
+        name: of the files, without "_0".
+        rank_number: of the process.
+        rank_total: number of processes.
+        cache: not used: files are mapped.
+
+    Raises:
+        DataError: there is no first file, or one is damaged.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        rank_number: int = 0,
+        rank_total: int = 1,
+        cache: Any = None,
+    ) -> None:
+        self.stores: list[MMapIndexedDataset] = []
+        self.starts: list[int] = []
+        self.ends = [0]  # sequences of this process up to and with each file
+        prefix = os.path.join(path, name) if os.path.isdir(path) else path + name
+        while MMapIndexedDataset.exists(f"{prefix}_{len(self.stores)}"):
+            store = MMapIndexedDataset(f"{prefix}_{len(self.stores)}")
+            first, last = (len(store) * n // rank_total for n in (rank_number, rank_number + 1))
+            self.stores.append(store)
+            self.starts.append(first)
+            self.ends.append(self.ends[-1] + last - first)
+        if not self.stores:
+            raise DataError(f"there is no corpus {prefix}_0 (.bin and .idx): check path and name.")
+
+    def __len__(self) -> int:
+        """Return the number of this process's sequences."""
+        return self.ends[-1]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return one sequence, or the list of sequences of a slice with step 1."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise IndexError(f"slice with step {step}: sequences are sliced with step 1")
+            return [self[n] for n in range(start, stop)]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of a share of {len(self)} sequences")
+        index %= len(self)
+        file = bisect_right(self.ends, index) - 1
+        return self.stores[file].get(self.starts[file] + index - self.ends[file])

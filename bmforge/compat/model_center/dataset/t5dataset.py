@@ -1,0 +1,132 @@
+"""Tasks for T5: a text with a blank at its end, and the word that fills it; and SQuAD."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from bmforge.compat.model_center.dataset.rows import (
+    PROMPTS,
+    TaskRows,
+    make_datasets,
+    pad_ids,
+    unroll,
+)
+from bmforge.data.tasks import TaskExample, read_task
+
+__all__ = ["DATASET", "SQuAD_Dataset", "T5Rows"]
+
+_BLANK = "<extra_id_0>"
+
+
+class T5Rows(TaskRows):
+    """A split of a task for T5.
+
+    An example is `enc_input` with its length `enc_length`, `dec_input` (the start and the blank)
+    with `dec_length`, `index` (1 where the answer is predicted) and `targets`, the label. Of a text
+    that is too long the beginning is cut.
+    """
+
+    length_names = ("max_encoder_length", "max_decoder_length")
+
+    @classmethod
+    def get_verbalizer(cls, tokenizer: Any) -> list[int]:
+        """Return the token of every label's word."""
+        return [tokenizer.encode(word)[0] for word in PROMPTS[cls.task].words]
+
+    def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
+        """Ask for choices one by one; see `unroll`."""
+        return unroll(self.task, examples, self.split == "train")
+
+    def encode(self, example: TaskExample) -> dict[str, Tensor]:
+        """Return the tensors of an example.
+
+        Shape:
+            enc_input: (max_encoder_length,); dec_input, index: (max_decoder_length,); enc_length,
+            dec_length, targets: scalars
+        """
+        longest, width = (self.lengths[name] for name in self.length_names)
+        text = f"{PROMPTS[self.task].text.format_map(example.fields)} {_BLANK}."
+        ids = list(self.tokenizer.encode(text))[-longest:]
+        start = [self.tokenizer.pad_token_id, self.tokenizer.convert_tokens_to_ids(_BLANK)]
+        index = torch.zeros(width, dtype=torch.long)
+        index[len(start) - 1] = 1
+        return {
+            "enc_input": pad_ids(ids, longest),
+            "enc_length": torch.tensor(len(ids)),
+            "dec_input": pad_ids(start, width),
+            "dec_length": torch.tensor(len(start)),
+            "targets": torch.tensor(int(example.label or 0)),
+            "index": index,
+        }
+
+
+class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
+    """SQuAD 1.1 for T5.
+
+    In training an example is the tensors `input_ids`, `attention_mask`, `decoder_input_ids`,
+    `decoder_attention_mask` and `targets`, the answer one of those accepted. In evaluation it is
+    the text `inputs` and the set `targets` of accepted answers.
+
+    Args:
+        path: folder of `train-v1.1.json` and `dev-v1.1.json`.
+        split: "train" or "dev"; "test" has no examples.
+        tokenizer: of the model.
+        max_encoder_length: tokens of question and text.
+        max_decoder_length: tokens of the answer.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        split: str,
+        tokenizer: Any,
+        max_encoder_length: int,
+        max_decoder_length: int,
+    ) -> None:
+        self.split, self.tokenizer = split, tokenizer
+        self.widths = max_encoder_length, max_decoder_length
+        self.examples = [] if split == "test" else read_task("SQuAD", path, split)
+        # The same answers on every process and in every run.
+        draw = random.Random(0)
+        self.chosen = [draw.choice(e.answers or ("no answer",)) for e in self.examples]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return one example; see the class."""
+        example = self.examples[index]
+        question, context = (example.fields[n].lstrip() for n in ("question", "context"))
+        text = f"Question: {question} Answer: {_BLANK} Context: {context}"
+        if self.split != "train":
+            return {"inputs": text, "targets": set(example.answers or ("no answer",))}
+        return self._tensors(text, f"{_BLANK} {self.chosen[index]} <extra_id_1>")
+
+    def _tensors(self, text: str, answer: str) -> dict[str, Tensor]:
+        longest, width = self.widths
+        source = self._tokens(text, longest)
+        target = self._tokens(answer, width)
+        labels, shown = target["input_ids"], target["attention_mask"]
+        padding = self.tokenizer.pad_token_id
+        return {
+            **source,
+            "decoder_input_ids": torch.cat((labels.new_tensor([padding]), labels[:-1])),
+            "targets": labels.masked_fill(labels == padding, -100),
+            # What a target token is predicted from is one place further on.
+            "decoder_attention_mask": torch.cat((shown.new_ones(1), shown[:-1])),
+        }
+
+    def _tokens(self, text: str, width: int) -> dict[str, Tensor]:
+        found = self.tokenizer(text, max_length=width, padding="max_length", truncation=True)
+        return {name: torch.tensor(found[name]) for name in ("input_ids", "attention_mask")}
+
+
+DATASET: dict[str, Any] = {
+    **make_datasets(T5Rows, {name: {} for name in PROMPTS}),
+    "SQuAD": SQuAD_Dataset,
+}

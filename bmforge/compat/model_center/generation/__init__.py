@@ -1,0 +1,11 @@
+"""Text from Llama and T5 under the old names.
+
+Start reading at `search.py`; `llama.py` and `t5.py` have the names.
+"""
+
+from __future__ import annotations
+
+from bmforge.compat.model_center.generation.llama import LlamaBeamSearch, LlamaRandomSampling
+from bmforge.compat.model_center.generation.t5 import T5BeamSearch, T5RandomSampling
+
+__all__ = ["LlamaBeamSearch", "LlamaRandomSampling", "T5BeamSearch", "T5RandomSampling"]

@@ -1,0 +1,116 @@
+"""Texts continued by the house's decoding; what all kinds of models share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.compat.model_center.model import BaseModel
+from bmforge.errors import ConfigError
+from bmforge.infer.decoder import start_decoder
+from bmforge.infer.generate import evaluating, run_decoder
+from bmforge.infer.options import GenerationConfig
+
+__all__ = ["BeamSearch", "Generation", "RandomSampling"]
+
+
+class Generation:
+    """Continues texts.
+
+    Args:
+        model: a model of `bmforge.compat.model_center.model`, with a head for words. Its weights
+            are those it has now.
+        tokenizer: of transformers.
+    """
+
+    def __init__(self, model: BaseModel, tokenizer: Any) -> None:
+        model.eval()
+        self.model, self.tokenizer = model, tokenizer
+        self.zoo: Any = model.to_zoo()
+
+    def generate(self, text_list: list[str], **options: Any) -> list[str]:
+        """Return what follows each text; see `BeamSearch` and `RandomSampling` for the options."""
+        window = options.pop("repetition_window", None)
+        if window is not None:
+            raise ConfigError(
+                f"repetition_window={window}: the penalty counts all that was written. Leave it "
+                "out."
+            )
+        config = self.configure(**options)
+        ids, mask = self.encode(text_list)
+        with evaluating(self.zoo), torch.no_grad():
+            decoder, start = start_decoder(self.zoo, ids, mask, config.max_new_tokens + 1)
+            start = self.begin(start)
+            # Only what is written counts as repeated.
+            length = start.shape[1]
+            rows = run_decoder(decoder, start, torch.full_like(start[:, 0], length), config)
+        return [self.finish(row[length:].tolist(), config) for row in rows]
+
+    def configure(self, **options: Any) -> GenerationConfig:
+        """Return what to do."""
+        return GenerationConfig(
+            max_new_tokens=options.pop("max_length", 100) + 1,
+            min_new_tokens=1,
+            eos_token_id=self.end_tokens(),
+            pad_token_id=self.end_tokens()[0],
+            **options,
+        )
+
+    def finish(self, ids: list[int], config: GenerationConfig) -> str:
+        """Return the text before an end token."""
+        ends = [at for at, token in enumerate(ids) if token in config.eos_tokens]
+        kept = ids[: ends[0]] if ends else ids[: config.max_new_tokens - 1]
+        return str(self.tokenizer.decode(kept))
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end a text."""
+        return (self.tokenizer.eos_token_id,)
+
+    def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+        """Return ids and mask, padded in front.
+
+        Shape:
+            returns two (B, T)
+        """
+        rows = [self.tokenize(text) for text in texts]
+        width = max(map(len, rows))
+        device = next(self.zoo.parameters()).device
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        return ids, torch.tensor(mask, device=device)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of one text."""
+        return list(self.tokenizer.encode(text))
+
+    def begin(self, start: Tensor) -> Tensor:
+        """Return what the decoder begins with."""
+        return start
+
+
+class BeamSearch(Generation):
+    """Takes the likeliest text that a search finds.
+
+    Options of `generate`: `beam_size`, `max_length` (tokens), `repetition_penalty`.
+    """
+
+    def configure(self, beam_size: int = 3, **options: Any) -> GenerationConfig:
+        """Return what to do."""
+        return super().configure(num_beams=beam_size, **options)
+
+
+class RandomSampling(Generation):
+    """Draws a text.
+
+    Options of `generate`: `top_k` (0: all), `top_p`, `temperature`, `max_length` (tokens),
+    `repetition_penalty`.
+    """
+
+    def configure(
+        self, top_k: int = 0, top_p: float = 0.9, temperature: float = 0.9, **options: Any
+    ) -> GenerationConfig:
+        """Return what to do."""
+        chosen = {"top_k": top_k, "top_p": top_p, "temperature": temperature}
+        return super().configure(do_sample=True, **chosen, **options)

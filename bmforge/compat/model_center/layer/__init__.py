@@ -1,0 +1,56 @@
+"""ModelCenter's layers, for programs that build models of their own out of them.
+
+Start reading at `basic.py`, then `attention.py`, `blocks.py` and `transformer.py`; `positions.py`
+has the embeddings of positions. The models in `model` do not use them: they are the zoo's.
+"""
+
+from __future__ import annotations
+
+from bmforge.compat.model_center.layer.attention import (
+    Attention,
+    DenseACT,
+    DenseGatedACT,
+    FeedForward,
+)
+from bmforge.compat.model_center.layer.basic import (
+    Conv2d,
+    Embedding,
+    LayerNorm,
+    Linear,
+    PatchEmbedding,
+)
+from bmforge.compat.model_center.layer.blocks import (
+    CrossAttentionBlock,
+    FFNBlock,
+    SelfAttentionBlock,
+    TransformerBlock,
+)
+from bmforge.compat.model_center.layer.positions import (
+    RelativePositionEmbedding,
+    RotaryEmbedding,
+    RotaryEmbeddingESM,
+    SegmentPositionEmbedding,
+)
+from bmforge.compat.model_center.layer.transformer import Decoder, Encoder
+
+__all__ = [
+    "Attention",
+    "Conv2d",
+    "CrossAttentionBlock",
+    "Decoder",
+    "DenseACT",
+    "DenseGatedACT",
+    "Embedding",
+    "Encoder",
+    "FFNBlock",
+    "FeedForward",
+    "LayerNorm",
+    "Linear",
+    "PatchEmbedding",
+    "RelativePositionEmbedding",
+    "RotaryEmbedding",
+    "RotaryEmbeddingESM",
+    "SegmentPositionEmbedding",
+    "SelfAttentionBlock",
+    "TransformerBlock",
+]

@@ -1,0 +1,207 @@
+"""Attention and feed-forward with their old arguments, over the house's attention kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmforge.compat.bmtrain.module import DistributedModule
+from bmforge.compat.model_center.layer.basic import Linear
+from bmforge.errors import ConfigError, suggest
+from bmforge.nn.attention import mix_values
+from bmforge.nn.mlp import get_activation
+
+__all__ = ["Attention", "DenseACT", "DenseGatedACT", "FeedForward"]
+
+_POSITIONS = ("none", "relative", "rotary")
+_REST = {"length_scale": False, "attn_scale": False, "dropout_p": 0.0, "num_heads_kv": -1}
+
+
+class Attention(DistributedModule):
+    """Attention from queries to keys and values.
+
+    Args:
+        dim_in: features of what asks and is asked.
+        dim_head: width of a head.
+        num_heads: N.
+        dim_out: features of the result; None takes dim_in.
+        dtype: of the parameters; None takes torch's default.
+        int8: must be False.
+        init_mean: of the matrices.
+        init_std: of the matrices.
+        bias: whether the projections have biases.
+        others: `mask_value` (what is masked has weight 0, whatever this is), `pos_bias_type`
+            ("none", "relative" for a bias on the scores, "rotary" for a module that turns),
+            `length_scale` of the projections, `attn_scale` (scores times 1/sqrt(dim_head); not by
+            default), `dropout_p` of the weights, `num_heads_kv` (-1: num_heads).
+
+    Shape:
+        query: (B, T, dim_in); key_value: (B, S, dim_in); attention_mask: (B, T, S), True where a
+        query may look; position_bias: (N, T, S) or (B, N, T, S); returns (B, T, dim_out)
+    """
+
+    def __init__(
+        self,
+        dim_in: int,
+        dim_head: int,
+        num_heads: int,
+        dim_out: int | None = None,
+        dtype: torch.dtype | None = None,
+        int8: bool = False,
+        init_mean: float = 0.0,
+        init_std: float = 0.02,
+        bias: bool = False,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        more = {**_REST, "mask_value": float("-inf"), "pos_bias_type": "none", **others}
+        if more["pos_bias_type"] not in _POSITIONS:
+            raise ConfigError(
+                f"pos_bias_type={more['pos_bias_type']!r} is none of {', '.join(_POSITIONS)}."
+            )
+        self.dim_head, self.num_heads = dim_head, num_heads
+        self.num_heads_kv = num_heads if more["num_heads_kv"] == -1 else more["num_heads_kv"]
+        self.pos_bias_type, self.dropout_p = more["pos_bias_type"], more["dropout_p"]
+        self.scale = None if more["attn_scale"] else 1.0
+        made: dict[str, Any] = {"dtype": dtype, "int8": int8, "init_mean": init_mean}
+        made |= {"init_std": init_std, "bias": bias, "length_scale": more["length_scale"]}
+        self.project_q = Linear(dim_in, num_heads * dim_head, **made)
+        self.project_k = Linear(dim_in, self.num_heads_kv * dim_head, **made)
+        self.project_v = Linear(dim_in, self.num_heads_kv * dim_head, **made)
+        self.attention_out = Linear(num_heads * dim_head, dim_out or dim_in, **made)
+
+    def forward(
+        self,
+        query: Tensor,
+        key_value: Tensor,
+        attention_mask: Tensor,
+        position_bias: Any = None,
+        use_cache: bool = False,
+        past_key_value: tuple[Tensor, Tensor] | None = None,
+    ) -> Any:
+        """Attend; with `use_cache` return also the keys and values so far, (B, K, S, H) each."""
+        q, k, v = (
+            x.unflatten(-1, (-1, self.dim_head)).transpose(1, 2)
+            for x in (self.project_q(query), self.project_k(key_value), self.project_v(key_value))
+        )
+        if past_key_value is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip(past_key_value, (k, v), strict=True))
+        kept = (k, v)
+        bias = None
+        if self.pos_bias_type == "rotary" and position_bias is not None:
+            q, k = position_bias(q, k)
+        elif self.pos_bias_type == "relative" and position_bias is not None:
+            bias = position_bias if position_bias.dim() == 4 else position_bias[None]
+            if k.shape[1] != q.shape[1]:
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        mask = attention_mask.bool()[:, None]
+        dropout = self.dropout_p if self.training else 0.0
+        # A query that may look nowhere looks everywhere, as it must somewhere, and gets nothing.
+        blind = ~mask.any(-1, keepdim=True)
+        mixed = mix_values(q, k, v, mask | blind, bias, False, self.scale, dropout)
+        mixed = mixed.masked_fill(blind, 0.0)
+        out = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return (out, kept) if use_cache else out
+
+
+def _activation(name: str) -> Any:
+    known = ("relu", "gelu", "gelu_new", "silu")
+    if name not in known:
+        raise ConfigError(
+            f"activate_fn={name!r} is unknown.{suggest(name, known)} Known: {', '.join(known)}, "
+            'each also with "gated_" in front.'
+        )
+    return get_activation(name)
+
+
+class DenseACT(DistributedModule):
+    """``act(W x)``.
+
+    Args:
+        dim_in: features of x.
+        dim_ff: features of the result.
+        activate_fn: relu, gelu, gelu_new or silu.
+        options: of the `Linear`.
+
+    Shape:
+        x: (..., dim_in) -> (..., dim_ff)
+    """
+
+    def __init__(self, dim_in: int, dim_ff: int, activate_fn: str = "gelu", **options: Any) -> None:
+        super().__init__()
+        self.w = Linear(dim_in, dim_ff, **{"init_std": 0.02, **options})
+        self.act = _activation(activate_fn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply matrix and activation."""
+        out: Tensor = self.act(self.w(x))
+        return out
+
+
+class DenseGatedACT(DistributedModule):
+    """``act(W_0 x) * W_1 x``; as `DenseACT`."""
+
+    def __init__(self, dim_in: int, dim_ff: int, activate_fn: str = "gelu", **options: Any) -> None:
+        super().__init__()
+        made = {"init_std": 0.02, **options}
+        self.w_0 = Linear(dim_in, dim_ff, **made)
+        self.w_1 = Linear(dim_in, dim_ff, **made)
+        self.act = _activation(activate_fn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply matrices, activation and gate."""
+        out: Tensor = self.act(self.w_0(x)) * self.w_1(x)
+        return out
+
+
+class FeedForward(DistributedModule):
+    """A plain or gated MLP.
+
+    Args:
+        dim_in: features of x.
+        dim_ff: features between.
+        dim_out: of the result; None takes dim_in.
+        dtype: of the parameters; None takes torch's default.
+        int8: must be False.
+        init_mean: of the matrices.
+        init_std: of the matrices.
+        bias: whether there are biases.
+        activate_fn: relu, gelu, gelu_new or silu, with "gated_" in front for a gate.
+        others: `length_scale` and `dropout_p`.
+
+    Shape:
+        x: (..., dim_in) -> (..., dim_out)
+    """
+
+    def __init__(
+        self,
+        dim_in: int,
+        dim_ff: int,
+        dim_out: int | None = None,
+        dtype: torch.dtype | None = None,
+        int8: bool = False,
+        init_mean: float = 0.0,
+        init_std: float = 0.02,
+        bias: bool = False,
+        activate_fn: str = "gated_gelu",
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        scale, self.dropout_p = others.pop("length_scale", False), others.pop("dropout_p", 0.0)
+        if others:
+            raise TypeError(f"FeedForward got an unexpected argument {next(iter(others))!r}")
+        made: dict[str, Any] = {"dtype": dtype, "int8": int8, "init_mean": init_mean}
+        made |= {"init_std": init_std, "bias": bias, "length_scale": scale}
+        kind = DenseGatedACT if activate_fn.startswith("gated_") else DenseACT
+        self.w_in = kind(dim_in, dim_ff, activate_fn.removeprefix("gated_"), **made)
+        self.w_out = Linear(dim_ff, dim_out or dim_in, length_scale_before=True, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both layers."""
+        x = self.w_in(x)
+        x = F.dropout(x, self.dropout_p, self.training) if self.dropout_p else x
+        out: Tensor = self.w_out(x)
+        return out

@@ -1,0 +1,262 @@
+"""The old blocks: norm, attention or MLP, and the way around them; and a whole layer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmforge.compat.bmtrain.module import DistributedModule
+from bmforge.compat.model_center.layer.attention import Attention, FeedForward
+from bmforge.compat.model_center.layer.basic import LayerNorm
+from bmforge.errors import ConfigError
+
+__all__ = [
+    "BlockOptions",
+    "CrossAttentionBlock",
+    "FFNBlock",
+    "SelfAttentionBlock",
+    "TransformerBlock",
+]
+
+Cache = tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Everything in which blocks differ, under the old names.
+
+    Args:
+        dtype: of the parameters; None takes torch's default.
+        int8: must be False.
+        norm_init_var: where the norms' weights start.
+        norm_bias: layer norms; else root-mean-square norms.
+        norm_eps: added to the variance.
+        att_init_mean: of attention's matrices, and so on; see `Attention` and `FeedForward`.
+        post_layer_norm: what is added to is the norm's output, not its input.
+        dropout_p: of attention's weights and of what each part adds.
+        parallel_ffn: attention and MLP read the same, and both are added.
+        mask_att: leave attention out, and
+        mask_cross: attention to the encoder, and
+        mask_ffn: the MLP, where a layer was pruned.
+        sparse_attention: must be False: the Longformer of `model` has it.
+    """
+
+    dtype: torch.dtype | None = None
+    int8: bool = False
+    norm_init_var: float = 1.0
+    norm_bias: bool = False
+    norm_eps: float = 1e-5
+    att_init_mean: float = 0.0
+    att_init_std: float = 0.02
+    att_bias: bool = False
+    att_mask_value: float = float("-inf")
+    ffn_init_mean: float = 0.0
+    ffn_init_std: float = 0.02
+    ffn_bias: bool = False
+    ffn_activate_fn: str = "gated_gelu"
+    pos_bias_type: str = "none"
+    post_layer_norm: bool = False
+    length_scale: bool = False
+    attn_scale: bool = False
+    dropout_p: float = 0.0
+    num_heads_kv: int = -1
+    parallel_ffn: bool = False
+    mask_att: bool = False
+    mask_cross: bool = False
+    mask_ffn: bool = False
+    sparse_attention: bool = False
+    attention_window: int = 512
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what is not computed here."""
+        if self.sparse_attention:
+            raise ConfigError(
+                "sparse_attention=True: a window is the Longformer's. Use "
+                "bmforge.compat.model_center.model.Longformer."
+            )
+
+    def norm(self, width: int) -> LayerNorm:
+        """Return a norm."""
+        return LayerNorm(width, self.dtype, self.norm_bias, self.norm_eps, self.norm_init_var)
+
+
+class _Part(DistributedModule):
+    """Norm, an inner part, dropout, and the way around."""
+
+    def _around(
+        self, hidden: Tensor, normed: Tensor, added: Tensor, options: BlockOptions
+    ) -> Tensor:
+        if options.dropout_p:
+            added = F.dropout(added, options.dropout_p, self.training)
+        return (normed if options.post_layer_norm else hidden) + added
+
+
+class SelfAttentionBlock(_Part):
+    """Norm and attention of a text to itself.
+
+    Args:
+        dim_model: features.
+        num_heads: N.
+        dim_head: width of a head.
+        options: fields of `BlockOptions`.
+
+    Shape:
+        hidden_states: (B, T, dim_model) -> same; attention_mask: (B, T, S)
+    """
+
+    def __init__(self, dim_model: int, num_heads: int, dim_head: int, **options: Any) -> None:
+        super().__init__()
+        self.options = o = BlockOptions(**options)
+        self.layernorm_before_attention = o.norm(dim_model)
+        self.self_attention = Attention(
+            dim_model,
+            dim_head,
+            num_heads,
+            dtype=o.dtype,
+            int8=o.int8,
+            init_mean=o.att_init_mean,
+            init_std=o.att_init_std,
+            bias=o.att_bias,
+            mask_value=o.att_mask_value,
+            pos_bias_type=o.pos_bias_type,
+            length_scale=o.length_scale,
+            attn_scale=o.attn_scale,
+            dropout_p=o.dropout_p,
+            num_heads_kv=o.num_heads_kv,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        position_bias: Any = None,
+        use_cache: bool = False,
+        past_key_value: Cache = None,
+    ) -> Any:
+        """Attend; with `use_cache` return also the keys and values so far."""
+        x = self.layernorm_before_attention(hidden_states)
+        found = self.self_attention(x, x, attention_mask, position_bias, use_cache, past_key_value)
+        added, kept = found if use_cache else (found, None)
+        out = self._around(hidden_states, x, added, self.options)
+        return (out, kept) if use_cache else out
+
+
+class CrossAttentionBlock(SelfAttentionBlock):
+    """Norm and attention to an encoder's result; as `SelfAttentionBlock`.
+
+    Shape:
+        key_value_states: (B, S, dim_model)
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor,
+        attention_mask: Tensor,
+        position_bias: Any = None,
+    ) -> Tensor:
+        """Attend."""
+        x = self.layernorm_before_attention(hidden_states)
+        added = self.self_attention(x, key_value_states, attention_mask, position_bias)
+        return self._around(hidden_states, x, added, self.options)
+
+
+class FFNBlock(_Part):
+    """Norm and MLP.
+
+    Args:
+        dim_model: features.
+        dim_ff: features inside.
+        options: fields of `BlockOptions`.
+
+    Shape:
+        hidden_states: (B, T, dim_model) -> same
+    """
+
+    def __init__(self, dim_model: int, dim_ff: int, **options: Any) -> None:
+        super().__init__()
+        self.options = o = BlockOptions(**options)
+        self.layernorm_before_ffn = o.norm(dim_model)
+        self.ffn = FeedForward(
+            dim_model,
+            dim_ff,
+            dtype=o.dtype,
+            int8=o.int8,
+            init_mean=o.ffn_init_mean,
+            init_std=o.ffn_init_std,
+            bias=o.ffn_bias,
+            activate_fn=o.ffn_activate_fn,
+            length_scale=o.length_scale,
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the MLP."""
+        x = self.layernorm_before_ffn(hidden_states)
+        return self._around(hidden_states, x, self.ffn(x), self.options)
+
+
+class TransformerBlock(DistributedModule):
+    """A layer: attention, in decoders attention to the encoder, and MLP.
+
+    Args:
+        dim_model: features.
+        dim_ff: of the MLP.
+        num_heads: N.
+        dim_head: width of a head.
+        is_decoder: attends to an encoder.
+        options: fields of `BlockOptions`.
+    """
+
+    def __init__(
+        self,
+        dim_model: int,
+        dim_ff: int,
+        num_heads: int,
+        dim_head: int,
+        is_decoder: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        o = BlockOptions(**options)
+        made, heads = asdict(o), (num_heads, dim_head)
+        self.parallel_ffn, self.is_decoder = o.parallel_ffn, is_decoder
+        self.self_att = None if o.mask_att else SelfAttentionBlock(dim_model, *heads, **made)
+        self.cross_att = None
+        if is_decoder and not o.mask_cross:
+            # Positions are the decoder's own: there is no bias towards the encoder.
+            self.cross_att = CrossAttentionBlock(dim_model, *heads, **made)
+        self.ffn = None if o.mask_ffn else FFNBlock(dim_model, dim_ff, **made)
+
+    def forward(
+        self,
+        self_hidden_states: Tensor,
+        self_attention_mask: Tensor,
+        self_position_bias: Any = None,
+        cross_hidden_states: Tensor | None = None,
+        cross_attention_mask: Tensor | None = None,
+        cross_position_bias: Any = None,
+        use_cache: bool = False,
+        past_key_value: Cache = None,
+    ) -> Any:
+        """Run the layer; with `use_cache` return also the keys and values so far.
+
+        Shape:
+            self_hidden_states: (B, T, D) -> same; cross_hidden_states: (B, S, D);
+            self_attention_mask: (B, T, past + T); cross_attention_mask: (B, T, S)
+        """
+        start = x = self_hidden_states
+        kept: Cache = None
+        if self.self_att is not None:
+            found = self.self_att(
+                x, self_attention_mask, self_position_bias, use_cache, past_key_value
+            )
+            x, kept = found if use_cache else (found, None)
+        if self.cross_att is not None and cross_hidden_states is not None:
+            x = self.cross_att(x, cross_hidden_states, cross_attention_mask, cross_position_bias)
+        if self.ffn is not None:
+            x = x - start + self.ffn(start) if self.parallel_ffn else self.ffn(x)
+        return (x, kept) if use_cache else x

@@ -1,0 +1,181 @@
+"""Positions with their old arguments: buckets of distances, segments, rotations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.compat.bmtrain.module import DistributedModule
+from bmforge.compat.bmtrain.parameter import DistributedParameter, ParameterInitializer
+from bmforge.nn.position import RopeSpec, apply_rope, rope_table
+from bmforge.nn.relative import find_buckets
+
+__all__ = [
+    "RelativePositionEmbedding",
+    "RotaryEmbedding",
+    "RotaryEmbeddingESM",
+    "SegmentPositionEmbedding",
+]
+
+
+class RelativePositionEmbedding(DistributedModule):
+    """T5's trained bias for every head and bucket of distances.
+
+    Args:
+        num_heads: N.
+        num_buckets: rows of the table.
+        max_distance: from here on, all distances share the last bucket.
+        bidirectional: later keys have buckets of their own.
+        dtype: of the parameters; None takes torch's default.
+        init_mean: of the table.
+        init_std: of the table.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = False,
+        dtype: torch.dtype | None = None,
+        init_mean: float = 0.0,
+        init_std: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_buckets = num_heads, num_buckets
+        self.max_distance, self.bidirectional = max_distance, bidirectional
+        self.relative_attention_bias: Any = DistributedParameter(
+            torch.empty(num_buckets, num_heads, dtype=dtype),
+            init_method=ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std),
+        )
+
+    def forward(self, query: int | Tensor, key: int | Tensor) -> Tensor:
+        """Return the bias.
+
+        Args:
+            query: number of queries, or their positions.
+            key: number of keys, or their positions.
+
+        Shape:
+            query: (T,) or (B, T); key: (S,) or (B, S); returns (N, T, S) or (B, N, T, S)
+        """
+        table = self.relative_attention_bias
+        query, key = (_positions(x, table.device) for x in (query, key))
+        distance = key[..., None, :] - query[..., :, None]
+        rows = find_buckets(distance, self.bidirectional, self.num_buckets, self.max_distance)
+        return F.embedding(rows, table).movedim(-1, -3).contiguous()
+
+
+class SegmentPositionEmbedding(DistributedModule):
+    """CPM-3's bias: buckets of distances in a segment, one row for every pair of segments.
+
+    Args:
+        num_heads: N.
+        num_segments: kinds of segments.
+        num_buckets: of distances.
+        max_distance: from here on, all distances share the last bucket.
+        bidirectional: later keys have buckets of their own.
+        dtype: of the parameters; None takes torch's default.
+        absolute_inner_segment: distances count within a segment; else the pair does there, too.
+        init_mean: of the table.
+        init_std: of the table.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_segments: int = 1,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = False,
+        dtype: torch.dtype | None = None,
+        absolute_inner_segment: bool = True,
+        init_mean: float = 0.0,
+        init_std: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.num_segments, self.num_buckets = num_segments, num_buckets
+        self.max_distance, self.bidirectional = max_distance, bidirectional
+        self.absolute_inner_segment = absolute_inner_segment
+        self.relative_attention_bias: Any = DistributedParameter(
+            torch.empty(num_segments**2 + num_buckets, num_heads, dtype=dtype),
+            init_method=ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std),
+        )
+
+    def forward(
+        self, key_pos: Tensor, query_pos: Tensor, key_segment: Tensor, query_segment: Tensor
+    ) -> Tensor:
+        """Return the bias.
+
+        Shape:
+            key_pos, key_segment: (B, S); query_pos, query_segment: (B, T); returns (B, N, T, S)
+        """
+        ask, asked = query_segment[:, :, None], key_segment[:, None, :]
+        rows = self.num_buckets + ask * self.num_segments + asked
+        if self.absolute_inner_segment:
+            distance = key_pos[:, None, :] - query_pos[:, :, None]
+            near = find_buckets(distance, self.bidirectional, self.num_buckets, self.max_distance)
+            rows = torch.where(ask == asked, near, rows)
+        return F.embedding(rows, self.relative_attention_bias).movedim(-1, -3).contiguous()
+
+
+class _Rotary(nn.Module):
+    """Turns queries and keys; the queries are the last of the keys."""
+
+    distance_scale: int | float = 1
+
+    def __init__(self, spec: RopeSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, h_q: Tensor, h_k: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn by position.
+
+        Shape:
+            h_q: (B, N, T, H); h_k: (B, K, S, H); returns the same
+        """
+        count, pairs = h_k.shape[-2], self.spec.interleaved
+        place = torch.arange(count, device=h_k.device)[None] * self.distance_scale
+        table = rope_table(self.spec, place, h_k.dtype)
+        cos, sin = (part[..., count - h_q.shape[-2] :, :] for part in table)
+        return apply_rope(h_q, (cos, sin), pairs), apply_rope(h_k, table, pairs)
+
+
+class RotaryEmbedding(_Rotary):
+    """GPT-J's rotation of neighbouring features.
+
+    Args:
+        rotary_dim: so many features of a head are turned.
+    """
+
+    def __init__(self, rotary_dim: int) -> None:
+        super().__init__(RopeSpec(rotary_dim, interleaved=True))
+        self.rotary_dim = rotary_dim
+
+
+class RotaryEmbeddingESM(_Rotary):
+    """Llama's rotation of the halves of a head.
+
+    Args:
+        dim: width of a head.
+        base: the slowest turn has this wavelength over 2 pi.
+        distance_scale: positions are multiplied by it.
+        dtype: not used: the angles are fp32.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        base: int | float = 10000,
+        distance_scale: int | float = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(RopeSpec(dim, float(base)))
+        self.distance_scale = distance_scale
+
+
+def _positions(given: int | Tensor, device: torch.device) -> Tensor:
+    return torch.arange(given, device=device) if isinstance(given, int) else given

@@ -1,0 +1,130 @@
+"""The old Encoder and Decoder: blocks that are sharded and recomputed, and a norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bmforge.compat.bmtrain as bmt
+from bmforge.compat.model_center.layer.blocks import BlockOptions, TransformerBlock
+from bmforge.errors import ConfigError
+
+__all__ = ["Decoder", "Encoder"]
+
+
+class _Stack(nn.Module):
+    """Layers and a norm; see `Encoder`."""
+
+    is_decoder = False
+    masked: tuple[str, ...] = ("mask_att", "mask_ffn")
+
+    def __init__(
+        self,
+        num_layers: int,
+        dim_model: int,
+        dim_ff: int,
+        num_heads: int,
+        dim_head: int,
+        *,
+        mask_modules: list[tuple[int, ...]] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.num_layers = num_layers
+        masks = mask_modules or [(0,) * len(self.masked)] * num_layers
+        if len(masks) != num_layers or any(len(mask) != len(self.masked) for mask in masks):
+            raise ConfigError(
+                f"mask_modules must be {num_layers} times ({', '.join(self.masked)}), not {masks}."
+            )
+
+        def make(mask: tuple[int, ...]) -> nn.Module:
+            left_out = dict(zip(self.masked, map(bool, mask), strict=True))
+            sizes = dim_model, dim_ff, num_heads, dim_head
+            block = TransformerBlock(*sizes, self.is_decoder, **{**options, **left_out})
+            return bmt.CheckpointBlock(block)
+
+        self.layers = bmt.TransformerBlockList([make(mask) for mask in masks])
+        self.output_layernorm = BlockOptions(**options).norm(dim_model)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        position_bias: Any = None,
+        cross_hidden_states: Tensor | None = None,
+        cross_attention_mask: Tensor | None = None,
+        cross_position_bias: Any = None,
+        use_cache: bool = False,
+        past_key_values: Any = None,
+    ) -> Any:
+        """Run all layers; with `use_cache`, without gradients, return also their keys and values.
+
+        Shape:
+            hidden_states: (B, T, D) -> same; cross_hidden_states: (B, S, D);
+            attention_mask: (B, T, past + T); cross_attention_mask: (B, T, S)
+        """
+        cross = cross_hidden_states, cross_attention_mask, cross_position_bias
+        if not use_cache:
+            x = self.layers(hidden_states, attention_mask, position_bias, *cross)
+            return self.output_layernorm(x)
+        kept = []
+        with torch.no_grad():
+            for number, layer in enumerate(self.layers):
+                past = past_key_values[number] if past_key_values else None
+                hidden_states, pair = layer(
+                    hidden_states,
+                    attention_mask,
+                    position_bias,
+                    *cross,
+                    use_cache=True,
+                    past_key_value=past,
+                )
+                kept.append(pair)
+            return self.output_layernorm(hidden_states), kept
+
+
+class Encoder(_Stack):
+    """Layers that attend to themselves, and a norm.
+
+    Args:
+        num_layers: number of layers.
+        dim_model: features.
+        dim_ff: of the MLPs.
+        num_heads: N.
+        dim_head: width of a head.
+        mask_modules: (attention, MLP) of every layer, true where it is left out.
+        options: fields of `BlockOptions`.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        position_bias: Any = None,
+        use_cache: bool = False,
+        past_key_values: Any = None,
+    ) -> Any:
+        """Run all layers; with `use_cache`, without gradients, return also their keys and values.
+
+        Shape:
+            hidden_states: (B, T, D) -> same; attention_mask: (B, T, past + T)
+        """
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            position_bias,
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+        )
+
+
+class Decoder(_Stack):
+    """Layers that attend to themselves and to an encoder, and a norm; as `Encoder`.
+
+    `mask_modules` are (attention, attention to the encoder, MLP) of every layer.
+    """
+
+    is_decoder = True
+    masked = ("mask_att", "mask_cross", "mask_ffn")

@@ -1,0 +1,270 @@
+"""What the old model classes have in common: opening, building, heads.
+
+A model here is one of the zoo's without its head (`model`), and the heads beside it, so that logits
+are computed when they are asked for, and a program's own head costs no second one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bmforge.compat.bmtrain.runtime import is_initialized
+from bmforge.compat.bmtrain.wrapper import BMTrainModelWrapper
+from bmforge.compat.model_center.model.config import Config
+from bmforge.errors import ConfigError
+from bmforge.infer.cache import KVCache
+from bmforge.models import Model, ModelConfig
+from bmforge.models.hub import FAMILIES
+from bmforge.models.model_center import is_model_center, load_model_center
+from bmforge.models.resolve import resolve_model
+
+__all__ = ["BaseModel", "InputEmbedding", "draw_model", "lengths_to_mask", "refuse_unused"]
+
+# What the zoo's models call the module that makes logits.
+_HEADS = ("lm_head", "mlm_head")
+
+
+class BaseModel(nn.Module):
+    """Base of the old model classes.
+
+    Args:
+        config: its sizes; what is drawn at random follows torch's seed.
+
+    Attributes:
+        model: the zoo's model, which ends in hidden states.
+        head: makes logits of words; None where a checkpoint has none.
+        cls_projection: makes the scores of `cls_head` classes of every token, where the config
+            asks for them; the logits are these then.
+    """
+
+    _CONFIG_TYPE: ClassVar[type[Config]] = Config
+
+    def __init__(self, config: Config, model: Model | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.model = self._draw(config) if model is None else model
+        self.cls_projection = self._take_classifier() if config.cls_head else None
+        self.head = self._take_head()
+        if is_initialized():
+            self._distribute()
+
+    def _distribute(self) -> None:
+        """Share the parameters out over the processes, ties kept, every layer a block."""
+        parts = nn.ModuleDict(dict(self.named_children()))
+        BMTrainModelWrapper(parts)
+
+    @property
+    def input_embedding(self) -> InputEmbedding:
+        """The embedding under its old name."""
+        return InputEmbedding(self.model.embed)
+
+    @classmethod
+    def _draw(cls, config: Config) -> Model:
+        """Return a model of the zoo with weights drawn at random."""
+        return draw_model(config, config.native())
+
+    def _take_head(self) -> nn.Module | None:
+        """Take the head for words off the model, which then ends in hidden states."""
+        name = next((name for name in _HEADS if name in self.model._modules), None)
+        head = None if name is None else self.model._modules.pop(name)
+        self.model._modules.pop("classifier", None)
+        self.model.config = self.model.config.replace(head="none")
+        return head
+
+    def _take_classifier(self) -> nn.Linear:
+        """Take the classifier of tokens off the model, or draw one where there is none."""
+        count, found = self.config.cls_head, self.model._modules.pop("classifier", None)
+        if isinstance(found, nn.Linear) and found.out_features == count:
+            return found
+        has_bias, dtype = self.config.proj_bias, self.config.dtype
+        return nn.Linear(self._hidden_width(), count, bias=has_bias, dtype=dtype)
+
+    def _hidden_width(self) -> int:
+        return int(self.model.config.hidden_size)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, config: Config | None = None, **fields: Any) -> Self:
+        """Open a checkpoint of Hugging Face's form or ModelCenter's.
+
+        Args:
+            name: a directory, or an id found in the Hugging Face cache or on the hub.
+            config: whose `dtype`, `cls_head` and dropouts are wanted; its sizes are the
+                checkpoint's.
+            fields: that replace the config's.
+
+        Raises:
+            ConfigError: no such model, or its config is not understood.
+            CheckpointError: weights missing, unexpected, wrongly shaped or damaged; all listed.
+        """
+        family = FAMILIES[cls._CONFIG_TYPE.family]
+        directory = resolve_model(name, family.config_class.hub_ids)
+        if config is None:
+            config = cls._CONFIG_TYPE.from_pretrained(directory)
+        for field, value in fields.items():
+            setattr(config, field, value)
+        if is_model_center(directory):
+            model = cls._open_old(family, directory, config)
+        else:
+            model = cls._open(family, directory, config)
+        return cls(config, _with_dropout(model, config)).train()
+
+    @classmethod
+    def _open(cls, family: type[Model], directory: Path, config: Config) -> Model:
+        """Read a Hugging Face checkpoint and its head for words."""
+        first = next(iter(family.config_class.heads))
+        return family.from_pretrained(directory, dtype=config.dtype, head=first)
+
+    @classmethod
+    def _open_old(cls, family: type[Model], directory: Path, config: Config) -> Model:
+        """Read a checkpoint of ModelCenter's own form."""
+        return load_model_center(directory, family=family.__name__, dtype=config.dtype)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | Path, **fields: Any) -> Self:
+        """Build a model of the sizes in a file, with weights drawn at random."""
+        return cls(cls._CONFIG_TYPE.from_json_file(json_file, **fields))
+
+    def make_logits(self, hidden: Tensor) -> Tensor:
+        """Return the scores of words, or of classes where the config has `cls_head`.
+
+        Shape:
+            hidden: (B, T, D); returns (B, T, V) or (B, T, cls_head)
+
+        Raises:
+            ConfigError: the checkpoint has no head for words.
+        """
+        if self.cls_projection is not None:
+            return self.cls_projection(hidden)
+        if self.head is None:
+            raise ConfigError(
+                f"this {type(self).__name__} has no head for words: its checkpoint brought none. "
+                "Open one that has it, or set cls_head in its config."
+            )
+        scale = getattr(getattr(self.model, "spec", None), "head_scale", 1.0)
+        found: Tensor = self.head(hidden if scale == 1.0 else hidden * scale)
+        decoder = getattr(self.head, "decoder", None)
+        return found if decoder is None else decoder(found)
+
+    def save_pretrained(
+        self, directory: str | Path, *, head: str | None = None, overwrite: bool = False
+    ) -> None:
+        """Write the model in Hugging Face's form; see `to_zoo` and `Model.save_pretrained`."""
+        self.to_zoo(head).save_pretrained(directory, overwrite=overwrite)
+
+    def to_zoo(self, head: str | None = None) -> Model:
+        """Return the same weights as a model of the zoo; on one process it shares them.
+
+        Args:
+            head: a name in the family's `heads`; None takes the one for words where there is one.
+                With "none" an encoder keeps its pooler instead.
+        """
+        config = self.model.config
+        first = next(iter(config.heads)) if self.head is not None else "none"
+        config = config.replace(head=head or first)
+        family = FAMILIES[self.config.family]
+        whole = family.from_config(config, device="meta", dtype=self.config.dtype)
+        tensors = _values(self.model)
+        name = next((name for name in _HEADS if hasattr(whole, name)), None)
+        if self.head is not None and name is not None:
+            tensors |= {f"{name}.{key}": value for key, value in _values(self.head).items()}
+        names = dict(whole.named_parameters(remove_duplicate=False))
+        whole.load_state_dict({k: v for k, v in tensors.items() if k in names}, assign=True)
+        ours, embed = whole.tied_head
+        if config.tie_word_embeddings and ours in names and embed in names:
+            parent, _, key = ours.rpartition(".")
+            setattr(whole.get_submodule(parent), key, whole.get_parameter(embed))
+        return whole.train(self.training)
+
+    def _open_cache(self, past: KVCache | None, use_cache: bool, length: int) -> KVCache | None:
+        """Return the cache to go on with; a new one has room for the longest context."""
+        if past is not None or not use_cache:
+            return past
+        room = max(self.model.config.max_seq_len, length)
+        return KVCache(self.model.config.num_layers, room)
+
+
+class InputEmbedding:
+    """What programs ask of a model's `input_embedding`.
+
+    Args:
+        embed: the zoo's module.
+    """
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        self.embed, self.dim_model = embed, embed.embedding_dim
+
+    @property
+    def weight(self) -> Tensor:
+        """The table."""
+        return self.embed.weight
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Look rows up."""
+        rows: Tensor = self.embed(ids)
+        return rows
+
+    def projection(self, x: Tensor) -> Tensor:
+        """Return the scores of all rows."""
+        return F.linear(x, self.embed.weight)
+
+
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters by name: themselves or, where they are shared out, copies of the whole."""
+    kept = module.state_dict(keep_vars=True)
+    return module.state_dict() if any(isinstance(v, DTensor) for v in kept.values()) else kept
+
+
+def lengths_to_mask(length: Tensor, width: int) -> Tensor:
+    """Return 1 for the first `length` tokens of every row, 0 behind.
+
+    Shape:
+        length: (B,); returns (B, width)
+    """
+    return (torch.arange(width, device=length.device)[None] < length[:, None]).long()
+
+
+def refuse_unused(inputs: dict[str, Any]) -> None:
+    """Raise `ConfigError` for an input that cannot be computed; the old "unused" ones pass."""
+    given = [name for name, value in inputs.items() if value is not None and name in _REFUSED]
+    unknown = [name for name in inputs if name not in _REFUSED and name not in _UNUSED]
+    if unknown:
+        raise TypeError(f"forward() got an unexpected keyword argument {unknown[0]!r}")
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} cannot be given here: pass input_ids. To embed by yourself, use "
+            "the model of bmforge.models that is in `model`."
+        )
+
+
+_REFUSED = ("inputs_embeds", "decoder_inputs_embeds")
+_UNUSED = (
+    *("head_mask", "decoder_head_mask", "cross_attn_head_mask"),
+    *("encoder_hidden_states", "encoder_attention_mask", "output_attentions"),
+)
+
+
+def draw_model(config: Config, native: ModelConfig) -> Model:
+    """Return a model of the zoo whose weights follow torch's seed."""
+    seed = torch.initial_seed() % (1 << 63)
+    return FAMILIES[config.family].from_config(native, dtype=config.dtype, seed=seed)
+
+
+def _with_dropout(model: Model, config: Config) -> Model:
+    """Return a model with the dropouts of a config that are not its checkpoint's."""
+    wanted, own = config.native(), model.config
+    names = [n for n in ("dropout", "attn_dropout", "embed_dropout") if hasattr(own, n)]
+    changes = {n: getattr(wanted, n) for n in names if getattr(wanted, n) != getattr(own, n)}
+    if not changes:
+        return model
+    fresh = type(model).from_config(own.replace(**changes), device="meta")
+    for name, part in model.named_children():
+        if name not in fresh._modules:  # a head that was put on
+            fresh.add_module(name, part)
+    fresh.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    return fresh

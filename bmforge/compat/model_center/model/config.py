@@ -1,0 +1,246 @@
+"""Configs under their old field names, each over the config of the family that computes.
+
+A field answers and can be given under its old name (`dim_model`) or under ours (`hidden_size`).
+Start reading at `Config`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+from bmforge.errors import ConfigError, suggest
+from bmforge.models import ModelConfig
+from bmforge.models.config import read_config_file
+from bmforge.models.hub import FAMILIES
+from bmforge.models.model_center import is_model_center
+from bmforge.models.model_center_config import OLD_FAMILIES, read_old_config
+from bmforge.models.resolve import resolve_model
+
+__all__ = ["OLD_NAMES", "Config"]
+
+# Old field names -> ours.
+OLD_NAMES: Mapping[str, str] = {
+    "dim_model": "hidden_size",
+    "num_heads": "num_heads",
+    "num_heads_kv": "num_kv_heads",
+    "dim_head": "head_dim",
+    "dim_ff": "intermediate_size",
+    "num_layers": "num_layers",
+    "num_encoder_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "vocab_size": "vocab_size",
+    "position_size": "max_seq_len",
+    "type_size": "num_segments",
+    "norm_eps": "norm_eps",
+    "dropout_p": "dropout",
+    "tied": "tie_word_embeddings",
+    "ffn_activate_fn": "activation",
+    "pad_token_id": "pad_token_id",
+    "sep_tok_id": "sep_token_id",
+    "sop_tok_id": "sop_token_id",
+    "mask_tok_id": "mask_token_id",
+    "pos_rotary_dim": "rotary_dim",
+    "position_bias_num_buckets": "num_buckets",
+    "position_bias_max_distance": "max_distance",
+    "attention_window": "windows",
+    "img_size": "image_size",
+    "channels_in": "num_channels",
+    "num_classes": "num_labels",
+    "mlp_size": "intermediate_size",
+    "drop": "dropout",
+}
+# Fields that steer the old program, and what they are where nobody says so. Of these only `dtype`
+# and `cls_head` do something here.
+_KEPT: Mapping[str, Any] = {
+    **{f"{part}_init_mean": 0.0 for part in ("emb", "pos", "att", "ffn", "proj")},
+    **{"emb_init_std": 0.02, "pos_init_std": 0.02, "att_init_std": 0.02, "ffn_init_std": 0.02},
+    **{"proj_init_std": 1.0, "norm_init_var": 1.0, "proj_bias": True, "att_mask_value": -1e4},
+    **{"int8": False, "use_cache": False, "cls_head": None, "scale": None, "length_scale": False},
+    "dropout_p": 0.0,
+}
+_DROPOUTS = ("dropout", "attn_dropout", "embed_dropout")
+_GATES = {"gated_silu": "silu", "gated_gelu": "gelu", "gated_relu": "relu"}
+
+
+class Config:
+    """Sizes of a model, by old names or ours.
+
+    Args:
+        fields: by name; those left out are ModelCenter's defaults where it had the family, ours
+            where not. `half` and `dtype` say what the parameters are; without either, fp32.
+
+    Raises:
+        ConfigError: a field that nobody knows, or a value that the family does not compute.
+    """
+
+    family: ClassVar[str] = ""
+
+    def __init__(self, **fields: Any) -> None:
+        self._start({}, None)
+        for name, value in fields.items():
+            setattr(self, name, value)
+        self.native()  # what does not fit is told now
+
+    def _start(self, given: dict[str, Any], base: ModelConfig | None) -> None:
+        self.__dict__.update(_given=given, _base=base, _native=None, dtype=torch.float32)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, **fields: Any) -> Self:
+        """Read the config of a directory, a cached model, or one on the hub.
+
+        Args:
+            name: directory or id; its config.json is of Hugging Face's form or ModelCenter's.
+            fields: that replace those read.
+        """
+        family = FAMILIES[cls.family].config_class
+        directory = resolve_model(name, family.hub_ids)
+        raw = read_config_file(directory)
+        if is_model_center(directory) or not family.opens(raw):
+            return cls(**{**raw, **fields})
+        return cls.over(family.from_hf(raw), **fields)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | Path, **fields: Any) -> Self:
+        """Read a file of old fields; `fields` replace some."""
+        return cls(**{**cls._dict_from_json_file(json_file), **fields})
+
+    @classmethod
+    def over(cls, native: ModelConfig, **fields: Any) -> Self:
+        """Return the old face of one of our configs, with fields changed."""
+        config = cls.__new__(cls)
+        config._start({}, native)
+        for name, value in fields.items():
+            setattr(config, name, value)
+        return config
+
+    @staticmethod
+    def _dict_from_json_file(json_file: str | Path) -> dict[str, Any]:
+        try:
+            found = json.loads(Path(json_file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {str(json_file)!r} ({error}); give JSON.") from error
+        return dict(found)
+
+    def native(self) -> ModelConfig:
+        """Return our config of the fields as they are now, with no head of ours on it."""
+        if self._native is None:
+            self.__dict__["_native"] = self._make()
+        config: ModelConfig = self._native
+        return config
+
+    def _make(self) -> ModelConfig:
+        family = FAMILIES[self.family].config_class
+        known = {f.name for f in fields(family) if f.init}
+        if self._base is not None or self.family not in OLD_FAMILIES:
+            changes = self._translate(known, self._given)
+            return family(**changes) if self._base is None else self._base.replace(**changes)
+        old = {name: value for name, value in self._given.items() if self._is_old(name)}
+        values = read_old_config(self.family, old, {})
+        values |= self._translate(known, {n: v for n, v in self._given.items() if n not in old})
+        values.pop("head", None)
+        return family(**{name: value for name, value in values.items() if name in known})
+
+    def _is_old(self, name: str) -> bool:
+        old = OLD_FAMILIES.get(self.family)
+        return name in OLD_NAMES or name in _KEPT or bool(old and name in old.needed)
+
+    def _translate(self, known: set[str], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields under our names, as far as the family has them."""
+        changes: dict[str, Any] = {}
+        for name, value in given.items():
+            ours = OLD_NAMES.get(name, name)
+            if name == "position_size" and self._base is not None:
+                value -= _count_rest(self._base)
+            elif name == "ffn_activate_fn":
+                value = _GATES.get(value, value)
+            elif name == "num_heads_kv":
+                value = max(0, value)
+            elif name in ("dropout_p", "drop"):
+                changes |= {part: value for part in _DROPOUTS if part in known}
+            elif ours == "windows" and isinstance(value, int):
+                value = (value,)
+            if ours in known:
+                changes[ours] = value
+        return changes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "half":
+            self.__dict__["dtype"] = torch.half if value else torch.float32
+        elif name == "dtype":
+            self.__dict__["dtype"] = getattr(torch, str(value).removeprefix("torch."))
+        else:
+            self._check(name, value)
+            self._given[name] = value
+            self.__dict__["_native"] = None
+
+    def _check(self, name: str, value: Any) -> None:
+        family = FAMILIES[self.family].config_class
+        old = OLD_FAMILIES.get(self.family)
+        known = {*OLD_NAMES, *_KEPT, *(f.name for f in fields(family)), "model_type"}
+        known |= {*old.needed, *old.defaults} if old else set()
+        if name not in known:
+            raise ConfigError(f"{type(self).__name__} has no field {name!r}.{suggest(name, known)}")
+        has_dropout = any(f.name == "dropout" for f in fields(family))
+        if name in ("dropout_p", "drop") and value and not has_dropout:
+            raise ConfigError(f"{name}={value!r}: {self.family} has no dropout. Leave it 0.")
+        if old and name in old.needed and old.needed[name] not in (value, None):
+            raise ConfigError(
+                f"{name}={value!r}: {self.family} is computed with {old.needed[name]!r} only. "
+                "Leave the field out."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_given" not in self.__dict__:
+            raise AttributeError(name)
+        if name == "half":
+            return self.dtype == torch.half
+        if name in self._given:
+            return self._given[name]
+        native, old = self.native(), OLD_FAMILIES.get(self.family)
+        ours = OLD_NAMES.get(name, name)
+        if name == "position_size":
+            return native.max_seq_len + _count_rest(native)
+        if name == "ffn_activate_fn" and old:
+            ours = getattr(native, "feed_forward", "") or getattr(native, "activation", "")
+            return next((a for a, b in old.activations.items() if a and b == ours), ours)
+        if hasattr(native, ours):
+            return getattr(native, ours)
+        for table in (old.needed, old.defaults) if old else ():
+            if name in table:
+                return table[name]
+        if name in _KEPT:
+            return _KEPT[name]
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the old fields that the family has; JSON takes all of them."""
+        known = {f.name for f in fields(FAMILIES[self.family].config_class)}
+        of_images = {"img_size", "channels_in", "num_classes", "mlp_size", "drop"}
+        left_out = {"dim_ff", "dropout_p"} if self.family == "ViT" else of_images
+        if "num_decoder_layers" not in known:
+            left_out.add("num_encoder_layers")
+        names = [old for old, ours in OLD_NAMES.items() if ours in known and old not in left_out]
+        names += [name for name in self._given if name not in names]
+        return {**{name: getattr(self, name) for name in names}, "half": self.half}
+
+    def to_json_string(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    def to_json_file(self, json_file_path: str | Path) -> None:
+        """Write `to_dict` into a file that `from_json_file` reads."""
+        Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.to_json_string()})"
+
+
+def _count_rest(native: ModelConfig) -> int:
+    """Return how many rows a table of positions has for no position."""
+    return 1 if native.family == "glm" else int(getattr(native, "position_offset", 0))

@@ -1,0 +1,154 @@
+"""T5 and CPM2 as the old programs call them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from bmforge.compat.model_center.model.base import BaseModel, lengths_to_mask, refuse_unused
+from bmforge.compat.model_center.model.config import Config
+from bmforge.compat.model_center.model.outputs import Seq2SeqModelOutput
+from bmforge.infer.cache import KVCache
+from bmforge.models import ModelOutput
+
+__all__ = ["CPM2", "EVA", "T5", "CPM2Config", "EVAConfig", "T5Config"]
+
+
+class Seq2SeqModel(BaseModel):
+    """An encoder and a decoder."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        length: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_length: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        *,
+        encoder_outputs: Tensor | None = None,
+        use_cache: bool = False,
+        past_key_values: KVCache | None = None,
+        output_logits: bool = False,
+        output_hidden_states: bool | None = None,
+        return_dict: bool = True,
+        return_logits: bool = False,
+        **others: Any,
+    ) -> Any:
+        """Read the source and the target so far.
+
+        Args:
+            input_ids: the source's token ids; not needed with `encoder_outputs`.
+            length: tokens of each source, padding behind them; or
+            attention_mask: 1 for tokens of the source, 0 for padding.
+            decoder_input_ids: the target's token ids.
+            decoder_length: tokens of each target; or
+            decoder_attention_mask: 1 for tokens of the target, 0 for padding, the past included.
+            encoder_outputs: an earlier call's `encoder_last_hidden_state`.
+            use_cache: keep keys and values for later tokens.
+            past_key_values: what an earlier call returned under this name; it is extended in place.
+            output_logits: make the logits, too.
+            output_hidden_states: return the hidden states of all layers.
+            return_dict: an output with names; else its values as a plain tuple.
+            return_logits: return the logits alone, as early versions did.
+            others: what the old models took without using it.
+
+        Shape:
+            input_ids, attention_mask: (B, S); decoder_input_ids: (B, T); length,
+            decoder_length: (B,); encoder_outputs: (B, S, D)
+        """
+        refuse_unused(others)
+        width = (past_key_values.length if past_key_values is not None else 0) + (
+            0 if decoder_input_ids is None else decoder_input_ids.shape[1]
+        )
+        source = input_ids if encoder_outputs is None else encoder_outputs
+        if attention_mask is None and length is not None and source is not None:
+            attention_mask = lengths_to_mask(length, source.shape[1])
+        if decoder_attention_mask is None and decoder_length is not None:
+            decoder_attention_mask = lengths_to_mask(decoder_length, width)
+        cache = self._open_cache(past_key_values, use_cache, width)
+        known = None
+        if encoder_outputs is not None:
+            known = ModelOutput(last_hidden_state=encoder_outputs)
+        found = self.model(
+            None if known else input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs=known,
+            cache=cache,
+            output_hidden_states=bool(output_hidden_states),
+        )
+        wants = output_logits or return_logits
+        logits = self.make_logits(found.last_hidden_state) if wants else None
+        if return_logits:
+            return logits
+        out = Seq2SeqModelOutput(
+            found.last_hidden_state,
+            found.encoder_last_hidden_state,
+            cache,
+            logits,
+            found.encoder_hidden_states,
+            found.hidden_states,
+        )
+        return out if return_dict else tuple(out)
+
+
+class T5Config(Config):
+    """Sizes of a T5, an mT5 or a Flan-T5."""
+
+    family = "T5"
+
+
+class T5(Seq2SeqModel):
+    """T5, in all its versions."""
+
+    _CONFIG_TYPE = T5Config
+
+
+class CPM2Config(Config):
+    """Sizes of a CPM-2."""
+
+    family = "CPM2"
+
+
+class CPM2(Seq2SeqModel):
+    """CPM-2; a call returns the logits themselves."""
+
+    _CONFIG_TYPE: ClassVar[type[Config]] = CPM2Config
+
+    def forward(  # type: ignore[override]
+        self,
+        enc_input: Tensor,
+        enc_length: Tensor | None = None,
+        dec_input: Tensor | None = None,
+        dec_length: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the logits of the target, or the scores of its classes.
+
+        Args:
+            enc_input: the source's token ids.
+            enc_length: tokens of each source.
+            dec_input: the target's token ids.
+            dec_length: tokens of each target.
+            options: as in `Seq2SeqModel`.
+
+        Shape:
+            enc_input: (B, S); dec_input: (B, T); lengths: (B,); returns (B, T, V)
+        """
+        options.setdefault("return_logits", True)
+        return super().forward(enc_input, enc_length, dec_input, dec_length, **options)
+
+
+class EVAConfig(Config):
+    """Sizes of an EVA."""
+
+    family = "EVA"
+
+
+class EVA(CPM2):
+    """EVA, which ModelCenter did not have; called like CPM2."""
+
+    _CONFIG_TYPE = EVAConfig

@@ -1,0 +1,41 @@
+"""Evaluation tasks as they are published: a file in, plain examples with their labels out.
+
+Start reading at `task.py` (what a task is, and `read_task`), then at a table of tasks: `superglue`,
+`clue`, `reading` (questions on a text). Templates, tokens and metrics are the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from bmforge.data.tasks.clue import CLUE
+from bmforge.data.tasks.pairs import AG_NEWS, LCQMC
+from bmforge.data.tasks.reading import READING
+from bmforge.data.tasks.superglue import SUPERGLUE
+from bmforge.data.tasks.task import Task, TaskExample, find_split
+from bmforge.errors import ConfigError, suggest
+
+__all__ = ["TASKS", "Task", "TaskExample", "read_task"]
+
+TASKS: Mapping[str, Task] = {
+    task.name: task for task in (*SUPERGLUE, *CLUE, *READING, LCQMC, AG_NEWS)
+}
+
+
+def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:
+    """Return the examples of one split.
+
+    Args:
+        name: a name in `TASKS`.
+        folder: the task's own, or the one that holds a folder of its name.
+        split: "train", "dev" (also "val", "validation") or "test".
+
+    Raises:
+        ConfigError: no such task or split.
+        DataError: no such file, or a line of it is not of the task's form.
+    """
+    if name not in TASKS:
+        raise ConfigError(f"no task {name!r}.{suggest(name, TASKS)} Known: {', '.join(TASKS)}.")
+    task = TASKS[name]
+    return list(task.read(find_split(task, folder, split)))

@@ -1,0 +1,90 @@
+"""Sentences to be classified of CLUE and FewCLUE, one JSON object a line.
+
+Where CLUE and FewCLUE name files differently both names are known. CLUE's own `test.json` has no
+labels, FewCLUE's `test_public.json` has. An entry labelled "-" found no agreement and is left out.
+Source: Xu et al. 2020 (CLUE), 2021 (FewCLUE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from bmforge.data.tasks.superglue import read_wsc
+from bmforge.data.tasks.task import Record, Task, TaskExample, read_records
+
+__all__ = ["CLUE"]
+
+_FILES = {
+    "train": ("train.json", "train_0.json"),
+    "dev": ("dev.json", "dev_0.json"),
+    "test": ("test.json", "test_public.json", "test1.0.json"),
+    **{f"train_{n}": (f"train_{n}.json",) for n in range(5)},
+    **{f"dev_{n}": (f"dev_{n}.json",) for n in range(5)},
+    "train_few_all": ("train_few_all.json",),
+    "dev_few_all": ("dev_few_all.json",),
+}
+# tnews' codes -> what they stand for; 105 and 111 were never given.
+_NEWS = {
+    **{"100": "story", "101": "culture", "102": "entertainment", "103": "sports"},
+    **{"104": "finance", "106": "house", "107": "car", "108": "edu", "109": "tech"},
+    **{"110": "military", "112": "travel", "113": "world", "114": "stock"},
+    **{"115": "agriculture", "116": "game"},
+}
+
+
+def _classes(
+    name: str,
+    fields: tuple[str, ...],
+    label_names: tuple[str, ...],
+    words: Mapping[str, int] | None = None,
+) -> Task:
+    """Return a task whose lines hold some texts and a label.
+
+    Args:
+        words: what the files write -> label; None where they write the label's name or number.
+    """
+    numbers = words or {word: n for n, word in enumerate(label_names)}
+
+    def read(path: Path) -> Iterator[TaskExample]:
+        for number, row in enumerate(read_records(path)):
+            if row.values.get("label") != "-":
+                texts = {field: _text(row, field) for field in fields}
+                idx = row.values.get("id", row.values.get("idx", number))
+                yield TaskExample(texts, row.label(numbers), idx)
+
+    return Task(name, label_names, _FILES, read)
+
+
+def _text(row: Record, field: str) -> str:
+    """Return a text; keywords come as a list."""
+    return "；".join(row.texts(field)) if field == "keyword" else row.text(field)
+
+
+def _read_wsc(path: Path) -> Iterator[TaskExample]:
+    """Yield entries of SuperGLUE's form."""
+    for row in read_records(path):
+        yield from read_wsc(row)
+
+
+_TWO = ("sentence1", "sentence2")
+_SAME = ("different", "same")
+_INFERENCE = ("contradiction", "entailment", "neutral")
+_DIGITS = {"0": 0, "1": 1}
+_TRUTH = {"false": 0, "true": 1, "0": 0, "1": 1}
+
+CLUE = (
+    _classes("eprstmt", ("sentence",), ("Negative", "Positive")),
+    _classes("csl", ("abst", "keyword"), ("false", "true"), _TRUTH),
+    _classes("ocnli", _TWO, _INFERENCE),
+    _classes("cmnli", _TWO, _INFERENCE),
+    _classes("afqmc", _TWO, _SAME, _DIGITS),
+    _classes("bustm", _TWO, _SAME, _DIGITS),
+    _classes(
+        "tnews", ("sentence",), tuple(_NEWS.values()), {code: n for n, code in enumerate(_NEWS)}
+    ),
+    # Its 119 classes are numbers in the files; their names are in its labels.json.
+    _classes("iflytek", ("sentence",), tuple(str(n) for n in range(119))),
+    Task("cluewsc2020", ("false", "true"), _FILES, _read_wsc),
+    Task("cluewsc", ("false", "true"), _FILES, _read_wsc),
+)

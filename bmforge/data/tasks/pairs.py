@@ -1,0 +1,52 @@
+"""Tasks in tables: LCQMC (do two questions mean the same?) and AG News (topics)."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+from bmforge.data.tasks.task import Task, TaskExample, read_text
+from bmforge.errors import DataError
+
+__all__ = ["AG_NEWS", "LCQMC"]
+
+
+def _read_lcqmc(path: Path) -> Iterator[TaskExample]:
+    """Yield the rows of a table text_a, text_b, label, whose first line may be its head.
+
+    There are no quotation marks around cells there: a mark is a character of the question.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        cells = line.rstrip("\r").split("\t")
+        if cells == [""] or (number == 1 and cells[-1].strip() == "label"):
+            continue
+        if len(cells) not in (2, 3) or (len(cells) == 3 and cells[2].strip() not in ("0", "1")):
+            raise DataError(
+                f"{str(path)!r}, line {number}: {line!r:.80} is not two texts and 0 or 1, with "
+                "tabs between."
+            )
+        label = int(cells[2]) if len(cells) == 3 else None
+        yield TaskExample({"text_a": cells[0], "text_b": cells[1]}, label, number)
+
+
+def _read_ag_news(path: Path) -> Iterator[TaskExample]:
+    """Yield the rows of a table class (1 to 4), title, text."""
+    lines = csv.reader(read_text(path).splitlines(keepends=True))
+    for number, cells in enumerate(lines, 1):
+        if len(cells) != 3 or cells[0] not in ("1", "2", "3", "4"):
+            raise DataError(
+                f"{str(path)!r}, line {lines.line_num}: {cells!r:.80} is not a class from 1 to 4, "
+                "a title and a text."
+            )
+        yield TaskExample({"title": cells[1], "text": cells[2]}, int(cells[0]) - 1, number)
+
+
+_TABLES = {split: (f"{split}.tsv", f"{split}.txt") for split in ("train", "dev", "test")}
+LCQMC = Task("LCQMC", ("different", "same"), _TABLES, _read_lcqmc)
+AG_NEWS = Task(
+    "ag_news",
+    ("World", "Sports", "Business", "Sci/Tech"),
+    {"train": ("train.csv",), "test": ("test.csv",)},
+    _read_ag_news,
+)

@@ -1,0 +1,92 @@
+"""Questions on a text: SQuAD 1.1, and CMRC 2018 and DRCD, which have its form; ChID's blanks; C3.
+
+Source: Rajpurkar et al. 2016; Zheng et al. 2019 (ChID); Sun et al. 2020 (C3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bmforge.data.tasks.task import Record, Task, TaskExample, read_json, read_records
+from bmforge.errors import DataError
+
+__all__ = ["READING"]
+
+_BLANK = "#idiom"
+
+
+def _read_squad(path: Path) -> Iterator[TaskExample]:
+    """Yield one example for every question; the answers that are accepted are in `answers`."""
+    for article in Record(repr(str(path)), read_json(path)).parts("data"):
+        for paragraph in article.parts("paragraphs"):
+            context = paragraph.text("context")
+            for question in paragraph.parts("qas"):
+                right = question.parts("answers") if "answers" in question.values else []
+                answers = tuple(answer.text("text") for answer in right)
+                fields = {"context": context, "question": question.text("question")}
+                first = answers[0] if answers else None
+                yield TaskExample(fields, first, question.text("id"), answers=answers)
+
+
+def _read_chid(path: Path) -> Iterator[TaskExample]:
+    """Yield one example for every blank, of FewCLUE's files or CLUE's.
+
+    FewCLUE's lines have one blank and its answer; CLUE's have a list of texts, and the answers in a
+    file beside, `dev_answer.json` for `dev.json`.
+    """
+    beside = path.with_name(f"{path.stem}_answer.json")
+    known: dict[str, Any] = read_json(beside) if beside.is_file() else {}
+    for number, row in enumerate(read_records(path)):
+        choices = row.texts("candidates")
+        if isinstance(row.values.get("content"), list):
+            for text in row.texts("content"):
+                yield from _blanks(row, text, choices, known)
+        else:
+            label = row.label({str(n): n for n in range(len(choices))}, "answer")
+            idx = row.values.get("id", number)
+            yield TaskExample({"content": row.text("content")}, label, idx, choices)
+
+
+def _blanks(
+    row: Record, text: str, choices: tuple[str, ...], known: Mapping[str, Any]
+) -> Iterator[TaskExample]:
+    """Yield an example for every #idiom000123# of a text."""
+    for piece in text.split(_BLANK)[1:]:
+        name = f"{_BLANK}{piece.partition('#')[0]}#"
+        label = known.get(name)
+        if label is not None and label not in range(len(choices)):
+            raise DataError(f"{row.place}: the answer {label!r} to {name} is no candidate.")
+        yield TaskExample({"content": text, "blank": name}, label, name, choices)
+
+
+def _read_c3(path: Path) -> Iterator[TaskExample]:
+    """Yield one example for every question: texts, questions with their choices, and a name."""
+    for number, entry in enumerate(read_json(path)):
+        place = f"{str(path)!r}, entry {number}"
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise DataError(f"{place}: a list of texts, one of questions and a name are needed.")
+        named = Record(place, {"context": entry[0], "questions": entry[1], "name": entry[2]})
+        context = "\n".join(named.texts("context"))
+        for question in named.parts("questions"):
+            choices = question.texts("choice")
+            label = question.label({choice: n for n, choice in enumerate(choices)}, "answer")
+            fields = {"context": context, "question": question.text("question")}
+            yield TaskExample(fields, label, named.text("name"), choices)
+
+
+_CLUE = {
+    "train": ("train.json", "train_0.json"),
+    "dev": ("dev.json", "dev_0.json"),
+    "test": ("test.json", "test_public.json", "test1.1.json"),
+}
+_C3 = {split: tuple(f"{kind}-{split}.json" for kind in "md") for split in ("train", "dev", "test")}
+READING = (
+    Task("SQuAD", (), {"train": ("train-v1.1.json",), "dev": ("dev-v1.1.json",)}, _read_squad),
+    Task("cmrc2018", (), {**_CLUE, "trial": ("trial.json",)}, _read_squad),
+    Task("drcd", (), _CLUE, _read_squad),
+    Task("chid", (), _CLUE, _read_chid),
+    Task("c3-m", (), {split: names[:1] for split, names in _C3.items()}, _read_c3),
+    Task("c3-d", (), {split: names[1:] for split, names in _C3.items()}, _read_c3),
+)

@@ -1,0 +1,99 @@
+"""SuperGLUE's eight tasks, from the jsonl files of super.gluebenchmark.com.
+
+Labels are in the order that ModelCenter's and transformers' programs use.
+Source: Wang et al. 2019, https://super.gluebenchmark.com/tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bmforge.data.tasks.task import Record, Task, TaskExample, read_records
+from bmforge.errors import DataError
+
+__all__ = ["SUPERGLUE", "read_wsc"]
+
+_FILES = {"train": ("train.jsonl",), "dev": ("val.jsonl", "dev.jsonl"), "test": ("test.jsonl",)}
+
+
+def _classes(name: str, fields: tuple[str, ...], labels: tuple[str, ...]) -> Task:
+    """Return a task whose lines hold some texts and one of the labels."""
+    numbers = {label: number for number, label in enumerate(labels)}
+
+    def read(path: Path) -> Iterator[TaskExample]:
+        for row in read_records(path):
+            texts = {field: row.text(field) for field in fields}
+            yield TaskExample(texts, row.label(numbers), row.number("idx"))
+
+    return Task(name, labels, _FILES, read)
+
+
+def _task(name: str, labels: tuple[str, ...], make: Callable[[Record], list[TaskExample]]) -> Task:
+    def read(path: Path) -> Iterator[TaskExample]:
+        for row in read_records(path):
+            yield from make(row)
+
+    return Task(name, labels, _FILES, read)
+
+
+def _copa(row: Record) -> list[TaskExample]:
+    choices = (row.text("choice1"), row.text("choice2"))
+    texts = {"premise": row.text("premise"), "question": row.text("question")}
+    return [TaskExample(texts, row.label({"0": 0, "1": 1}), row.number("idx"), choices)]
+
+
+def read_wsc(row: Record) -> list[TaskExample]:
+    """Return a text and two spans of it: whether the second refers to the first."""
+    target = row.part("target")
+    spans = {name: target.text(name) for name in ("span1_text", "span2_text")}
+    places = {name: str(target.number(name)) for name in ("span1_index", "span2_index")}
+    label = row.label({"false": 0, "true": 1})
+    return [TaskExample({"text": row.text("text"), **spans, **places}, label, row.number("idx"))]
+
+
+def _multirc(row: Record) -> list[TaskExample]:
+    """One example for every answer: whether it is right."""
+    passage, out = row.part("passage"), []
+    text = passage.text("text")
+    for question in passage.parts("questions"):
+        asked = {"passage": text, "question": question.text("question")}
+        at = (row.number("idx"), question.number("idx"))
+        for answer in question.parts("answers"):
+            label = answer.label({"0": 0, "1": 1})
+            fields = {**asked, "answer": answer.text("text")}
+            out.append(TaskExample(fields, label, (*at, answer.number("idx"))))
+    return out
+
+
+def _record(row: Record) -> list[TaskExample]:
+    """One example for every query: which of the passage's entities stands at its @placeholder."""
+    passage, out = row.part("passage"), []
+    text = passage.text("text")
+    names: dict[str, None] = {}  # in the order of the text, each once
+    for entity in passage.parts("entities"):
+        start, end = entity.number("start"), entity.number("end") + 1
+        if not 0 <= start < end <= len(text):
+            raise DataError(f"{entity.place}: {start} to {end} is no part of the passage.")
+        names[text[start:end]] = None
+    for query in row.parts("qas"):
+        right = query.parts("answers") if "answers" in query.values else []
+        answers = tuple(dict.fromkeys(answer.text("text") for answer in right))
+        fields = {"passage": text, "query": query.text("query")}
+        at = (row.number("idx"), query.number("idx"))
+        first = answers[0] if answers else None
+        out.append(TaskExample(fields, first, at, tuple(names), answers))
+    return out
+
+
+_NO_YES = ("false", "true")
+SUPERGLUE = (
+    _classes("BoolQ", ("passage", "question"), _NO_YES),
+    _classes("CB", ("premise", "hypothesis"), ("contradiction", "entailment", "neutral")),
+    _task("COPA", (), _copa),
+    _classes("RTE", ("premise", "hypothesis"), ("not_entailment", "entailment")),
+    _classes("WiC", ("sentence1", "sentence2", "word"), _NO_YES),
+    _task("WSC", _NO_YES, read_wsc),
+    _task("MultiRC", _NO_YES, _multirc),
+    _task("ReCoRD", (), _record),
+)

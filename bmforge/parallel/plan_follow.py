@@ -1,0 +1,173 @@
+"""Following every storage of a step from its making to its end, and counting what operators cost.
+
+Works on fake tensors and on real ones; on real ones it is how the planner checks itself.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["PARTS", "Follower", "resizes_seen"]
+
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "communication",
+    "whole gradients",
+)
+_ACTIVATIONS = PARTS.index("activations")
+_LOGITS, _COMMUNICATION = PARTS.index("logits"), PARTS.index("communication")
+# Files that allocate for themselves, wherever they are called from.
+_OWNERS = {
+    "nn/losses.py": _LOGITS,
+    "fsdp/_fully_shard": _COMMUNICATION,
+    "parallel/collectives.py": _COMMUNICATION,
+    "parallel/ring.py": _COMMUNICATION,
+}
+_FRAMES = 14
+
+
+@dataclass
+class _Storage:
+    """A storage that is alive: how large, whose, and the events that speak of it."""
+
+    ref: Any
+    size: int
+    part: int
+    events: list[int] = field(default_factory=list)
+
+
+class Follower(TorchDispatchMode):
+    """Notes every storage that comes and goes, and what operators cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self.alive: dict[int, _Storage] = {}
+        self.flops = self.traffic_bytes = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator on plain tensors and look at what it returned."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        for tensor in made:
+            self._follow(tensor.untyped_storage())
+        self._count(func, args, kwargs or {}, out, made)
+        return out
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Take storages for known that were there before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.alive.setdefault(storage._cdata, _Storage(storage, 0, 0))
+
+    def assign(self, tensors: Iterable[Tensor], part: int) -> None:
+        """Say afterwards what storages are."""
+        for tensor in tensors:
+            found = self.alive.get(tensor.untyped_storage()._cdata)
+            if found is not None and found.part != part:
+                for index in found.events:
+                    self.events[index] = (self.events[index][0], part)
+                found.part = part
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size now."""
+        found = self.alive.get(storage._cdata)
+        if found is not None:
+            self._note(found, storage.nbytes() - found.size)
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.alive:
+            return
+        reference = weakref.ref(storage, lambda _: self._forget(key))
+        found = self.alive[key] = _Storage(reference, 0, _part_of_caller())
+        self._note(found, storage.nbytes())
+
+    def _note(self, storage: _Storage, change: int) -> None:
+        if change:
+            storage.events.append(len(self.events))
+            storage.size += change
+            self.events.append((change, storage.part))
+
+    def _forget(self, key: int) -> None:
+        storage = self.alive.pop(key)
+        self._note(storage, -storage.size)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+        formula = flop_registry.get(func._overloadpacket)
+        if "scaled_dot_product" in func._schema.name:
+            self.flops += _attention_flops(func._schema.name, args, kwargs)
+        elif formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        elif self._costs_traffic(func):
+            read = (tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor))
+            self.traffic_bytes += sum(t.numel() * t.element_size() for t in (*read, *made))
+
+    def _costs_traffic(self, func: Any) -> bool:
+        """What sharding copies runs beside the products, on its own stream."""
+        if func.is_view or func._schema.name in _FREE:
+            return False
+        return _part_of_caller(4) != _COMMUNICATION
+
+
+_FREE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "detach", "t")}
+
+
+def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
+    """Products of a fused attention: 2 forward, 5 backward; half of them where it is causal."""
+    backward = "backward" in name
+    query, key = args[int(backward)], args[int(backward) + 1]
+    products = 5 if backward else 2
+    causal = any(value is True for value in (*args, *kwargs.values()))
+    return products * 2 * math.prod(query.shape) * key.shape[2] / (2 if causal else 1)
+
+
+def _part_of_caller(above: int = 3) -> int:
+    """Return what an allocation is for, from the file that asks for it."""
+    frame: Any = sys._getframe(above)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        for file, part in _OWNERS.items():
+            if file in frame.f_code.co_filename:
+                return part
+        frame = frame.f_back
+    return _ACTIVATIONS
+
+
+@contextmanager
+def resizes_seen(follower: Follower) -> Iterator[None]:
+    """Let a follower see storages that are resized, which no operator does."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        follower.resized(storage)
+        return out
+
+    torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

@@ -1,0 +1,372 @@
+"""Fine-tuning on published tasks: SuperGLUE's with four families, SQuAD with T5.
+
+A BERT gets a new head and classifies; of a task with choices it says of each whether it is right.
+The others write: a label's word, or the right choice, is learned after its prompt, and of all that
+could be answered the likeliest is taken. `results.json` has the task's own metrics on the held-out
+split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bmforge.data import Batch
+from bmforge.data.tasks import TASKS, TaskExample, read_task
+from bmforge.errors import ConfigError, DataError, suggest
+from bmforge.models import Model
+from bmforge.models.bert import BertConfig
+from bmforge.models.gpt2 import GPT2Config
+from bmforge.models.llama import LlamaConfig
+from bmforge.models.t5 import T5Config
+from bmforge.parallel import World
+from bmforge.recipes.examples import ExampleConfig, collate, open_examples
+from bmforge.recipes.pieces import open_tokenizer
+from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.task_rows import (
+    AnswerRows,
+    ClassRows,
+    Pair,
+    continue_prompt,
+    encode_answers,
+    fill_prompt,
+    right_options,
+)
+from bmforge.recipes.task_scores import score_answers, score_classes, write_answers
+from bmforge.recipes.task_wording import Wording, word_task
+from bmforge.tokenizers import Tokenizer
+from bmforge.train import EvalResult, OptimConfig, TrainConfig
+from bmforge.train.task_metrics import score_task
+
+__all__ = [
+    "BertSuperGLUEConfig",
+    "GPT2SuperGLUEConfig",
+    "LlamaSuperGLUEConfig",
+    "T5SQuADConfig",
+    "T5SuperGLUEConfig",
+    "TaskDataConfig",
+    "TaskTuneConfig",
+    "tune_squad",
+    "tune_task",
+]
+
+_PADS_WITH_POSITIONS = (BertConfig, GPT2Config, LlamaConfig)
+
+
+@dataclass(kw_only=True)
+class TaskDataConfig(ExampleConfig):
+    """What is learned; the fields not named here are `ExampleConfig`'s.
+
+    Args:
+        task: a name in `bmforge.data.tasks.TASKS`.
+        paths: one folder: the task's own, or the one that holds a folder of its name.
+        train_split: what is learned from.
+        dev_split: what is held out; None evaluates nothing.
+        seq_len: longest row in tokens; longer texts are cut.
+    """
+
+    task: str = "BoolQ"
+    train_split: str = "train"
+    dev_split: str | None = "dev"
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a number out of range, an unknown task, or not one folder."""
+        super().check()
+        if self.task not in TASKS:
+            raise ConfigError(
+                f"data.task={self.task!r} is unknown.{suggest(self.task, TASKS)} "
+                f"Known: {', '.join(TASKS)}."
+            )
+        if len(self.paths) != 1:
+            raise ConfigError(f"data.paths={list(self.paths)} must be the one folder of the task.")
+        if self.validation or self.split:
+            raise ConfigError(
+                "a task has splits of its own: set data.dev_split, and leave out data.validation "
+                "and data.split."
+            )
+
+
+@dataclass(kw_only=True)
+class TaskTuneConfig(RunConfig):
+    """Fine-tune on a task; the fields not named here are `RunConfig`'s.
+
+    Args:
+        data: the task.
+    """
+
+    data: TaskDataConfig = field(default_factory=lambda: TaskDataConfig(seq_len=256))
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(optim=OptimConfig(lr=2e-5, weight_decay=0.01))
+    )
+
+
+@dataclass(kw_only=True)
+class BertSuperGLUEConfig(TaskTuneConfig):
+    """Fine-tune a BERT to classify; `model` is its size, with `init_from` that model's."""
+
+    run_dir: Path = Path("runs/bert-superglue")
+    model: BertConfig = field(default_factory=lambda: BertConfig.preset("bert-base-uncased"))
+
+
+@dataclass(kw_only=True)
+class T5SuperGLUEConfig(TaskTuneConfig):
+    """Fine-tune a T5 to answer; `model` is its size, with `init_from` that model's."""
+
+    run_dir: Path = Path("runs/t5-superglue")
+    model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
+
+
+@dataclass(kw_only=True)
+class GPT2SuperGLUEConfig(TaskTuneConfig):
+    """Fine-tune a GPT-2 to answer; `model` is its size, with `init_from` that model's."""
+
+    run_dir: Path = Path("runs/gpt2-superglue")
+    model: GPT2Config = field(default_factory=lambda: GPT2Config.preset("gpt2-small"))
+
+
+@dataclass(kw_only=True)
+class LlamaSuperGLUEConfig(TaskTuneConfig):
+    """Fine-tune a Llama to answer; `model` is its size, with `init_from` that model's."""
+
+    run_dir: Path = Path("runs/llama-superglue")
+    model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
+
+
+@dataclass(kw_only=True)
+class T5SQuADConfig(T5SuperGLUEConfig):
+    """Fine-tune a T5 to answer questions on a text (SQuAD 1.1, and tasks of its form).
+
+    Args:
+        max_new_tokens: longest answer that is written when it is evaluated.
+    """
+
+    run_dir: Path = Path("runs/t5-squad")
+    data: TaskDataConfig = field(default_factory=lambda: TaskDataConfig(task="SQuAD", seq_len=512))
+    max_new_tokens: int = 32
+
+
+def tune_task(config: Any) -> RunResult:
+    """Run, or go on with, fine-tuning on a task of which every example has options.
+
+    Args:
+        config: a `TaskTuneConfig` with the `model` of a BERT, T5, GPT-2 or Llama.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    config.data.check()
+    if isinstance(config.model, BertConfig):
+        labels = len(TASKS[config.data.task].label_names) or 2
+        model = config.model.replace(head="sequence_classification", num_labels=labels)
+        config = dataclasses.replace(config, model=model)
+        return run_recipe(config, _open_classes)
+    return run_recipe(config, _open_answers)
+
+
+def tune_squad(config: T5SQuADConfig) -> RunResult:
+    """Run, or go on with, fine-tuning on questions whose answer is a text.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_squad)
+
+
+def _read(config: Any) -> tuple[list[TaskExample], list[TaskExample]]:
+    """Return the examples to learn from and those held out."""
+    data = config.data
+    data.check()
+    fixed = isinstance(config.model, _PADS_WITH_POSITIONS)
+    if fixed and data.seq_len > config.model.max_seq_len:
+        raise ConfigError(
+            f"data.seq_len={data.seq_len} is longer than model.max_seq_len="
+            f"{config.model.max_seq_len}; shorten the one or lengthen the other."
+        )
+    train = read_task(data.task, data.paths[0], data.train_split)
+    held_out = []
+    if data.dev_split is not None:
+        held_out = read_task(data.task, data.paths[0], data.dev_split)
+        if data.validation_batches is not None:
+            held_out = held_out[: data.validation_batches * data.micro_batch_size]
+    if not train:
+        raise DataError(f"{data.task} has no example to learn from in {data.paths[0]!r}.")
+    return train, held_out
+
+
+def _word(config: Any, example: TaskExample) -> Wording:
+    """Return the task's wording, once it is clear that its examples have options."""
+    wording = word_task(TASKS[config.data.task], example)
+    if not wording.options(example):
+        raise ConfigError(
+            f"data.task={config.data.task!r} asks for a text, and has nothing to choose from. "
+            "Train on it with the recipe t5-squad."
+        )
+    return wording
+
+
+def _choose(
+    scores: Sequence[float], examples: Sequence[TaskExample], wording: Wording
+) -> list[Any]:
+    """Return what `score_task` wants: the best option of every example, as number or as text."""
+    chosen: list[Any] = []
+    at = 0
+    for example in examples:
+        options = wording.options(example)
+        mine = scores[at : at + len(options)]
+        at += len(options)
+        best = max(range(len(options)), key=mine.__getitem__)
+        chosen.append(options[best] if isinstance(example.label, str) else best)
+    return chosen
+
+
+def _figures(name: str, predicted: list[Any], examples: Sequence[TaskExample]) -> Results:
+    found = score_task(name, predicted, examples)
+    return {metric: {"model": value} for metric, value in found.items()}
+
+
+def _class_rows(
+    examples: Sequence[TaskExample], wording: Wording
+) -> list[tuple[tuple[str, ...], int]]:
+    """Return texts and classes: a row for every example, or for every one of its choices."""
+    rows = []
+    for example in examples:
+        right = right_options(example, wording.options(example))
+        if not example.choices:
+            rows.append((wording.write_segments(example), right[0]))
+        for number, choice in enumerate(example.choices):
+            rows.append((wording.write_segments(example, choice), int(number in right)))
+    return rows
+
+
+def _open_classes(config: BertSuperGLUEConfig, rows: World) -> TrainingData:
+    train, dev = _read(config)
+    tokenizer, data = open_tokenizer(config), config.data
+    labels = len(TASKS[data.task].label_names) or 2
+    if config.model.num_labels != labels:
+        raise ConfigError(
+            f"init_from={config.init_from!r} classifies into {config.model.num_labels}, and "
+            f"{data.task} has {labels} labels. Start from a checkpoint without a classifier."
+        )
+    wording = _word(config, train[0])
+    source = ClassRows(_class_rows(train, wording), tokenizer, config)
+    held_out = ClassRows(_class_rows(dev, wording), tokenizer, config) if dev else None
+
+    def make(numbers: Sequence[int]) -> Batch:
+        assert held_out is not None
+        return collate([held_out.make(n, ()) for n in numbers], held_out.columns)
+
+    def figures(model: Model, evaluation: EvalResult) -> Results:
+        assert held_out is not None
+        logits = score_classes(model, len(held_out), make, data.micro_batch_size, rows)
+        if dev[0].choices:
+            predicted = _choose((logits[:, 1] - logits[:, 0]).tolist(), dev, wording)
+        else:
+            predicted = logits.argmax(-1).tolist()
+        return _figures(data.task, predicted, dev)
+
+    return open_examples(
+        source,
+        held_out,
+        data,
+        rows,
+        save_tokenizer=tokenizer.save_pretrained,
+        figures=figures,
+        new_head=True,
+    )
+
+
+def _pairs(
+    examples: Sequence[TaskExample], wording: Wording, tokenizer: Tokenizer, config: Any
+) -> list[list[Pair]]:
+    """Return every example's prompt with each of its options."""
+    width, found = config.data.seq_len, []
+    for example in examples:
+        options, prompt = wording.options(example), wording.write_prompt(example)
+        if isinstance(config.model, T5Config):
+            read = fill_prompt(prompt, "", tokenizer, width)
+            found.append([Pair(read, a) for a in encode_answers(options, tokenizer)])
+        else:
+            found.append(continue_prompt(prompt, options, tokenizer, width))
+    return found
+
+
+def _open_answers(config: Any, rows: World) -> TrainingData:
+    train, dev = _read(config)
+    tokenizer, data = open_tokenizer(config), config.data
+    wording = _word(config, train[0])
+
+    def learned(examples: Sequence[TaskExample], pairs: Sequence[list[Pair]]) -> AnswerRows:
+        firsts = (right_options(e, wording.options(e))[0] for e in examples)
+        right = [options[n] for n, options in zip(firsts, pairs, strict=True)]
+        return AnswerRows(right, config, isinstance(config.model, T5Config))
+
+    pairs = _pairs(dev, wording, tokenizer, config)
+
+    def figures(model: Model, evaluation: EvalResult) -> Results:
+        flat = [pair for options in pairs for pair in options]
+        scores = score_answers(model, flat, data.micro_batch_size, rows, data.seq_len)
+        return _figures(data.task, _choose(scores, dev, wording), dev)
+
+    return open_examples(
+        learned(train, _pairs(train, wording, tokenizer, config)),
+        learned(dev, pairs) if dev else None,
+        data,
+        rows,
+        save_tokenizer=tokenizer.save_pretrained,
+        figures=figures,
+    )
+
+
+def _open_squad(config: T5SQuADConfig, rows: World) -> TrainingData:
+    train, dev = _read(config)
+    tokenizer, data = open_tokenizer(config), config.data
+    if not {"question", "context"} <= set(train[0].fields):
+        raise ConfigError(
+            f"data.task={data.task!r} has no question on a context. Tasks that have are SQuAD, "
+            "cmrc2018 and drcd; for one with choices use t5-superglue."
+        )
+
+    def pairs(examples: Sequence[TaskExample]) -> list[Pair]:
+        unanswered = [example.idx for example in examples if not example.answers]
+        if unanswered:
+            raise DataError(f"{data.task}: these questions have no answer: {unanswered[:5]}.")
+        answers = encode_answers([example.answers[0] for example in examples], tokenizer)
+        asked = (
+            fill_prompt(
+                f"Question: {e.fields['question'].strip()} Answer:",
+                f"Context: {e.fields['context'].strip()}",
+                tokenizer,
+                data.seq_len,
+            )
+            for e in examples
+        )
+        return [Pair(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
+
+    held_out = pairs(dev)
+
+    def figures(model: Model, evaluation: EvalResult) -> Results:
+        prompts = [pair.prompt for pair in held_out]
+        sizes = (data.micro_batch_size, rows, data.seq_len, config.max_new_tokens)
+        written = write_answers(model, prompts, *sizes)
+        return _figures(data.task, [_read_answer(ids, tokenizer) for ids in written], dev)
+
+    return open_examples(
+        AnswerRows(pairs(train), config, reads_apart=True),
+        AnswerRows(held_out, config, reads_apart=True) if dev else None,
+        data,
+        rows,
+        save_tokenizer=tokenizer.save_pretrained,
+        figures=figures,
+    )
+
+
+def _read_answer(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text between the first blank and what ends it."""
+    first, second = (tokenizer.token_to_id(f"<extra_id_{n}>") for n in (0, 1))
+    ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
+    kept = list(ids[1:] if ids[:1] == [first] else ids)
+    stop = next((place for place, id in enumerate(kept) if id in ends), len(kept))
+    return tokenizer.decode(kept[:stop]).strip()

@@ -1,0 +1,97 @@
+"""How a run in fp16 scales its loss: fixed, or adapted with the patience that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bmforge.errors import ConfigError
+from bmforge.train.precision import LossScaler
+
+__all__ = ["LossScaleConfig", "PatientScaler", "build_scaler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """The loss scale of ``train.precision = "fp16"``; other precisions have none.
+
+    Args:
+        fixed: this scale for the whole run; None adapts it.
+        init_scale: the first scale.
+        growth_interval_steps: sound steps in a row after which it doubles.
+        min_scale: it never falls below this.
+        hysteresis: the overflow of this number halves the scale, as every later one does until it
+            has grown again; 1 halves at once.
+    """
+
+    fixed: float | None = None
+    init_scale: float = 2.0**16
+    growth_interval_steps: int = 2000
+    min_scale: float = 1.0
+    hysteresis: int = 1
+
+    def check(self, precision: str) -> None:
+        """Raise `ConfigError` for a number out of range, or settings without effect."""
+        if self != LossScaleConfig() and precision != "fp16":
+            raise ConfigError(
+                f"loss_scale has no effect with train.precision={precision!r}: only fp16 scales "
+                "its loss. Leave it out, or set train.precision to 'fp16'."
+            )
+        others = LossScaleConfig(fixed=self.fixed)
+        if self.fixed is not None and self != others:
+            raise ConfigError(
+                f"loss_scale.fixed={self.fixed} keeps the scale as it is, so the other fields of "
+                "loss_scale have no effect. Leave them out, or fixed."
+            )
+        if self.hysteresis < 1:
+            raise ConfigError(f"loss_scale.hysteresis={self.hysteresis} must be at least 1.")
+        build_scaler(self)
+
+
+class PatientScaler(LossScaler):
+    """A loss scaler that lets some overflows pass before it lowers the scale.
+
+    Args:
+        config: the numbers.
+
+    Source: ``DynamicLossScaler`` of Megatron-LM and DeepSpeed (`delayed_shift`).
+    """
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        super().__init__(
+            config.init_scale if config.fixed is None else config.fixed,
+            config.growth_interval_steps,
+            min_scale=config.min_scale if config.fixed is None else min(config.fixed, 1.0),
+        )
+        self._is_fixed = config.fixed is not None
+        self._hysteresis = self._patience = config.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Adapt the scale after a step; `overflow` must be the same on every process."""
+        if self._is_fixed:
+            return
+        if overflow and self._patience > 1:
+            self._patience -= 1
+            self._sound_steps = 0
+            return
+        super().update(overflow)
+        if not overflow and self._sound_steps == 0:  # it has grown
+            self._patience = self._hysteresis
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state as plain numbers."""
+        return {**super().state_dict(), "patience": self._patience}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take the state that `state_dict` gave."""
+        super().load_state_dict(state)
+        self._patience = int(state.get("patience", self._hysteresis))
+
+
+def build_scaler(config: LossScaleConfig) -> LossScaler:
+    """Return the scaler of a run in fp16.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    return PatientScaler(config)

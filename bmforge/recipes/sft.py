@@ -1,0 +1,240 @@
+"""Fine-tune a Llama on conversations: written by a chat template, learned where it answers, packed.
+
+Conversations lie whole in rows, as many as fit, each with positions of its own and blind to the
+others. Which go together is drawn once, from the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bmforge.data.order import derive_key, permute
+from bmforge.data.packing import reset_positions
+from bmforge.errors import ConfigError, DataError
+from bmforge.logging import get_logger
+from bmforge.models.llama import LlamaConfig
+from bmforge.parallel import World
+from bmforge.recipes.chat_template import (
+    TEMPLATE_FILE,
+    ChatTemplate,
+    Message,
+    find_template,
+    split_answers,
+)
+from bmforge.recipes.examples import (
+    Example,
+    ExampleConfig,
+    fingerprint_of,
+    open_examples,
+    read_lines,
+)
+from bmforge.recipes.pieces import find_tokenizer, open_tokenizer
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.splitting import refuse_split
+from bmforge.tokenizers import Tokenizer
+from bmforge.train import OptimConfig, TrainConfig
+from bmforge.train.objective import IGNORE_INDEX
+
+__all__ = ["LlamaSFTConfig", "encode_conversation", "pack_rows", "read_conversations", "train_sft"]
+
+_OPEN_ROWS = 64
+Encoded = tuple[list[int], list[int]]
+
+
+@dataclass(kw_only=True)
+class LlamaSFTConfig(RunConfig):
+    """Fine-tune a Llama on conversations; the fields not named here are `RunConfig`'s.
+
+    Args:
+        model: its size; with `init_from` that model's.
+        data: `paths` are .jsonl files, a conversation a line: {"messages": [{"role": "user",
+            "content": "..."}, {"role": "assistant", "content": "..."}]}; longer ones than `seq_len`
+            are cut behind.
+        template: file of a chat template; None takes the tokenizer's own, or a plain one.
+    """
+
+    run_dir: Path = Path("runs/llama-sft")
+    model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
+    data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=2048))
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(optim=OptimConfig(lr=2e-5, weight_decay=0.0))
+    )
+    template: Path | None = None
+
+
+def train_sft(config: LlamaSFTConfig) -> RunResult:
+    """Run, or go on with, fine-tuning on conversations.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_data)
+
+
+def read_conversations(path: str) -> list[tuple[str, list[Message]]]:
+    """Return the conversations of a file, each with its place in it.
+
+    Raises:
+        DataError: a line is no conversation.
+    """
+    found = []
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        place = f"{path!r}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{place} is not JSON ({error}).") from error
+        messages = record.get("messages") if isinstance(record, dict) else None
+        fits = isinstance(messages, list) and all(
+            isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content"))
+            for m in messages
+        )
+        if not fits:
+            raise DataError(
+                f"{place} needs 'messages', a list of objects with the texts 'role' and 'content'."
+            )
+        assert isinstance(messages, list)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise DataError(f"{place} has no message of the assistant, so nothing to learn.")
+        found.append((place, messages))
+    return found
+
+
+def encode_conversation(
+    messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer
+) -> Encoded:
+    """Return ids and labels; only what the assistant writes is learned."""
+    text, ids, labels = "", list[int](), list[int]()
+    for piece, is_answer in split_answers(template, messages):
+        text += piece
+        joined = tokenizer.encode(text)
+        # Where the tokenizer joins pieces, an answer is what it would be after this prompt.
+        fits = joined[: len(ids)] == ids
+        new = joined[len(ids) :] if fits else tokenizer.encode(piece)
+        ids += new
+        labels += new if is_answer else [IGNORE_INDEX] * len(new)
+    return ids, [IGNORE_INDEX, *labels[1:]]
+
+
+def pack_rows(sizes: Sequence[int], width: int, seed: int) -> list[list[int]]:
+    """Return which texts lie in each row: in a drawn order, each in the first row with room.
+
+    Args:
+        sizes: tokens of each, at most `width`.
+        width: tokens of a row.
+        seed: of the order.
+    """
+    order = permute(np.arange(len(sizes)), max(len(sizes), 1), derive_key("pack", seed)).tolist()
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, list[int]]] = []
+    for number in order:
+        place = next((i for i, (room, _) in enumerate(open_rows) if room >= sizes[number]), None)
+        if place is None:
+            rows.append([])
+            open_rows = [*open_rows, (width, rows[-1])][-_OPEN_ROWS:]
+            place = len(open_rows) - 1
+        room, row = open_rows[place]
+        row.append(number)
+        open_rows[place] = (room - sizes[number], row)
+    return rows
+
+
+class _Conversations:
+    """Packed conversations; an `ExampleSource`."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        config: LlamaSFTConfig,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+    ) -> None:
+        width = config.data.seq_len
+        self._texts: list[Encoded] = []
+        left_out = cut = 0
+        for place, messages in (c for path in paths for c in read_conversations(path)):
+            try:
+                ids, labels = encode_conversation(messages, template, tokenizer)
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
+            cut += len(ids) > width
+            ids, labels = ids[:width], labels[:width]
+            if any(label != IGNORE_INDEX for label in labels):
+                self._texts.append((ids, labels))
+            else:
+                left_out += 1
+        if cut:
+            get_logger().warning(
+                "%d conversations are longer than data.seq_len=%d and were cut; %d of them had no "
+                "answer left and were left out",
+                cut,
+                width,
+                left_out,
+            )
+        self._rows = pack_rows([len(ids) for ids, _ in self._texts], width, config.data.seed)
+        self._width = width
+        names = ("input_ids", "position_ids", "document_ids")
+        self.columns: Mapping[str, tuple[int, int]] = {
+            **dict.fromkeys(names, (width, 0)),
+            "labels": (width, IGNORE_INDEX),
+        }
+        self.fingerprint = fingerprint_of(self._texts, self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
+        """Return row `index`; nothing is drawn. What fills it up is a document of its own."""
+        texts = [self._texts[number] for number in self._rows[index]]
+        ids = [id for one, _ in texts for id in one]
+        starts = np.zeros((1, self._width), dtype=np.bool_)
+        for end in np.cumsum([len(one) for one, _ in texts]).tolist():
+            starts[0, end : end + 1] = True
+        positions, documents = reset_positions(starts)
+        return {
+            "input_ids": ids,
+            "position_ids": positions[0].tolist(),
+            "document_ids": documents[0].tolist(),
+            "labels": [label for _, labels in texts for label in labels],
+        }
+
+
+def _open_data(config: LlamaSFTConfig, rows: World) -> TrainingData:
+    data = config.data
+    data.check()
+    refuse_split(data.split)
+    if data.seq_len > config.model.max_seq_len:
+        raise ConfigError(
+            f"data.seq_len={data.seq_len} is longer than model.max_seq_len="
+            f"{config.model.max_seq_len}; shorten the one or lengthen the other."
+        )
+    tokenizer, folder = open_tokenizer(config), find_tokenizer(config)
+    source = find_template(folder)
+    if config.template is not None:
+        source = "\n".join(read_lines(str(config.template)))
+    if source is None:
+        get_logger().info("%s has no chat template: a plain one is used", folder)
+    template = ChatTemplate(source, tokenizer)
+
+    def save(directory: Path) -> None:
+        tokenizer.save_pretrained(directory)
+        if config.template is not None:
+            shutil.copy2(config.template, directory / TEMPLATE_FILE)
+        elif (folder / TEMPLATE_FILE).is_file():
+            shutil.copy2(folder / TEMPLATE_FILE, directory / TEMPLATE_FILE)
+
+    return open_examples(
+        _Conversations(data.paths, config, tokenizer, template),
+        _Conversations(data.validation, config, tokenizer, template) if data.validation else None,
+        data,
+        rows,
+        save_tokenizer=save,
+    )

@@ -1,0 +1,91 @@
+"""Parts of a token store: so many of its documents to learn from, so many to validate on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.data import TokenStore
+from bmforge.errors import ConfigError, DataError
+
+__all__ = ["StorePart", "check_split", "refuse_split"]
+
+
+class StorePart(TokenStore):
+    """The documents of one share of a token store, as a store of its own.
+
+    The cut is Megatron-LM's: documents in order, each share rounded to whole ones.
+
+    Args:
+        prefix: path of the store without ``.bin`` or ``.idx``.
+        split: shares, relative to each other.
+        index: which of them.
+
+    Raises:
+        DataError: the share is less than one document, or the store is damaged.
+
+    Memory: 16 bytes a document.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], split: Sequence[float], index: int) -> None:
+        super().__init__(prefix)
+        edges = (edge for span in super().documents() for edge in span)
+        spans = np.fromiter(edges, dtype=np.int64).reshape(-1, 2)
+        bounds = [0, *accumulate(round(len(spans) * share / sum(split)) for share in split)]
+        first, last = (min(bound, len(spans)) for bound in bounds[index : index + 2])
+        if first == last:
+            raise DataError(
+                f"token store {str(prefix)!r} has {len(spans)} documents, of which "
+                f"data.split={tuple(split)} leaves none for part {index}. Raise that share."
+            )
+        self._spans = spans[first:last].copy()
+        self._begin, self._end = int(spans[first, 0]), int(spans[last - 1, 1])
+        self.tokens = self.tokens[self._begin : self._end]
+
+    def map_for_random_access(self) -> NDArray[np.integer]:
+        """Return `tokens` mapped once more, for reading short pieces in random order."""
+        return TokenStore(self.prefix).map_for_random_access()[self._begin : self._end]
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents in this part."""
+        return len(self._spans)
+
+    def documents(self) -> Iterator[tuple[int, int]]:
+        """Yield each document as the range (first token, one past its last) in `tokens`."""
+        for start, end in self._spans:
+            yield int(start) - self._begin, int(end) - self._begin
+
+
+def check_split(split: Sequence[float], validation: object, paths: Sequence[str]) -> None:
+    """Raise `ConfigError` for shares that are none, or where validation is told twice."""
+    if not split:
+        return
+    if len(split) > 3 or min(split) < 0 or split[0] <= 0:
+        raise ConfigError(
+            f"data.split={tuple(split)} must be the shares to learn from, to validate on and to "
+            "leave out, such as 949 50 1: at most three, none below 0, the first above it."
+        )
+    if validation:
+        raise ConfigError(
+            f"data.split={tuple(split)} and data.validation={validation!r} both say what is held "
+            "out. Leave one of them out."
+        )
+    if any(os.path.isdir(path) for path in paths):
+        raise ConfigError(
+            "data.split divides bare token stores; a directory of `bmforge prepare` has its own "
+            "held-out part (prepare's --validation-fraction)."
+        )
+
+
+def refuse_split(split: Sequence[float]) -> None:
+    """Raise `ConfigError` for shares where nothing is read that they could divide."""
+    if split:
+        raise ConfigError(
+            f"data.split={tuple(split)} has no effect: it divides token stores, and this recipe "
+            "reads files. Name held-out ones with data.validation."
+        )

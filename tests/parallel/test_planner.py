@@ -1,0 +1,210 @@
+"""The planner against what is known otherwise: deeper traces, a real run, closed forms, replays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bmforge.cli.plan_workload import workload_of
+from bmforge.errors import ConfigError
+from bmforge.models import init_weights_
+from bmforge.models.bert import BertConfig
+from bmforge.models.gpt2 import GPT2, GPT2Config
+from bmforge.models.llama import LlamaConfig
+from bmforge.models.t5 import T5Config
+from bmforge.parallel import Layout, init_distributed, parallelize, run_step, shutdown_distributed
+from bmforge.parallel import plan_trace as tracing
+from bmforge.parallel.hardware import Cluster, find_device, parse_interconnect
+from bmforge.parallel.plan_estimate import Choice, Estimator, Request
+from bmforge.parallel.plan_memory import Share, count_work, peak_memory
+from bmforge.parallel.plan_time import Work, step_time
+from bmforge.parallel.plan_trace import Setting, trace_step
+from bmforge.parallel.planner import plan
+from bmforge.parallel.replay import replay
+from bmforge.parallel.schedules import build_schedule
+
+SMALL = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "num_layers": 6}
+TINY = GPT2Config(**SMALL, max_seq_len=64)
+CONFIGS: dict[str, Any] = {
+    "gpt2": TINY,
+    "llama": LlamaConfig(**SMALL, intermediate_size=160, max_seq_len=64),
+    "bert": BertConfig(**SMALL, intermediate_size=160, max_seq_len=64),
+    "t5": T5Config(**SMALL, intermediate_size=160, head_dim=16),
+}
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """A plan needs a process that has joined no group."""
+    shutdown_distributed()
+    yield
+    shutdown_distributed()
+
+
+def request_for(config: Any = TINY, gpus: int = 8, batch: int = 16, **changes: Any) -> Request:
+    cluster = Cluster(find_device("a100-40gb"), gpus)
+    return Request(workload_of("small", config, 64), cluster, batch, **changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("gpt2", Setting(Layout(), 4, 4, "bf16")),
+        pytest.param(
+            "gpt2",
+            Setting(Layout(zero=2), 2, 2, "bf16", accumulates=True, piped=True),
+            marks=pytest.mark.long,
+        ),
+        ("llama", Setting(Layout(tp=2, sequence_parallel=True), 2, 4, "bf16", recompute=True)),
+        pytest.param("t5", Setting(Layout(zero=2), 2, 2, "fp32"), marks=pytest.mark.long),
+    ],
+)
+def test_three_blocks_tell_of_six(
+    family: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The composed peak is that of a trace of the whole depth; so is the work."""
+    workload = workload_of(family, CONFIGS[family], 64)
+    short = trace_step(workload, setting)
+    composed, work = peak_memory(short, Share(6)), count_work(short, 6)
+    monkeypatch.setattr(tracing, "BLOCKS", 6)
+    deep = trace_step(workload, setting)
+    live = np.cumsum([change for change, _ in deep.events]).max() + 3 * deep.static
+    assert composed.total == pytest.approx(live, rel=1e-12)
+    if not setting.piped:  # there the last of two micro-batches is asked for
+        assert work[0] == pytest.approx(deep.flops, rel=1e-12)
+        assert work[1] == pytest.approx(deep.traffic_bytes, rel=0.01)
+
+
+def test_earlier_gradients_are_as_large_as_the_parameters() -> None:
+    workload = workload_of("gpt2", TINY, 64)
+    plain = peak_memory(trace_step(workload, Setting(Layout(), 4, 4)), Share(6))
+    trace = trace_step(workload, Setting(Layout(), 4, 4, accumulates=True))
+    later = peak_memory(trace, Share(6))
+    assert later.parts["gradients"] == later.parts["parameters"]
+    assert later.total - plain.total == pytest.approx(
+        later.parts["gradients"] - plain.parts["gradients"]
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_real_run_on_this_machine(recompute: bool) -> None:
+    """The allocator's high-water mark of two real steps, seen by torch's profiler."""
+    config = GPT2Config(**{**SMALL, "hidden_size": 128, "num_layers": 4}, max_seq_len=64)
+    choice = Choice(Layout(zero=0), 16, recompute)
+    said = Estimator(request_for(config, 1, 16, precision="fp32")).estimate(choice).memory
+    ids = torch.randint(512, (16, 64))
+    init_distributed()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model = GPT2.from_config(config, device="meta")
+        parallelize(model, Layout(zero=0), recompute=recompute)
+        init_weights_(model, 0)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            run_step(model.train(), lambda b: model(**b).loss, [{"input_ids": ids, "labels": ids}])
+            optimizer.step()
+            optimizer.zero_grad()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    assert said.total == pytest.approx(np.cumsum(changes).max(), rel=0.01)
+
+
+def test_products_are_those_of_the_formula() -> None:
+    """6 per weight and token and 12 L D T for attention, of which causal kernels do half."""
+    whole = TINY.flops_per_token(64)
+    attention = 12 * TINY.num_layers * TINY.hidden_size * 64
+    trace = trace_step(workload_of("gpt2", TINY, 64), Setting(Layout(zero=0), 1, 2, "fp32"))
+    flops, _ = count_work(trace, 6)
+    # Torch's kernels make five products in backward where the formula has four.
+    kernels = attention * 7 / 6 / 2
+    assert flops / (2 * 64) == pytest.approx(whole - attention + kernels, rel=1e-6)
+
+
+def test_state_is_what_adamw_keeps() -> None:
+    row = Estimator(request_for()).estimate(Choice(Layout(), 2))
+    numbers = sum(p.numel() for p in GPT2.from_config(TINY, device="meta").parameters())
+    assert row.memory.parts["parameters"] == pytest.approx(4 * numbers / 8, rel=0.01)
+    assert row.memory.parts["optimizer"] == 2 * row.memory.parts["parameters"]
+
+
+def test_offloading_leaves_half_precision_weights() -> None:
+    estimator = Estimator(request_for())
+    here, away = (estimator.estimate(Choice(Layout(), 2, offloaded=f)) for f in (0.0, 1.0))
+    assert away.memory.parts["optimizer"] == 0
+    assert away.memory.parts["parameters"] == here.memory.parts["parameters"] / 2
+    assert away.times.parts["optimizer"] == 0
+    small = replace(estimator.request.cluster, host_memory_gib=1e-6)
+    estimator.request = replace(estimator.request, cluster=small)
+    assert not estimator.estimate(Choice(Layout(), 2, offloaded=1.0)).fits
+
+
+def test_pipeline_bubble_is_that_of_the_schedule() -> None:
+    work = Work(1e12, 0.0, 16, 0.0, 6, 0.0, 1)
+    times = step_time(work, Cluster(find_device("h100-80gb"), 4), Layout(zero=0, pp=4), "bf16")
+    schedule = replay(build_schedule("1f1b", 4, 16))
+    assert times.parts["bubble"] / times.total == pytest.approx(schedule.bubble_ratios[0])
+
+
+def test_pipeline_ranks_hold_their_blocks() -> None:
+    """Four ranks: a quarter of the blocks each, and four micro-batches in flight on the first."""
+    estimator = Estimator(request_for(gpus=4))
+    row = estimator.estimate(Choice(Layout(zero=0, pp=4), 1))
+    alone = Estimator(request_for(gpus=1)).estimate(Choice(Layout(zero=0), 1))
+    assert row.memory.parts["parameters"] < 0.5 * alone.memory.parts["parameters"]
+
+
+def test_plan_ranks_what_fits_by_speed() -> None:
+    found = plan(request_for(gpus=4, batch=4), layouts=(Layout(), Layout(tp=3)))
+    assert found.winner is found.rows[0]
+    times = [row.times.total for row in found.rows]
+    assert times == sorted(times)
+    assert all(row.fits for row in found.rows)
+    ((layout, reason),) = found.refused
+    assert layout.tp == 3
+    assert "does not divide" in reason
+
+
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    request = request_for(gpus=1, batch=1)
+    tiny = replace(request.cluster.device, memory_gib=0.9005)
+    request = replace(request, cluster=replace(request.cluster, device=tiny), offload=False)
+    found = plan(request)
+    row = found.rows[0]
+    assert row.short_bytes == row.memory.total - tiny.memory_bytes > 0
+    with pytest.raises(ConfigError, match=r"nothing fits: .* lacks least, 0\.0\d GiB per device"):
+        _ = found.winner
+
+
+def test_hours_follow_from_the_speed() -> None:
+    row = Estimator(request_for()).estimate(Choice(Layout(), 2))
+    assert row.tokens_per_s == 16 * 64 / row.times.total
+    assert row.hours(3600 * row.tokens_per_s) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: find_device("a100-40g"), "a100-40gb"),
+        (lambda: find_device("nobody", 16), "--gpu-tflops"),
+        (lambda: find_device("h200", -1), "above 0"),
+        (lambda: parse_interconnect("pigeons"), "Gb/s per GPU"),
+        (lambda: Cluster(find_device("h200"), 12), "nodes of 8"),
+        (lambda: request_for(batch=0), "at least 1"),
+        (lambda: Estimator(request_for(batch=3)).estimate(Choice(Layout(), 2)), "does not divide"),
+    ],
+)
+def test_bad_input_is_explained(call: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
+def test_a_device_by_hand() -> None:
+    device = find_device("mine", 48, 300)
+    assert (device.name, device.memory_gib, device.half_tflops) == ("mine", 48, 300)
+    assert find_device("RTX 4090").name == "4090"
+    assert parse_interconnect("ib-200") == parse_interconnect("200") == 200
