@@ -22,7 +22,8 @@ TESTS = ROOT / "tests" / "parity"
 INTRO = """# Capabilities
 
 Every capability on every family: a cell names the test that proves it, in the file of the family's
-row. `make test` runs them all. This page is written by `dev/capabilities.py`.
+row. `make test-all` runs them all, `make test` those that do not follow from another one. This page
+is written by `dev/capabilities.py`.
 
 """
 

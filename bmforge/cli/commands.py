@@ -100,6 +100,7 @@ def run_train(arguments: Sequence[str]) -> None:
     show = _take_option(rest, "--print-config")
     traces = _take_option(rest, "--profile")
     old_file = _take_option(rest, "--ds-config")
+    plans = _take_option(rest, "--layout")
     tries, world = _take_option(rest, "--dry-run"), _take_option(rest, "--world")
     default = recipe.config() if file is None else load_toml(recipe.config, file)
     # What follows from other fields (heads from widths) is left to follow from the changed ones.
@@ -110,6 +111,8 @@ def run_train(arguments: Sequence[str]) -> None:
     if old_file is not None:
         size = parse_world(world) if tries == "True" else launched_processes()
         config = apply_ds_config(config, old_file, size)
+    if plans is not None:
+        config = _choose_layout(config, plans, parse_world(world) if tries == "True" else None)
     if show == "True":
         print(dump_toml(config), end="")
         return
@@ -119,6 +122,17 @@ def run_train(arguments: Sequence[str]) -> None:
     if world is not None:
         raise ConfigError("--world has no effect without --dry-run; torchrun starts processes.")
     recipe.run(config)
+
+
+def _choose_layout(config: Any, word: str, world: int | None) -> Any:
+    """Lay a run out as the planner says: on the launched processes, in a dry run on `world`."""
+    from bmforge.cli.auto_layout import apply_auto_layout
+
+    if word != "auto":
+        raise ConfigError(
+            f"--layout {word!r} must be auto; set its fields by name, such as --layout.zero 3."
+        )
+    return apply_auto_layout(config, world or launched_processes(), joins=world is None)
 
 
 @dataclass(kw_only=True)

@@ -237,7 +237,9 @@ def _options(request: Request, choice: Any) -> list[str]:
     return [f"--{name} {value}" for name, value in options.items()]
 
 
-def auto_layout(config: Any, cluster: Cluster) -> tuple[Layout, bool, float, int]:
+def auto_layout(
+    config: Any, cluster: Cluster, *, offload: bool = True
+) -> tuple[Layout, bool, float, int]:
     """Return layout, recompute, offloaded fraction and micro-batch for a recipe's config.
 
     For `--layout auto`: the recipe's model, rows and batch on the machines it is started on.
@@ -245,6 +247,7 @@ def auto_layout(config: Any, cluster: Cluster) -> tuple[Layout, bool, float, int
     Args:
         config: a `RunConfig` with `model` and `data`.
         cluster: where.
+        offload: whether the optimizer may leave the devices.
 
     Raises:
         ConfigError: nothing fits.
@@ -254,6 +257,7 @@ def auto_layout(config: Any, cluster: Cluster) -> tuple[Layout, bool, float, int
         cluster,
         config.data.global_batch_size,
         config.train.precision,
+        offload,
         compiled=config.compile,
     )
     choice = plan(request).winner.choice

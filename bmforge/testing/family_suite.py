@@ -134,6 +134,7 @@ class FamilySuite:
         """Activations made again in backward give the same gradients."""
         self.check_layout(tiny, world=1, layout=Layout(), recompute=True)
 
+    @pytest.mark.long
     @capability("zero-2")
     def test_zero_2(self, tiny: Model) -> None:
         """ZeRO-2 on two processes is one process."""
@@ -149,6 +150,7 @@ class FamilySuite:
         """Every block cut over two processes is one process."""
         self.check_layout(tiny, world=2, layout=Layout(tp=2))
 
+    @pytest.mark.long
     @capability("sequence")
     def test_sequence_parallel(self, tiny: Model) -> None:
         """The same with tokens divided between the parts, and recompute."""
@@ -156,6 +158,7 @@ class FamilySuite:
             tiny, world=2, layout=Layout(tp=2, sequence_parallel=True), recompute=True
         )
 
+    @pytest.mark.long
     @capability("pipeline")
     def test_pipeline(self, tiny: Model) -> None:
         """Two stages on two processes are one process."""

@@ -54,11 +54,24 @@ def pipelined(config: Any, tp: int = 1, accumulate: int = 16) -> Any:
     return dataclasses.replace(config, layout=Layout(pp=2, tp=tp), data=data)
 
 
+class Listener(logging.Handler):
+    """Keeps what is said."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage() + "\n"
+
+
 @pytest.fixture
-def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(get_logger(), "propagate", True)
-    caplog.set_level(logging.INFO, "bmforge")
-    return caplog
+def heard() -> Any:
+    logger, listener = get_logger(), Listener()
+    level = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    yield listener
+    logger.removeHandler(listener)
+    logger.setLevel(level)
 
 
 def test_the_product_is_used_and_both_numbers_are_shown(tmp_path: Path, heard: Any) -> None:

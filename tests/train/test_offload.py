@@ -48,9 +48,9 @@ def compare(prefix: str, world: int, offload: OffloadConfig, **changes: Any) -> 
 @pytest.mark.parametrize(
     "offload",
     [
-        OffloadConfig(0.3),
-        OffloadConfig(0.5, gradients="leave"),
-        LEAVING,
+        pytest.param(OffloadConfig(0.3), marks=pytest.mark.long),
+        pytest.param(OffloadConfig(0.5, gradients="leave"), marks=pytest.mark.long),
+        pytest.param(LEAVING, marks=pytest.mark.long),
         DISK,
         OffloadConfig(0.7, target="disk"),
         OffloadConfig("auto"),
