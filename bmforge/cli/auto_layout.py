@@ -35,6 +35,11 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
     Raises:
         ConfigError: nothing fits, or the machine's accelerator is not in the table.
     """
+    if getattr(config.data, "grad_accum_steps", None) is not None:
+        raise ConfigError(
+            "--layout auto chooses micro-batches, so data.grad_accum_steps would change the global "
+            "batch. Give data.global_batch_size instead."
+        )
     found: list[Any] = [None]
     if not joins or os.environ.get("RANK", "0") == "0":
         try:

@@ -137,8 +137,7 @@ class _Offload:
                 self._last.let_go()
             self._last = record
             seen: dict[tuple[Any, ...], _Slot] = {}
-            own = {_memory(local_tensor(parameter)) for parameter in block.parameters()}
-            with saved_tensors_hooks(lambda t: self._pack(t, record, seen, own), _unpack):
+            with saved_tensors_hooks(lambda t: self._pack(t, record, seen, block), _unpack):
                 return inner(*args, **kwargs)
 
         return forward
@@ -156,10 +155,13 @@ class _Offload:
         return forward
 
     def _pack(
-        self, tensor: Tensor, record: _Block, seen: dict[tuple[Any, ...], _Slot], own: set[int]
+        self, tensor: Tensor, record: _Block, seen: dict[tuple[Any, ...], _Slot], block: nn.Module
     ) -> Any:
         is_small = tensor.numel() < self._smallest
-        if is_small or not _is_dense(tensor) or _memory(tensor) in own:
+        if is_small or not _is_dense(tensor):
+            return tensor
+        # Asked now: what is gathered inside the block has its memory only meanwhile.
+        if any(_memory(local_tensor(p)) == _memory(tensor) for p in block.parameters()):
             return tensor
         # Several operations keep the same tensor; it is alive until the next block begins.
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

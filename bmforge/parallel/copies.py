@@ -76,10 +76,13 @@ class Worker:
     Args:
         name: of the thread.
         note: is told (kind, label).
+        device: the accelerator that is the thread's current one, where there is one.
     """
 
-    def __init__(self, name: str, note: Callable[[str, str], None]) -> None:
-        self._note = note
+    def __init__(
+        self, name: str, note: Callable[[str, str], None], device: torch.device | None = None
+    ) -> None:
+        self._note, self._device, self._is_closed = note, device, False
         self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = (
             queue.SimpleQueue()
         )
@@ -89,6 +92,8 @@ class Worker:
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
         """Have `work` done after all that was asked before; its error is raised by who waits."""
+        if self._is_closed:
+            raise RuntimeError(f"{label or 'work'} was asked of a copy engine that is closed.")
         ticket = Ticket(label, self._note)
         self._note("asked", label)
         self._tasks.put((work, ticket))
@@ -96,10 +101,13 @@ class Worker:
 
     def close(self) -> None:
         """Finish what was asked and end the thread."""
+        self._is_closed = True
         self._tasks.put(None)
         self._thread.join()
 
     def _work(self) -> None:
+        if self._device is not None and not is_host(self._device):
+            torch.accelerator.set_device_index(self._device)  # a new thread begins with the first
         while (task := self._tasks.get()) is not None:
             work, ticket = task
             self._note("begun", ticket.label)
@@ -121,12 +129,15 @@ class CopyEngine(ABC):
     Args:
         name: of its thread.
         records: keep every event in `events`.
+        device: the thread's current accelerator.
     """
 
-    def __init__(self, name: str, records: bool = False) -> None:
+    def __init__(
+        self, name: str, records: bool = False, device: torch.device | None = None
+    ) -> None:
         self.events: list[CopyEvent] = []
         self._records = records
-        self._worker = Worker(name, self.note)
+        self._worker = Worker(name, self.note, device)
 
     def note(self, kind: str, label: str) -> None:
         """Record an event where events are recorded."""
@@ -182,7 +193,7 @@ class _StreamCopies(CopyEngine):
     """An accelerator: a stream of its own copies, beside the one that computes."""
 
     def __init__(self, name: str, device: torch.device, records: bool = False) -> None:
-        super().__init__(name, records)
+        super().__init__(name, records, device)
         self._stream = torch.Stream(device)
 
     def mark(self) -> torch.Event | None:

@@ -60,9 +60,13 @@ class Home:
         else:
             make = new_host or (lambda count: torch.empty(count, dtype=torch.uint8))
             self._bytes = HostBytes(make(size))
-        chunk = 1 << 20
-        for start in range(0, numel, chunk):
-            self.put(start, torch.zeros(min(chunk, numel - start), dtype=dtype))
+        self.clear()
+
+    def clear(self) -> None:
+        """Make it zeros."""
+        part = 1 << 20
+        for start in range(0, self.numel, part):
+            self.put(start, torch.zeros(min(part, self.numel - start), dtype=self.dtype))
 
     def fetch(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return elements from `start`, a multiple of `BLOCK_ELEMENTS`, to `stop`."""
@@ -130,8 +134,11 @@ def _quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     scales = rows.abs().amax(1)
     unit = rows / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     _, bounds = _levels(signed)
-    codes = torch.bucketize(unit, bounds).to(torch.uint8).view(-1)[: values.numel()]
-    return codes, scales
+    codes = torch.bucketize(unit, bounds)
+    if not signed:
+        # A second moment that is not zero must not become it: steps are divided by its root.
+        codes = torch.where(rows > 0, codes.clamp(min=1), codes)
+    return codes.to(torch.uint8).view(-1)[: values.numel()], scales
 
 
 def _dequantize(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:

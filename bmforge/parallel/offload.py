@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from bmforge.device import is_host
 from bmforge.errors import ConfigError
@@ -287,30 +288,36 @@ def left_gradient(parameter: Tensor) -> LeftGradient | None:
     return left if left is not None and left.is_here else None
 
 
-def wait_before_use(model: nn.Module, wait: Callable[[Iterable[nn.Parameter]], None]) -> None:
+def wait_before_use(
+    model: nn.Module, wait: Callable[[Iterable[nn.Parameter]], None]
+) -> list[RemovableHandle]:
     """Have `wait` called with the parameters that a module is about to use, before it does.
 
     Units wait for their own and for those of the next ones, which they gather ahead; the model
     waits for what is in no unit.
+
+    Returns:
+        handles that end it.
     """
     units = _units(model)
     ahead = 1 + getattr(model, "prefetch", 1)
     owned = [list(unit.parameters()) for unit in units]
     inside = {id(parameter) for part in owned for parameter in part}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    handles = [_hook(model, rest, wait)]
     for index, unit in enumerate(units):
         needed = [parameter for part in owned[index : index + ahead] for parameter in part]
-        _hook(unit, needed, wait)
-    _hook(model, rest, wait)
+        handles.append(_hook(unit, needed, wait))
+    return handles
 
 
 def _hook(
     module: nn.Module,
     needed: list[nn.Parameter],
     wait: Callable[[Iterable[nn.Parameter]], None],
-) -> None:
+) -> RemovableHandle:
     # Before FSDP2's own hook, which gathers the parameters.
-    module.register_forward_pre_hook(lambda *args: wait(needed), prepend=True)
+    return module.register_forward_pre_hook(lambda *args: wait(needed), prepend=True)
 
 
 def _units(model: nn.Module) -> list[nn.Module]:

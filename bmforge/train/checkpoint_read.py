@@ -237,6 +237,9 @@ def apply_checkpoint(
                 values[key] = _state_tensor(reader, name, key, parameter, group, optimizer)
             write_state(optimizer, parameter, values)
         _restore_groups(model, optimizers, saved)
+    streamer = getattr(model, "streamer", None)
+    if streamer is not None:
+        streamer.forget()  # blocks that are here are those of before
 
 
 def _state_tensor(

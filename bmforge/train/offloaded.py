@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bmforge.device import is_host
 from bmforge.parallel.adam_kernel import load_adam_kernel, step_plain
@@ -44,6 +45,7 @@ class Away:
         left: its gradient, where that leaves as it is produced.
         tickets: of the last step.
         changed: is told when a step begins.
+        early: the gradient of the step in which the parameter was sent away.
     """
 
     parameter: nn.Parameter
@@ -55,12 +57,16 @@ class Away:
     left: LeftGradient | None = None
     tickets: list[Ticket] = field(default_factory=list)
     changed: Callable[[], None] | None = None
+    early: Tensor | None = None
 
     def wait(self) -> None:
-        """Make what is computed next see the last step; any thread may."""
+        """Return when the last step is in the weights; any thread may wait.
+
+        The host waits: what gathers weights may do so on a stream of its own.
+        """
         number = 0
         while number < len(self.tickets):  # a step that is done may have added its copies
-            self.tickets[number].wait()
+            self.tickets[number].wait_on_host()
             number += 1
 
     def begin_step(self) -> None:
@@ -76,10 +82,12 @@ class Away:
         left = left_gradient(self.parameter)
         if left is not None:
             return left.take()
-        if self.parameter.grad is None:
-            return None
-        gradient = local_tensor(self.parameter.grad).detach()
-        self.parameter.grad = None
+        gradient, self.early = self.early, None
+        if gradient is None:
+            if self.parameter.grad is None:
+                return None
+            gradient = local_tensor(self.parameter.grad).detach()
+            self.parameter.grad = None
         if not is_host(gradient.device):
             staging = self.engine.new_host(tuple(gradient.shape), gradient.dtype)
             self.engine.copy_(staging, gradient, "gradient").wait_on_host()
@@ -128,18 +136,25 @@ class _KeptElsewhere:
 
     away: dict[int, Away]
     state: Any
+    # State from a checkpoint waits on the host until it is known what has room on the device.
+    is_waiting: bool
+    waiting: dict[Tensor, dict[str, Any]]
 
     def send_away(self, parameters: Iterable[Away]) -> None:
-        """Take these parameters over; any state they have moves."""
+        """Take these parameters over; what a checkpoint had goes where it belongs."""
         for one in parameters:
             self.away[id(one.parameter)] = one
-            values = self.state.pop(one.parameter, None)
-            if values:
-                self.write_state(one.parameter, values)
+        self.is_waiting = False
+        for parameter, values in self.waiting.items():
+            self.write_state(parameter, {k: _put_back(parameter, v) for k, v in values.items()})
+        self.waiting.clear()
 
     def read_state(self, parameter: Tensor) -> dict[str, Any]:
         """Return a parameter's state: tensors, or homes for those that live elsewhere."""
         one = self.away.get(id(parameter))
+        if parameter in self.waiting:
+            kept = self.waiting[parameter]
+            return {name: _put_back(parameter, value) for name, value in kept.items()}
         if one is None:
             return self.state.get(parameter, {})
         one.wait()
@@ -149,14 +164,20 @@ class _KeptElsewhere:
 
     def write_state(self, parameter: Tensor, values: dict[str, Any]) -> None:
         """Take a parameter's state that a checkpoint holds."""
+        if self.is_waiting:
+            self.waiting[parameter] = {name: _take_off(value) for name, value in values.items()}
+            return
         one = self.away.get(id(parameter))
         if one is None:
             self.state[parameter] = values
             return
         one.wait()
-        one.steps = int(values.get("step", 1))
+        one.steps = int(values.get("step", 1)) if values else 0  # none: it was never stepped
         for name, home in one.homes.items():
-            home.put(0, local_tensor(values[name]).to(home.dtype).cpu())
+            if values:
+                home.put(0, local_tensor(values[name]).to(home.dtype).cpu())
+            else:
+                home.clear()
 
     def _counted(self, one: Away) -> dict[str, Any]:
         return {}
@@ -169,6 +190,29 @@ class _KeptElsewhere:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
+def _take_off(value: Any) -> Any:
+    """Return this process's part of a tensor of state, on the host."""
+    is_count = not isinstance(value, Tensor) or value.dim() == 0
+    return value if is_count else local_tensor(value).cpu()
+
+
+def _put_back(parameter: Tensor, value: Any) -> Any:
+    """Return a tensor of state as the optimizer has it: laid out and placed like its parameter."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    here = value.to(local_tensor(parameter).device)
+    if not isinstance(parameter, DTensor):
+        return here
+    return DTensor.from_local(
+        here,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
     """AdamW; parameters that were sent away step on the host, the others as ever.
 
@@ -179,7 +223,7 @@ class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
-        self.away: dict[int, Away] = {}
+        self.away, self.is_waiting, self.waiting = {}, False, {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -234,7 +278,7 @@ class OffloadedMuon(_KeptElsewhere, Muon):
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
-        self.away: dict[int, Away] = {}
+        self.away, self.is_waiting, self.waiting = {}, False, {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

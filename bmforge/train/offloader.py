@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from bmforge.device import is_host, memory_room_bytes
 from bmforge.errors import ConfigError
@@ -61,16 +62,21 @@ class Offloader:
             self._note(optimizer)
         reshard_(model)
         self._parameters = [p for p in model.parameters() if id(p) in self._homes]
+        _refuse_narrow(model, self._parameters)
         self._device = local_tensor(self._parameters[0]).device
         self._away: dict[int, Away] = {}
         streamer = getattr(model, "streamer", None)
         self._leaves = config.leaves(self._device) or streamer is not None
         self._narrow: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
         self._disk: SpillFile | None = None
         self.engine: CopyEngine = make_copy_engine(self._device, "bmforge-offload")
         self.is_settled = False
         if config.fraction != "auto":
             self._send(config.fraction)
+            return
+        for optimizer in self._optimizers():
+            optimizer.is_waiting = True
 
     def _note(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, (OffloadedAdamW, OffloadedMuon)):
@@ -126,13 +132,17 @@ class Offloader:
                 one.left.close()
                 one.left = None
         change_dtype_(self._model, self._narrow, torch.float32)
-        for key in self._narrow:
-            one = self._away[key]
-            assert one.master is not None
-            local = local_tensor(one.parameter)
-            local.copy_(one.master.fetch().view(local.shape))
+        for key, one in self._away.items():
+            if one.master is None or is_streamed(one.parameter):
+                continue
+            if key in self._narrow:
+                local = local_tensor(one.parameter)
+                local.copy_(one.master.fetch().view(local.shape))
             del one.parameter.master  # type: ignore[attr-defined]
+            one.master = None
         self._narrow = set()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def close(self) -> None:
         """Give disk and thread back; parameters that stream cannot be read any more."""
@@ -152,15 +162,18 @@ class Offloader:
         for order, parameter in enumerate(self._parameters):
             if id(parameter) in chosen:
                 self._away[id(parameter)] = self._send_one(order, parameter)
+        for key in self._narrow:
+            gradient = self._away[key].parameter.grad  # another dtype would drop it
+            self._away[key].early = None if gradient is None else local_tensor(gradient).detach()
         change_dtype_(self._model, self._narrow, torch.bfloat16)
         if self._leaves and self._away:
             self._let_gradients_leave()
-        for optimizer in {id(o): o for o, _ in self._homes.values()}.values():
+        for optimizer in self._optimizers():
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             optimizer.send_away(one for key, one in self._away.items() if key in held)
         self._take_over_streaming()
         if self._away:
-            wait_before_use(self._model, self.wait)
+            self._hooks = wait_before_use(self._model, self.wait)
         get_logger().info(
             "offload: the states of %d of %d parameters, %s, live on the %s",
             len(moved),
@@ -169,12 +182,16 @@ class Offloader:
             self.config.target,
         )
 
+    def _optimizers(self) -> list[OffloadedAdamW | OffloadedMuon]:
+        return list({id(o): o for o, _ in self._homes.values()}.values())
+
     def _make_room(self, needed: int, moved: Sequence[nn.Parameter]) -> None:
         if self.config.target == "disk":
             self._disk = SpillFile(self.config.directory, needed)
             needed = 0
         if self._leaves:
-            needed += sum(4 * local_tensor(p).numel() for p in moved if not is_streamed(p))
+            # Where gradients come to, and where micro-batches are added up.
+            needed += sum(8 * local_tensor(p).numel() for p in moved if not is_streamed(p))
         check_room(needed)
 
     def _send_one(self, order: int, parameter: nn.Parameter) -> Away:
@@ -259,6 +276,18 @@ class Offloader:
         pipeline = pipeline_of(self._model)
         named = dict(self._model.named_parameters())
         return set() if pipeline is None else {id(named[n]) for n in pipeline.shared_names}
+
+
+def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Raise for parameters that are kept in half precision: states are of fp32 weights."""
+    held = {id(p) for p in parameters}
+    narrow = [n for n, p in model.named_parameters() if id(p) in held and p.dtype != _wide(p)]
+    if narrow:
+        raise ConfigError(
+            f"offloading needs fp32 parameters; {len(narrow)} are narrower, {narrow[0]} first. "
+            "Load the model in fp32 and let it compute in half precision (train.precision=bf16): "
+            "the device then keeps bf16 ones by itself."
+        )
 
 
 def _read_weights(parameter: Tensor) -> Tensor:

@@ -130,7 +130,8 @@ class Trainer:
         last_step = min(self.config.steps, last_step)
         # Processes that share a block draw the same, but where the layout says otherwise.
         stream = self._rank - axis_rank(self.mesh, "tp")
-        reseed_rng(self.config.seed, self.step, stream // axis_size(self.mesh, "tp"))
+        self._stream = stream // axis_size(self.mesh, "tp")
+        reseed_rng(self.config.seed, self.step, self._stream)
         if self.run_dir is None:
             with StopRequest() as stop:
                 self._loop(last_step, stop, None, None)
@@ -158,6 +159,9 @@ class Trainer:
             return None
         self.step, state = found
         self.load_state_dict(state)
+        if state.get("mesh", self._shape()) != self._shape():
+            # Generators were saved by process, and processes share other things now.
+            reseed_rng(self.config.seed, self.step, self._stream)
         get_logger().info("resumed at step %d of %d", self.step, self.config.steps)
         return self.step
 
@@ -311,7 +315,11 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "guard": self.guard.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "mesh": self._shape(),
         }
+
+    def _shape(self) -> list[int]:
+        return [] if self.mesh is None else list(self.mesh.shape)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`."""

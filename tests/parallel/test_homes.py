@@ -75,6 +75,23 @@ def test_8bit_error_is_small_for_moments() -> None:
     assert error < 0.02
 
 
+def test_8bit_second_moments_stay_above_zero() -> None:
+    """A step is divided by their root: what is not zero must not become it."""
+    values = torch.tensor([1.0, 1e-12, 0.0, *([0.5] * 253)])
+    home = Home(256, "8bit", signed=False)
+    home.put(0, values)
+    kept = home.fetch()
+    assert kept[1] > 0
+    assert kept[2] == 0
+
+
+def test_a_closed_engine_refuses_work() -> None:
+    engine = make_copy_engine(torch.device("cpu"))
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.run(lambda: None)
+
+
 def test_a_spill_file_has_no_name(tmp_path: Path) -> None:
     """A killed run leaves nothing: no directory lists the file."""
     disk = SpillFile(tmp_path, 1 << 20)

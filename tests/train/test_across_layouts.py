@@ -192,3 +192,19 @@ def test_generation(kind: str, axis: str) -> None:
     layout = Layout(**{axis: 2})
     want = run_distributed(write_on, 1, Layout(), kind)[0]
     assert run_distributed(write_on, 2, layout, kind) == [want, want]
+
+
+def generators_after(prefix: str, run_dir: str, layout: Layout, until: int) -> bytes:
+    """The state of this process's generator when a run with dropout has come to a step."""
+    run(prefix, run_dir, layout=layout, until_step=until, dropout=0.1, steps=4)
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def test_parts_of_a_block_draw_the_same_after_another_layout(prefix: str, tmp_path: Path) -> None:
+    """Saved by four processes with generators of their own; then pairs share every block."""
+    first = run_distributed(generators_after, 4, prefix, str(tmp_path), Layout(zero=2), 2)
+    assert len(set(first)) == 4
+    second = run_distributed(generators_after, 4, prefix, str(tmp_path), Layout(zero=2, tp=2), 3)
+    assert second[0] == second[1]
+    assert second[2] == second[3]
+    assert second[0] != second[2]

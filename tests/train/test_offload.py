@@ -16,9 +16,19 @@ from trainer_cases import (
     write_corpus,
 )
 
-from bmforge.parallel import Layout, OffloadConfig
+from bmforge.errors import ConfigError
+from bmforge.parallel import Layout, OffloadConfig, init_distributed
 from bmforge.shards import is_streamed
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
+from bmforge.train import (
+    OptimConfig,
+    build_optimizers,
+    load_checkpoint,
+    offloader,
+    save_checkpoint,
+)
+from bmforge.train.checkpoint_state import read_state
+from bmforge.train.offloader import Offloader
 
 LEAVING = OffloadConfig(1.0, gradients="leave")
 DISK = OffloadConfig(1.0, target="disk", gradients="leave")
@@ -211,3 +221,73 @@ def test_weights_stream(prefix: str, tmp_path: Path, optimizer: str, target: Any
     got_rows, weights = run_distributed(run_streamed, *args, **changes)[0]
     assert [r["loss"] for r in got_rows] == [r["loss"] for r in rows[2:]]
     assert_equal_trees(weights, {name: state[f"param/{name}"] for name in weights})
+
+
+def run_auto(prefix: str, run_dir: str | None, room: int, **changes: Any) -> Any:
+    """Train on a device that has `room` bytes left for states."""
+    before = offloader.memory_room_bytes
+    offloader.memory_room_bytes = lambda device: room
+    try:
+        rows, state = run(prefix, run_dir, **changes)
+    finally:
+        offloader.memory_room_bytes = before
+    return rows, state
+
+
+@pytest.mark.parametrize(
+    ("room", "precision"), [(0, "fp32"), (30_000, "fp32"), pytest.param(0, "bf16")]
+)
+def test_auto_takes_what_does_not_fit(
+    prefix: str, tmp_path: Path, room: int, precision: str
+) -> None:
+    """Found at the first step, whose gradients are there already; so after resuming."""
+    changes = {**USUAL, "steps": 4, "precision": precision}
+    rows, state = run_distributed(run, 1, prefix, **changes)[0]
+    args = (1, prefix, str(tmp_path), room)
+    offload = OffloadConfig("auto", gradients="leave")
+    first, _ = run_distributed(run_auto, *args, offload=offload, until_step=2, **changes)[0]
+    second, got = run_distributed(run_auto, *args, offload=offload, **changes)[0]
+    losses = [r["loss"] for r in [*first, *second]]
+    if precision == "bf16":  # parameters are shown as the device has them
+        assert losses == pytest.approx([r["loss"] for r in rows], rel=1e-5)
+        return
+    assert losses == [r["loss"] for r in rows]
+    assert_equal_trees(got, state)
+
+
+def never_stepped(folder: str) -> None:
+    """A parameter without a gradient has no state, before and after."""
+    init_distributed()
+    torch.manual_seed(0)
+    config = OptimConfig(lr=1e-2)
+    places = []
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizers = build_optimizers(model, config, offloaded=True)
+        places.append((model, optimizers, Offloader(model, optimizers, OffloadConfig(1.0))))
+    model, optimizers, offload = places[0]
+    model[0](torch.ones(2, 4)).sum().backward()
+    optimizers[0].step()
+    offload.wait()
+    save_checkpoint(folder, model, optimizers, step=1)
+    other, others, _ = places[1]
+    load_checkpoint(folder, other, others)
+    assert_equal_trees(other.state_dict(), model.state_dict())
+    assert read_state(others[0], other[1].weight) == {}
+    assert read_state(others[0], other[0].weight)["step"] == 1
+
+
+def test_a_parameter_that_was_never_stepped(tmp_path: Path) -> None:
+    run_distributed(never_stepped, 1, str(tmp_path))
+
+
+def half_is_refused() -> None:
+    init_distributed()
+    model = torch.nn.Linear(4, 4).bfloat16()
+    optimizers = build_optimizers(model, OptimConfig(), offloaded=True)
+    with pytest.raises(ConfigError, match="needs fp32 parameters; 2 are narrower, weight first"):
+        Offloader(model, optimizers, OffloadConfig(1.0))
+
+
+def test_half_precision_parameters_are_refused() -> None:
+    run_distributed(half_is_refused, 1)
