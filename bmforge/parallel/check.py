@@ -17,14 +17,14 @@ from bmforge.parallel.expert import expert_problems
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.schedules import Schedule, build_schedule
 from bmforge.parallel.schedules import problems as schedule_problems
-from bmforge.parallel.stages import Cutting, plan_cutting
+from bmforge.parallel.stages import Cutting, PipelineRules, plan_cutting
 from bmforge.parallel.tensor import Cut, find_cuts, tensor_problems
 from bmforge.surgery import find_modules, find_repeated_blocks
 
 __all__ = ["Plan", "Rules", "check_layout"]
 
 
-class Rules(Protocol):
+class Rules(PipelineRules, Protocol):
     """Name globs of what is cut where; `models.LayoutRules` is one."""
 
     @property
@@ -38,18 +38,6 @@ class Rules(Protocol):
     @property
     def tensor_parallel(self) -> tuple[Cut, ...]:
         """What tensor parallelism cuts."""
-
-    @property
-    def stacks(self) -> tuple[str, ...]:
-        """Containers of blocks that run one after the other."""
-
-    @property
-    def pipeline_first(self) -> tuple[str, ...]:
-        """Names beside a stack that belong to where it begins."""
-
-    @property
-    def pipeline_last(self) -> tuple[str, ...]:
-        """Names beside a stack that belong to where it ends."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipelined import pipeline_of
 from bmforge.shards import local_tensor
 
-__all__ = ["DryRun", "Share", "dry_run"]
+__all__ = ["DryRun", "Share", "dry_run", "join_fakes"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def dry_run(
     for stage in range(max(1, world_size // beside)):
         model = build_model()
         total = sum(p.numel() for p in model.parameters())
-        _join_fakes(stage * beside, world_size)
+        join_fakes(stage * beside, world_size)
         try:
             mesh = build_mesh(layout)
             parallelize(model, layout, mesh=mesh, **options)
@@ -90,7 +90,8 @@ def dry_run(
     return DryRun(axes, total, tuple(shares))
 
 
-def _join_fakes(rank: int, world_size: int) -> None:
+def join_fakes(rank: int, world_size: int) -> None:
+    """Make this process one of `world_size` that are not there."""
     # The group without communication that torch keeps for its own tests and for estimating memory.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -23,9 +23,10 @@ from bmforge.parallel.messages import Link
 from bmforge.parallel.pipeline import Pipeline
 from bmforge.parallel.schedules import Schedule, build_schedule, problems
 from bmforge.parallel.stages import Cutting
+from bmforge.parallel.zero import groups_of_state
 from bmforge.shards import local_tensor
 
-__all__ = ["PipelinedModel", "Run", "pipeline_of", "run_step"]
+__all__ = ["PipelinedModel", "Run", "pipeline_of", "reduce_gradients_", "run_step"]
 
 Batch = Mapping[str, Any]
 # What a stage does with a micro-batch: call the model in some way; returns the loss on the last.
@@ -154,7 +155,7 @@ class PipelinedModel:
         finally:
             self.run, self._is_inside = self._refuse, False
             self.model.arrived = ()  # type: ignore[assignment]
-        _reduce_gradients_(self.model, sharded)
+        reduce_gradients_(self.model, sharded)
         self._sum_shared_gradients_()
         return losses
 
@@ -277,7 +278,7 @@ def _build_groups(
     return groups
 
 
-def _reduce_gradients_(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
+def reduce_gradients_(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
     """Let FSDP2 reduce what all backwards of the step have left, and shard parameters again.
 
     As torch's own pipelining does at the end of a step: the schedule calls autograd on stages, so
@@ -291,7 +292,6 @@ def _reduce_gradients_(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
         module.set_reshard_after_backward(True, recurse=False)
     root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
     for state in root._state_ctx.all_states:
-        one = getattr(state, "_fsdp_param_group", None)
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+        for group in groups_of_state(state):
             group.post_backward()
     root._root_post_backward_final_callback()

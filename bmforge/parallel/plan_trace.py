@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
-from bmforge.parallel.dry_run import _join_fakes
+from bmforge.parallel.dry_run import join_fakes
 from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.parallelize import parallelize
-from bmforge.parallel.pipelined import _reduce_gradients_
+from bmforge.parallel.pipelined import reduce_gradients_
 from bmforge.parallel.plan_follow import PARTS, Follower, resizes_seen
+from bmforge.parallel.zero import param_groups_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import match_glob
 
@@ -156,7 +157,7 @@ def trace_step(workload: Workload, setting: Setting) -> StepTrace:
     if dist.is_initialized():
         raise ConfigError("a plan needs a process of its own: this one has joined a group.")
     layout = setting.layout
-    _join_fakes(0, setting.shards * layout.tp * layout.cp * layout.dp_replicate)
+    join_fakes(0, setting.shards * layout.tp * layout.cp * layout.dp_replicate)
     try:
         mesh = build_mesh(layout)
         model = workload.build(BLOCKS)
@@ -209,7 +210,7 @@ def _follow_step(
             workload.run(model, workload.make_batch(setting.rows)).backward()
             _assign_gradients(follower, model)
         if setting.piped:
-            _reduce_gradients_(model, sharded)
+            reduce_gradients_(model, sharded)
             _assign_gradients(follower, model)
     whole = {id(p): p for p in model.parameters()}
     return StepTrace(
@@ -244,10 +245,7 @@ def _assign_gradients(follower: Follower, model: nn.Module) -> None:
     kept = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     follower.assign(kept, _GRADIENTS)
     for module in model.modules():
-        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        one = getattr(state, "_fsdp_param_group", None)
-        groups = getattr(state, "_fsdp_param_groups", None) or ([one] if one else [])
-        parameters = (p for group in groups for p in group.fsdp_params)
+        parameters = (p for group in param_groups_of(module) for p in group.fsdp_params)
         # Whole gradients that wait for the end of a pipeline's step.
         held = (getattr(p, "unsharded_accumulated_grad", None) for p in parameters)
         follower.assign([local_tensor(g) for g in held if g is not None], _WHOLE)

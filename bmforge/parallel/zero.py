@@ -20,7 +20,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["apply_zero_", "change_dtype_", "half_units", "reshard_"]
+__all__ = [
+    "apply_zero_",
+    "change_dtype_",
+    "groups_of_state",
+    "half_units",
+    "param_groups_of",
+    "reshard_",
+]
 
 
 def apply_zero_(
@@ -121,7 +128,7 @@ def _set_prefetch_(units: Sequence[nn.Module], experts: Sequence[nn.Module], pre
 def half_units(model: nn.Module, dtype: torch.dtype) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters of every unit that computes in `dtype` and keeps wider ones."""
     for module in model.modules():
-        for group in _param_groups(module):
+        for group in param_groups_of(module):
             if group.mp_policy.param_dtype == dtype:
                 yield [one.sharded_param for one in group.fsdp_params]
 
@@ -132,7 +139,7 @@ def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> Non
     The parameters stay the same objects. Call it between steps, with the model resharded.
     """
     for module in model.modules():
-        for group in _param_groups(module):
+        for group in param_groups_of(module):
             mine = [one for one in group.fsdp_params if id(one.sharded_param) in chosen]
             for one in mine:
                 old = one.sharded_param
@@ -144,11 +151,15 @@ def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> Non
                 group._init_mp_dtypes()
 
 
-def _param_groups(module: nn.Module) -> list[Any]:
+def param_groups_of(module: nn.Module) -> list[Any]:
     """Return what FSDP2 gathers as one for this module; [] where it is no unit."""
     if not isinstance(module, FSDPModule):
         return []
-    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    return groups_of_state(fully_shard.state(module))  # type: ignore[attr-defined]
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    """Return the parameter groups of FSDP2's state of one module; older versions have one."""
     one = getattr(state, "_fsdp_param_group", None)
     return getattr(state, "_fsdp_param_groups", [one] if one else [])
 

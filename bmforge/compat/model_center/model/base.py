@@ -6,6 +6,7 @@ are computed when they are asked for, and a program's own head costs no second o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -129,6 +130,28 @@ class BaseModel(nn.Module):
     def from_json_file(cls, json_file: str | Path, **fields: Any) -> Self:
         """Build a model of the sizes in a file, with weights drawn at random."""
         return cls(cls._CONFIG_TYPE.from_json_file(json_file, **fields))
+
+    def answer(
+        self,
+        hidden: Tensor,
+        make_output: Callable[[Tensor | None], Any],
+        *,
+        output_logits: bool,
+        return_logits: bool,
+        return_dict: bool,
+    ) -> Any:
+        """Return what an old forward does: an output, its values as a tuple, or the logits alone.
+
+        Args:
+            hidden: the last hidden states.
+            make_output: the output, given the logits or None.
+            output_logits, return_logits, return_dict: as the program asked.
+        """
+        logits = self.make_logits(hidden) if output_logits or return_logits else None
+        if return_logits:
+            return logits
+        out = make_output(logits)
+        return out if return_dict else tuple(out)
 
     def make_logits(self, hidden: Tensor) -> Tensor:
         """Return the scores of words, or of classes where the config has `cls_head`.

@@ -88,12 +88,14 @@ class DecoderModel(BaseModel):
             cache=cache,
             output_hidden_states=bool(output_hidden_states),
         )
-        wants = output_logits or return_logits
-        logits = self.make_logits(found.last_hidden_state) if wants else None
-        if return_logits:
-            return logits
-        out = BaseModelOutput(found.last_hidden_state, cache, logits, found.hidden_states)
-        return out if return_dict else tuple(out)
+        last, layers = found.last_hidden_state, found.hidden_states
+        return self.answer(
+            last,
+            lambda logits: BaseModelOutput(last, cache, logits, layers),
+            output_logits=output_logits,
+            return_logits=return_logits,
+            return_dict=return_dict,
+        )
 
 
 class GPT2Config(Config):

@@ -119,17 +119,17 @@ class EncoderModel(BaseModel):
             output_hidden_states=bool(output_hidden_states),
             **extra,
         )
-        wants = output_logits or return_logits
-        logits = self.make_logits(found.last_hidden_state) if wants else None
-        if return_logits:
-            return logits
-        out = BaseModelOutputWithPooling(
-            found.last_hidden_state,
-            found.pooler_output if output_pooler_output else None,
-            logits=logits,
-            hidden_states=found.hidden_states,
+        last, layers = found.last_hidden_state, found.hidden_states
+        pooled = found.pooler_output if output_pooler_output else None
+        return self.answer(
+            last,
+            lambda logits: BaseModelOutputWithPooling(
+                last, pooled, logits=logits, hidden_states=layers
+            ),
+            output_logits=output_logits,
+            return_logits=return_logits,
+            return_dict=return_dict,
         )
-        return out if return_dict else tuple(out)
 
 
 def _add_head(bare: Model, words: Any) -> Model:

@@ -80,19 +80,20 @@ class Seq2SeqModel(BaseModel):
             cache=cache,
             output_hidden_states=bool(output_hidden_states),
         )
-        wants = output_logits or return_logits
-        logits = self.make_logits(found.last_hidden_state) if wants else None
-        if return_logits:
-            return logits
-        out = Seq2SeqModelOutput(
+        return self.answer(
             found.last_hidden_state,
-            found.encoder_last_hidden_state,
-            cache,
-            logits,
-            found.encoder_hidden_states,
-            found.hidden_states,
+            lambda logits: Seq2SeqModelOutput(
+                found.last_hidden_state,
+                found.encoder_last_hidden_state,
+                cache,
+                logits,
+                found.encoder_hidden_states,
+                found.hidden_states,
+            ),
+            output_logits=output_logits,
+            return_logits=return_logits,
+            return_dict=return_dict,
         )
-        return out if return_dict else tuple(out)
 
 
 class T5Config(Config):
