@@ -73,18 +73,16 @@ def find_words(poems: Iterable[Sequence[str]]) -> set[str]:
     return {word for word, count in counts.items() if count >= 40}
 
 
-def make_blanks(poem: Sequence[str], words: set[str], draw: random.Random) -> Document | None:
-    """Blank the second character of a frequent word in each of up to four couplets."""
-    text, answers = "", {}
-    for couplet in poem[:4]:
+def make_blanks(poem: Sequence[str], words: set[str], draw: random.Random) -> list[Document]:
+    """Blank the second character of a frequent word in every couplet that has one."""
+    made = []
+    for couplet in poem:
         places = [i + 1 for i in range(len(couplet) - 1) if couplet[i : i + 2] in words]
-        if not places:
-            text += couplet
-            continue
-        place, name = draw.choice(places), f"<mask_{len(answers)}>"
-        text += couplet[:place] + name + couplet[place + 1 :]
-        answers[name] = couplet[place]
-    return {"input": text, "<ans>": answers} if answers else None
+        if places:
+            place = draw.choice(places)
+            text = couplet[:place] + "<mask_0>" + couplet[place + 1 :]
+            made.append({"input": text, "<ans>": {"<mask_0>": couplet[place]}})
+    return made
 
 
 def make_continuation(poem: Sequence[str], draw: random.Random) -> Document:
@@ -133,19 +131,19 @@ def prepare(data: Path, out: Path, held_out_each: int) -> dict[str, dict[str, li
     sentiment = {"input": "$text", **ASK, "<ans>": "$label"}
     words = find_words(poems)
     records = {
-        "blanks": [d for p in poems if (d := make_blanks(p, words, draw))],
+        "blanks": [d for p in poems for d in make_blanks(p, words, draw)],
         "continuation": [make_continuation(p, draw) for p in poems],
         "sentiment": [make_record(r) for r in reviews],
     }
     held = {
-        "blanks": [d for p in held_poems if (d := make_blanks(p, words, draw))],
+        "blanks": [d for p in held_poems for d in make_blanks(p, words, draw)],
         "continuation": [make_continuation(p, draw) for p in held_poems],
         "sentiment": [make_record(r) for r in held_reviews],
     }
     texts = [couplet for poem in poems for couplet in poem] + [text for text, _ in reviews]
     tokenizer = build_vocabulary([*texts, "續評價好差"], out / "tokenizer")
     can_spell = set(tokenizer._ids)
-    weights = {"blanks": 0.6, "continuation": 0.3, "sentiment": 20.0}
+    weights = {"blanks": 1.0, "continuation": 0.2, "sentiment": 12.0}
     mixture, held_mixture, documents = [], [], {}
     for task in TASKS:
         rule = {"transforms": [sentiment]} if task == "sentiment" else {}
@@ -192,8 +190,8 @@ def train(out: Path, vocab_size: int, steps: int, threads: int) -> float:
         "model.vocab-size": vocab_size, "model.hidden-size": 128, "model.intermediate-size": 352,
         "model.num-layers": 2, "model.num-heads": 4, "model.head-dim": 32,
         "model.max-seq-len": 256, "model.num-buckets": 64, "model.num-relations": 128,
-        "model.dropout": 0.1, "train.steps": steps,
-        "train.save-every-steps": 200, "train.optim.lr": 0.02, "train.optim.weight-decay": 0.01,
+        "model.dropout": 0.05, "train.steps": steps,
+        "train.save-every-steps": 200, "train.optim.lr": 0.01, "train.optim.weight-decay": 0.01,
         "train.schedule.warmup-steps": min(40, steps // 4), "train.log-every-steps": 20,
     }  # fmt: skip
     words = [w for name, value in options.items() for w in (f"--{name}", str(value))]
