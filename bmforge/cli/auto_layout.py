@@ -103,6 +103,7 @@ def _measure_host(processes: int) -> Device:
         efficiency=0.8,
         source="measured now: a product of two 1,024 x 1,024 matrices, a copy of 64 MiB",
         measured="docs/results/2026-11-21-training-step.md: steps run at 80 % of their products",
+        is_host=True,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -121,7 +122,11 @@ def run_plan_command(command: PlanCommand) -> None:
         console = Console(width=_WIDE)
     request = make_request(command)
     with console.status("planning") as status:
-        found = plan(request, note=lambda layout: status.update(f"planning: {layout}"))
+        found = plan(
+            request,
+            note=lambda layout: status.update(f"planning: {layout}"),
+            processes=os.cpu_count() or 1,
+        )
     describe_plan(found, command, console)
     if command.plot is not None:
         replace_file(command.plot, draw_memory(found, command.rows))

@@ -89,7 +89,7 @@ def workload_of(name: str, config: ModelConfig, row_tokens: int) -> Workload:
         )
     return Workload(
         name,
-        lambda depth: family.from_config(_with_depth(config, depth), device="meta"),
+        partial(_build, family, config),
         partial(_make_batch, row_tokens),
         _loss,
         materialize_,
@@ -99,6 +99,10 @@ def workload_of(name: str, config: ModelConfig, row_tokens: int) -> Workload:
         config.flops_per_token(row_tokens),
         seen_as_plain,
     )
+
+
+def _build(family: type[Model], config: ModelConfig, depth: int) -> Model:
+    return family.from_config(_with_depth(config, depth), device="meta")
 
 
 def _with_depth(config: ModelConfig, depth: int) -> ModelConfig:

@@ -1,7 +1,8 @@
 """Layouts: how one model lies on many processes, with the same numbers on every one.
 
 Start reading at `parallelize.py` (the one function, in the one order), then `layout.py`. Nothing
-here imports `nn` or `models`: what to cut where comes as data (name globs) with the model.
+here imports `nn` or `models`: what to cut where comes as data (name globs) with the model. Which
+layout to take on which machines is said by `plan` (`planner.py`).
 """
 
 from bmforge.parallel.distributed import (
@@ -11,6 +12,7 @@ from bmforge.parallel.distributed import (
     run_on_first,
     shutdown_distributed,
 )
+from bmforge.parallel.hardware import Cluster, find_device
 from bmforge.parallel.layout import (
     Layout,
     axis_rank,
@@ -26,12 +28,18 @@ from bmforge.parallel.layout import (
 from bmforge.parallel.offload import OffloadConfig, left_gradient
 from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipelined import pipeline_of, run_step
+from bmforge.parallel.plan_trace import Workload
+from bmforge.parallel.planner import Plan, Request, plan
 from bmforge.parallel.roll_call import name_the_missing
 from bmforge.parallel.zero import reshard_
 
 __all__ = [
+    "Cluster",
     "Layout",
     "OffloadConfig",
+    "Plan",
+    "Request",
+    "Workload",
     "World",
     "axis_rank",
     "axis_size",
@@ -39,6 +47,7 @@ __all__ = [
     "counts_here",
     "data_parallel_rank",
     "data_parallel_size",
+    "find_device",
     "gradient_ranks",
     "init_distributed",
     "left_gradient",
@@ -46,6 +55,7 @@ __all__ = [
     "name_the_missing",
     "parallelize",
     "pipeline_of",
+    "plan",
     "reshard_",
     "run_everywhere",
     "run_on_first",

@@ -33,6 +33,8 @@ class Device:
         efficiency: part of the peak that products reach.
         source: of the figures.
         measured: where the efficiency is from.
+        is_host: a processor: its collectives make buffers of their own, as gloo's do, and what is
+            offloaded goes to disk, but for gradients.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Device:
     efficiency: float
     source: str
     measured: str
+    is_host: bool = False
 
     def peak_flops(self, precision: str) -> float:
         """Return the peak in FLOP/s."""
@@ -108,11 +111,11 @@ _TABLE = (
         "torchtitan benchmarks/llama3_h100_202412 (HBM2e, 500 W); peak of the SXM5", _TITAN,
     ),
     Device(
-        "h200", 139.8, 989, 67, 4800, 450, 50, True, 0.724, "NVIDIA H200 data sheet (SXM5)",
+        "h200", 139.8, 989, 67, 4800, 450, 50, True, 0.729, "NVIDIA H200 data sheet (SXM5)",
         _KEMPNER,
     ),
     Device(
-        "b200", 178.3, 2250, 75, 8000, 900, 50, True, 0.724, "NVIDIA DGX B200 data sheet / 8",
+        "b200", 178.3, 2250, 75, 8000, 900, 50, True, 0.729, "NVIDIA DGX B200 data sheet / 8",
         "assumed: as h200",
     ),
 )  # fmt: skip
@@ -143,6 +146,8 @@ class Cluster:
         network_gbit_s: between nodes, per device, one direction.
         host_memory_gib: of a node.
         host_gb_s: bandwidth of a node's memory.
+        has_switch: devices of a node reach each other through a switch; else over links that lead
+            from each to each, of which a group of fewer can use only its own.
     """
 
     device: Device
@@ -151,6 +156,7 @@ class Cluster:
     network_gbit_s: float = 200.0
     host_memory_gib: float = 1024.0
     host_gb_s: float = 200.0
+    has_switch: bool = True
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for numbers that describe no machines."""
@@ -162,6 +168,13 @@ class Cluster:
                 f"{self.count} devices do not fill nodes of {self.per_node}. Give another "
                 "number, or --gpus-per-node."
             )
+
+    def inside_gb_s(self, size: int) -> float:
+        """Return what each of `size` devices of a node can send to the others of them."""
+        others = min(size, self.per_node) - 1
+        if self.has_switch or not others:
+            return self.device.peer_gb_s
+        return self.device.peer_gb_s * others / (self.per_node - 1)
 
 
 def find_device(

@@ -11,7 +11,7 @@ from bmforge.errors import ConfigError
 from bmforge.parallel.hardware import Cluster
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.plan_memory import Memory, Share, count_work, peak_memory
-from bmforge.parallel.plan_time import Times, Work, step_time
+from bmforge.parallel.plan_time import OURS, Engine, Times, Work, step_time
 from bmforge.parallel.plan_trace import BLOCKS, Setting, StepTrace, Workload, trace_step
 from bmforge.parallel.replay import replay
 from bmforge.parallel.schedules import build_schedule, problems
@@ -108,11 +108,14 @@ class Estimator:
     Args:
         request: what is asked.
         exact_shards: trace as many shards as there are, for comparing with real runs.
+        engine: whose times, for comparing with published ones.
+        traces: made so far; those of another one for the same workload can be given.
     """
 
     request: Request
     exact_shards: bool = False
-    _traces: dict[Setting, StepTrace] = field(default_factory=dict)
+    engine: Engine = OURS
+    traces: dict[Setting, StepTrace] = field(default_factory=dict)
     _counts: tuple[int, int] | None = None
 
     def estimate(self, choice: Choice) -> Row:
@@ -127,9 +130,9 @@ class Estimator:
         shards, replicas = self.shards(layout)
         count = self._micro_batches(choice, replicas)
         setting = self._setting(choice, shards, count)
-        if setting not in self._traces:
-            self._traces[setting] = trace_step(workload, setting)
-        trace = self._traces[setting]
+        if setting not in self.traces:
+            self.traces[setting] = trace_step(workload, setting)
+        trace = self.traces[setting]
         ratio = setting.shards / shards if layout.zero else 1.0
         memory = self._memory(trace, choice, count, ratio)
         times = self._times(trace, choice, count, shards)
@@ -165,7 +168,7 @@ class Estimator:
 
     def _setting(self, choice: Choice, shards: int, count: int) -> Setting:
         layout = choice.layout
-        size = shards if layout.zero else self.shards(layout)[1]
+        size = shards if layout.zero else self.shards(layout)[1] * layout.cp
         if not self.exact_shards:
             size = min(size, _SHARDS_TRACED * layout.cp)
         plain = Layout(
@@ -184,13 +187,20 @@ class Estimator:
             choice.recompute,
             accumulates=count > 1,
             piped=layout.pp > 1,
+            copies=self.request.cluster.device.is_host,
         )
 
     def _memory(self, trace: StepTrace, choice: Choice, count: int, ratio: float) -> Memory:
         """Return what the fullest rank of the pipeline has: the first or the last."""
         layout, depth = choice.layout, self.request.workload.depth
         half = self.request.precision != "fp32"
-        usual = Share(depth, shard_ratio=ratio, offloaded=choice.offloaded, half=half)
+        usual = Share(
+            depth,
+            shard_ratio=ratio,
+            offloaded=choice.offloaded,
+            half=half,
+            gradients_leave=not self.request.cluster.device.is_host,
+        )
         if layout.pp == 1:
             return peak_memory(trace, usual)
         alive = _in_flight(layout, count)
@@ -227,6 +237,7 @@ class Estimator:
             recompute=choice.recompute,
             compiled=self.request.compiled,
             stages_per_rank=layout.pp_stages_per_rank or 1,
+            engine=self.engine,
         )
 
     def least_static(self, choice: Choice) -> float:

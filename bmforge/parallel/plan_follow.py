@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["PARTS", "Follower", "resizes_seen"]
+__all__ = ["FIRST_END", "INSIDE", "LAST_END", "PARTS", "Follower", "resizes_seen"]
 
 PARTS = (
     "parameters",
@@ -31,6 +31,8 @@ PARTS = (
     "communication",
     "whole gradients",
 )
+# Whose a storage is: the blocks', or that of what stands before them or behind them.
+INSIDE, FIRST_END, LAST_END = range(3)
 _ACTIVATIONS = PARTS.index("activations")
 _LOGITS, _COMMUNICATION = PARTS.index("logits"), PARTS.index("communication")
 # Files that allocate for themselves, wherever they are called from.
@@ -41,24 +43,38 @@ _OWNERS = {
     "parallel/ring.py": _COMMUNICATION,
 }
 _FRAMES = 14
+# Gloo makes a second buffer as large as what these gather or scatter, for as long as they run; its
+# all-reduces, broadcasts and messages make none. Seen with benchmarks/allocator_peak.c.
+_COPIED = {
+    "c10d::_allgather_base_",
+    "c10d::_reduce_scatter_base_",
+    "_c10d_functional::all_gather_into_tensor",
+    "_c10d_functional::reduce_scatter_tensor",
+}
 
 
 @dataclass
 class _Storage:
-    """A storage that is alive: how large, whose, and the events that speak of it."""
+    """A storage that is alive: how large, what for, whose, and the events that speak of it."""
 
     ref: Any
     size: int
     part: int
+    end: int = INSIDE
     events: list[int] = field(default_factory=list)
 
 
 class Follower(TorchDispatchMode):
-    """Notes every storage that comes and goes, and what operators cost."""
+    """Notes every storage that comes and goes, and what operators cost.
 
-    def __init__(self) -> None:
+    Args:
+        copies: collectives make a buffer of their own, as on processors.
+    """
+
+    def __init__(self, copies: bool = False) -> None:
         super().__init__()
-        self.events: list[tuple[int, int]] = []
+        self.copies, self.end = copies, INSIDE
+        self.events: list[tuple[int, int, int]] = []
         self.alive: dict[int, _Storage] = {}
         self.flops = self.traffic_bytes = 0.0
 
@@ -72,6 +88,8 @@ class Follower(TorchDispatchMode):
         made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
         for tensor in made:
             self._follow(tensor.untyped_storage())
+        if self.copies and func._schema.name in _COPIED:
+            self._copy(tensor for tensor in tree_leaves((args, kwargs, out)))
         self._count(func, args, kwargs or {}, out, made)
         return out
 
@@ -81,14 +99,14 @@ class Follower(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self.alive.setdefault(storage._cdata, _Storage(storage, 0, 0))
 
-    def assign(self, tensors: Iterable[Tensor], part: int) -> None:
-        """Say afterwards what storages are."""
+    def assign(self, tensors: Iterable[Tensor], part: int, end: int) -> None:
+        """Say afterwards what storages are, and whose."""
         for tensor in tensors:
             found = self.alive.get(tensor.untyped_storage()._cdata)
-            if found is not None and found.part != part:
+            if found is not None and (found.part, found.end) != (part, end):
                 for index in found.events:
-                    self.events[index] = (self.events[index][0], part)
-                found.part = part
+                    self.events[index] = (self.events[index][0], part, end)
+                found.part, found.end = part, end
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note that a storage has another size now."""
@@ -101,18 +119,24 @@ class Follower(TorchDispatchMode):
         if key in self.alive:
             return
         reference = weakref.ref(storage, lambda _: self._forget(key))
-        found = self.alive[key] = _Storage(reference, 0, _part_of_caller())
+        found = self.alive[key] = _Storage(reference, 0, _part_of_caller(), self.end)
         self._note(found, storage.nbytes())
 
     def _note(self, storage: _Storage, change: int) -> None:
         if change:
             storage.events.append(len(self.events))
             storage.size += change
-            self.events.append((change, storage.part))
+            self.events.append((change, storage.part, storage.end))
 
     def _forget(self, key: int) -> None:
         storage = self.alive.pop(key)
         self._note(storage, -storage.size)
+
+    def _copy(self, leaves: Iterable[Any]) -> None:
+        """Note the copy of the larger side of a collective, which goes as it comes."""
+        sides = (t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
+        size = max(sides)
+        self.events += [(size, _COMMUNICATION, self.end), (-size, _COMMUNICATION, self.end)]
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
         formula = flop_registry.get(func._overloadpacket)

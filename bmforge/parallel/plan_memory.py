@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bmforge.parallel.plan_follow import PARTS
+from bmforge.parallel.plan_follow import FIRST_END, INSIDE, LAST_END, PARTS
 from bmforge.parallel.plan_trace import BLOCKS, Mark, StepTrace
 
 __all__ = ["Memory", "Share", "count_work", "peak_memory"]
@@ -49,6 +49,7 @@ class Share:
         shard_ratio: shards in the trace over shards in the plan.
         offloaded: fraction of the optimizer's states and master weights that is off the device.
         half: parameters are computed with in 2 bytes; of offloaded ones the device keeps those.
+        gradients_leave: what is offloaded takes its gradients with it.
     """
 
     depth: int
@@ -59,6 +60,7 @@ class Share:
     shard_ratio: float = 1.0
     offloaded: float = 0.0
     half: bool = True
+    gradients_leave: bool = True
 
     @property
     def blocks(self) -> float:
@@ -73,9 +75,11 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
         trace: of the model with three blocks.
         share: what the process has.
     """
+    here = {INSIDE} | ({FIRST_END} if share.first else set())
+    here |= {LAST_END} if share.last else set()
     live = np.zeros((len(trace.events) + 1, len(PARTS)))
-    for row, (change, part) in enumerate(trace.events, start=1):
-        live[row, part] = change
+    for row, (change, part, end) in enumerate(trace.events, start=1):
+        live[row, part] = change if end in here else 0
     live = live.cumsum(0)
     # The middle block once as the first of its kind and once as the last: it gathers ahead, which
     # the blocks at the ends do not.
@@ -88,9 +92,7 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
 
 def _whole_curve(live: Curve, trace: StepTrace, share: Share, last: bool) -> Curve:
     curve = live + _of_more_blocks(live, trace, share.blocks - BLOCKS, last)
-    curve[:, _INDEX["activations"]] += _held_in_flight(live, trace, share)
-    if not share.last:
-        curve[:, _INDEX["logits"]] = 0.0
+    curve[:, _INDEX["activations"]] += _held_in_flight(curve, trace, share)
     _add_static(curve, trace, share)
     _offload(curve, trace, share)
     return curve
@@ -113,13 +115,20 @@ def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
             yield mark, known[number, stack, kind, 2 if kind == "forward" else 0]
 
 
-def _held_in_flight(live: Curve, trace: StepTrace, share: Share) -> float:
-    """Return the activations of the micro-batches that wait for their backward."""
-    column, held = live[:, _INDEX["activations"]], 0.0
-    for earlier, later in _steps(trace):
-        if later.kind == "forward" and later.micro_batch == trace.micro_batches - 1:
-            held += column[later.event] - column[earlier.event]
-    return held * share.blocks * (share.in_flight - 1)
+def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
+    """Return the activations of the micro-batches that wait for their backward, and messages.
+
+    A rank that is not the first keeps what it received with each; one message beside is on its way.
+    """
+    number = trace.micro_batches - 1
+    start, *others = (m.event for m in trace.marks if m.micro_batch == number and not m.stack)
+    assert not others
+    backward = (m.event for m in trace.marks if m.micro_batch == number and m.kind == "backward")
+    column = curve[:, _INDEX["activations"]]
+    held = (column[next(backward)] - column[start]) * (share.in_flight - 1)
+    if share.first and share.last:
+        return held
+    return held + trace.carry_bytes * (1 + (0 if share.first else share.in_flight))
 
 
 def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
@@ -141,8 +150,10 @@ def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
         return
     left = 1.0 - share.offloaded
     live[:, _INDEX["optimizer"]] *= left
-    live[:, _INDEX["gradients"]] *= left
     live[:, _INDEX["parameters"]] *= left + share.offloaded * (0.5 if share.half else 1.0)
+    if not share.gradients_leave:
+        return
+    live[:, _INDEX["gradients"]] *= left
     block = max(trace.block_static.values()) * share.shard_ratio
     live[:, _INDEX["communication"]] += 2 * block * share.offloaded
 

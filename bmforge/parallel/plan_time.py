@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bmforge.parallel.hardware import Cluster
 from bmforge.parallel.layout import Layout
 
-__all__ = ["Times", "Work", "step_time"]
+__all__ = ["OURS", "Engine", "Times", "Work", "step_time"]
 
 # What of a link's or a memory's nominal bandwidth collectives and kernels get.
 _LINK, _MEMORY = 0.8, 0.8
@@ -54,6 +54,26 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Engine:
+    """What an engine does its own way; for comparing with figures of others than ours.
+
+    Args:
+        collectives: gathers and scatters of hidden states that tensor parallelism makes per block
+            in forward, in backward and in recomputing; a sum of them counts as two.
+        reduces_once: gradients are reduced with the last micro-batch only.
+        gathered_bytes: of a micro-batch that tensor parallelism gathers beside these, as whole
+            logits; ours are never whole.
+    """
+
+    collectives: tuple[int, int, int] = (4, 4, 4)
+    reduces_once: bool = False
+    gathered_bytes: float = 0.0
+
+
+OURS = Engine()
+
+
+@dataclass(frozen=True)
 class Times:
     """Seconds of a step by what they are spent on; they add up to the step."""
 
@@ -74,21 +94,27 @@ def step_time(
     recompute: bool = False,
     compiled: bool = False,
     stages_per_rank: int = 1,
+    engine: Engine = OURS,
 ) -> Times:
     """Return the time of one optimizer step."""
     device, count = cluster.device, work.micro_batches
     products = work.flops / (device.peak_flops(precision) * device.efficiency)
     share = _COMPILED if compiled else _EAGER
     moved = work.traffic_bytes * share / (device.memory_gb_s * 1e9 * _MEMORY)
-    tensor = _tensor_time(work, cluster, layout, recompute)
+    tensor = _tensor_time(work, cluster, layout, engine, recompute)
     one = products + moved + tensor
     gathers, reduction = _zero_times(work, cluster, layout)
     forward = _FORWARD_OF_RECOMPUTED if recompute else _FORWARD
     piped = layout.pp > 1
-    exposed = max(0.0, gathers - one * forward)
     again = gathers if layout.zero == 3 else 0.0
-    reduced = 0.0 if piped else reduction
-    exposed += max(0.0, again + reduced - one * (1 - forward))
+    ahead, behind = one * forward, one * (1 - forward)
+    unreduced = max(0.0, gathers - ahead) + max(0.0, again - behind)
+    reduced = max(0.0, gathers - ahead) + max(0.0, again + reduction - behind)
+    if piped:
+        sharding = unreduced * (count if layout.zero == 3 else 1) + reduction
+    else:
+        first = unreduced if engine.reduces_once else reduced
+        sharding = first * (count - 1) + reduced
     bubble = (layout.pp - 1) / stages_per_rank * one
     local = work.parameters / work.shards
     on_device = local * (1 - work.offloaded) * _ADAM_BYTES / (device.memory_gb_s * 1e9 * _MEMORY)
@@ -96,8 +122,7 @@ def step_time(
         "products": products * count,
         "memory traffic": moved * count,
         "tensor parallel": tensor * count,
-        "sharding": exposed * (1 if piped and layout.zero != 3 else count)
-        + (reduction if piped else 0.0),
+        "sharding": sharding,
         "bubble": bubble + (_stage_link_time(work, cluster, layout) * count if piped else 0.0),
         "optimizer": on_device,
         "offload": max(0.0, _offload_time(work, cluster) - one * count),
@@ -105,19 +130,22 @@ def step_time(
     return Times(times)
 
 
-def _tensor_time(work: Work, cluster: Cluster, layout: Layout, recompute: bool) -> float:
-    """Two sums of the hidden states per block forward, two backward, two in recomputing."""
+def _tensor_time(
+    work: Work, cluster: Cluster, layout: Layout, engine: Engine, recompute: bool
+) -> float:
+    """Nothing is computed while hidden states are gathered and scattered."""
     if layout.tp == 1:
         return 0.0
-    sums = 6 if recompute else 4
-    one = 2 * (layout.tp - 1) / layout.tp * work.block_bytes
-    return sums * work.blocks * one / _bandwidth(cluster, layout.tp)
+    forward, backward, again = engine.collectives
+    number = forward + backward + (again if recompute else 0)
+    size = number * work.blocks * work.block_bytes + engine.gathered_bytes
+    return (layout.tp - 1) / layout.tp * size / _bandwidth(cluster, layout.tp)
 
 
 def _bandwidth(cluster: Cluster, size: int) -> float:
     """Bytes per second of a ring of neighbours."""
     network = cluster.network_gbit_s / 8 * 1e9
-    inside = cluster.device.peer_gb_s * 1e9
+    inside = cluster.inside_gb_s(size) * 1e9
     return _LINK * (inside if size <= cluster.per_node else min(network, inside))
 
 
@@ -130,7 +158,7 @@ def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, fl
     here = max(1, min(size, cluster.per_node // inner))  # of a group, in one node
     nodes = -(-size // here)
     network = cluster.network_gbit_s / 8 * 1e9 * here * _LINK
-    inside = cluster.device.peer_gb_s * 1e9 * _LINK
+    inside = cluster.inside_gb_s(here) * 1e9 * _LINK
     per_byte = max((size - 1) / size / inside, (nodes - 1) / nodes / network)
     weights = work.parameters * work.width * per_byte
     gradients = work.parameters * _GRADIENT_BYTES * per_byte
@@ -142,7 +170,7 @@ def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, fl
 def _stage_link_time(work: Work, cluster: Cluster, layout: Layout) -> float:
     """Hidden states to the next stage and gradients back; each tensor process sends its part."""
     size = layout.tp * work.shards
-    bandwidth = _bandwidth(cluster, cluster.per_node + 1 if size * 2 > cluster.per_node else 1)
+    bandwidth = _bandwidth(cluster, cluster.per_node + 1 if size * 2 > cluster.per_node else 2)
     return 2 * work.block_bytes / layout.tp / bandwidth
 
 

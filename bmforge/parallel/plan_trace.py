@@ -30,7 +30,14 @@ from bmforge.parallel.dry_run import join_fakes
 from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipelined import reduce_gradients_
-from bmforge.parallel.plan_follow import PARTS, Follower, resizes_seen
+from bmforge.parallel.plan_follow import (
+    FIRST_END,
+    INSIDE,
+    LAST_END,
+    PARTS,
+    Follower,
+    resizes_seen,
+)
 from bmforge.parallel.zero import param_groups_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import match_glob
@@ -40,6 +47,7 @@ __all__ = ["BLOCKS", "Mark", "Setting", "StepTrace", "Workload", "trace_step"]
 # A first, a last, and one between them that stands for all others.
 BLOCKS = 3
 _GRADIENTS, _WHOLE = PARTS.index("gradients"), PARTS.index("whole gradients")
+_COMMUNICATION = PARTS.index("communication")
 
 
 @dataclass(frozen=True)
@@ -77,13 +85,15 @@ class Setting:
 
     Args:
         layout: which axes; pp does not cut here, see `piped`.
-        shards: over how many processes ZeRO shards in the trace.
+        shards: over how many processes ZeRO shards in the trace, or has replicas; those of the axis
+            `cp` are among them.
         rows: of a micro-batch.
         precision: fp32, bf16 or fp16.
         recompute: blocks are recomputed in backward.
         prefetch: units gathered ahead.
         accumulates: there are several micro-batches a step.
         piped: gradients are reduced at the end of the step only, as a pipeline does.
+        copies: collectives make a buffer of their own, as on processors.
     """
 
     layout: Layout
@@ -94,17 +104,18 @@ class Setting:
     prefetch: int = 1
     accumulates: bool = False
     piped: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A block's forward or backward begins.
+    """A micro-batch, or a block's forward or backward, begins.
 
     Args:
         micro_batch: of which micro-batch.
         stack: the stack's name.
         block: which of its three.
-        kind: "forward" or "backward".
+        kind: "forward" or "backward"; "start" of a micro-batch.
         event: how many events there were before.
         flops: matrix products so far.
         traffic_bytes: read and written by everything else so far.
@@ -124,7 +135,7 @@ class StepTrace:
     """What a step of the short model did.
 
     Args:
-        events: (bytes more or less, index in `PARTS`), in order.
+        events: (bytes more or less, index in `PARTS`, whose: see `plan_follow.py`), in order.
         marks: where blocks begin.
         static: bytes of parameters that are there all the time, of the whole short model.
         block_static: of one block of each stack.
@@ -134,9 +145,10 @@ class StepTrace:
         flops, traffic_bytes: of the whole trace.
         parameters: numbers in one block of each stack, before ZeRO shards them, and under "" in
             everything else.
+        carry_bytes: what goes from block to block.
     """
 
-    events: tuple[tuple[int, int], ...]
+    events: tuple[tuple[int, int, int], ...]
     marks: tuple[Mark, ...]
     static: int
     block_static: dict[str, int]
@@ -146,6 +158,7 @@ class StepTrace:
     flops: float
     traffic_bytes: float
     parameters: dict[str, int]
+    carry_bytes: int
 
 
 def trace_step(workload: Workload, setting: Setting) -> StepTrace:
@@ -157,7 +170,7 @@ def trace_step(workload: Workload, setting: Setting) -> StepTrace:
     if dist.is_initialized():
         raise ConfigError("a plan needs a process of its own: this one has joined a group.")
     layout = setting.layout
-    join_fakes(0, setting.shards * layout.tp * layout.cp * layout.dp_replicate)
+    join_fakes(0, setting.shards * layout.tp)
     try:
         mesh = build_mesh(layout)
         model = workload.build(BLOCKS)
@@ -194,24 +207,27 @@ def _quiet() -> Iterator[None]:
 def _follow_step(
     workload: Workload, setting: Setting, model: nn.Module, ends: tuple[set[str], set[str]]
 ) -> StepTrace:
-    follower, marks = Follower(), _Marks(model)
-    marks.follower = follower
+    follower = Follower(setting.copies)
+    marks = _Marks(model, follower)
+    owners = _owners(model, ends)
     count = 2 if setting.piped and setting.accumulates else 1
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _prepare_(sharded, setting)
-    follower.know(local_tensor(p).detach() for p in model.parameters())
+    with torch.no_grad():  # where a shard is taken out without noting it for autograd
+        follower.know(local_tensor(p) for p in model.parameters())
     model.train()
     with resizes_seen(follower), follower:
         if setting.accumulates and not setting.piped:
             _begin_gradients_(model)
-            _assign_gradients(follower, model)
+            _assign(follower, model, owners)
         for number in range(count):
-            marks.micro_batch = number
+            marks.start(number)
             workload.run(model, workload.make_batch(setting.rows)).backward()
-            _assign_gradients(follower, model)
+            follower.end = INSIDE
+            _assign(follower, model, owners)
         if setting.piped:
             reduce_gradients_(model, sharded)
-            _assign_gradients(follower, model)
+            _assign(follower, model, owners)
     whole = {id(p): p for p in model.parameters()}
     return StepTrace(
         tuple(follower.events),
@@ -224,6 +240,7 @@ def _follow_step(
         follower.flops,
         follower.traffic_bytes,
         _count_parameters(model, marks),
+        marks.carry_bytes,
     )
 
 
@@ -241,23 +258,40 @@ def _begin_gradients_(model: nn.Module) -> None:
         parameter.grad = torch.empty_like(parameter)
 
 
-def _assign_gradients(follower: Follower, model: nn.Module) -> None:
-    kept = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
-    follower.assign(kept, _GRADIENTS)
+def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
+    """Return at which end parameters are, by id; what is at both counts as inside, for both."""
+    first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
+    found = dict.fromkeys(first - last, FIRST_END)
+    return found | dict.fromkeys(last - first, LAST_END)
+
+
+@torch.no_grad()
+def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> None:
+    """Tell gradients, and what is gathered, by their parameters."""
+    for p in model.parameters():
+        if p.grad is not None:
+            follower.assign([local_tensor(p.grad)], _GRADIENTS, owners.get(id(p), INSIDE))
     for module in model.modules():
-        parameters = (p for group in param_groups_of(module) for p in group.fsdp_params)
-        # Whole gradients that wait for the end of a pipeline's step.
-        held = (getattr(p, "unsharded_accumulated_grad", None) for p in parameters)
-        follower.assign([local_tensor(g) for g in held if g is not None], _WHOLE)
+        for p in (p for group in param_groups_of(module) for p in group.fsdp_params):
+            end = owners.get(id(p.sharded_param), INSIDE)
+            follower.assign(getattr(p, "all_gather_outputs", ()), _COMMUNICATION, end)
+            # A whole gradient that waits for the end of a pipeline's step.
+            held = getattr(p, "unsharded_accumulated_grad", None)
+            follower.assign([] if held is None else [local_tensor(held)], _WHOLE, end)
 
 
 class _Marks:
-    """Hooks on every block that note where forward and backward of it begin."""
+    """Hooks on every block that note where forward and backward of it begin, and whose turn it is.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: laid out.
+        follower: is told when what stands before the blocks and behind them runs.
+    """
+
+    def __init__(self, model: nn.Module, follower: Follower) -> None:
         self.found: list[Mark] = []
-        self.micro_batch = 0
-        self.follower = Follower()
+        self.micro_batch, self.carry_bytes = 0, 0
+        self.follower = follower
         rules: Any = getattr(model, "layout_rules", None)
         names = rules().stacks if callable(rules) else ()
         if not names:
@@ -266,6 +300,14 @@ class _Marks:
         for stack, blocks in self.stacks.items():
             for number, block in enumerate(blocks):
                 self._watch(stack, number, block)
+        every = [block for blocks in self.stacks.values() for block in blocks]
+        self._watch_ends(every[0], every[-1])
+
+    def start(self, micro_batch: int) -> None:
+        """Begin a micro-batch."""
+        self.micro_batch = micro_batch
+        self.follower.end = FIRST_END
+        self._note("", 0, "start")
 
     def middles(self) -> list[tuple[str, nn.Module]]:
         """Return the block of every stack that stands for the others."""
@@ -284,12 +326,32 @@ class _Marks:
 
         block.register_forward_hook(after, prepend=True)
 
+    def _watch_ends(self, first: nn.Module, last: nn.Module) -> None:
+        def turn(end: int) -> None:
+            self.follower.end = end
+
+        def enter(module: nn.Module, args: Any) -> None:
+            turn(INSIDE)
+            self.carry_bytes = _local_bytes(args[0])
+            if args[0].requires_grad:
+                args[0].register_hook(lambda _: turn(FIRST_END))
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            turn(LAST_END)
+            first = out[0] if isinstance(out, tuple) else out
+            if first.requires_grad:
+                first.register_hook(lambda _: turn(INSIDE))
+
+        first.register_forward_pre_hook(enter, prepend=True)
+        last.register_forward_hook(leave)
+
     def _note(self, stack: str, number: int, kind: str) -> None:
         seen = self.follower
         place = (self.micro_batch, stack, number, kind)
         self.found.append(Mark(*place, len(seen.events), seen.flops, seen.traffic_bytes))
 
 
+@torch.no_grad()
 def _local_bytes(parameter: Tensor) -> int:
     local = local_tensor(parameter)
     return local.numel() * local.element_size()

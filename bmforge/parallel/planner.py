@@ -8,8 +8,12 @@ device is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.parallel.layout import Layout
@@ -21,6 +25,8 @@ __all__ = ["Choice", "Plan", "Request", "Row", "plan", "sensible_layouts"]
 
 _LONG_ROW = 16384
 _FRACTIONS = tuple(n / 20 for n in range(1, 21))
+# So many groups of layouts take longer to look at than a process takes to start.
+_WORTH_A_PROCESS = 4
 
 
 @dataclass(frozen=True)
@@ -57,27 +63,73 @@ def plan(
     *,
     note: Callable[[str], None] = lambda _: None,
     layouts: tuple[Layout, ...] = (),
+    processes: int = 1,
 ) -> Plan:
     """Estimate every sensible choice.
 
     Args:
         request: what is asked.
-        note: told what is being looked at.
+        note: told what has been looked at.
         layouts: look at these only; empty looks at all sensible ones.
+        processes: work on the layouts; more than one are new ones, so a program that asks for them
+            must be importable (`if __name__ == "__main__"`), and the workload picklable.
     """
+    every = layouts or tuple(sensible_layouts(request))
+    groups = _that_share(every)
+    work = partial(_look_at, request)
+    processes = min(processes, len(groups) // _WORTH_A_PROCESS)
+    found: dict[Layout, _Look] = {}
+    with _workers(processes) as spread:
+        for looks in spread(work, groups):
+            found |= {look.layout: look for look in looks}
+            note(str(looks[-1].layout))
+    looks = [found[layout] for layout in every]
+    rows = sorted((row for look in looks for row in look.rows), key=_rank)
+    refused = tuple((look.layout, look.refused) for look in looks if look.refused)
+    return Plan(request, tuple(rows), refused)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What came of one layout: rows, or why it is not possible."""
+
+    layout: Layout
+    rows: tuple[Row, ...] = ()
+    refused: str = ""
+
+
+def _that_share(layouts: Sequence[Layout]) -> list[list[Layout]]:
+    """Return layouts in groups whose traces are the same in part: pipelines of any length are."""
+    groups: dict[Layout, list[Layout]] = {}
+    for layout in layouts:
+        alike = replace(layout, pp=min(layout.pp, 2), pp_cut=())
+        groups.setdefault(alike, []).append(layout)
+    return list(groups.values())
+
+
+@contextmanager
+def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_Look]]]]:
+    """Yield what maps a function: in this process, or in new ones side by side."""
+    if processes < 2:
+        yield map
+        return
+    # New ones, not copies of this one: threads and devices do not survive copying.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        yield pool.map
+
+
+def _look_at(request: Request, layouts: Sequence[Layout]) -> list[_Look]:
     estimator = Estimator(request)
-    rows: list[Row] = []
-    refused: list[tuple[Layout, str]] = []
-    for layout in layouts or tuple(sensible_layouts(request)):
-        note(str(layout))
+    looks = []
+    for layout in layouts:
         try:
             layout.check(request.cluster.count)
             found = [_best(estimator, layout, recompute) for recompute in (False, True)]
-            rows += [row for row in found if row is not None]
+            looks.append(_Look(layout, tuple(row for row in found if row is not None)))
         except BmforgeError as error:
-            refused.append((layout, str(error)))
-    order = sorted(rows, key=_rank)
-    return Plan(request, tuple(order), tuple(refused))
+            looks.append(_Look(layout, refused=str(error)))
+    return looks
 
 
 def _rank(row: Row) -> tuple[bool, float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import bmforge.parallel
 from bmforge.cli.plan_workload import workload_of
 from bmforge.errors import ConfigError
 from bmforge.models import init_weights_
@@ -23,7 +27,7 @@ from bmforge.parallel import plan_trace as tracing
 from bmforge.parallel.hardware import Cluster, find_device, parse_interconnect
 from bmforge.parallel.plan_estimate import Choice, Estimator, Request
 from bmforge.parallel.plan_memory import Share, count_work, peak_memory
-from bmforge.parallel.plan_time import Work, step_time
+from bmforge.parallel.plan_time import Engine, Work, step_time
 from bmforge.parallel.plan_trace import Setting, trace_step
 from bmforge.parallel.planner import plan
 from bmforge.parallel.replay import replay
@@ -52,6 +56,17 @@ def request_for(config: Any = TINY, gpus: int = 8, batch: int = 16, **changes: A
     return Request(workload_of("small", config, 64), cluster, batch, **changes)
 
 
+def test_the_pinned_name_is_the_function() -> None:
+    """Whatever else of the room has been imported before."""
+    for module in pkgutil.iter_modules(bmforge.parallel.__path__):
+        importlib.import_module(f"bmforge.parallel.{module.name}")
+    from bmforge.parallel import Request as Asked
+    from bmforge.parallel import plan as pinned
+
+    assert pinned is plan
+    assert Asked is Request
+
+
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
@@ -74,7 +89,7 @@ def test_three_blocks_tell_of_six(
     composed, work = peak_memory(short, Share(6)), count_work(short, 6)
     monkeypatch.setattr(tracing, "BLOCKS", 6)
     deep = trace_step(workload, setting)
-    live = np.cumsum([change for change, _ in deep.events]).max() + 3 * deep.static
+    live = np.cumsum([change for change, *_ in deep.events]).max() + 3 * deep.static
     assert composed.total == pytest.approx(live, rel=1e-12)
     if not setting.piped:  # there the last of two micro-batches is asked for
         assert work[0] == pytest.approx(deep.flops, rel=1e-12)
@@ -132,6 +147,31 @@ def test_state_is_what_adamw_keeps() -> None:
     assert row.memory.parts["optimizer"] == 2 * row.memory.parts["parameters"]
 
 
+def test_context_parallel_processes_share_the_shards() -> None:
+    """ZeRO shards over all processes, those of the axis `cp` among them."""
+    plain, cut = (
+        Estimator(request_for(batch=8), exact_shards=exact).estimate(Choice(Layout(cp=cp), 1))
+        for cp, exact in ((1, True), (4, True))
+    )
+    assert cut.memory.parts["parameters"] == plain.memory.parts["parameters"]
+    short = Estimator(request_for(batch=8)).estimate(Choice(Layout(cp=4), 1))
+    assert short.memory.parts["parameters"] == pytest.approx(plain.memory.parts["parameters"])
+
+
+def test_collectives_on_processors_copy_what_they_gather_and_scatter() -> None:
+    """A second buffer that goes as it comes, as large as the whole: padded to equal shards."""
+    workload = workload_of("gpt2", TINY, 64)
+    plain, copied = (
+        trace_step(workload, Setting(Layout(), 2, 1, "fp32", copies=copies))
+        for copies in (False, True)
+    )
+    extra = Counter(c for c, *_ in copied.events) - Counter(c for c, *_ in plain.events)
+    assert extra == Counter({-size: times for size, times in extra.items()})
+    block = next(n for name, n in plain.parameters.items() if name)
+    # Three blocks: gathered forward and, but for the last, again backward; scattered once.
+    assert extra[4 * block] == 3 + 3 + 3
+
+
 def test_offloading_leaves_half_precision_weights() -> None:
     estimator = Estimator(request_for())
     here, away = (estimator.estimate(Choice(Layout(), 2, offloaded=f)) for f in (0.0, 1.0))
@@ -143,11 +183,59 @@ def test_offloading_leaves_half_precision_weights() -> None:
     assert not estimator.estimate(Choice(Layout(), 2, offloaded=1.0)).fits
 
 
+def test_a_processor_offloads_states_to_disk_and_keeps_gradients() -> None:
+    trace = trace_step(workload_of("gpt2", TINY, 64), Setting(Layout(zero=0), 1, 2, "fp32"))
+    here = peak_memory(trace, Share(6, half=False))
+    away = peak_memory(trace, Share(6, half=False, offloaded=1.0, gradients_leave=False))
+    assert away.parts == {**here.parts, "optimizer": 0.0}
+
+
 def test_pipeline_bubble_is_that_of_the_schedule() -> None:
     work = Work(1e12, 0.0, 16, 0.0, 6, 0.0, 1)
     times = step_time(work, Cluster(find_device("h100-80gb"), 4), Layout(zero=0, pp=4), "bf16")
     schedule = replay(build_schedule("1f1b", 4, 16))
     assert times.parts["bubble"] / times.total == pytest.approx(schedule.bubble_ratios[0])
+
+
+def test_other_engines_and_nodes_without_a_switch() -> None:
+    """Collectives are counted one by one; a pair has one link of three in a node of four."""
+    work = Work(0.0, 0.0, 4, 1e9, 10, 0.0, 1)
+    cluster = Cluster(find_device("h200"), 4, per_node=4)
+    layout, usual = Layout(zero=0, tp=2), 8 * 10 * 4 * 0.5 / (0.8 * 450)
+    ours = step_time(work, cluster, layout, "bf16").parts["tensor parallel"]
+    assert ours == pytest.approx(usual)
+    more = step_time(work, cluster, layout, "bf16", engine=Engine((7, 7, 6)))
+    assert more.parts["tensor parallel"] == pytest.approx(usual * 14 / 8)
+    bare = step_time(work, replace(cluster, has_switch=False), layout, "bf16")
+    assert bare.parts["tensor parallel"] == pytest.approx(usual * 3)
+    work = replace(work, parameters=4e9, shards=2)
+    always, once = (
+        step_time(work, cluster, Layout(zero=2), "bf16", engine=Engine(reduces_once=reduces))
+        for reduces in (False, True)
+    )
+    gathers, reduction = 4e9 * 2 * 0.5 / 360e9, 4e9 * 4 * 0.5 / 360e9
+    assert always.parts["sharding"] == pytest.approx(4 * (gathers + reduction))
+    assert once.parts["sharding"] == pytest.approx(4 * gathers + reduction)
+
+
+def test_the_first_rank_of_a_pipeline_has_no_head() -> None:
+    trace = trace_step(
+        workload_of("llama", CONFIGS["llama"], 64),
+        Setting(Layout(zero=0), 1, 2, "fp32", accumulates=True, piped=True),
+    )
+    first = peak_memory(trace, Share(6, stages=2, in_flight=2, last=False))
+    last = peak_memory(trace, Share(6, stages=2, first=False))
+    assert first.parts["logits"] == 0 < last.parts["logits"]
+    weights = trace.block_static["layers"] * 3
+    assert first.parts["gradients"] == weights + trace.ends_static[0]
+    one = peak_memory(trace, Share(6, stages=2, in_flight=1, last=False))
+    assert first.parts["activations"] > 1.5 * one.parts["activations"]
+
+
+@pytest.mark.long
+def test_two_processes_plan_what_one_does() -> None:
+    request = request_for(gpus=8, batch=16)
+    assert plan(request, processes=2) == plan(request)
 
 
 def test_pipeline_ranks_hold_their_blocks() -> None:
