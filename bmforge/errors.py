@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "BmforgeError",
@@ -45,10 +46,15 @@ class MissingDependencyError(BmforgeError, ImportError):
     """An optional package is needed; the message names the extra that brings it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
+        self._given = package, extra, purpose
         super().__init__(
             f"{purpose} needs the package {package!r}, which is not installed. "
             f"Install it with: pip install 'bmforge[{extra}]'"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let it be pickled, as sending it to other processes does."""
+        return type(self), self._given
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from torch import nn
 
@@ -20,21 +21,37 @@ __all__ = [
     "find_repeated_blocks",
     "freeze_",
     "match_glob",
+    "match_names",
     "replace_module_",
 ]
 
 
 def match_glob(name: str, glob: str) -> bool:
     """Tell whether a dotted name fits a glob (`*` within one part, `**` across parts)."""
-    pattern = re.escape(glob).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
-    return re.fullmatch(pattern, name) is not None
+    return _compile(glob).fullmatch(name) is not None
 
 
-def _match(names: Iterable[str], globs: Iterable[str], what: str) -> list[str]:
+@lru_cache(maxsize=256)
+def _compile(glob: str) -> re.Pattern[str]:
+    return re.compile(re.escape(glob).replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))
+
+
+def match_names(names: Iterable[str], globs: Iterable[str], what: str = "module") -> list[str]:
+    """Return the names that fit any of the globs, in their order.
+
+    Args:
+        names: of all there are.
+        globs: name globs, each of which must match.
+        what: what the message calls them.
+
+    Raises:
+        ConfigError: a glob matches no name.
+    """
     known = list(names)
     found: dict[str, None] = {}
     for glob in globs:
-        hits = [name for name in known if match_glob(name, glob)]
+        fits = _compile(glob).fullmatch
+        hits = [name for name in known if fits(name)]
         if not hits:
             raise ConfigError(f"{what} glob {glob!r} matches nothing.{suggest(glob, known)}")
         found.update(dict.fromkeys(hits))
@@ -55,7 +72,7 @@ def find_modules(
         ConfigError: a glob matches no module.
     """
     modules = dict(root.named_modules())
-    names = list(modules) if globs is None else _match(modules, globs, "module")
+    names = list(modules) if globs is None else match_names(modules, globs)
     return {n: modules[n] for n in names if kind is None or isinstance(modules[n], kind)}
 
 
@@ -66,7 +83,7 @@ def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Param
         ConfigError: a glob matches no parameter.
     """
     parameters = dict(root.named_parameters())
-    return {name: parameters[name] for name in _match(parameters, globs, "parameter")}
+    return {name: parameters[name] for name in match_names(parameters, globs, "parameter")}
 
 
 def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:

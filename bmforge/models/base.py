@@ -84,7 +84,8 @@ class Model(nn.Module):
                 f"{cls.__name__} needs a {cls.config_class.__name__}, not {type(config).__name__}."
             )
         with torch.device("meta"), NoDrawing():
-            model = cls(config).to(dtype)
+            model = cls(config)
+        model.to(dtype)
         if torch.device(device).type != "meta":
             materialize_(model, device)
             init_weights_(model, seed)

@@ -79,6 +79,7 @@ def check_layout(
 ) -> Plan:
     """Find the units, or raise everything that does not fit in one `ConfigError`."""
     problems = layout.problems(world.size)
+    rules = _rules_of(model, rules)
     units = _collect(model, rules, "zero_units", problems)
     blocks = _collect(model, rules, "recompute_units", problems) if need_blocks else {}
     dtype = _half_dtype(precision, problems)
@@ -90,7 +91,7 @@ def check_layout(
     if is_sharded:
         problems += _split_ties(model, units)
     styles, stacks = _check_blocks(model, layout, rules, problems)
-    cutting, stage_ranks = _plan_pipeline(model, layout, _rules_of(model, rules), problems)
+    cutting, stage_ranks = _plan_pipeline(model, layout, rules, problems)
     problems += expert_problems(model, layout.ep)
     if problems:
         raise ConfigError(
@@ -110,7 +111,6 @@ def _check_blocks(
     model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
 ) -> tuple[dict[str, Cut], list[nn.Module]]:
     """Return how tensor parallelism cuts the model, and its stacks of blocks."""
-    rules = _rules_of(model, rules)
     cuts: tuple[Cut, ...] = ()
     stacks: list[nn.Module] = []
     if rules is not None and (layout.tp > 1 or layout.cp > 1):
@@ -169,7 +169,6 @@ def _collect(
     model: nn.Module, rules: Rules | None, which: str, problems: list[str]
 ) -> dict[str, nn.Module]:
     """Return name -> module of the units; what goes wrong is added to `problems`."""
-    rules = _rules_of(model, rules)
     if rules is None:
         return find_repeated_blocks(model)
     try:
@@ -193,7 +192,8 @@ def _split_ties(model: nn.Module, units: dict[str, nn.Module]) -> list[str]:
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = next((u for u in units if name.startswith(f"{u}.")), "the root")
+        around = (name[:end] for end, letter in enumerate(name) if letter == ".")
+        unit = next((u for u in around if u in units), "the root")
         owners.setdefault(id(parameter), set()).add(unit)
         names.setdefault(id(parameter), name)
     return [

@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 
 from bmforge.parallel.collectives import exchange_rows
 from bmforge.parallel.ring import attend_causally, attend_in_ring
 from bmforge.parallel.token_share import Rows, TokenCut, TokenShare
 
-__all__ = ["METHODS", "apply_context_parallel_", "context_problems", "divide_loss_"]
+__all__ = ["METHODS", "apply_context_parallel_", "context_problems"]
 
 # (queries, keys, values, mask, bias, causal, scale, dropout); see `nn.attention.mix_values`.
 Mix = Callable[..., Tensor]
@@ -44,7 +43,7 @@ def apply_context_parallel_(
     method: str = "gather",
     unit: int = 1,
 ) -> None:
-    """Cut the tokens of every stack of blocks over the axis `cp`, in place; then `divide_loss_`.
+    """Cut the tokens of every stack of blocks over the axis `cp`, in place.
 
     Args:
         model: any model with rules, after tensor parallelism.
@@ -226,7 +225,7 @@ def _pick_tokens(
     """Pick the tokens whose loss this process computes: an equal part, whoever worked on them.
 
     Each counts as often as there are processes, so that the mean over these is the loss, as it is
-    where all compute the same; `divide_loss_` divides both alike.
+    where all compute the same; and so is the mean of their gradients, which ZeRO takes.
 
     Shape:
         x: (M, D); labels: (M,)
@@ -234,27 +233,3 @@ def _pick_tokens(
     size, rank, total = group.size(), group.rank(), x.shape[0]
     mine = slice(total * rank // size, total * (rank + 1) // size)
     return x[mine], labels[mine], num_items / size
-
-
-def divide_loss_(model: nn.Module, size: int) -> None:
-    """Let each of `size` processes count for its part in the loss, and in what is made of outputs.
-
-    The sum of the processes' `loss` is then the loss, and a loss that is computed outside of the
-    model, by all alike, has the right gradient. Call it after ZeRO, whose hooks on what a model
-    returns do not like views.
-    """
-
-    def count_part(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        value = value.view_as(value)
-        value.register_hook(lambda gradient: gradient / size)
-        return value
-
-    def divide(module: nn.Module, args: Any, out: Any) -> Any:
-        if getattr(out, "carry", None) is not None:  # the pipeline goes on
-            return out
-        loss, out = getattr(out, "loss", None), tree_map(count_part, out)
-        return out if loss is None else out._replace(loss=loss / size)
-
-    model.register_forward_hook(divide)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,25 +99,30 @@ def _join(device: torch.device, timeout: timedelta) -> None:
 def run_on_first(function: Callable[[], T]) -> T | None:
     """Run a function on rank 0 while the others wait; what it raises is raised on every rank.
 
+    What cannot be sent is a DistributedError on the others, with its type and text.
+
     Returns:
         what it returned, on rank 0; None on the others.
     """
-    result: T | None = None
-    problem: list[Exception | None] = [None]
+    result, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             result = function()
         except Exception as error:
-            problem[0] = error
+            problem = error
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise problem[0]
+        sent = [_sendable(problem)]
+        dist.broadcast_object_list(sent, src=0)
+        problem = problem or sent[0]
+    if problem is not None:
+        raise problem
     return result
 
 
 def run_everywhere(function: Callable[[], T]) -> T:
     """Run a function on every process; if it fails on any, the first failure is raised on all.
+
+    What cannot be sent is a DistributedError on the others, with its type and text.
 
     Returns:
         what it returned here.
@@ -128,11 +135,25 @@ def run_everywhere(function: Callable[[], T]) -> T:
     problems: list[Exception | None] = [problem]
     if dist.is_initialized() and dist.get_world_size() > 1:
         problems *= dist.get_world_size()
-        dist.all_gather_object(problems, problem)
+        dist.all_gather_object(problems, _sendable(problem))
+        if problem is not None:
+            problems[dist.get_rank()] = problem  # as it is, with its traceback
     for found in problems:
         if found is not None:
             raise found
     return cast(T, result)
+
+
+def _sendable(problem: Exception | None) -> Exception | None:
+    """Return an exception as other processes can have it: not every one can be made again."""
+    try:
+        pickle.dumps(problem)
+        made = copy.deepcopy(problem)  # in the way of unpickling
+    except Exception:
+        made = None
+    if type(made) is type(problem) and str(made) == str(problem):
+        return problem
+    return DistributedError(f"rank {dist.get_rank()} failed: {type(problem).__name__}: {problem}")
 
 
 def shutdown_distributed() -> None:

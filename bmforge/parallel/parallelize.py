@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.activations import apply_activation_offload_
 from bmforge.parallel.check import Plan, Rules, check_layout
-from bmforge.parallel.context import apply_context_parallel_, divide_loss_
+from bmforge.parallel.context import apply_context_parallel_
 from bmforge.parallel.copies import make_copy_engine
 from bmforge.parallel.distributed import init_distributed
 from bmforge.parallel.expert import (
@@ -74,7 +75,7 @@ def parallelize(
     world = init_distributed()
     need_blocks = recompute or compile or offload_activations
     plan = check_layout(model, layout, rules, world, precision, need_blocks, prefetch)
-    mesh = mesh or build_mesh(layout, world.device)
+    mesh = build_mesh(layout, world.device) if mesh is None else _check_mesh(mesh, layout)
     target: Any = model
     target.mesh, target.prefetch = mesh, prefetch
     shared: dict[str, list[int]] = {}
@@ -108,9 +109,20 @@ def parallelize(
             frees=layout.zero == 3,
             splits=not (plan.is_sharded or recompute or compile or offload_activations),
         )
-    if layout.cp > 1:
-        divide_loss_(model, layout.cp)
+    target.precision = precision
     return model
+
+
+def _check_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Return the mesh if it is the layout's."""
+    given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    needed = layout.axis_lengths(dist.get_world_size())
+    if given != needed:
+        raise ConfigError(
+            f"mesh has the axes {given}, {layout} needs {needed}. Leave mesh out, or make it with "
+            "build_mesh(layout)."
+        )
+    return mesh
 
 
 def _divide_blocks_(model: nn.Module, layout: Layout, plan: Plan, mesh: DeviceMesh) -> None:

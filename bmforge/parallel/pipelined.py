@@ -118,10 +118,13 @@ class PipelinedModel:
             self.model.get_submodule(stack).span = span  # type: ignore[assignment]
 
     def rank_of(self, name: str) -> int:
-        """Return the first rank of the pipeline that has a parameter."""
+        """Return the first rank of the pipeline that has a parameter or a buffer.
+
+        Buffers of the modules that hold the stacks are on every rank.
+        """
         homes = self.cutting.homes
-        whole = next(h for n, h in homes.items() if name == n or name.startswith(f"{n}."))
-        return min(self._owners[stage] for stage in whole)
+        found = (h for n, h in homes.items() if name == n or name.startswith(f"{n}."))
+        return min(self._owners[stage] for stage in next(found, range(self.cutting.num_stages)))
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -159,11 +162,6 @@ class PipelinedModel:
         self._sum_shared_gradients_()
         return losses
 
-    def evaluate(self, run: Run, micro_batches: Sequence[Batch]) -> list[Tensor]:
-        """Run forward only; return the losses on the last rank, [] elsewhere."""
-        found = self._run_forward(run, micro_batches, share=False)
-        return [outputs[0] for outputs in found]
-
     def _run_forward(self, run: Run, micro_batches: Sequence[Batch], share: bool) -> list[Any]:
         pipeline = next(iter(self._pipelines.values()), None) or self._pipeline(self._least())
         self.run, self._is_inside = run, True
@@ -181,6 +179,11 @@ class PipelinedModel:
             raise ConfigError(
                 "a pipelined model trains whole steps: use the Trainer, or run_step. For a plain "
                 "call, switch gradients off (torch.no_grad)."
+            )
+        if kwargs.get("output_hidden_states"):
+            raise ConfigError(
+                "output_hidden_states: hidden states do not cross a pipeline's stages. Record them "
+                "with train.inspect_activations, or use a layout with pp=1."
             )
         kind: list[Any] = []
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from bmforge.errors import BmforgeError
 from bmforge.parallel.sequence import divide_tokens_
 from bmforge.parallel.tensor_parts import APPLY, TensorGroup, is_mixture, view_here
-from bmforge.surgery import find_modules
+from bmforge.surgery import match_names
 
 __all__ = ["Cut", "apply_tensor_parallel_", "compute_on_views_", "find_cuts", "tensor_problems"]
 
@@ -64,10 +64,10 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
         return []
     if not cuts:
         return [f"tp={size}: {type(model).__name__} has no rules by which it could be cut"]
-    found = []
+    found, modules = [], dict(model.named_modules())
     for cut in cuts:
         try:
-            modules = find_modules(model, globs=(cut.glob,))
+            names = match_names(modules, (cut.glob,))
         except BmforgeError as error:
             found.append(f"tensor_parallel: {error}")
             continue
@@ -79,8 +79,8 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
             found.append(f"tp={size} does not divide the {cut.units} heads of {cut.glob}")
         found += [
             f"tp={size}: {name}.{key} has only {tuple(parameter.shape)}, too few to cut"
-            for name, module in modules.items()
-            for key, parameter in module.named_parameters(recurse=False)
+            for name in names
+            for key, parameter in modules[name].named_parameters(recurse=False)
             if _leaves_empty(parameter, _DIMS[cut.style].get(key), size) and not shares
         ]
     return found
@@ -96,7 +96,8 @@ def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
 
 def find_cuts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, Cut]:
     """Return how each module is cut, by its name; of several cuts of one the last holds."""
-    return {name: cut for cut in cuts for name in find_modules(model, globs=(cut.glob,))}
+    names = [name for name, _ in model.named_modules()]
+    return {name: cut for cut in cuts for name in match_names(names, (cut.glob,))}
 
 
 def apply_tensor_parallel_(
@@ -122,12 +123,14 @@ def apply_tensor_parallel_(
     """
     tensor, whole = TensorGroup(mesh), TensorGroup(mesh)
     blocks = {id(module) for stack in stacks for module in stack.modules()}
-    mixtures = [n for n, module in model.named_modules() if n in styles and is_mixture(module)]
+    mixtures = tuple(
+        f"{n}." for n, module in model.named_modules() if n in styles and is_mixture(module)
+    )
     new: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
         cut = styles.get(name)
         # Inside a mixture of experts all processes have all tokens.
-        inside = any(name.startswith(f"{mixture}.") for mixture in mixtures)
+        inside = name.startswith(mixtures)
         here = whole if inside else tensor
         between = here.view_between if id(module) in blocks and not inside else view_here
         views = dict(_cut_parameters_(module, cut, here, between, new))

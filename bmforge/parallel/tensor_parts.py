@@ -157,7 +157,7 @@ def _apply_row_(module: Any, tensor: TensorGroup) -> None:
     """Sum the processes' products, then add the bias once."""
 
     def forward(x: Tensor) -> Tensor:
-        out = tensor.leave(F.linear(x, module.weight))
+        out = tensor.leave(F.linear(x, module.weight.to(x.dtype)))
         return out if module.bias is None else out + module.bias
 
     module.forward = forward

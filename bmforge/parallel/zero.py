@@ -59,11 +59,12 @@ def apply_zero_(
     used = _sharding_mesh(mesh, zero)
     ignored = set()
     if expert_mesh is not None:
-        ignored = _shard_experts_(experts, expert_mesh, policy, frees=zero == 3)
+        ignored = _shard_experts_(experts, expert_mesh, policy)
     settings = {"mesh": used, "mp_policy": policy, "ignored_params": ignored}
-    for unit in units:
-        fully_shard(unit, reshard_after_forward=zero == 3, **settings)
-    fully_shard(model, reshard_after_forward=False, **settings)
+    for module in (*units, model):
+        fully_shard(module, reshard_after_forward=False, **settings)
+    if zero == 3:
+        _free_after_forward_([*experts, *units])
     if callable(getattr(model, "encode", None)):  # runs the model without its forward
         register_fsdp_forward_method(model, "encode")
     _set_prefetch_(units, experts, prefetch)
@@ -84,7 +85,7 @@ def _sharding_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
 
 
 def _shard_experts_(
-    experts: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, frees: bool
+    experts: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
 ) -> set[nn.Parameter]:
     """Shard experts over what `ep` left; return the parameters of those that need nothing."""
     replicates, size = mesh["dp_replicate"].size() > 1, mesh["zero"].size()
@@ -95,11 +96,22 @@ def _shard_experts_(
         fully_shard(
             module,
             mesh=used,
-            reshard_after_forward=frees,
+            reshard_after_forward=False,
             mp_policy=policy,
             shard_placement_fn=partial(_even_dim, size),
         )
     return set()
+
+
+def _free_after_forward_(modules: Sequence[nn.Module]) -> None:
+    """Let units free what they gathered.
+
+    To say so to `fully_shard` would let it divide every parameter once more, into as many views as
+    there are processes, for a case that is not ours: keeping part of it.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):  # experts that need nothing are none
+            module.set_reshard_after_forward(True, recurse=False)
 
 
 def _even_dim(size: int, parameter: nn.Parameter) -> Shard | None:

@@ -59,7 +59,7 @@ def train_on_layout(
         {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in b}
         for b in _cut(inputs | labels, micro_batches, mesh)
     ]
-    items = model.count_items(labels) / gradient_ranks(mesh)
+    items = model.count_items(labels) / data_parallel_size(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found: dict[str, Tensor] = {}
     for step in range(_STEPS):

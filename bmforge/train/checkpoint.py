@@ -20,6 +20,7 @@ from torch import nn
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.logging import get_logger
+from bmforge.parallel import run_on_first
 from bmforge.train.checkpoint_format import (
     MANIFEST_NAME,
     DamagedCheckpointError,
@@ -62,7 +63,7 @@ def save_checkpoint(
     state: dict[str, Any] | None = None,
     blocking: bool = True,
 ) -> Path:
-    """Save one checkpoint as ``directory/step-XXXXXXXX``; a sound one of that step stays as it is.
+    """Save one checkpoint as ``directory/step-XXXXXXXX``; the same one that is there stays.
 
     Collective: every process of the run calls it. Nothing is ever overwritten in place.
 
@@ -80,7 +81,8 @@ def save_checkpoint(
         The step directory.
 
     Raises:
-        CheckpointError: it could not be written; older checkpoints are as they were.
+        CheckpointError: it could not be written, or a sound one of this step is there that holds
+            something else; older checkpoints are as they were.
     """
     peers = Peers()
     folder = Path(directory)
@@ -129,7 +131,7 @@ def load_checkpoint(
     """
     peers = Peers()
     try:
-        one, candidates = peers.broadcast(_candidates(Path(path)) if peers.rank == 0 else None)
+        one, candidates = peers.broadcast(run_on_first(lambda: _candidates(Path(path))))
         if not candidates:
             raise CheckpointError(
                 f"no checkpoint in {path}. Needed: a directory named like {step_name(1000)}, or a "
@@ -178,21 +180,12 @@ def _load_one(
 
 def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
     """Verify one checkpoint, sharing out the hashing; every process gets the same verdict."""
-    verdict: dict[str, Any] | CheckpointError | None = None
-    if peers.rank == 0:
-        try:
-            verdict = read_manifest(path)
-        except CheckpointError as error:
-            verdict = error
-    verdict = peers.broadcast(verdict)
-    if isinstance(verdict, CheckpointError):
-        raise verdict
-    assert verdict is not None
-    found = peers.gather(find_damage(path, verdict, peers.rank, peers.world_size))
+    manifest: dict[str, Any] = peers.broadcast(run_on_first(lambda: read_manifest(path)))
+    found = peers.gather(find_damage(path, manifest, peers.rank, peers.world_size))
     problems = [problem for part in found for problem in part]
     if problems:
         raise DamagedCheckpointError(f"checkpoint {path} is damaged: " + "; ".join(problems))
-    return verdict
+    return manifest
 
 
 class Checkpointer:
@@ -234,10 +227,8 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._fault = fault
         self._thread: threading.Thread | None = None
+        run_on_first(lambda: clean_leftovers(self.directory))
         self._peers = Peers()
-        if self._peers.rank == 0:
-            clean_leftovers(self.directory)
-        self._peers.gather(None)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -295,7 +286,7 @@ class Checkpointer:
         """
         self.wait()
         peers = self._peers
-        found = peers.broadcast(find_checkpoints(self.directory) if peers.rank == 0 else None)
+        found = peers.broadcast(run_on_first(lambda: find_checkpoints(self.directory)))
         if not found:
             return None
         return _load_newest_sound(found, model, optimizers, peers, strict=True)

@@ -209,11 +209,16 @@ def take_snapshot(
     check_json(state, "state")
     mesh, pipeline = getattr(model, "mesh", None), pipeline_of(model)
     leads = rank == 0 if mesh is None else counts_here(mesh, "pp")
-    copied = frozenset() if pipeline is None else pipeline.copied
+
+    def is_first_stage(name: str) -> bool:
+        """Of what several stages have, the first of them writes."""
+        plain = name.removeprefix("model/")
+        return pipeline is None or pipeline.rank_of(plain) == pipeline.rank
+
     owned: dict[str, tuple[Kept, bool]] = {
         name: (
             _widest(tensor),
-            is_first_replica(tensor, leads) and name.removeprefix("model/") not in copied,
+            is_first_replica(tensor, leads) and is_first_stage(name),
         )
         for name, tensor in model_tensors(model).items()
     }
@@ -224,7 +229,7 @@ def take_snapshot(
         assert described is not None
         described[name] = _describe(name, values, group, optimizer)
         for key in described[name]["tensors"]:
-            writes = _writes_state(values[key], parameter, leads) and name not in copied
+            writes = _writes_state(values[key], parameter, leads) and is_first_stage(name)
             owned[state_tensor_name(name, key)] = (values[key], writes)
     seed = state.get("seed")
     own = {

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
 from bmforge.train.checkpoint_format import (
@@ -25,8 +27,10 @@ from bmforge.train.checkpoint_format import (
     MANIFEST_NAME,
     TEMPORARY_PREFIX,
     DamagedCheckpointError,
+    LateTensor,
     find_checkpoints,
     hash_line,
+    read_manifest,
     shard_name,
     step_name,
     step_of,
@@ -36,6 +40,7 @@ from bmforge.train.checkpoint_format import (
     write_shard,
 )
 from bmforge.train.checkpoint_peers import Peers
+from bmforge.train.checkpoint_read import ChunkReader
 from bmforge.train.checkpoint_state import Snapshot
 
 __all__ = ["FAULT_POINTS", "Fault", "clean_leftovers", "no_fault", "publish", "remove_old"]
@@ -84,7 +89,7 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
 
 
 def publish(directory: Path, snapshot: Snapshot, peers: Peers, fault: Fault = no_fault) -> None:
-    """Write one checkpoint, or nothing if a sound one of this step is there already. Collective.
+    """Write one checkpoint, or nothing if the same one is there already. Collective.
 
     Args:
         directory: the folder that holds the step directories; made if missing.
@@ -93,7 +98,8 @@ def publish(directory: Path, snapshot: Snapshot, peers: Peers, fault: Fault = no
         fault: called with the name of each phase.
 
     Raises:
-        CheckpointError: it could not be written (full disk, ...); the same on every process.
+        CheckpointError: it could not be written (full disk, ...), or a sound one of this step is
+            there that holds something else; the same on every process.
 
     Comm:
         Two small broadcasts and one gather of the tensor index.
@@ -103,7 +109,7 @@ def publish(directory: Path, snapshot: Snapshot, peers: Peers, fault: Fault = no
     opened = peers.broadcast(_attempt(_open_temporary, final) if first else None)
     _raise_failure(final, opened)
     if opened.value is None:
-        get_logger().debug("checkpoint %s is there already and sound", final)
+        _keep_the_same(final, snapshot, peers)
         return
     temporary = directory / opened.value
     outcomes = peers.gather(_attempt(_write_own_share, temporary, snapshot, peers, fault))
@@ -130,6 +136,46 @@ def _open_temporary(final: Path) -> str | None:
     temporary = final.parent / f"{TEMPORARY_PREFIX}{final.name}-{os.urandom(4).hex()}"
     temporary.mkdir(parents=True)
     return temporary.name
+
+
+def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
+    """Leave the sound checkpoint that is there; raise if what is to be saved differs from it."""
+    compared = peers.gather(_attempt(_find_difference, final, snapshot))
+    differences = [o.error or o.value for o in compared if o.error or o.value]
+    if differences:
+        raise CheckpointError(
+            f"saving checkpoint {final} failed: one of this step is there already, and it differs "
+            f"in {differences[0]}. It stays as it is; save into another directory, or remove it."
+        )
+    get_logger().debug("checkpoint %s is there already, the same", final)
+    verdict = _attempt(_move_latest, final, no_fault) if peers.rank == 0 else None
+    _raise_failure(final, peers.broadcast(verdict))
+
+
+def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
+    """Return what of this process's share is not as a sound checkpoint has it, or None.
+
+    Generators are left out: another number of processes has others.
+    """
+    manifest = read_manifest(path)
+    if json.dumps(manifest["state"]) != snapshot.state:
+        return "its state"
+    saved = manifest["optimizer"] or {}
+    for name, entry in json.loads(json.dumps(snapshot.optimizer or {})).items():
+        if saved.get(name) != entry:
+            return f"how the optimizer has {name}"
+    for name, record in snapshot.records.items():
+        known = manifest["tensors"].get(name, {})
+        if any(known.get(key) != value for key, value in record.items()):
+            return f"dtype or shape of {name}"
+    with ChunkReader(path, manifest) as reader:
+        for name, box in snapshot.boxes.items():
+            kept = snapshot.tensors[name]
+            mine = kept.load() if isinstance(kept, LateTensor) else kept
+            bits = [t.reshape(-1).view(torch.uint8) for t in (mine, reader.read(name, box))]
+            if not torch.equal(*bits):
+                return f"the values of {name}"
+    return None
 
 
 def _write_own_share(
@@ -169,6 +215,10 @@ def _finish(
     fault("renamed")
     sync_directory(final.parent)
     fault("parent-synced")
+    _move_latest(final, fault)
+
+
+def _move_latest(final: Path, fault: Fault) -> None:
     pointer = final.parent / f"{TEMPORARY_PREFIX}{LATEST_NAME}"
     write_durably(pointer, f"{final.name}\n".encode())
     fault("latest-tmp")

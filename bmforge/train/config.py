@@ -20,7 +20,7 @@ class TrainConfig:
     Args:
         steps: optimizer steps in all.
         seed: of dropout; weights and sample order have their own.
-        precision: fp32, or bf16 / fp16 compute with fp32 parameters.
+        precision: fp32, or bf16 / fp16 compute with fp32 parameters; as the model is laid out.
         grad_clip: largest gradient norm; None does not clip.
         spike_sigmas: skip a step whose loss is so many standard deviations above the recent mean;
             None skips non-finite steps only.

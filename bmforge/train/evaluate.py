@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bmforge.parallel import reshard_, sum_over_axes
+from bmforge.parallel import axis_size, mesh_of, reshard_, sum_over_axes
 from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
 
 __all__ = ["EvalResult", "evaluate"]
@@ -48,9 +48,10 @@ def evaluate(
         model: on any layout; all processes call this together.
         batches: this process's micro-batches, equally many on every process.
         objective: as in training.
-        mesh: the model's mesh; None for one process.
+        mesh: the model's mesh; None takes the one it was laid out over.
         device: where the model computes.
     """
+    mesh = mesh or mesh_of(model)
     training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -61,7 +62,7 @@ def evaluate(
     reshard_(model)
     model.train(training)
     rows = ("dp_replicate", "dp_shard")
-    # Processes that divide a row's tokens have a part of its loss each, and count its labels alike.
-    total = sum_over_axes(sums[0], mesh, *rows, "cp").item()
+    # The mean over processes that divide a row's tokens is its loss; they count its labels alike.
+    total = sum_over_axes(sums[0], mesh, *rows, "cp").item() / axis_size(mesh, "cp")
     tokens = int(sum_over_axes(sums[1], mesh, *rows))
     return EvalResult(total / max(tokens, 1), tokens)

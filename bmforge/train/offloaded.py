@@ -185,6 +185,7 @@ class _KeptElsewhere:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, those that have left as well."""
         for one in self.away.values():
+            one.early = None
             if one.left is not None:
                 one.left.clear()
         super().zero_grad(set_to_none)  # type: ignore[misc]

@@ -63,7 +63,8 @@ class Offloader:
         reshard_(model)
         self._parameters = [p for p in model.parameters() if id(p) in self._homes]
         _refuse_narrow(model, self._parameters)
-        self._device = local_tensor(self._parameters[0]).device
+        # A stage of a pipeline may have nothing that is trained.
+        self._device = local_tensor(next(iter(self._parameters or model.parameters()))).device
         self._away: dict[int, Away] = {}
         streamer = getattr(model, "streamer", None)
         self._leaves = config.leaves(self._device) or streamer is not None
@@ -97,7 +98,8 @@ class Offloader:
             return
         total = sum(self._state_bytes(p, everywhere=False) for p in self._parameters)
         room = memory_room_bytes(self._device)
-        fraction = torch.tensor(min(1.0, max(0.0, 1.0 - room / max(1, total))))
+        excess = 1.0 - room / total if total else 0.0
+        fraction = torch.tensor(min(1.0, max(0.0, excess)))
         if dist.is_initialized() and dist.get_world_size() > 1:
             fraction = fraction.to(self._device)
             dist.all_reduce(fraction, op=dist.ReduceOp.MAX)

@@ -100,7 +100,8 @@ def build_optimizers(
     """Return the optimizers of a run; call it after `parallelize`, and step all of them.
 
     Each parameter group carries its peak rate in ``base_lr`` and its parameters' names in
-    ``param_names``.
+    ``param_names``. In a pipeline a process has those of its own stages' parameters: fewer than
+    others, or none, where nothing of them is trained.
 
     Args:
         model: laid out.
@@ -109,38 +110,63 @@ def build_optimizers(
 
     Raises:
         ConfigError: nothing is trainable, name="muon" and there is no hidden matrix, or the
-            optimizer cannot be offloaded.
+            optimizer cannot be offloaded; the same on every process.
+
+    Comm: in a pipeline one all-reduce of two integers over it.
     """
+    if config.name == "sgd" and offloaded:
+        raise ConfigError(
+            "optim.name='sgd' cannot be offloaded; adamw and muon can. Set offload.fraction=0 "
+            "or another optimizer."
+        )
     named = _trainable(model)
-    if not named:
-        raise ConfigError("The model has no trainable parameter: every requires_grad is False.")
-    if config.name == "sgd":
-        if offloaded:
-            raise ConfigError(
-                "optim.name='sgd' cannot be offloaded; adamw and muon can. Set offload.fraction=0 "
-                "or another optimizer."
-            )
+    hidden = _hidden_matrices(model, named) if config.name == "muon" else []
+    _check_trainable(model, config, named, hidden)
+    taken = {name for name, _ in hidden}
+    rest = [(name, parameter) for name, parameter in named if name not in taken]
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        optimizers.append(_muon(hidden, config, offloaded))
+    if rest and config.name == "sgd":
         momentum = 0.9 if config.momentum is None else config.momentum
-        groups = _decay_groups(named, config.weight_decay)
-        return [torch.optim.SGD(_with_base(groups, config.lr), momentum=momentum)]
-    if config.name == "adamw":
-        return [_adamw(named, config, offloaded)]
-    hidden = _hidden_matrices(model, named)
-    if not hidden:
+        groups = _with_base(_decay_groups(rest, config.weight_decay), config.lr)
+        optimizers.append(torch.optim.SGD(groups, momentum=momentum))
+    elif rest:
+        optimizers.append(_adamw(rest, config, offloaded))
+    return optimizers
+
+
+def _check_trainable(
+    model: nn.Module,
+    config: OptimConfig,
+    named: list[tuple[str, nn.Parameter]],
+    hidden: list[tuple[str, nn.Parameter]],
+) -> None:
+    """Raise where nothing is to be trained, here and on all other stages of a pipeline."""
+    found, pipeline = [len(named), len(hidden)], pipeline_of(model)
+    if pipeline is not None:
+        counts = torch.tensor(found, device=pipeline.mesh.device_type)
+        dist.all_reduce(counts, group=pipeline.group)
+        found = counts.tolist()
+    if not found[0]:
+        raise ConfigError("The model has no trainable parameter: every requires_grad is False.")
+    if config.name == "muon" and not found[1]:
         raise ConfigError(
             "optim.name='muon' needs hidden matrices (2-dim parameters outside embeddings and "
             "heads) and this model has none that is trainable. Use optim.name='adamw'."
         )
+
+
+def _muon(
+    hidden: list[tuple[str, nn.Parameter]], config: OptimConfig, offloaded: bool
+) -> torch.optim.Optimizer:
     lr = config.lr if config.muon_lr is None else config.muon_lr
-    muon = (OffloadedMuon if offloaded else Muon)(
+    return (OffloadedMuon if offloaded else Muon)(
         _with_base([{"params": hidden}], lr),
         weight_decay=config.weight_decay,
         momentum=0.95 if config.momentum is None else config.momentum,
         ns_steps=5 if config.ns_steps is None else config.ns_steps,
     )
-    taken = {name for name, _ in hidden}
-    rest = [(name, parameter) for name, parameter in named if name not in taken]
-    return [muon, _adamw(rest, config, offloaded)] if rest else [muon]
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -222,8 +248,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
         The 2-norm over all gradients, a plain 0-dim tensor, the same on every process: float64
         where a gradient is float64, else float32.
 
-    Comm: one all-reduce of one number per mesh axis on which something is sharded, and one over a
-        pipeline.
+    Comm: one all-reduce of one number per mesh axis on which something is sharded, and one of two
+        numbers over a pipeline.
     """
     if max_norm is not None and not max_norm > 0.0:
         raise ConfigError(f"max_norm={max_norm} must be above 0, or None for no clipping.")
@@ -235,7 +261,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
             elsewhere = {id(named[name]) for name in pipeline.copied}
         parameters = parameters.parameters()
     parameters = [p for p in parameters if p.requires_grad]
-    if not parameters:
+    if parameters:
+        device = local_tensor(parameters[0]).device
+    elif pipeline is not None:
+        device = torch.device(pipeline.mesh.device_type)  # others of it may train something
+    else:
         return torch.zeros(())
     # Norms of what is here and counts here: what pipeline stages share counts once.
     buckets: dict[Any, list[Tensor]] = {}
@@ -244,7 +274,6 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
         norm = _gradient_norm(parameter)
         if norm is not None and id(parameter) not in elsewhere:
             bucket.append(norm)
-    device = local_tensor(parameters[0]).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, bucket in buckets.items():
         square = torch.zeros((), dtype=torch.float64, device=device)
@@ -256,13 +285,15 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
             for axis in axes:
                 dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
+    wide = any(norm.dtype == torch.float64 for bucket in buckets.values() for norm in bucket)
     if pipeline is not None:
-        dist.all_reduce(total, group=pipeline.group)
+        both = torch.stack([total, total.new_tensor(wide)])
+        dist.all_reduce(both, group=pipeline.group)
+        total, wide = both[0], bool(both[1])
     total = total.sqrt()
     coefficient = 1.0 if max_norm is None else float(max_norm / (total + 1e-6))
     if coefficient < 1.0:
         _scale_gradients_(parameters, coefficient)
-    wide = any(norm.dtype == torch.float64 for bucket in buckets.values() for norm in bucket)
     return total if wide else total.float()
 
 

@@ -61,10 +61,6 @@ class LossScaler:
         self._min_scale = min_scale
         self._sound_steps = 0
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the current scale; call backward on the result."""
-        return loss * self.current_scale
-
     @torch.no_grad()
     def unscale_(self, parameters: Iterable[Tensor]) -> None:
         """Divide every gradient by the scale, in place; once per optimizer step, before clipping.

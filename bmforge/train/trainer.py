@@ -6,8 +6,10 @@ The model comes laid out (`parallel.parallelize`); the Trainer does not know its
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -17,16 +19,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.device import device_memory_bytes, peak_flops
+from bmforge.errors import ConfigError
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
     OffloadConfig,
     axis_rank,
     axis_size,
     counts_here,
+    data_parallel_size,
     gradient_ranks,
     mesh_of,
     name_the_missing,
     reshard_,
+    run_on_first,
     run_step,
     sum_over_axes,
 )
@@ -101,6 +106,7 @@ class Trainer:
         self.model, self.loader, self.config = model, loader, config
         self.objective, self.evaluator, self.callbacks = objective, evaluator, tuple(callbacks)
         self.run_dir = None if run_dir is None else Path(run_dir)
+        _check_precision(model, config.precision)
         self.device = next(model.parameters()).device
         is_offloaded = offload is not None and offload.is_on
         self.optimizers = build_optimizers(model, config.optim, offloaded=is_offloaded)
@@ -112,7 +118,6 @@ class Trainer:
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self.step = 0
         self.mesh = mesh or mesh_of(model)
-        self._shares = gradient_ranks(self.mesh)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         peak = peak_flops(self.device)
         size = dist.get_world_size() if dist.is_initialized() else 1
@@ -145,7 +150,7 @@ class Trainer:
             StopRequest() as stop,
         ):
             resumed = self._resume(checkpointer)
-            writer = MetricsWriter(self.run_dir, resumed) if self._rank == 0 else None
+            writer = run_on_first(partial(MetricsWriter, self.run_dir, resumed))
             try:
                 self._loop(last_step, stop, checkpointer, writer)
             finally:
@@ -257,7 +262,7 @@ class Trainer:
         self._throughput.stop(tokens)
         row: Row = {
             "loss": loss,
-            "lr": self.optimizers[0].param_groups[0]["lr"],
+            "lr": self.config.optim.lr * multiplier,
             "grad_norm": norm,
             "tokens": tokens,
             "tokens_per_s": self._throughput.tokens_per_s,
@@ -273,7 +278,7 @@ class Trainer:
         """Accumulate the mean loss's gradient; return the loss, the norm and the loss scale."""
         scale = None if self.scaler is None else self.scaler.current_scale
         # Gradients are averaged over the data-parallel processes, so each divides by its share.
-        divisor = items / self._shares / (scale or 1.0)
+        divisor = items / data_parallel_size(self.mesh) / (scale or 1.0)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         moved = [{n: t.to(self.device) for n, t in batch.items()} for batch in micro_batches]
         for loss in run_step(self.model, lambda b: self.objective(self.model, b, divisor), moved):
@@ -282,7 +287,7 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.unscale_(self.model.parameters())
         norm = clip_grad_norm_(self.model, self.config.grad_clip)
-        return total.item() / self._shares / (scale or 1.0), norm.item(), scale
+        return total.item() / gradient_ranks(self.mesh) / (scale or 1.0), norm.item(), scale
 
     def _sum(self, counts: list[int], asked: int) -> list[int]:
         """Add up counts over the rows of a batch, and what was asked for over all processes."""
@@ -312,18 +317,53 @@ class Trainer:
         """Return what is neither model nor optimizer: plain numbers, the same on every process."""
         return {
             "seed": self.config.seed,
+            "optim": self._optim_numbers(),
             "loader": self.loader.state_dict(),
             "guard": self.guard.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "mesh": self._shape(),
         }
 
+    def _optim_numbers(self) -> dict[str, Any]:
+        """The optimizer's settings, as JSON has them."""
+        numbers = dataclasses.asdict(self.config.optim)
+        return {**numbers, "betas": list(numbers["betas"])}
+
     def _shape(self) -> list[int]:
         return [] if self.mesh is None else list(self.mesh.shape)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Go on from `state_dict`.
+
+        Raises:
+            ConfigError: the run was started with other numbers for its optimizer, which go on.
+        """
+        now = self._optim_numbers()
+        before = state.get("optim", now)
+        changed = [
+            f"optim.{name}={value!r}, but {before[name]!r} there"
+            for name, value in now.items()
+            if before.get(name, value) != value
+        ]
+        if changed:
+            raise ConfigError(
+                f"the run that is to go on has other settings: {'; '.join(changed)}. They would "
+                "have no effect. Set these back to go on with that run, or start another one in "
+                "another run_dir."
+            )
         self.loader.load_state_dict(state["loader"])
         self.guard.load_state_dict(state["guard"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _check_precision(model: nn.Module, precision: str) -> None:
+    """Raise where a model does not compute in the precision that the loop is told."""
+    laid_out = getattr(model, "precision", None)
+    if laid_out != precision and (laid_out is not None or precision != "fp32"):
+        has = "is not laid out" if laid_out is None else f"was laid out with {laid_out!r}"
+        raise ConfigError(
+            f"train.precision={precision!r}, but the model {has}. Call parallelize(model, "
+            f"layout, precision={precision!r}) before it is trained, or set "
+            f"train.precision={laid_out or 'fp32'!r}."
+        )

@@ -24,7 +24,7 @@ from bmforge.parallel import (
 )
 from bmforge.testing import assert_close, run_distributed
 from bmforge.testing.layouts import check_layout
-from bmforge.train import TrainConfig, Trainer
+from bmforge.train import TrainConfig, Trainer, clip_grad_norm_, evaluate
 from bmforge.train.optim import OptimConfig
 
 
@@ -159,9 +159,8 @@ def run_gradients(
     init_weights_(model, seed=3)
     loss = model(**inputs, **wanted).loss
     loss.backward()
-    total = sum_over_axes(loss.detach(), mesh_of(model), "cp")
-    gradients = {n: layout.cp * full(p.grad) for n, p in model.named_parameters()}
-    return {"loss": total, **gradients}
+    total = sum_over_axes(loss.detach(), mesh_of(model), "cp") / layout.cp
+    return {"loss": total, **{n: full(p.grad) for n, p in model.named_parameters()}}
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -176,13 +175,49 @@ def run_outside(layout: Layout) -> dict[str, Tensor]:
     init_weights_(parallelize(model, layout), seed=3)
     logits = model(**inputs).logits
     F.cross_entropy(logits[:, :-1].flatten(0, 1), wanted["labels"][:, 1:].flatten()).backward()
-    return {n: layout.cp * full(p.grad) for n, p in model.named_parameters()}
+    return {n: full(p.grad) for n, p in model.named_parameters()}
 
 
 def test_loss_outside_of_the_model() -> None:
-    """All processes compute it alike, and each counts for its part."""
+    """All processes compute it alike; the mean of their gradients is its gradient."""
     want = run_distributed(run_outside, 1, Layout())[0]
     for got in run_distributed(run_outside, 2, Layout(cp=2)):
+        assert_close(got, want)
+
+
+def run_plain_loop(layout: Layout) -> dict[str, Tensor]:
+    """What a loop of three lines gets, and what `evaluate` says, told nothing of the layout."""
+    init_distributed()
+    model_class, config, inputs, _ = llama()
+    model = model_class.from_config(config, device="meta", dtype=torch.float64)
+    init_weights_(parallelize(model, layout), seed=3)
+    count = BATCH // data_parallel_size(mesh_of(model))
+    first = data_parallel_rank(mesh_of(model)) * count
+    ids = inputs["input_ids"][first : first + count]
+    mine = {"input_ids": ids, "labels": ids}  # equally many on every process
+    model(**mine).loss.backward()
+    found = {n: full(p.grad).clone() for n, p in model.named_parameters()}
+    result = evaluate(model, [mine])
+    return {
+        **found,
+        "norm": clip_grad_norm_(model, 1.0),
+        "held": torch.tensor([result.loss, result.tokens], dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "fields"),
+    [
+        (2, {"cp": 2}),
+        (4, {"cp": 2, "zero": 3}),
+        (2, {"zero": 3}),
+        pytest.param(4, {"cp": 2, "tp": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_a_plain_loop(world: int, fields: dict[str, Any]) -> None:
+    """Gradients, norm and evaluation of a loop that does not know of its layout."""
+    want = run_distributed(run_plain_loop, 1, Layout())[0]
+    for got in run_distributed(run_plain_loop, world, Layout(**fields)):
         assert_close(got, want)
 
 

@@ -30,7 +30,6 @@ from bmforge.parallel import (
     Layout,
     data_parallel_rank,
     data_parallel_size,
-    gradient_ranks,
     parallelize,
 )
 from bmforge.parallel.collectives import exchange_rows
@@ -157,7 +156,7 @@ def train(
     out = {f"init/{name}": whole(p) for name, p in model.named_parameters()}
     optimizers = build_optimizers(model, OptimConfig(lr=1e-2))
     inputs, labels = make_batches(family, 8 * accumulate)
-    items = model.count_items(labels) / gradient_ranks(model.mesh)
+    items = model.count_items(labels) / data_parallel_size(model.mesh)
     for step in range(3):
         for number in range(accumulate):
             part = {n: t[8 * number : 8 * number + 8] for n, t in (inputs | labels).items()}

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.errors import ConfigError, DistributedError
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, init_weights_
-from bmforge.parallel import Layout, init_distributed, parallelize, run_step
+from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize, run_step
 from bmforge.parallel.dry_run import dry_run
 from bmforge.shards import local_tensor
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
@@ -226,6 +226,27 @@ def call_with_gradients():
 def test_a_pipeline_is_trained_by_steps():
     with pytest.raises(DistributedError, match="a pipelined model trains whole steps"):
         run_distributed(call_with_gradients, 2)
+
+
+def ask_for_hidden_states():
+    model = init_weights_(parallelize(tiny("llama"), Layout(pp=2)))
+    with torch.no_grad():
+        model(torch.zeros(2, 4, dtype=torch.long), output_hidden_states=True)
+
+
+def test_hidden_states_do_not_cross_a_pipeline():
+    with pytest.raises(DistributedError, match="do not cross a pipeline's stages"):
+        run_distributed(ask_for_hidden_states, 2)
+
+
+def lay_out_on_anothers_mesh():
+    world = init_distributed()
+    parallelize(tiny("llama"), Layout(), mesh=build_mesh(Layout(tp=2), world.device))
+
+
+def test_a_mesh_of_another_layout_is_refused():
+    with pytest.raises(DistributedError, match=r"'tp': 2.*needs.*'tp': 1"):
+        run_distributed(lay_out_on_anothers_mesh, 2)
 
 
 def test_dry_run_is_what_will_be():

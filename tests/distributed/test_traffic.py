@@ -278,8 +278,9 @@ def expected_clip(case: Case) -> Counter[Call]:
     """
     layout = case.place[1]
     zero, tp = math.prod(case.cuts) > 1, layout.tp > 1
-    count = zero + tp * (1 + zero) + (layout.pp > 1) + (layout.ep > 1)
-    return Counter({Call("all_reduce", 8): count})
+    count = zero + tp * (1 + zero) + (layout.ep > 1)
+    # A pipeline's processes also tell each other the precision of what they have.
+    return Counter([Call("all_reduce", 8)] * count + [Call("all_reduce", 16)] * (layout.pp > 1))
 
 
 mark_long = partial(pytest.param, marks=pytest.mark.long)

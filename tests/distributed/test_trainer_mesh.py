@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bmforge.errors import BmforgeError, ConfigError, DistributedError
+from bmforge.errors import ConfigError, DistributedError, MissingDependencyError
 from bmforge.models import GPT2, GPT2Config
-from bmforge.parallel import Layout, parallelize, run_on_first
+from bmforge.parallel import Layout, parallelize, run_everywhere, run_on_first
 from bmforge.testing import run_distributed
-from bmforge.train import TrainConfig, Trainer
+from bmforge.train import TrainConfig, Trainer, checkpoint
 
 SIZES = {"vocab_size": 17, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_seq_len": 8}
 
@@ -73,13 +79,107 @@ def test_a_dead_rank_is_named():
         run_distributed(lose_a_rank, 2)
 
 
-def fail_on_first() -> str:
+class MadeOnceError(Exception):
+    """Its arguments are not what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__("of its own kind")
+
+
+class LockedError(Exception):
+    """It holds what no pickle holds."""
+
+    def __init__(self) -> None:
+        super().__init__("with a lock")
+        self.lock = threading.Lock()
+
+
+RAISED = {
+    "config": (ConfigError("no such thing"), "ConfigError: no such thing"),
+    "missing": (
+        MissingDependencyError("wandb", "report", "logging"),
+        "MissingDependencyError: logging needs the package 'wandb', which is not installed. "
+        "Install it with: pip install 'bmforge[report]'",
+    ),
+    "made": (MadeOnceError(), "DistributedError: rank {} failed: MadeOnceError: of its "
+    "own kind"),
+    "sent": (LockedError(), "DistributedError: rank {} failed: LockedError: with a lock"),
+}  # fmt: skip
+
+
+def fail_on(rank: int, call: Callable[..., None], kind: str) -> str:
+    def fail() -> None:
+        if dist.get_rank() == rank:
+            raise RAISED[kind][0]
+
     try:
-        run_on_first(lambda: (_ for _ in ()).throw(ConfigError("no such thing")))
-    except BmforgeError as error:
+        call(fail)
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
 
-def test_what_rank_0_raises_is_raised_everywhere():
-    assert run_distributed(fail_on_first, 3) == ["ConfigError: no such thing"] * 3
+@pytest.mark.parametrize("kind", RAISED)
+@pytest.mark.parametrize(("rank", "call"), [(0, run_on_first), (1, run_everywhere)])
+def test_what_one_rank_raises_is_raised_everywhere(
+    rank: int, call: Callable[..., None], kind: str
+) -> None:
+    error, elsewhere = RAISED[kind]
+    found = run_distributed(fail_on, 3, rank, call, kind)
+    assert found.pop(rank) == f"{type(error).__name__}: {error}"
+    assert found == [elsewhere.format(rank)] * 2
+
+
+def go_on(run_dir: str, steps: int, broken: str | None) -> None:
+    """Train to `steps`; `broken` names what fails on rank 0 in a run that goes on."""
+    model = GPT2.from_config(GPT2Config(**SIZES))
+    parallelize(model, Layout())
+    trainer = Trainer(model, OneRow(), TrainConfig(steps=steps), run_dir=run_dir)
+    with ExitStack() as stack:
+        if broken is not None and dist.get_rank() == 0:
+            failure = OSError("the disk is gone")
+            stack.enter_context(mock.patch.object(checkpoint, broken, side_effect=failure))
+        trainer.fit()
+
+
+@pytest.mark.parametrize("broken", ["clean_leftovers", "find_checkpoints", "read_manifest"])
+def test_a_disk_that_fails_on_rank_0_is_told_to_all(broken: str, tmp_path: Path):
+    run_distributed(go_on, 2, str(tmp_path), 1, None)
+    said = r"(?s)rank 0.*OSError: the disk is gone.*rank 1.*OSError: the disk is gone"
+    with pytest.raises(DistributedError, match=said):
+        run_distributed(go_on, 2, str(tmp_path), 2, broken, timeout_s=30.0)
+
+
+def test_damaged_metrics_are_told_to_all(tmp_path: Path):
+    run_distributed(go_on, 2, str(tmp_path), 1, None)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("rubbish\n" + file.read_text())
+    said = r"(?s)rank 0.*DataError.*line 1.*rank 1.*DataError.*line 1"
+    with pytest.raises(DistributedError, match=said):
+        run_distributed(go_on, 2, str(tmp_path), 2, None, timeout_s=30.0)
+
+
+def tell(laid_out: str | None, told: str) -> str:
+    model = GPT2.from_config(GPT2Config(**SIZES))
+    if laid_out is not None:
+        parallelize(model, Layout(), precision=laid_out)
+    try:
+        Trainer(model, OneRow(), TrainConfig(steps=1, precision=told))
+    except ConfigError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    ("laid_out", "told", "words"),
+    [
+        (None, "fp32", "taken"),
+        (None, "bf16", "'bf16', but the model is not laid out. .*precision='bf16'.*='fp32'"),
+        ("bf16", "bf16", "taken"),
+        ("bf16", "fp32", "'fp32', but the model was laid out with 'bf16'. .*='fp32'.*='bf16'"),
+        ("fp32", "fp16", "'fp16', but the model was laid out with 'fp32'. .*='fp16'.*='fp32'"),
+    ],
+)
+def test_the_loop_and_the_model_have_one_precision(laid_out: str | None, told: str, words: str):
+    (said,) = run_distributed(tell, 1, laid_out, told)
+    assert re.search(words, said), said

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import outcome, run, tiny_model, write_corpus
 
+from bmforge.errors import DistributedError
 from bmforge.infer import generate
 from bmforge.models import GPT2, T5, T5Config, init_weights_, load_weights_
-from bmforge.parallel import Layout, init_distributed, parallelize
+from bmforge.parallel import Layout, OffloadConfig, init_distributed, parallelize
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
 from bmforge.train import OptimConfig, load_checkpoint, save_checkpoint
 from bmforge.train.optim import build_optimizers
@@ -93,6 +95,54 @@ def test_dropout_follows_the_layout(prefix: str) -> None:
     found = run_distributed(run, 2, prefix, layout=Layout(tp=2), dropout=0.3, steps=3)
     assert found[0][0][-1]["loss"] == found[1][0][-1]["loss"]
     union([part for _, part in found])
+
+
+@pytest.mark.parametrize(("optimizer", "offload"), [("adamw", None), ("muon", OffloadConfig(1.0))])
+def test_a_stage_that_trains_nothing(
+    prefix: str, tmp_path: Path, optimizer: str, offload: OffloadConfig | None
+) -> None:
+    """Only the second stage has something to train; it is stopped and goes on as well."""
+    changes = {"dtype": torch.float64, "steps": 3, "trained": "layers.1", "optimizer": optimizer}
+    rows, state = run_distributed(run, 1, prefix, **changes)[0]
+    changes |= {"layout": Layout(pp=2), "offload": offload}
+    run_distributed(run, 2, prefix, str(tmp_path), until_step=2, **changes)
+    found = run_distributed(run, 2, prefix, str(tmp_path), **changes)
+    for (last,), _ in found:
+        for name in ("loss", "grad_norm", "lr"):
+            assert last[name] == pytest.approx(rows[2][name], rel=1e-9), name
+    whole = union([part for _, part in found])
+    assert_close({n: whole[n] for n in state}, state)
+    assert all("layers.1" in name for name in whole if not name.startswith("param/"))
+
+
+@pytest.mark.parametrize(
+    ("trained", "words"),
+    [("none of them", "no trainable parameter"), ("layers.1.mlp_norm", "needs hidden matrices")],
+)
+def test_nothing_to_train_is_said_by_all_stages(prefix: str, trained: str, words: str) -> None:
+    said = rf"(?s)rank 0.*ConfigError[^\n]*{words}.*rank 1.*ConfigError[^\n]*{words}"
+    options = {"layout": Layout(pp=2), "trained": trained, "optimizer": "muon"}
+    with pytest.raises(DistributedError, match=said):
+        run_distributed(run, 2, prefix, **options)
+
+
+def save_buffers(layout: Layout, directory: str) -> None:
+    init_distributed()
+    model = tiny_model()
+    model.register_buffer("seen", torch.zeros(3, device="meta"))
+    parallelize(model, layout)
+    init_weights_(model.to_empty(device="cpu"), seed=3)
+    model.seen.copy_(torch.arange(3.0))
+    save_checkpoint(directory, model, step=1)
+    model.seen.zero_()
+    load_checkpoint(directory, model)
+    assert model.seen.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_buffer_beside_the_stacks_is_saved_once(tmp_path: Path) -> None:
+    run_distributed(save_buffers, 2, Layout(pp=2), str(tmp_path))
+    shards = [load_file(path) for path in sorted(tmp_path.glob("step-*/*.safetensors"))]
+    assert ["model/seen" in shard for shard in shards] == [True, False]
 
 
 def make(layout: Layout) -> tuple[Any, list[Any]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
+from torch.optim import AdamW
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.train.checkpoint import (
@@ -39,13 +42,63 @@ def test_retention_leaves_later_steps_alone(tmp_path: Path) -> None:
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000009", "step-00000005"]
 
 
-def test_saving_a_step_twice_keeps_the_first(tmp_path: Path) -> None:
+def test_saving_the_same_twice_keeps_the_first(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    path = save_checkpoint(tmp_path, model, step=1, state={"n": 1})
+    optimizer = AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    path = save_checkpoint(tmp_path, model, optimizer, step=1, state={"n": 1})
     stamp = (path / "manifest.json").stat().st_mtime_ns
-    save_checkpoint(tmp_path, model, step=1, state={"n": 2})
+    (tmp_path / "latest").write_text("step-00000000\n")
+    save_checkpoint(tmp_path, model, optimizer, step=1, state={"n": 1})
     assert (path / "manifest.json").stat().st_mtime_ns == stamp
-    assert load_checkpoint(path, model) == {"n": 1}
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+def other_state(model: nn.Linear, optimizer: AdamW) -> dict[str, int]:
+    return {"n": 2}
+
+
+def other_weight(model: nn.Linear, optimizer: AdamW) -> dict[str, int]:
+    with torch.no_grad():
+        model.weight[1, 0] += 1e-6
+    return {"n": 1}
+
+
+def other_setting(model: nn.Linear, optimizer: AdamW) -> dict[str, int]:
+    optimizer.param_groups[0]["lr"] = 0.5
+    return {"n": 1}
+
+
+def other_dtype(model: nn.Linear, optimizer: AdamW) -> dict[str, int]:
+    model.bias.data = model.bias.data.double()
+    return {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_state, "in its state"),
+        (other_weight, "the values of model/weight"),
+        (other_setting, "how the optimizer has weight"),
+        (other_dtype, "dtype or shape of model/bias"),
+    ],
+)
+def test_something_else_of_the_same_step_is_refused(
+    change: Callable[..., dict[str, int]], words: str, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    path = save_checkpoint(tmp_path, model, optimizer, step=1, state={"n": 1})
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    state = change(model, optimizer)
+    with pytest.raises(CheckpointError, match=f"there already, and it differs .*{words}"):
+        save_checkpoint(tmp_path, model, optimizer, step=1, state=state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model, optimizer, state)
+        checkpointer.wait()
+        assert words in str(checkpointer.last_error)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
 def test_a_damaged_one_of_the_same_step_is_moved_aside(tmp_path: Path) -> None:

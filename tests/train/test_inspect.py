@@ -15,7 +15,6 @@ from bmforge.parallel import (
     Layout,
     data_parallel_rank,
     data_parallel_size,
-    gradient_ranks,
     mesh_of,
     parallelize,
     run_step,
@@ -42,7 +41,7 @@ def look(layout: Layout, recompute: bool = False):
     mesh = mesh_of(model)
     size, rank = data_parallel_size(mesh), data_parallel_rank(mesh)
     parts = tokens().view(MICRO, size, ROWS // (MICRO * size), LENGTH)[:, rank]
-    items = ROWS * (LENGTH - 1) / gradient_ranks(mesh)
+    items = ROWS * (LENGTH - 1) / size
     with inspect_activations(model, SEEN) as seen:
         batches = [{"input_ids": ids, "labels": ids} for ids in parts]
         run_step(model, lambda b: model(**b, num_items_in_batch=items).loss, batches)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from trainer_cases import (
     make_trainer,
+    poison,
     run,
     run_interrupted,
     run_poisoned,
@@ -22,6 +23,7 @@ from bmforge.shards import is_streamed
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
 from bmforge.train import (
     OptimConfig,
+    Trainer,
     build_optimizers,
     load_checkpoint,
     offloader,
@@ -253,6 +255,28 @@ def test_auto_takes_what_does_not_fit(
         return
     assert losses == [r["loss"] for r in rows]
     assert_equal_trees(got, state)
+
+
+def skip_the_first(prefix: str) -> None:
+    """The gradients of the step in which "auto" sends states away are let go if it is skipped."""
+    kept: list[int] = []
+
+    def note(trainer: Trainer, row: Any) -> None:
+        away = trainer.offloader._away.values()
+        assert away
+        kept.append(sum(one.early is not None for one in away))
+
+    objective = poison(0, 0, float("nan"))
+    offload = OffloadConfig("auto", gradients="leave")
+    changes = {**USUAL, "precision": "bf16", "steps": 2, "micro_batch_size": 8}
+    options = {"objective": objective, "callbacks": (note,), "offload": offload, **changes}
+    rows, _ = run_auto(prefix, None, 0, **options)
+    assert ["skipped" in row for row in rows] == [True, False]
+    assert kept == [0, 0]
+
+
+def test_auto_where_the_first_step_is_skipped(prefix: str) -> None:
+    run_distributed(skip_the_first, 1, prefix)
 
 
 def never_stepped(folder: str) -> None:

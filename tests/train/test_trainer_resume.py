@@ -8,6 +8,7 @@ import pytest
 import torch
 from trainer_cases import logged, run, run_interrupted, run_signalled, write_corpus
 
+from bmforge.errors import DistributedError
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
 from bmforge.train.checkpoint import find_checkpoints
 
@@ -70,6 +71,16 @@ def test_a_signal_on_one_rank_stops_all_after_saving(corpus, tmp_path: Path, wor
     whole = run_distributed(run, world, corpus, str(tmp_path / "whole"), dropout=0.1)
     assert logged(str(folder)) == logged(str(tmp_path / "whole"))
     assert_equal_trees(on[0][1], whole[0][1])
+
+
+def test_other_numbers_for_the_optimizer_are_refused(corpus, tmp_path: Path) -> None:
+    """They would have no effect: the optimizer goes on with what was saved."""
+    run_distributed(run, 1, corpus, str(tmp_path), until_step=1)
+    said = r"optim\.lr=0\.5, but 0\.01 there.* set these back"
+    with pytest.raises(DistributedError, match=f"(?i){said}"):
+        run_distributed(run, 1, corpus, str(tmp_path), lr=0.5)
+    (rest, _), *_ = run_distributed(run, 1, corpus, str(tmp_path))
+    assert len(rest) == 5
 
 
 def test_a_finished_run_stays_as_it_is(corpus, tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
     mesh = build_mesh(layout, world.device)
     if take("streams", False):
         stream_blocks_(model, weight_drawer(model, seed=3), device=world.device)
+    trained = take("trained", "")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
     parallelize(model, layout, mesh=mesh, precision=precision)
     init_weights_(model, seed=3)
     dataset = PackedDataset(TokenStore(prefix), LENGTH, eos_id=0)
@@ -96,7 +99,7 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
             batches = iter_once(dataset, 3, *place, reset_at_documents=True)
             return evaluate(model, batches, mesh=mesh)
 
-    optim = OptimConfig(name=take("optimizer", "adamw"), lr=1e-2)
+    optim = OptimConfig(name=take("optimizer", "adamw"), lr=take("lr", 1e-2))
     schedule = take("schedule", ScheduleConfig("cosine", warmup_steps=2))
     settings = {"steps": 6, "save_every_steps": None, "grad_clip": 0.5, **changes}
     config = TrainConfig(precision=precision, optim=optim, schedule=schedule, **settings)
