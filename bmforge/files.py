@@ -1,11 +1,14 @@
-"""Writing a file so that a kill at any instant leaves the old or the new one, whole."""
+"""Files: written so that a kill at any instant leaves the old or the new one, and opened."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-__all__ = ["replace_file", "sync_directory"]
+from bmforge.errors import DataError
+
+__all__ = ["open_tokenizer_json", "replace_file", "sync_directory"]
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
@@ -30,3 +33,28 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_tokenizer_json(content: bytes, path: Path) -> Any:
+    """Return the tokenizer of the ``tokenizers`` library in a tokenizer.json's `content`.
+
+    Truncation and padding, which such a file keeps from its last use, are switched off: texts are
+    encoded whole.
+
+    Args:
+        path: where it comes from, for messages.
+
+    Raises:
+        DataError: this is no tokenizer.json.
+    """
+    from tokenizers import Tokenizer  # here, so that `import bmforge` stays quick
+
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises a bare Exception for what it cannot read
+        raise DataError(
+            f"{str(path)!r} is not a tokenizer.json ({error}); get the file again"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -20,6 +20,7 @@ from bmforge.infer.chat import ChatConfig
 from bmforge.logging import get_logger
 from bmforge.recipes import RECIPES, QuickstartConfig, find_recipe, quickstart
 from bmforge.recipes.ds_config import apply_ds_config
+from bmforge.recipes.start import record_given, settle_model
 from bmforge.train import write_report
 
 __all__ = ["COMMANDS"]
@@ -105,7 +106,9 @@ def run_train(arguments: Sequence[str]) -> None:
     default = recipe.config() if file is None else load_toml(recipe.config, file)
     # What follows from other fields (heads from widths) is left to follow from the changed ones.
     default.model = default.model.with_implied()
-    config = _parse(recipe.config, rest, f"train {arguments[0]}", default)
+    config = record_given(_parse(recipe.config, rest, f"train {arguments[0]}", default), file, rest)
+    if show == "True" or tries == "True" or plans is not None:
+        config = settle_model(config)
     if traces == "True" and not config.train.profile_steps:
         config.train = dataclasses.replace(config.train, profile_steps=_PROFILED_STEPS)
     if old_file is not None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bmforge.data.text_files import read_lines
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.documents import fill_documents
 from bmforge.models import AutoModel
@@ -43,12 +44,8 @@ def print_filled(model: str, file: Path, **options: Any) -> None:
 
 def _read(file: Path) -> list[dict[str, Any]]:
     """Return the documents of a file."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {str(file)!r}: {error}.") from error
     documents = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(file), 1):
         if line.strip():
             try:
                 documents.append(json.loads(line))

@@ -25,6 +25,17 @@ __all__ = ["Batch", "DataLoader", "iter_once"]
 
 Batch = dict[str, Tensor]
 
+# Entries of a loader's state that must be as they were, and what changes them.
+_ORDER = {
+    "seed": "the seed",
+    "dataset": "the size of the corpus, seq_len or the mixture",
+    "content": "what is in the corpus",
+}
+_EARLIER = (
+    ". The state is of an earlier version, where the order of a mixture followed from how its "
+    "paths were written: go on with that version, or start a new run from the weights"
+)
+
 
 class DataLoader:
     """Yield, for one optimizer step after the other without end, this rank's micro-batches.
@@ -72,7 +83,7 @@ class DataLoader:
             _eos_id(dataset, reset_at_documents), self.micro_batches_per_step,
         )  # fmt: skip
         self._seed = seed
-        self._fingerprint = dataset.fingerprint()
+        self._fingerprint, self._content = dataset.fingerprint(), dataset.content()
         self._global_batch_size = global_batch_size
         self._prefetch_steps = prefetch_steps
         self._step = 0
@@ -112,6 +123,7 @@ class DataLoader:
             "samples": self._samples,
             "seed": self._seed,
             "dataset": self._fingerprint,
+            "content": self._content,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -119,20 +131,21 @@ class DataLoader:
 
         Raises:
             ConfigError: the state is of another seed or corpus, so the order would not go on, or it
-                lacks an entry.
+                lacks an entry; `content` is not in the states of earlier versions.
         """
-        missing = [key for key in self.state_dict() if key not in state]
+        ours = self.state_dict()
+        missing = [key for key in ours if key not in state and key != "content"]
         if missing:
             raise ConfigError(
                 f"loader state {sorted(state)} lacks {missing}: it is not of "
                 "DataLoader.state_dict; give the state that was saved with the checkpoint"
             )
-        for key, ours in (("seed", self._seed), ("dataset", self._fingerprint)):
-            if state[key] != ours:
-                what = "the seed" if key == "seed" else "the corpus, seq_len or the mixture"
+        for key, what in _ORDER.items():
+            if key in state and state[key] != ours[key]:
                 raise ConfigError(
-                    f"loader state has {key}={state[key]}, this loader has {key}={ours}: {what} "
-                    "changed, so the sample order cannot go on; restore it or start a new run"
+                    f"loader state has {key}={state[key]}, this loader has {key}={ours[key]}: "
+                    f"{what} changed, so the sample order cannot go on; restore it or start a new "
+                    f"run{'' if 'content' in state else _EARLIER}"
                 )
         self.close()
         self._step, self._samples = int(state["step"]), int(state["samples"])

@@ -100,8 +100,11 @@ class Mixture:
 
     def fingerprint(self) -> int:
         """Return 63 bits of the corpora and their shares."""
-        text = repr(([d.fingerprint() for d in self._datasets], self.shares))
-        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        return _hash(([d.fingerprint() for d in self._datasets], self.shares))
+
+    def content(self) -> int:
+        """Return 63 bits of what is in the corpora."""
+        return _hash([d.content() for d in self._datasets])
 
 
 def integer_shares(weights: Mapping[str, float]) -> list[int]:
@@ -167,6 +170,10 @@ def _round_to_sum(shares: Sequence[Fraction], total: int) -> list[int]:
     for i in order[: total - sum(counts)]:
         counts[i] += 1
     return counts
+
+
+def _hash(value: object) -> int:
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _named(dataset: PackedDataset, name: str) -> PackedDataset:

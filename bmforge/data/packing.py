@@ -45,6 +45,9 @@ class Dataset(Protocol):
     def fingerprint(self) -> int:
         """Return 63 bits that change when the order of samples would."""
 
+    def content(self) -> int:
+        """Return 63 bits that change with what is in the corpus, and not with where it lies."""
+
 
 class PackedDataset:
     """Rows of one token store.
@@ -141,6 +144,10 @@ class PackedDataset:
         """Return 63 bits of (tokens in the store, seq_len, name)."""
         text = repr((self.store.num_tokens, self.seq_len, self.name))
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def content(self) -> int:
+        """Return 63 bits of the store; see `TokenStore.digest`."""
+        return self.store.digest()
 
 
 def document_starts(

@@ -36,6 +36,7 @@ from bmforge.data.sources import Document, SkipCount, list_files, python_topics,
 from bmforge.data.store import TokenStore
 from bmforge.data.tokenise import (
     EncodeCount,
+    copy_tokenizer,
     encode_to_store,
     end_of_text_id,
     load_tokenizer,
@@ -156,6 +157,9 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
     else:
         tokenizer = train_bpe(train_texts, config.vocab_size)
     save_tokenizer(tokenizer, work / "tokenizer")
+    if config.tokenizer:
+        copy_tokenizer(config.tokenizer, work / "tokenizer")
+    eos_id = end_of_text_id(tokenizer, work / "tokenizer")
     counts = {"train": EncodeCount(), "validation": EncodeCount()}
     for split, chosen in (("train", ~held_out), ("validation", held_out)):
         if chosen.any():
@@ -163,6 +167,7 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
                 _read_clean(clean_path, chosen),
                 tokenizer,
                 work / split / "tokens",
+                eos_id=eos_id,
                 num_documents=int(chosen.sum()),
             )
     clean_path.unlink()
@@ -174,7 +179,7 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
         empty=cleaned.empty,
         skipped=skipped.count,
         vocab_size=tokenizer.get_vocab_size(),
-        eos_id=end_of_text_id(tokenizer),
+        eos_id=eos_id,
         train=counts["train"],
         validation=counts["validation"],
     )

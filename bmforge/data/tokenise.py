@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from bmforge.data.sources import Document
 from bmforge.data.store_writer import TokenStoreWriter
 from bmforge.errors import ConfigError, DataError
+from bmforge.files import open_tokenizer_json
 from bmforge.logging import ProgressBar, track
 
 __all__ = [
     "END_OF_TEXT",
     "EncodeCount",
+    "copy_tokenizer",
     "encode_to_store",
     "end_of_text_id",
     "load_tokenizer",
@@ -27,6 +30,8 @@ __all__ = [
 ]
 
 END_OF_TEXT = "<|endoftext|>"
+_TOKENIZER_FILE = "tokenizer.json"
+_CONFIG_FILE = "tokenizer_config.json"
 _SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 20
@@ -76,46 +81,53 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
     """Write tokenizer.json and tokenizer_config.json, which transformers' fast tokenizer reads."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / _TOKENIZER_FILE))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Read the tokenizer.json of a directory.
+    """Read the tokenizer.json of a directory; it cuts and pads nothing.
 
     Raises:
         DataError: the file is missing or not a tokenizer.
     """
-    path = Path(directory) / "tokenizer.json"
+    path = Path(directory) / _TOKENIZER_FILE
     if not path.is_file():
         raise DataError(f"{str(path)!r} does not exist: name a directory with a tokenizer.json")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(
-            f"{str(path)!r} is not a tokenizer of the tokenizers library ({error}): save it again"
-        ) from error
+    return open_tokenizer_json(path.read_bytes(), path)
 
 
-def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """Return the id of ``<|endoftext|>``.
+def copy_tokenizer(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
+    """Put the files of `source` in the place of those that `save_tokenizer` wrote."""
+    for name in (_TOKENIZER_FILE, _CONFIG_FILE):
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, Path(directory) / name)
+
+
+def end_of_text_id(tokenizer: Tokenizer, directory: str | os.PathLike[str] | None = None) -> int:
+    """Return the id of ``<|endoftext|>``, or else of the ``eos_token`` that `directory` names.
 
     Raises:
         DataError: the tokenizer has no such token.
     """
-    found = tokenizer.token_to_id(END_OF_TEXT)
-    if found is None:
-        raise DataError(
-            f"the tokenizer has no token {END_OF_TEXT!r}: name its end-of-document "
-            "token with eos_id"
-        )
-    return int(found)
+    file = None if directory is None else Path(directory) / _CONFIG_FILE
+    names: list[str | None] = [END_OF_TEXT]
+    if file is not None and file.is_file():
+        token = json.loads(file.read_text("utf-8")).get("eos_token")
+        names.append(token.get("content") if isinstance(token, dict) else token)
+    for name in names:
+        if name is not None and (found := tokenizer.token_to_id(name)) is not None:
+            return int(found)
+    raise DataError(
+        f"the tokenizer has no token {END_OF_TEXT!r}: name its end-of-document token with eos_id, "
+        f"or with eos_token in a {_CONFIG_FILE} beside it"
+    )
 
 
 def encode_to_store(

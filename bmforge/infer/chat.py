@@ -174,15 +174,20 @@ class _NoRepeatDecoder(Seq2SeqDecoder):
     ) -> None:
         super().__init__(model, source, None, 1 + options.max_new_tokens)
         self._ngram = ngram
+        self._written: list[list[int]] = [[] for _ in range(source.shape[0])]
 
     def run(self, tokens: Tensor) -> Tensor:
         """As in the base, with what would repeat at -inf."""
         scores = super().run(tokens)
-        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
-        for row, ids in enumerate(self._tokens.tolist()):
-            banned = _find_repeats(ids, self._ngram)
-            scores[row, banned] = -torch.inf
+        for row, ids in enumerate(tokens.tolist()):
+            self._written[row] += ids
+            scores[row, _find_repeats(self._written[row], self._ngram)] = -torch.inf
         return scores
+
+    def reorder(self, rows: Tensor) -> None:
+        """As in the base."""
+        super().reorder(rows)
+        self._written = [list(self._written[row]) for row in rows.tolist()]
 
 
 def _find_repeats(ids: Sequence[int], ngram: int) -> list[int]:

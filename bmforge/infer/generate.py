@@ -133,6 +133,7 @@ def _complete_config(model: CausalLM | Seq2Seq, config: GenerationConfig) -> Gen
     eos = known.get("eos_token_id") if config.eos_token_id is None else config.eos_token_id
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     pad = known.get("pad_token_id") if config.pad_token_id is None else config.pad_token_id
+    pad = None if pad is None or pad < 0 else pad  # -1 is how old configs say that there is none
     if pad is None and eos:
         pad = eos[0]
     if config.min_new_tokens and not eos:

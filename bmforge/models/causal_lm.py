@@ -218,8 +218,9 @@ class CausalLM(Model):
 
     def _pick_tokens(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return the token of every row that its class is read from, (B,)."""
-        known = {"pad_token_id": self.spec.padding_id, **self.config.raw}
-        return find_last_token(input_ids, attention_mask, known)
+        config = self.config
+        padding = getattr(config, "pad_token_id", config.raw.get("pad_token_id"))
+        return find_last_token(input_ids, attention_mask, padding)
 
     def _predict(
         self,

@@ -25,9 +25,19 @@ _IGNORED_FIELDS = """
     num_labels task_specific_params bos_token_id eos_token_id pad_token_id sep_token_id
     decoder_start_token_id gradient_checkpointing initializer_range chunk_size_feed_forward
     tokenizer_class _attn_implementation_autoset is_decoder torchscript prefix max_length
-    do_sample num_beams top_k top_p temperature auto_map pretraining_tp unsloth_version
+    auto_map pretraining_tp unsloth_version unsloth_fixed transformers.js_config finetuning_task
+    _num_labels output_past max_sequence_length model_max_length is_llama_config
+    _attn_implementation
 """
-_IGNORED = frozenset(_IGNORED_FIELDS.split())
+# How to generate, which transformers kept in config.json before it had generation_config.json.
+_GENERATION_FIELDS = """
+    do_sample num_beams top_k top_p temperature typical_p min_length early_stopping num_beam_groups
+    diversity_penalty repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+"""
+_IGNORED = frozenset(f"{_IGNORED_FIELDS} {_GENERATION_FIELDS}".split())
 _POSITIVE_FIELDS = """
     vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads num_labels
 """

@@ -81,7 +81,6 @@ class EncoderConfig(ModelConfig):
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "directionality",
-            "output_past",
             "pooler_fc_size",
             "pooler_num_attention_heads",
             "pooler_num_fc_layers",

@@ -26,7 +26,8 @@ class GPT2Config(ModelConfig):
 
     Args:
         activation: of the MLP; a name in `nn.mlp.ACTIVATIONS`.
-        dropout: on embeddings and on what each part adds to the residual.
+        dropout: on what each part adds to the residual.
+        embed_dropout: on the embedding; None takes `dropout`.
         attn_dropout: on attention weights.
     """
 
@@ -95,6 +96,7 @@ class GPT2Config(ModelConfig):
     norm_eps: float = 1e-5
     activation: str = "gelu_new"
     dropout: float = 0.0
+    embed_dropout: float | None = None
     attn_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -117,18 +119,13 @@ class GPT2Config(ModelConfig):
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         embed, residual = raw.pop("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
-        if embed != residual:
-            raise ConfigError(
-                f"GPT2Config: embd_pdrop={embed} and resid_pdrop={residual} differ; "
-                "bmforge has one dropout for both. Set them equal in config.json."
-            )
-        return {}, raw
+        return {} if embed == residual else {"embed_dropout": embed}, raw
 
     def _give_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size
         keep_none = implied and self.raw.get("n_inner") is None
         return {
-            "embd_pdrop": self.dropout,
+            "embd_pdrop": self.dropout if self.embed_dropout is None else self.embed_dropout,
             "n_inner": None if keep_none else self.intermediate_size,
         }
 
@@ -150,7 +147,8 @@ class GPT2(CausalLM):
             norm=NormSpec("layer", config.norm_eps),
             residual_dropout=config.dropout,
         )
-        super().__init__(config, DecoderSpec(block, embed_dropout=config.dropout))
+        embed = config.dropout if config.embed_dropout is None else config.embed_dropout
+        super().__init__(config, DecoderSpec(block, embed_dropout=embed))
 
     def init_std(self, name: str) -> float:
         """Scale what adds to the residual by 1/sqrt(2 L), as the paper does."""

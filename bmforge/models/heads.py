@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -156,16 +155,16 @@ def finish_spans(
 
 
 def find_last_token(
-    input_ids: Tensor, attention_mask: Tensor | None, raw: Mapping[str, Any]
+    input_ids: Tensor, attention_mask: Tensor | None, padding: int | None
 ) -> Tensor:
     """Return the index of every row's last real token, (B,).
 
     It is the last one that `attention_mask` shows; without a mask the last that is not padding,
-    where the config has a padding token; else the last.
+    where there is a padding token; else the last.
     """
     real = attention_mask
-    if real is None and raw.get("pad_token_id") is not None:
-        real = input_ids != raw["pad_token_id"]
+    if real is None and padding is not None:
+        real = input_ids != padding
     length = input_ids.shape[1]
     if real is None:
         return torch.full_like(input_ids[:, 0], length - 1)

@@ -20,6 +20,7 @@ from bmforge.models.safe_file import Read, SafeFile, TensorFile, run_reads, writ
 
 __all__ = [
     "WeightFiles",
+    "has_all_weights",
     "has_weights",
     "plan_files",
     "read_pickle",
@@ -37,6 +38,14 @@ _MODEL_CENTER = "pytorch_model.pt"  # other names in it; see `model_center.py`
 def has_weights(directory: Path) -> bool:
     """Tell whether a directory already holds model weights."""
     return any((directory / name).exists() for name in (_INDEX, _SINGLE, *_PICKLED))
+
+
+def has_all_weights(directory: Path) -> bool:
+    """Tell whether a directory holds a model's weights, and all files that an index names."""
+    try:
+        return bool(_find_files(directory))
+    except CheckpointError:
+        return False
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
@@ -76,6 +85,45 @@ class _PickledFile:
         target.copy_(self._tensors[name][slices])
 
 
+def _read_index(index: Path) -> list[str]:
+    """Return the names of the files that an index lists."""
+    try:
+        files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        files = set()
+    if files and all(isinstance(file, str) for file in files):
+        return sorted(files)
+    raise CheckpointError(
+        f"{str(index)!r} is damaged: it must be JSON with a 'weight_map' from tensors to files. "
+        "Download it anew."
+    )
+
+
+def _find_files(directory: Path) -> list[Path]:
+    """Return the files that hold the weights; see `WeightFiles`."""
+    for name in (_INDEX, _PICKLED[0]):
+        index = directory / name
+        if index.exists():
+            paths = [directory / Path(file).name for file in _read_index(index)]
+            missing = [p.name for p in paths if not p.exists()]
+            if missing:
+                raise CheckpointError(
+                    f"{str(directory)!r} lacks {missing}, which {name} names. "
+                    "Copy the missing files there, or download the model anew."
+                )
+            return paths
+        single = directory / (_SINGLE if name == _INDEX else _PICKLED[1])
+        if single.exists():
+            return [single]
+    live = [path for path in directory.glob("*.pt") if path.name != _MODEL_CENTER]
+    if len(live) == 1:
+        return live
+    raise CheckpointError(
+        f"{str(directory)!r} holds no weights: "
+        f"needed {_SINGLE}, {_INDEX}, {_PICKLED[1]}, or a single .pt file as CPM-Live has."
+    )
+
+
 class WeightFiles:
     """The tensors of a checkpoint directory by name, read lazily.
 
@@ -100,32 +148,8 @@ class WeightFiles:
             return [MegatronShards(self.directory)]
         return [
             SafeFile(path) if path.suffix == ".safetensors" else _PickledFile(path)
-            for path in self._find_files()
+            for path in _find_files(self.directory)
         ]
-
-    def _find_files(self) -> list[Path]:
-        for name in (_INDEX, _PICKLED[0]):
-            index = self.directory / name
-            if index.exists():
-                files = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-                paths = [self.directory / Path(f).name for f in files]
-                missing = [p.name for p in paths if not p.exists()]
-                if missing:
-                    raise CheckpointError(
-                        f"{str(self.directory)!r} lacks {missing}, which {name} names. "
-                        "Copy the missing files there, or download the model anew."
-                    )
-                return paths
-            single = self.directory / (_SINGLE if name == _INDEX else _PICKLED[1])
-            if single.exists():
-                return [single]
-        live = [path for path in self.directory.glob("*.pt") if path.name != _MODEL_CENTER]
-        if len(live) == 1:
-            return live
-        raise CheckpointError(
-            f"{str(self.directory)!r} holds no weights: "
-            f"needed {_SINGLE}, {_INDEX}, {_PICKLED[1]}, or a single .pt file as CPM-Live has."
-        )
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype a tensor is stored with."""

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import list_repo_files, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+from bmforge.models.hf_format import has_all_weights
 
 __all__ = ["resolve_model"]
 
-_WANTED = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*"]
+_WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*"]
+# Repositories often hold the same weights in several forms: the first that is there is fetched.
+_WEIGHTS = ["model*.safetensors", "pytorch_model*.bin", "*.pt"]
 
 
 def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) -> Path:
     """Return the directory of a model: `name` itself, its cached copy, or a fresh download.
+
+    A cached copy without all weights is completed; where the hub cannot be asked it is returned as
+    it is, for those who read only its config or tokenizer.
 
     Args:
         name: directory, hub id, or a name in `hub_ids`.
@@ -31,17 +39,39 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
     if path.exists():
         raise ConfigError(f"{str(name)!r} is a file; give the directory that holds config.json.")
     name = (hub_ids or {}).get(str(name), str(name))
+    cached = _find_cached(name)
+    if cached is not None and has_all_weights(cached):
+        return cached
     try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED, local_files_only=True))
-    except HFValidationError as error:
-        raise ConfigError(f"{str(name)!r} is neither a directory nor a hub id.") from error
-    except LocalEntryNotFoundError:
-        pass  # not cached: ask the hub next
-    try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED))
+        return _download(name)
     except Exception as error:
+        if cached is not None:
+            get_logger().warning(
+                "%s: the cached copy %s lacks weights, and the hub could not be asked (%s)",
+                *(name, cached, type(error).__name__),
+            )
+            return cached
         raise ConfigError(
             f"{name!r} is not a directory, not in the Hugging Face cache, and the hub could "
             f"not be asked ({type(error).__name__}). Offline, put config.json and the weights into "
             f"the directory {str(path.absolute())!r}."
         ) from error
+
+
+def _find_cached(name: str) -> Path | None:
+    """Return the cached copy, whole or not."""
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except HFValidationError as error:
+        raise ConfigError(f"{name!r} is neither a directory nor a hub id.") from error
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _download(name: str) -> Path:
+    """Fetch what is read of a repository; nothing in folders of it is."""
+    files = [file for file in list_repo_files(name) if "/" not in file]
+    forms = [pattern for pattern in _WEIGHTS if fnmatch.filter(files, pattern)]
+    return Path(
+        snapshot_download(name, allow_patterns=[*_WANTED, *forms[:1]], ignore_patterns=["*/*"])
+    )

@@ -46,6 +46,9 @@ def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
     raw.pop("rope_theta", None)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
+    for fields in (raw, parameters):
+        if fields.get("partial_rotary_factor") == 1.0:  # all of a head is turned, as without it
+            del fields["partial_rotary_factor"]
     unknown = [name for name in parameters if name not in _ROPE_NAMES]
     if unknown:
         raise ConfigError(f"rotary scaling {kind!r} has fields that are not understood: {unknown}.")

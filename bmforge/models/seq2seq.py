@@ -65,6 +65,7 @@ class Stack(nn.Module):
         super().__init__()
         assert block.attn is not None
         self.causal, self.dropout = block.attn.causal, spec.dropout
+        self.widens_half = block.guards_half
         self.layers = build_layers(block, num_layers)
         self.norm = build_norm(block.norm, block.hidden_size)
         self.rel_bias = RelativeBias(
@@ -91,6 +92,8 @@ class Stack(nn.Module):
             keep_states: whether to return all hidden states.
         """
         span = span_of(self.layers)
+        if self.widens_half and x.dtype == torch.float16:
+            x = x.float()
         past, shape = 0 if cache is None else cache.length, (x.shape[0], x.shape[1])
         bias = self.rel_bias(shape[1], past + shape[1], past)
         mask = None
@@ -303,7 +306,10 @@ class Seq2Seq(Model):
         """Run the decoder over the target."""
         assert self.decoder is not None
         memory = source.last_hidden_state
-        memory_mask = None if source_mask is None else source_mask[:, None, None, :].bool()
+        memory_mask = None
+        if source_mask is not None:
+            shape = source_mask.shape[0], source_mask.shape[1]
+            memory_mask = build_mask(shape, x.device, attention_mask=source_mask, causal=False)
         x, states = self.decoder(x, mask, cache, memory, memory_mask, keep_states)
         return ModelOutput(
             last_hidden_state=x,

@@ -140,7 +140,7 @@ class T5Config(ModelConfig):
         "eos_token_id": "eos_token_id",
     }
     # is_encoder_decoder follows from the head.
-    hf_ignored: ClassVar[frozenset[str]] = frozenset({"is_encoder_decoder", "output_past"})
+    hf_ignored: ClassVar[frozenset[str]] = frozenset({"is_encoder_decoder"})
     hf_defaults: ClassVar[dict[str, Any]] = {"dropout": 0.1}
     presets: ClassVar[dict[str, dict[str, Any]]] = _PRESETS
     hub_ids: ClassVar[dict[str, str]] = {name: f"{_owner(name)}/{name}" for name in _PRESETS}
@@ -268,20 +268,26 @@ class T5(Seq2Seq):
     """T5 with a sequence-to-sequence head."""
 
     config_class = T5Config
-    _DEAD: ClassVar[str] = (
-        "**decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    )
 
     def __init__(self, config: T5Config) -> None:
         heads, dropout = config.num_heads, config.dropout
         attn = AttentionSpec(heads, heads, config.head_dim, False, False, 1.0, dropout)
-        mlp = MLPSpec(config.intermediate_size, config.activation, config.is_gated, False, dropout)
+        # T5 was trained in bf16; in larger ones what MLPs add to the residual leaves fp16's range.
+        mlp = MLPSpec(
+            config.intermediate_size,
+            config.activation,
+            config.is_gated,
+            bias=False,
+            dropout=dropout,
+            widens_half=True,
+        )
         block = BlockSpec(
             config.hidden_size,
             attn,
             mlp,
             norm=NormSpec("rms", config.norm_eps),
             residual_dropout=dropout,
+            guards_half=True,
         )
         spec = Seq2SeqSpec(
             block,

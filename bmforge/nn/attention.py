@@ -181,7 +181,8 @@ def build_mask(
         mask = mask & seen | (key == query)[None, None] if causal else seen
     if document_ids is not None:
         mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-    return mask
+    # As above: what has nothing at all to look at, such as a row of padding, looks at everything.
+    return mask if causal else mask | ~mask.any(-1, keepdim=True)
 
 
 def _check_mask_shapes(

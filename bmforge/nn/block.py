@@ -36,6 +36,7 @@ class BlockSpec:
         residual_dropout: dropout on what a part adds to the residual.
         residual_scale: factor on what a part adds to the residual.
         sum_scale: factor on the residual after a part was added.
+        guards_half: a residual in fp16 that leaves its range stays at the range's end.
         layer_drop: how often training leaves the whole block out (Fan et al., "LayerDrop", 2019).
     """
 
@@ -48,6 +49,7 @@ class BlockSpec:
     residual_dropout: float = 0.0
     residual_scale: float = 1.0
     sum_scale: float = 1.0
+    guards_half: bool = False
     layer_drop: float = 0.0
 
     def __post_init__(self) -> None:
@@ -72,6 +74,7 @@ class Block(nn.Module):
         self.norm_place = spec.norm_place
         self.dropout, self.scale = spec.residual_dropout, spec.residual_scale
         self.sum_scale, self.layer_drop = spec.sum_scale, spec.layer_drop
+        self.guards_half = spec.guards_half
         self.attn_scales, self.mlp_scales = _scales(spec.attn), _scales(spec.mlp)
         self.attn: Attention | WindowAttention | None = None
         if spec.attn is not None:
@@ -128,7 +131,7 @@ class Block(nn.Module):
                 return out[0]
             return out
 
-        before = x
+        before = x = self._guard(x)
         if self.norm_place == "parallel":
             x = self._run_parallel(x, attend, feed)
         else:
@@ -172,7 +175,16 @@ class Block(nn.Module):
         def enter() -> Tensor:
             return _times(norm(x), into)
 
-        return _times(x + self._shrink(call_and_drop(part, enter(), enter), out), self.sum_scale)
+        # `enter` runs again in backward, so its `x` must stay what it is.
+        added = x + self._shrink(call_and_drop(part, enter(), enter), out)
+        return self._guard(_times(added, self.sum_scale))
+
+    def _guard(self, x: Tensor) -> Tensor:
+        """Keep fp16 finite: a wide residual that a layout narrows on its way in, and its sums."""
+        if not self.guards_half or x.dtype != torch.float16:
+            return x
+        limit = torch.finfo(x.dtype).max
+        return x.clamp(-limit, limit)
 
     def _run_parallel(
         self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]

@@ -26,11 +26,13 @@ class VocabCut(Protocol):
     """How a head's rows, one per token of the vocabulary, are divided over processes.
 
     Attributes:
+        rows: how many there are over all processes.
         first: the first row here, numbered over all processes.
         width: the largest number of rows that a process holds.
         is_last: whether the last row is here.
     """
 
+    rows: int
     first: int
     width: int
     is_last: bool

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.nn.cuts import PickTokens, VocabCut
-from bmforge.nn.losses import IGNORE_INDEX, linear_cross_entropy
+from bmforge.nn.losses import IGNORE_INDEX, check_classes, linear_cross_entropy
 
 __all__ = ["LMHead"]
 
@@ -53,6 +53,9 @@ class LMHead(nn.Linear):
         if shift:
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         x, labels = x.flatten(0, -2), labels.flatten()
+        if vocab is not None:
+            # Of all processes' rows, so that all refuse alike and none waits for the others.
+            check_classes(labels, vocab.rows + (0 if more_rows is None else more_rows.shape[0]))
         if self.pick_tokens is not None:
             if num_items is None:
                 num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmforge.device import reads_are_free
+from bmforge.errors import ShapeError
 from bmforge.nn.cuts import VocabCut
 
-__all__ = ["IGNORE_INDEX", "linear_cross_entropy"]
+__all__ = ["IGNORE_INDEX", "check_classes", "linear_cross_entropy"]
 
 IGNORE_INDEX = -100
 # Logits in flight: 2^26 elements, 256 MiB in fp32. Every chunk reads the whole head three times, so
@@ -92,7 +94,7 @@ def _softmax_loss_(logits: Tensor, target: Tensor, vocab: VocabCut | None) -> Te
     target's logit are found together, two small collectives.
     """
     kept = (target != IGNORE_INDEX)[:, None]
-    index, here = target.clamp(min=0)[:, None], kept
+    index, here = target[:, None].where(kept, 0), kept
     if vocab is not None:
         index = index - vocab.first
         here = kept & (index >= 0) & (index < logits.shape[1])
@@ -151,11 +153,32 @@ def linear_cross_entropy(
     Shape:
         hidden: (M, D); weight: (V, D); labels: (M,); bias: (V,); returns a scalar in fp32 or wider
 
+    Raises:
+        ShapeError: a label is neither -100 nor a class, where looking costs no waiting.
+
     Memory: one chunk of logits, and one gradient the size of `weight` in fp32.
     Source: the idea of taking the gradient in forward is Liger Kernel's (Hsu et al. 2024).
     """
+    if vocab is None:
+        check_classes(labels, weight.shape[0])
+    if not torch.is_grad_enabled():
+        # torch tells a function what could want a gradient, not that none is being recorded.
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     if num_items is None:
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, vocab)
+
+
+def check_classes(labels: Tensor, count: int) -> None:
+    """Raise `ShapeError` for labels outside of `count` classes, where looking costs no waiting."""
+    if not reads_are_free(labels):
+        return
+    given = labels[labels != IGNORE_INDEX]
+    if given.numel() and (int(given.min()) < 0 or int(given.max()) >= count):
+        raise ShapeError(
+            f"labels go from {int(given.min())} to {int(given.max())}; the head has {count} "
+            f"classes, from 0 on. Mark what is not to be predicted with {IGNORE_INDEX}."
+        )

@@ -43,6 +43,7 @@ class MLPSpec:
         dropout: after the activation.
         in_scale: factor on what goes into gate and up, and
         out_scale: on what goes into down; as in `AttentionSpec`.
+        widens_half: from the activation on, fp16 is computed in fp32, and comes out in it.
     """
 
     intermediate_size: int
@@ -52,6 +53,7 @@ class MLPSpec:
     dropout: float = 0.0
     in_scale: float = 1.0
     out_scale: float = 1.0
+    widens_half: bool = False
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -66,6 +68,14 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
             f"Known: {', '.join(sorted(ACTIVATIONS))}."
         )
     return ACTIVATIONS[name]
+
+
+class _WideLinear(nn.Linear):
+    """Computes in the dtype of what goes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class MLP(nn.Module):
@@ -86,17 +96,20 @@ class MLP(nn.Module):
         super().__init__()
         self.enter: Pass = pass_on
         self.activation = get_activation(spec.activation)
-        self.dropout = spec.dropout
+        self.dropout, self.widens_half = spec.dropout, spec.widens_half
         sizes = hidden_size, spec.intermediate_size
         self.gate_proj = nn.Linear(*sizes, bias=spec.bias) if spec.gated else None
         self.up_proj = nn.Linear(*sizes, bias=spec.bias)
-        self.down_proj = nn.Linear(*reversed(sizes), bias=spec.bias)
+        last = _WideLinear if spec.widens_half else nn.Linear
+        self.down_proj = last(*reversed(sizes), bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the projections and the activation."""
         x = self.enter(x)
         up = self.up_proj(x)
         gate = None if self.gate_proj is None else self.gate_proj(x)
+        if self.widens_half and up.dtype == torch.float16:
+            up, gate = up.float(), None if gate is None else gate.float()
 
         def inner() -> Tensor:
             return self.activation(up) if gate is None else self.activation(gate) * up

@@ -37,7 +37,8 @@ class RMSNorm(nn.Module):
         x: (..., D) -> (..., D)
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). As in Llama, the
-    normalised value is rounded to the input's dtype before the weight is applied.
+    normalised value is rounded before the weight is applied: to the weight's dtype, so that a wide
+    residual goes into narrow projections.
     """
 
     def __init__(self, hidden_size: int, eps: float) -> None:
@@ -49,7 +50,7 @@ class RMSNorm(nn.Module):
         """Normalise the last dim."""
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+        return self.weight * (wide * scale).to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Show the width and epsilon."""

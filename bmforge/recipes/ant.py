@@ -107,6 +107,7 @@ class _AntExamples:
         }  # fmt: skip
         self.columns: Mapping[str, tuple[int, int]] = {n: (width, f) for n, f in fillings.items()}
         self.fingerprint = fingerprint_of(pieces.fingerprint, config.mlm_ratio, width)
+        self.content = pieces.content
 
     def __len__(self) -> int:
         return len(self._pieces)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from bmforge.data.prepared import RECORD_NAME, read_record
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World, run_on_first
 from bmforge.recipes.splitting import StorePart, check_split
+from bmforge.recipes.vocabulary import check_tokenizers
 
 __all__ = [
     "Corpus",
@@ -94,8 +94,16 @@ class Corpus:
         )
 
 
-def open_corpus(config: CorpusConfig, vocab_size: int, world: World) -> Corpus:
+def open_corpus(
+    config: CorpusConfig, vocab_size: int, world: World, init_from: str | None = None
+) -> Corpus:
     """Open the token stores of a run and check that the model can read them.
+
+    Args:
+        config: what is read.
+        vocab_size: of the model.
+        world: this process's place among those that read different rows.
+        init_from: the model that it starts from; its tokenizer must be the corpora's.
 
     Raises:
         ConfigError: nothing to read, weights that do not fit the paths, or corpora of different
@@ -103,16 +111,17 @@ def open_corpus(config: CorpusConfig, vocab_size: int, world: World) -> Corpus:
         DataError: a store is missing, damaged, too short, or has ids beyond `vocab_size`.
     """
     _check_paths(config)
-    run_on_first(lambda: _check_stores(config, vocab_size))
+    run_on_first(lambda: _check_stores(config, vocab_size, init_from))
     first = read_report(config.paths[0])
     eos_id = config.eos_id if config.eos_id is not None or first is None else first.eos_id
     weights = config.weights or (1.0,) * len(config.paths)
-    parts = {
-        path: (PackedDataset(_open_store(path, config), config.seq_len, eos_id), weight)
-        for path, weight in zip(config.paths, weights, strict=True)
-    }
+    stores = [_open_store(path, config) for path in config.paths]
+    datasets = [PackedDataset(store, config.seq_len, eos_id) for store in stores]
+    # The order follows from these names, and a corpus may move: its path is no part of them.
+    names = [f"data.paths[{number}]" for number in range(len(datasets))]
+    parts = dict(zip(names, zip(datasets, weights, strict=True), strict=True))
     loader = DataLoader(
-        parts[config.paths[0]][0] if len(parts) == 1 else Mixture(parts),
+        datasets[0] if len(datasets) == 1 else Mixture(parts),
         global_batch_size=config.global_batch_size,
         micro_batch_size=config.micro_batch_size,
         rank=world.rank,
@@ -160,21 +169,13 @@ def _check_paths(config: CorpusConfig) -> None:
         )
 
 
-def _check_stores(config: CorpusConfig, vocab_size: int) -> None:
+def _check_stores(config: CorpusConfig, vocab_size: int, init_from: str | None) -> None:
     """Check every store against the vocabulary; a prepared directory has its size on record."""
-    tokenizers = {}
+    check_tokenizers(config.paths, init_from)
     for path in config.paths:
         report = read_report(path)
         if report is None or report.vocab_size > vocab_size:
             check_vocabulary(TokenStore(train_prefix(path)), vocab_size)
-        if report is not None:
-            text = (report.tokenizer_dir / "tokenizer.json").read_bytes()
-            tokenizers[path] = hashlib.blake2b(text).hexdigest()
-    if len(set(tokenizers.values())) > 1:
-        raise ConfigError(
-            f"the corpora {list(tokenizers)} have different tokenizers, so their token ids do not "
-            "mean the same. Prepare the later ones with `--tokenizer FIRST/tokenizer`."
-        )
     held_out = _validation_prefix(config)
     if held_out is not None:
         store = TokenStore(held_out)

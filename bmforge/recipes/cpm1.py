@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bmforge.data import Batch
+from bmforge.data.text_files import read_lines, read_text
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.generate import evaluating
 from bmforge.models import Model
@@ -30,7 +31,6 @@ from bmforge.recipes.examples import (
     fingerprint_of,
     iter_held_out,
     open_examples,
-    read_lines,
 )
 from bmforge.recipes.pieces import open_tokenizer
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
@@ -169,7 +169,7 @@ def _chid_texts(
     for path in paths:
         file = Path(path)
         beside = file.with_name(f"{file.stem}_answer{file.suffix}")
-        answers = _parse("\n".join(read_lines(str(beside))), str(beside))
+        answers = _parse(read_text(beside), str(beside))
         for line_number, line in enumerate(read_lines(path), 1):
             if not line.strip():
                 continue

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bmforge.data.text_files import read_lines
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.chat import join_history
 from bmforge.logging import get_logger
@@ -19,7 +20,6 @@ from bmforge.recipes.examples import (
     ExampleConfig,
     fingerprint_of,
     open_examples,
-    read_lines,
 )
 from bmforge.recipes.pieces import open_tokenizer
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe

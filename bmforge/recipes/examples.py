@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from bmforge.data import Batch
+from bmforge.data import Batch, TokenStore
 from bmforge.data.order import derive_key, permute
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World
@@ -29,10 +28,10 @@ __all__ = [
     "ExampleLoader",
     "ExampleSource",
     "collate",
+    "digest_stores",
     "fingerprint_of",
     "iter_held_out",
     "open_examples",
-    "read_lines",
 ]
 
 Example = Mapping[str, Sequence[int]]
@@ -88,6 +87,8 @@ class ExampleSource(Protocol):
         columns: name of a tensor -> (its width, what fills it up behind an example); ``labels`` is
             one of them.
         fingerprint: hex digits that change when an example would.
+
+    Where examples come from token stores, `content`, an int, changes with what is in these.
     """
 
     columns: Mapping[str, tuple[int, int]]
@@ -159,6 +160,7 @@ class ExampleLoader:
             "samples": self._step * self._config.global_batch_size,
             "seed": self._config.seed,
             "dataset": self._source.fingerprint,
+            "content": getattr(self._source, "content", 0),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -167,11 +169,13 @@ class ExampleLoader:
         Raises:
             ConfigError: the state is of other examples, another seed or batch size.
         """
-        for key in ("seed", "dataset"):
-            if state.get(key) != self.state_dict()[key]:
+        ours = self.state_dict()
+        state = {"content": ours["content"], **state}  # states of earlier versions have none
+        for key in ("seed", "dataset", "content"):
+            if state.get(key) != ours[key]:
                 raise ConfigError(
                     f"loader state has {key}={state.get(key)}, this loader has {key}="
-                    f"{self.state_dict()[key]}: the order cannot go on; restore it or start a new "
+                    f"{ours[key]}: the order cannot go on; restore it or start a new "
                     "run."
                 )
         self._step, left = divmod(int(state["samples"]), self._config.global_batch_size)
@@ -215,21 +219,14 @@ def open_examples(
     return TrainingData(loader, config.seq_len, parts, **fields)
 
 
-def read_lines(path: str) -> list[str]:
-    """Return the lines of a UTF-8 text file, empty ones too, so that they can be counted.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path!r} ({error}); give a UTF-8 text file.") from error
-
-
 def fingerprint_of(*parts: object) -> str:
     """Return hex digits that depend on every one of `parts`."""
     return blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def digest_stores(stores: Sequence[TokenStore]) -> int:
+    """Return 63 bits of what is in token stores, wherever they lie."""
+    return int(fingerprint_of([store.digest() for store in stores])[:16], 16) >> 1
 
 
 def _unlabel(example: Example) -> Example:

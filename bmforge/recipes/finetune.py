@@ -8,7 +8,6 @@ split.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from bmforge.parallel import World
 from bmforge.recipes.examples import ExampleConfig, collate, open_examples
 from bmforge.recipes.pieces import open_tokenizer
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import change_model
 from bmforge.recipes.task_rows import (
     AnswerRows,
     ClassRows,
@@ -160,8 +160,7 @@ def tune_task(config: Any) -> RunResult:
     config.data.check()
     if isinstance(config.model, BertConfig):
         labels = len(TASKS[config.data.task].label_names) or 2
-        model = config.model.replace(head="sequence_classification", num_labels=labels)
-        config = dataclasses.replace(config, model=model)
+        config = change_model(config, head="sequence_classification", num_labels=labels)
         return run_recipe(config, _open_classes)
     return run_recipe(config, _open_answers)
 

@@ -15,8 +15,9 @@ from bmforge.errors import ConfigError
 from bmforge.models.hub import find_model
 from bmforge.parallel import run_on_first
 from bmforge.recipes.corpus import read_report, train_prefix
-from bmforge.recipes.examples import ExampleConfig, fingerprint_of
+from bmforge.recipes.examples import ExampleConfig, digest_stores, fingerprint_of
 from bmforge.recipes.splitting import StorePart, check_split
+from bmforge.recipes.vocabulary import check_tokenizers
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["Pieces", "find_tokenizer", "open_pieces", "open_tokenizer"]
@@ -47,6 +48,7 @@ class Pieces(Sequence[NDArray[np.int64]]):
         self._spans = np.array([span for part in spans for span in part]).reshape(-1, 2)
         sizes = [store.num_tokens for store in self._stores]
         self.fingerprint = fingerprint_of(sizes, shortest, longest, end_id)
+        self.content = digest_stores(self._stores)
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -116,9 +118,14 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
         kind: what it has to be; None takes any.
 
     Raises:
-        ConfigError: there is none, it is of another kind, or it has more tokens than the model.
+        ConfigError: there is none, it is of another kind, it has more tokens than the model, or the
+            text was prepared with another one.
     """
     folder = find_tokenizer(config)
+    data = config.data
+    run_on_first(
+        lambda: check_tokenizers((*data.paths, *data.validation), config.init_from, data.tokenizer)
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if kind is not None and not isinstance(tokenizer, kind):
         raise ConfigError(

@@ -86,7 +86,7 @@ def _check_length(config: Any) -> None:
 
 def _open_data(config: Any, rows: World) -> TrainingData:
     _check_length(config)
-    corpus = open_corpus(config.data, config.model.vocab_size, rows)
+    corpus = open_corpus(config.data, config.model.vocab_size, rows, config.init_from)
     held_out = {}
     if corpus.validation is not None:
         held_out["validation"] = lambda: corpus.held_out_batches(rows)

@@ -21,8 +21,8 @@ from bmforge.device import device_name
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger, log_to_file
 from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
-from bmforge.models.config import ModelConfig, read_config_file
-from bmforge.models.hub import FAMILIES, find_model
+from bmforge.models.config import read_config_file
+from bmforge.models.hub import find_model
 from bmforge.parallel import (
     Layout,
     OffloadConfig,
@@ -37,6 +37,7 @@ from bmforge.parallel import (
 from bmforge.parallel.streaming import stream_blocks_
 from bmforge.recipes.loss_scale import LossScaleConfig, build_scaler
 from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir
+from bmforge.recipes.start import family_of, settle_model
 from bmforge.train import (
     EvalResult,
     TrainConfig,
@@ -61,12 +62,13 @@ __all__ = [
 
 Results = dict[str, dict[str, float]]
 
-# What may change when a run goes on: none of it changes what the model has learned so far.
+# What may change when a run goes on: none of it changes what the model has learned so far. Data may
+# move: the loader's state knows it by what is in it. So may `model_changes`, as `model` has them.
 _FREE_FIELDS = """
     run_dir layout offload recompute compile prefetch wandb_project export train.steps
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
     train.log_every_steps train.profile_steps data.micro_batch_size data.prefetch_steps
-    data.validation_batches
+    data.validation_batches data.paths data.validation model_changes
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -78,7 +80,9 @@ class RunConfig:
     Args:
         run_dir: where it lives.
         init_from: a model to start from: directory, hub id or short name; the sizes are its own
-            but for fields of `model` that were set. None draws the weights.
+            but for fields of `model` that were given. None draws the weights.
+        model_changes: with `init_from`, the fields of `model` that were given: the command line
+            fills this in. None takes those that differ from what the recipe usually has.
         seed: of the drawn weights.
         train: the loop.
         layout: how it is divided over processes.
@@ -93,6 +97,7 @@ class RunConfig:
 
     run_dir: Path = Path("runs/run")
     init_from: str | None = None
+    model_changes: tuple[str, ...] | None = None
     seed: int = 0
     train: TrainConfig = field(default_factory=TrainConfig)
     layout: Layout = field(default_factory=Layout)
@@ -160,9 +165,7 @@ def run_recipe(config: Any, open_data: OpenData) -> RunResult:
     world = init_distributed()
     config.layout.check(world.size)
     config.loss_scale.check(config.train.precision)
-    config = dataclasses.replace(
-        config, model=_settle_sizes(config), data=settle_batch(config, world.size)
-    )
+    config = dataclasses.replace(settle_model(config), data=settle_batch(config, world.size))
     open_run_dir(config.run_dir, config, _FREE)
     log = log_to_file(config.run_dir / "log.txt") if world.rank == 0 else None
     try:
@@ -171,36 +174,6 @@ def run_recipe(config: Any, open_data: OpenData) -> RunResult:
         if log is not None:
             get_logger().removeHandler(log)
             log.close()
-
-
-def family_of(config: ModelConfig) -> type[Model]:
-    """Return the family of a model config."""
-    return next(f for f in FAMILIES.values() if f.config_class is type(config))
-
-
-def _settle_sizes(config: Any) -> ModelConfig:
-    """Return the model's config: with `init_from` that model's, but for the fields that were set.
-
-    Raises:
-        ConfigError: `init_from` is another family.
-    """
-    model = config.model
-    if config.init_from is None:
-        return model
-    directory = find_model(config.init_from)
-    if not type(model).opens(read_config_file(directory)):
-        raise ConfigError(
-            f"init_from={config.init_from!r} is no {family_of(model).__name__}, which this recipe "
-            "trains. Name another model, or another recipe."
-        )
-    usual = type(config)().model
-    changes = {
-        f.name: getattr(model, f.name)
-        for f in dataclasses.fields(model)
-        if f.name != "raw" and getattr(model, f.name) != getattr(usual, f.name)
-    }
-    # Its config.json comes back in `_build_model`: run.toml has no place for what is null in it.
-    return type(model).from_pretrained(directory).replace(raw={}, **changes)
 
 
 def settle_batch(config: Any, world_size: int) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 
 from bmforge.data.order import derive_key, permute
 from bmforge.data.packing import reset_positions
+from bmforge.data.text_files import read_lines, read_text
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 from bmforge.models.llama import LlamaConfig
@@ -32,7 +33,6 @@ from bmforge.recipes.examples import (
     ExampleConfig,
     fingerprint_of,
     open_examples,
-    read_lines,
 )
 from bmforge.recipes.pieces import find_tokenizer, open_tokenizer
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
@@ -219,7 +219,7 @@ def _open_data(config: LlamaSFTConfig, rows: World) -> TrainingData:
     tokenizer, folder = open_tokenizer(config), find_tokenizer(config)
     source = find_template(folder)
     if config.template is not None:
-        source = "\n".join(read_lines(str(config.template)))
+        source = read_text(config.template).removesuffix("\n")
     if source is None:
         get_logger().info("%s has no chat template: a plain one is used", folder)
     template = ChatTemplate(source, tokenizer)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from bmforge.data import TokenStore
 from bmforge.data.store import store_paths
 from bmforge.errors import ConfigError, DataError
-from bmforge.recipes.examples import Example, fingerprint_of
+from bmforge.recipes.examples import Example, digest_stores, fingerprint_of
 from bmforge.train.objective import IGNORE_INDEX
 
 __all__ = ["SpanCorpus", "is_span_corpus"]
@@ -98,6 +98,8 @@ class SpanCorpus:
         }
         sizes = [(part.contexts.num_tokens, part.first, part.rows) for part in self._parts]
         self.fingerprint = fingerprint_of(sizes, self._length, self._longest)
+        stores = [(part.contexts, part.targets, part.offsets) for part in self._parts]
+        self.content = digest_stores(list(chain.from_iterable(stores)))
 
     def _open(self, prefix: str, split: Sequence[float], index: int) -> _Part:
         contexts, targets, offsets = (

@@ -189,6 +189,7 @@ class _SpanExamples:
         self.fingerprint = fingerprint_of(
             pieces.fingerprint, config.noise_density, config.mean_span_length, target
         )
+        self.content = pieces.content
 
     def __len__(self) -> int:
         return len(self._pieces)

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import tokenizers
-
 from bmforge.errors import DataError
+from bmforge.files import open_tokenizer_json
 from bmforge.tokenizers.base import (
     CONFIG_FILE,
     Tokenizer,
@@ -47,12 +46,7 @@ class FastTokenizer(Tokenizer):
         companions: dict[str, bytes] | None = None,
         path: Path = Path(TOKENIZER_FILE),
     ) -> None:
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # tokenizers raises a bare Exception for what it cannot read
-            raise DataError(
-                f"{str(path)!r} is not a tokenizer.json ({error}); get the file again"
-            ) from error
+        self._tokenizer = open_tokenizer_json(content, path)
         self._content = content
         self._companions = companions or {}
         self._roles = roles or {}

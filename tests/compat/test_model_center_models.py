@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from bmforge.compat.model_center import model as old
-from bmforge.errors import ConfigError
+from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import AutoModel
 
 SIZES = {"vocab_size": 99, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 128}
@@ -153,6 +154,16 @@ def test_encoders_have_transformers_numbers(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(
             logits[shown], words(IDS, MASK).logits[shown], rtol=1e-5, atol=1e-5
         )
+
+
+def test_half_a_head_is_no_encoder_alone(tmp_path: Path) -> None:
+    """What is wrong with a head for words is said, not taken for its absence."""
+    save_theirs(tmp_path, hf.BertForMaskedLM(hf.BertConfig(**their_sizes())))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["cls.predictions.transform.dense.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: cls\.predictions\.transform"):
+        old.Bert.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "T5"])

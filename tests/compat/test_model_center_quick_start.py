@@ -102,10 +102,11 @@ def test_losses_are_those_of_a_plain_loop(folder: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_two_processes_train_as_one(folder: Path) -> None:
-    """Half the batch on each; evaluation counts every example once."""
-    results = run_distributed(run_in, 2, str(folder), 4)
-    wanted, wanted_accuracies = plain_loop(folder, 4, 2)
+@pytest.mark.parametrize(("world", "rows"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.long)])
+def test_several_processes_train_as_one(folder: Path, world: int, rows: int) -> None:
+    """A part of the batch on each; evaluation counts every example once."""
+    results = run_distributed(run_in, world, str(folder), rows)
+    wanted, wanted_accuracies = plain_loop(folder, rows, world)
     for losses, accuracies, counts in results:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert accuracies == pytest.approx(wanted_accuracies)

@@ -164,3 +164,22 @@ def test_nothing_left_after_cleaning(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": " \\n"}\n')
     with pytest.raises(DataError, match="no text is left"):
         prepare(tmp_path / "a.jsonl", tmp_path / "out", SMALL)
+
+
+def test_a_given_tokenizer_is_kept_as_it_is(tmp_path: Path, inputs: Path) -> None:
+    """Its limits cut no document, its files are copied, and its own end token ends documents."""
+    whole = prepare(inputs, tmp_path / "whole", SMALL)
+    given = tmp_path / "given"
+    tokenizer = load_tokenizer(whole.tokenizer_dir)
+    tokenizer.enable_truncation(8)
+    given.mkdir()
+    text = tokenizer.to_str().replace("<|endoftext|>", "</s>")
+    (given / "tokenizer.json").write_text(text, encoding="utf-8")
+    (given / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    settings = PrepareConfig(validation_fraction=0.2, tokenizer=str(given))
+    again = prepare(inputs, tmp_path / "again", settings)
+    assert (again.train, again.validation) == (whole.train, whole.validation)
+    assert (again.eos_id, all_bytes(again.tokenizer_dir)) == (0, all_bytes(given))
+    (given / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match="eos_token"):
+        prepare(inputs, tmp_path / "endless", settings)

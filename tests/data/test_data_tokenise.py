@@ -16,6 +16,7 @@ from bmforge.data import (
     train_bpe,
 )
 from bmforge.errors import ConfigError, DataError
+from bmforge.tokenizers import FastTokenizer
 
 TEXTS = [d.text for d in python_topics()][:12]
 SAMPLES = [*TEXTS[:2], "Grüße, 世界! 🦉\n\n  tab\tend ", "", f"a{END_OF_TEXT}b"]
@@ -64,3 +65,18 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="is not a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_limits_inside_the_file_cut_nothing(tmp_path: Path) -> None:
+    """A tokenizer.json keeps truncation and padding from its last use; texts are encoded whole."""
+    tokenizer = train_bpe(TEXTS, 400)
+    whole = tokenizer.encode(TEXTS[0]).ids
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=1 << 16)
+    save_tokenizer(tokenizer, tmp_path)
+    content = (tmp_path / "tokenizer.json").read_bytes()
+    assert load_tokenizer(tmp_path).encode(TEXTS[0]).ids == whole
+    opened = FastTokenizer.from_pretrained(tmp_path)
+    assert opened.encode(TEXTS[0]) == whole
+    opened.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == content

@@ -9,10 +9,11 @@ import torch
 import transformers
 
 from bmforge.errors import ConfigError
-from bmforge.infer import generate
-from bmforge.infer.chat import Chat, ChatConfig, _find_repeats
+from bmforge.infer import GenerationConfig, generate
+from bmforge.infer.chat import Chat, ChatConfig, _find_repeats, _NoRepeatDecoder
 from bmforge.models.eva import EVA, EVAConfig
 from bmforge.models.gpt2 import GPT2, GPT2Config
+from bmforge.testing import assert_close
 from bmforge.tokenizers import EVATokenizer
 
 CHARACTERS = "一二三四五六七八九十天地人你我他好不上下"
@@ -94,3 +95,21 @@ def test_bad_input(model: EVA, tokenizer: EVATokenizer) -> None:
         ChatConfig(window=2)
     with pytest.raises(ConfigError, match="top_p=0"):
         Chat(model, tokenizer, ChatConfig(top_p=0.0))
+
+
+def test_what_may_not_come_again_in_a_pipeline(model: EVA) -> None:
+    """A decoder that reads all anew at every step sees the same tokens and bans the same."""
+    options = GenerationConfig(max_new_tokens=9)
+    source, decoders = torch.tensor([[5, 6, 7], [8, 9, 5]]), []
+    for whole in (False, True):
+        decoder = _NoRepeatDecoder(model, source, options, 2)
+        decoder._is_pipelined = whole
+        decoders.append(decoder)
+    rows = torch.tensor([1, 1])
+    with torch.no_grad():
+        for tokens in ([3, 3], [9, 4], [11, 9], [9, 11], [9, 9]):
+            scores = [decoder.run(torch.tensor(tokens)[:, None]) for decoder in decoders]
+            assert_close(scores[1], scores[0])
+            for decoder in decoders:
+                decoder.reorder(rows)
+    assert scores[0].isinf().any()

@@ -14,7 +14,7 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer import GenerationConfig, generate
 from bmforge.infer.beam import beam_search
 from bmforge.infer.decoder import Decoder
-from bmforge.models import GPT2, GPT2Config, Llama
+from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
 from bmforge.testing.twin import Twin, make_twin
 
 # A small vocabulary, so that end tokens come up often.
@@ -296,3 +296,13 @@ def test_saved_and_opened_model_stops_at_its_end_token(tmp_path: Path) -> None:
     ids, mask = make_prompts(0, padded=False)
     theirs = twin.theirs.generate(ids, attention_mask=mask, max_new_tokens=30)
     assert torch.equal(generate(again, ids, max_new_tokens=30, pad_token_id=0), theirs)
+
+
+def test_a_negative_padding_token_is_none() -> None:
+    """As old configs have it; rows that end early are filled with the end token."""
+    raw = {**LLAMA, "model_type": "llama", "eos_token_id": list(range(2, 12)), "pad_token_id": -1}
+    model = Llama.from_config(LlamaConfig.from_hf(raw), seed=3)
+    ids = torch.tensor([[1, 4], [12, 19]])
+    found = generate(model, ids, max_new_tokens=12)
+    assert torch.equal(found, generate(model, ids, max_new_tokens=12, pad_token_id=2))
+    assert (found[:, 2:] == 2).any()

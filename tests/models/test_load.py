@@ -22,7 +22,7 @@ from bmforge.models.hf_format import WeightFiles
 from bmforge.models.safe_file import Read, SafeFile, run_reads, write_file
 from bmforge.parallel import Layout, init_distributed, parallelize
 from bmforge.shards import local_box, local_tensor
-from bmforge.testing import assert_equal_trees, run_distributed
+from bmforge.testing import assert_close, assert_equal_trees, run_distributed
 
 SHAPES = {"matrix": (37, 23), "cube": (5, 7, 11), "vector": (101,), "scalar": (), "empty": (0, 3)}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -299,3 +299,24 @@ def test_peak_memory_of_another_dtype(tmp_path: Path) -> None:
     model = Llama.from_pretrained(tmp_path, dtype=torch.bfloat16)
     weights = sum(p.numel() * 2 for p in model.parameters())
     assert _peak_bytes() - before < weights + (32 << 20)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"weight_map": {', '{"weight_map": {"a": 3}}'])
+def test_a_broken_index(text: str, tmp_path: Path) -> None:
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(CheckpointError, match=rf"{name}' is damaged.*'weight_map'"):
+            WeightFiles(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_the_padding_token_is_the_configs(saved: Path) -> None:
+    """Where it was changed after opening, what config.json said of it is past."""
+    config = LlamaConfig.from_hf(
+        {**CONFIG.to_hf(), "architectures": ["LlamaForSequenceClassification"], "pad_token_id": 3}
+    )
+    ids = torch.tensor([[1, 2, 3, 5, 5]])
+    for padding, last in ((3, 4), (5, 2), (None, 4)):
+        model = Llama.from_config(config.replace(pad_token_id=padding))
+        logits = [model(ids).logits, model(ids, (torch.arange(5) <= last)[None].long()).logits]
+        assert_close(logits[0], logits[1])

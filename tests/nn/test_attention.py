@@ -194,3 +194,16 @@ def test_masks_that_would_broadcast_are_refused():
         build_mask((2, 5), one.device, document_ids=one)
     with pytest.raises(ShapeError, match="cannot be used with a cache"):
         build_mask((2, 1), one.device, past=3, document_ids=one)
+
+
+def test_rows_without_anything_to_see() -> None:
+    """Not causal, a row of padding looks at everything; the others at what is shown."""
+    padding = torch.ones(B, T, dtype=torch.long)
+    padding[0], padding[1, 4:] = 0, 0
+    mask = build_mask((B, T), CPU, attention_mask=padding, causal=False)
+    assert mask[0].all()
+    assert torch.equal(mask[1, 0, 0], padding[1].bool())
+    documents = torch.tensor([[0] * T, [0, 0, 0, 0, 1, 1]])
+    mask = build_mask((B, T), CPU, attention_mask=padding, document_ids=documents, causal=False)
+    assert mask[1, 0, 4:].all()
+    assert torch.equal(mask[1, 0, :4], padding[1].bool().expand(4, T))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bmforge.errors import ShapeError
 from bmforge.nn import LMHead, linear_cross_entropy, losses
 from bmforge.testing import assert_close
 
@@ -134,3 +135,44 @@ def test_a_loss_scale_reaches_fp16_gradients_that_would_vanish_without():
     others = slice(1, None)  # the sure class itself is 1 - 3e-8, which fp32 rounds to 1
     got, want = weight.grad.double() / loss_scale, twin.grad
     assert_close(got[others], want[others], rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("wrong", [-1, -99, V])
+def test_labels_outside_of_the_classes(wrong: int) -> None:
+    """Neither learned as another token nor left to an index error."""
+    inputs, labels = make_inputs(8, torch.float32, False), make_labels(8, "some")
+    labels[1] = wrong
+    with pytest.raises(ShapeError, match=rf"labels go from .*{V} classes.*with -100"):
+        linear_cross_entropy(inputs["hidden"], inputs["weight"], labels)
+
+
+def test_a_cut_head_counts_all_rows() -> None:
+    """With a part of the rows here, the classes are those of all processes."""
+
+    class Whole:
+        """All rows in one process, told as a part of twice as many."""
+
+        rows, first, width, is_last = 2 * V, 0, V, False
+
+        def enter(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        max_ = sum_ = enter
+
+    head = LMHead(D, V, bias=False)
+    head.vocab = Whole()
+    hidden, labels = torch.randn(3, D), torch.tensor([0, V, -100])
+    assert head(hidden, labels).isfinite()
+    for wrong in (-1, 2 * V):
+        with pytest.raises(ShapeError, match=f"{2 * V} classes"):
+            head(hidden, torch.tensor([0, wrong, -100]))
+
+
+def test_no_gradient_is_made_where_none_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `no_grad` a head that is trained costs what a frozen one does."""
+    inputs, labels = make_inputs(8, torch.float32, True), make_labels(8, "some")
+    added = []
+    monkeypatch.setattr(losses, "_add_product_", lambda *given, **_: added.append(given))
+    with torch.no_grad():
+        linear_cross_entropy(inputs["hidden"], inputs["weight"], labels, inputs["bias"])
+    assert not added

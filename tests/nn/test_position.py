@@ -178,6 +178,15 @@ def test_bad_specs(fields: dict[str, Any], message: str) -> None:
         dataclasses.replace(RopeSpec(HEAD_DIM), **fields)
 
 
+@pytest.mark.parametrize("place", ["rope_parameters", ""])
+def test_whole_heads_turned_in_so_many_words(place: str) -> None:
+    """A factor of 1 says what its absence says."""
+    said = {"rope_theta": 5e5, "partial_rotary_factor": 1.0}
+    raw = {"hidden_size": 64, "num_attention_heads": 4}
+    config = LlamaConfig.from_hf({**raw, **({place: said} if place else said)})
+    assert config.rope_spec() == LlamaConfig.from_hf({**raw, "rope_theta": 5e5}).rope_spec()
+
+
 @pytest.mark.parametrize(
     ("rope", "message"),
     [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
+from bmforge.errors import ConfigError
 from bmforge.models import GPT2, GPT2Config
 from bmforge.testing.decoder_suite import DecoderSuite
 from bmforge.testing.file_suite import FileSuite
@@ -58,3 +60,31 @@ def test_gpt2_preset_sizes(name: str, count: int) -> None:
     """The published numbers of parameters (Radford et al. 2019, as released)."""
     model = GPT2.from_config(GPT2Config.preset(name), device="meta")
     assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_published_fields_that_change_nothing() -> None:
+    """Fields that old writers and other programs leave in config.json, beside some that count."""
+    kept = ("num_return_sequences", "repetition_penalty", "length_penalty", "num_beam_groups")
+    kept += ("typical_p", "no_repeat_ngram_size", "min_length", "early_stopping", "bad_words_ids")
+    raw = {"model_type": "gpt2", "vocab_size": 50, "_num_labels": 1, "output_past": True}
+    raw |= {"finetuning_task": "mnli", "model_max_length": 512, "_attn_implementation": "sdpa"}
+    raw |= {"transformers.js_config": {"dtype": "q4"}, "unsloth_fixed": True}
+    assert GPT2Config.from_hf({**raw, **dict.fromkeys(kept, 2)}).vocab_size == 50
+    with pytest.raises(ConfigError, match="quantization_config"):
+        GPT2Config.from_hf({**raw, "quantization_config": {"bits": 4}})
+
+
+def test_dropout_of_the_embedding(tmp_path: Path) -> None:
+    """Of its own where config.json says so, else the residual's; and back again."""
+    raw = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1, "vocab_size": 20}
+    cases = [({}, 0.1, 0.1), ({"embd_pdrop": 0.5}, 0.5, 0.1), ({"resid_pdrop": 0.0}, 0.1, 0.0)]
+    for fields, embed, residual in cases:
+        model = GPT2.from_config(GPT2Config.from_hf({**raw, **fields}))
+        assert (model.spec.embed_dropout, model.layers["0"].dropout) == (embed, residual)
+        model.save_pretrained(tmp_path, overwrite=True)
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        assert theirs.transformer.drop.p == embed
+        assert theirs.transformer.h[0].mlp.dropout.p == residual
+        assert GPT2Config.from_pretrained(tmp_path) == model.config
+    changed = model.config.replace(embed_dropout=None, dropout=0.3)
+    assert GPT2.from_config(changed).spec.embed_dropout == 0.3

@@ -247,6 +247,56 @@ def test_padded_targets(tiny: T5) -> None:
         assert all(p.grad is None or p.grad.isfinite().all() for p in tiny.parameters())
 
 
+@pytest.mark.parametrize("kind", ["gated-gelu", "relu"])
+def test_float16_beyond_its_range(kind: str, tmp_path: Path) -> None:
+    """Where residuals leave fp16's range it is as near to fp32 as transformers is, and finite."""
+    torch.manual_seed(0)
+    theirs = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**{**UNSCALED, "initializer_factor": 1.0, "feed_forward_proj": kind})
+    )
+    for name, parameter in theirs.named_parameters():
+        if "wo.weight" in name or "wi" in name:
+            parameter.data.mul_(8000 if "wo" in name else 20)
+    theirs.save_pretrained(tmp_path)
+    inputs = {"input_ids": make_ids(2, 9), "decoder_input_ids": make_ids(2, 5, seed=1)}
+    with torch.no_grad():
+        wide = T5.from_pretrained(tmp_path)(**inputs, output_hidden_states=True)
+        assert max(x.abs().max() for x in wide.encoder_hidden_states) > 65504
+        half = T5.from_pretrained(tmp_path, dtype=torch.float16)(**inputs).logits
+        theirs = theirs.from_pretrained(tmp_path, dtype=torch.float16)(**inputs).logits
+    assert half.dtype == torch.float16
+    error, known = ((x.float() - wide.logits).abs().max() for x in (half, theirs))
+    assert error < 2 * known
+
+
+def test_a_narrowed_residual_stays_finite(tiny: T5) -> None:
+    """As in training in fp16, where every block gets and gives fp16: ends of the range, no inf."""
+    block = tiny.encoder.layers["0"].half().eval()
+    x = torch.full((1, 3, tiny.config.hidden_size), 1e5).half()
+    assert x.isinf().all()
+    x.requires_grad_()
+    out = block(x * 1)
+    out.float().sum().backward()
+    assert out.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in block.parameters())
+
+
+def test_a_source_of_padding_alone(tiny: T5) -> None:
+    """It has no label: loss and gradients are those of the other row, and finite."""
+    tiny.eval()
+    ids, labels, mask = make_ids(2, 9), make_ids(2, 5, seed=1), torch.ones(2, 9)
+    mask[0], labels[0] = 0, -100
+    results = []
+    for rows in (slice(0, 2), slice(1, 2)):
+        tiny.zero_grad()
+        loss = tiny(ids[rows], mask[rows], labels=labels[rows]).loss
+        loss.backward()
+        results.append({n: p.grad for n, p in tiny.named_parameters()} | {"loss": loss.detach()})
+    assert_close(results[0], results[1])
+    with torch.no_grad():
+        assert tiny(ids, mask, labels=labels).loss.isfinite()
+
+
 def test_dropout_is_where_transformers_has_it(tiny: T5) -> None:
     """One number drops in the embedding, attention, MLP and residual, and after the last norms."""
     block = tiny.decoder.layers["0"]

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from bmforge.data import PrepareConfig, TokenStoreWriter, prepare
+from bmforge.data import (
+    PrepareConfig,
+    TokenStoreWriter,
+    load_tokenizer,
+    prepare,
+    save_tokenizer,
+)
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World
-from bmforge.recipes.corpus import CorpusConfig, open_corpus
+from bmforge.recipes.corpus import CorpusConfig, open_corpus, train_prefix
+from bmforge.recipes.examples import ExampleConfig
+from bmforge.recipes.pieces import Pieces, open_tokenizer
+from bmforge.recipes.spans import T5SpansConfig
 
 WORLD = World(rank=0, size=1, device=None)  # type: ignore[arg-type]
 
@@ -83,3 +94,88 @@ def test_a_validation_store_is_checked_before_training(corpora, tmp_path):
 def test_a_vocabulary_larger_than_the_models(corpora):
     with pytest.raises(DataError, match="vocab"):
         open_corpus(config(corpora[0]), 100, WORLD)
+
+
+def test_a_model_of_another_tokenizer_is_refused(corpora, tmp_path):
+    """Its ids are compared with the corpus's; a file written anew, or with limits, is the same."""
+    first, second, _ = corpora
+    for path in (first, second):
+        model = tmp_path / Path(path).name
+        tokenizer = load_tokenizer(Path(path) / "tokenizer")
+        tokenizer.enable_truncation(8)
+        tokenizer.add_special_tokens(["<one more>"])
+        save_tokenizer(tokenizer, model)
+    own, other = str(tmp_path / "first"), str(tmp_path / "second")
+    open_corpus(config(first), 281, WORLD, own).loader.close()
+    with pytest.raises(ConfigError, match=rf"init_from='{other}' has: .*--tokenizer {other}"):
+        open_corpus(config(first), 281, WORLD, other)
+    bare = train_prefix(first)
+    open_corpus(config(str(bare)), 281, WORLD, other).loader.close()
+    (tmp_path / "none").mkdir()
+    open_corpus(config(first), 281, WORLD, str(tmp_path / "none")).loader.close()
+
+
+def resumed(paths, state=None, **changes):
+    """The loader's state after two steps, and the rows of the third."""
+    loader = open_corpus(config(*paths, prefetch_steps=0, **changes), 280, WORLD).loader
+    if state is not None:
+        loader.load_state_dict(state)
+    else:
+        next(loader), next(loader)
+    state = loader.state_dict()
+    return state, next(loader)[0]["input_ids"].tolist()
+
+
+def write_store(prefix, first):
+    with TokenStoreWriter(prefix, vocab_size=280) as writer:
+        for _ in range(20):
+            writer.add_item([(first + i) % 280 for i in range(50)])
+            writer.end_document()
+
+
+def test_moved_corpora_go_on_and_others_in_their_place_do_not(tmp_path, monkeypatch):
+    """Neither the order nor the state depends on where a store lies; both on what is in it."""
+    for folder, names in (("here", "ab"), ("there", "xy")):
+        (tmp_path / folder).mkdir()
+        for number, name in enumerate(names):
+            write_store(tmp_path / folder / name, 100 * number)
+    monkeypatch.chdir(tmp_path / "here")
+    for count, weights in ((1, ()), (2, (3.0, 1.0))):
+        kept = resumed(("a", "b")[:count], weights=weights)
+        for moved in (("./a", "./b"), (str(tmp_path / "there/x"), str(tmp_path / "there/y"))):
+            assert resumed(moved[:count], kept[0], weights=weights) == kept
+            assert resumed(moved[:count], weights=weights) == kept
+    write_store(tmp_path / "there" / "z", 5)
+    with pytest.raises(ConfigError, match="what is in the corpus changed"):
+        resumed(("a", "../there/z"), kept[0], weights=weights)
+    with pytest.raises(ConfigError, match="what is in the corpus changed"):
+        resumed(("b", "a"), kept[0], weights=weights)
+    alone = resumed(("a",))
+    earlier = {key: value for key, value in alone[0].items() if key != "content"}
+    assert resumed(("./a",), earlier) == alone
+    with pytest.raises(ConfigError, match="is of an earlier version"):
+        resumed(("a", "b"), earlier)
+
+
+def test_pieces_know_their_stores_by_content(tmp_path):
+    contents = []
+    for name, first in (("a", 0), ("b", 0), ("c", 5)):
+        write_store(tmp_path / name, first)
+        contents.append(Pieces([tmp_path / name], 1, 20).content)
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_pieces_of_another_tokenizer_are_refused(corpora):
+    first, second, _ = corpora
+    settings = T5SpansConfig(data=ExampleConfig(paths=(first, second)))
+    with pytest.raises(ConfigError, match=r"different tokenizers"):
+        open_tokenizer(settings)
+    folder = f"{second}/tokenizer"
+    settings = T5SpansConfig(data=ExampleConfig(paths=(first,), tokenizer=folder))
+    with pytest.raises(ConfigError, match=rf"data.tokenizer='{folder}' has: "):
+        open_tokenizer(settings)
+    settings = T5SpansConfig(data=ExampleConfig(paths=(first,)), init_from=folder)
+    with pytest.raises(ConfigError, match=rf"init_from='{folder}' has: "):
+        open_tokenizer(settings)
+    settings.init_from = f"{first}/tokenizer"
+    assert len(open_tokenizer(settings)) == 280

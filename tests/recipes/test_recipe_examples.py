@@ -62,6 +62,12 @@ def test_goes_on_exactly_and_refuses_other_data() -> None:
     assert all(torch.equal(a, b) for a, b in zip(take(again, 4), rest, strict=True))
     with pytest.raises(ConfigError, match="dataset=7"):
         ExampleLoader(Numbers(8), CONFIG).load_state_dict(state)
+    changed = Numbers(7)
+    changed.content = 1
+    with pytest.raises(ConfigError, match="content=0"):
+        ExampleLoader(changed, CONFIG).load_state_dict(state)
+    earlier = {key: value for key, value in state.items() if key != "content"}
+    ExampleLoader(changed, CONFIG).load_state_dict(earlier)
     wide = ExampleConfig(**{**vars(CONFIG), "global_batch_size": 5})
     with pytest.raises(ConfigError, match="12 samples"):
         ExampleLoader(Numbers(7), wide).load_state_dict(state)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from bmforge.data.tasks.task import Task, TaskExample, read_text
+from bmforge.data.tasks.task import Task, TaskExample
+from bmforge.data.text_files import read_lines, read_text
 from bmforge.errors import DataError
 
 __all__ = ["AG_NEWS", "LCQMC"]
@@ -17,7 +19,7 @@ def _read_lcqmc(path: Path) -> Iterator[TaskExample]:
 
     There are no quotation marks around cells there: a mark is a character of the question.
     """
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_lines(path), 1):
         cells = line.rstrip("\r").split("\t")
         if cells == [""] or (number == 1 and cells[-1].strip() == "label"):
             continue
@@ -32,7 +34,7 @@ def _read_lcqmc(path: Path) -> Iterator[TaskExample]:
 
 def _read_ag_news(path: Path) -> Iterator[TaskExample]:
     """Yield the rows of a table class (1 to 4), title, text."""
-    lines = csv.reader(read_text(path).splitlines(keepends=True))
+    lines = csv.reader(io.StringIO(read_text(path)))
     for number, cells in enumerate(lines, 1):
         if len(cells) != 3 or cells[0] not in ("1", "2", "3", "4"):
             raise DataError(

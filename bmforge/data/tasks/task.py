@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bmforge.data.text_files import read_lines, read_text
 from bmforge.errors import ConfigError, DataError
 
-__all__ = ["Record", "Task", "TaskExample", "find_split", "read_json", "read_records", "read_text"]
+__all__ = ["Record", "Task", "TaskExample", "find_split", "read_json", "read_records"]
 
 _SPLIT_NAMES = {"val": "dev", "validation": "dev", "valid": "dev"}
 
@@ -134,26 +135,13 @@ class Record:
         return value
 
 
-def read_text(path: Path) -> str:
-    """Return a file's text.
-
-    Raises:
-        DataError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {str(path)!r} ({error}); give a UTF-8 file.") from error
-
-
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the objects of a file with one a line; empty lines are none.
 
     Raises:
         DataError: a line is not an object.
     """
-    # Not splitlines(): inside JSON texts the rarer line breaks of Unicode are just characters.
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if line.strip():
             place = f"{str(path)!r}, line {number}"
             try:

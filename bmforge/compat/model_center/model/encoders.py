@@ -15,9 +15,8 @@ from bmforge.compat.model_center.model.base import (
 )
 from bmforge.compat.model_center.model.config import Config
 from bmforge.compat.model_center.model.outputs import BaseModelOutputWithPooling
-from bmforge.errors import CheckpointError
 from bmforge.models import Model
-from bmforge.models.hf_format import read_pickle
+from bmforge.models.hf_format import WeightFiles, read_pickle
 from bmforge.models.model_center import load_model_center
 
 __all__ = [
@@ -44,10 +43,10 @@ class EncoderModel(BaseModel):
     @classmethod
     def _open(cls, family: type[Model], directory: Path, config: Config) -> Model:
         bare = family.from_pretrained(directory, dtype=config.dtype, head="none")
-        try:
-            words = family.from_pretrained(directory, dtype=config.dtype, head="masked_lm")
-        except CheckpointError:  # a checkpoint of the encoder alone
-            return bare
+        head = family.config_class.heads["masked_lm"]
+        if WeightFiles(directory).shapes.keys().isdisjoint(head.names.values()):
+            return bare  # a checkpoint of the encoder alone
+        words = family.from_pretrained(directory, dtype=config.dtype, head="masked_lm")
         return _add_head(bare, words)
 
     @classmethod

@@ -1,0 +1,32 @@
+"""Reading text files whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bmforge.errors import DataError
+
+__all__ = ["read_lines", "read_text"]
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    r"""Return a UTF-8 file's text; every line ends with ``\n``, and a byte order mark is left out.
+
+    Raises:
+        DataError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {str(path)!r} ({error}); give a UTF-8 text file.") from error
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+    """Return the lines of a file, empty ones too, so that they can be counted.
+
+    Raises:
+        DataError: it cannot be read, or is not UTF-8.
+    """
+    # Not splitlines(): inside a text the rarer line breaks of Unicode are just characters.
+    return read_text(path).removesuffix("\n").split("\n")

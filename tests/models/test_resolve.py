@@ -1,0 +1,85 @@
+"""What is fetched from the hub, and when: against a hub that is a list of files."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from bmforge.errors import ConfigError
+from bmforge.models import resolve
+from bmforge.models.resolve import resolve_model
+
+COMMON = ["config.json", "tokenizer_config.json", "chat_template.jinja", "spiece.model"]
+COMMON += ["merges.txt", "vocab.json", "vocab.txt"]
+INDEX = "model.safetensors.index.json"
+Hub = Callable[..., list[str]]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """Return what stands in for the hub: it asks for `org/name` and tells what was fetched."""
+
+    def resolve_from(online: list[str] | None, cached: dict[str, str] | None = None) -> list[str]:
+        for name, text in (cached or {}).items():
+            (tmp_path / name).write_text(text)
+        fetched: list[str] = []
+
+        def list_files(name: str) -> list[str]:
+            assert name == "org/name"
+            if online is None:
+                raise ConnectionError("no network")
+            return online
+
+        def download(name: str, **options: Any) -> str:
+            if options.get("local_files_only"):
+                if cached is None:
+                    raise LocalEntryNotFoundError("nothing here")
+                return str(tmp_path)
+            for file in list_files(name):
+                wanted = any(fnmatch.fnmatch(file, p) for p in options["allow_patterns"])
+                if wanted and not any(fnmatch.fnmatch(file, p) for p in options["ignore_patterns"]):
+                    fetched.append(file)
+            return str(tmp_path)
+
+        monkeypatch.setattr(resolve, "list_repo_files", list_files)
+        monkeypatch.setattr(resolve, "snapshot_download", download)
+        assert resolve_model("org/name") == tmp_path
+        return fetched
+
+    return resolve_from
+
+
+@pytest.mark.parametrize(
+    ("weights", "fetched"),
+    [
+        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+        (["pytorch_model.bin", "training_args.pt"], ["pytorch_model.bin"]),
+        (["cpm_ant.pt"], ["cpm_ant.pt"]),
+        (["pytorch_model.bin", "onnx/model.safetensors"], ["pytorch_model.bin"]),
+    ],
+)
+def test_what_is_fetched(weights: list[str], fetched: list[str], hub: Hub) -> None:
+    """All of config and tokenizer, and the weights once."""
+    assert hub([*COMMON, *weights, "README.md", "onnx/config.json"]) == [*COMMON, *fetched]
+
+
+def test_a_cached_copy_without_all_weights_is_completed(hub: Hub) -> None:
+    online = [*COMMON, "model.safetensors"]
+    config, index = {"config.json": "{}"}, {INDEX: json.dumps({"weight_map": {"a": "b"}})}
+    assert hub(online, config) == online
+    assert hub(online, {**config, **index}) == online
+    assert hub(online, {**config, **index, "b": ""}) == []
+    assert hub(None, {"b": ""}) == []
+
+
+def test_without_the_hub(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    """What is cached is taken, and said to be in part; with nothing there is an error."""
+    with pytest.raises(ConfigError, match=r"could not be asked.*ConnectionError"):
+        hub(None)
+    assert hub(None, {"config.json": "{}"}) == []
