@@ -8,7 +8,7 @@ from typing import Any
 
 from bmforge.errors import DataError
 
-__all__ = ["open_tokenizer_json", "replace_file", "sync_directory"]
+__all__ = ["open_tokenizer_json", "partial_name", "replace_file", "sync_directory"]
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
@@ -17,13 +17,18 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     data = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and path.read_bytes() == data:
         return
-    beside = path.with_name(f".{path.name}.partial")
+    beside = path.with_name(partial_name(path.name))
     with beside.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
     sync_directory(path.parent)
+
+
+def partial_name(name: str) -> str:
+    """Return the name that `replace_file` gives a file while it is written."""
+    return f".{name}.partial"
 
 
 def sync_directory(path: Path) -> None:

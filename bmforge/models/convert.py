@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from bmforge.errors import CheckpointError, ConfigError
+from bmforge.files import partial_name
 from bmforge.logging import get_logger
 from bmforge.models.base import Model
 from bmforge.models.hf_format import WeightFiles, has_weights
@@ -80,7 +81,7 @@ def convert_checkpoint(
         what = "holds a model" if out.is_dir() and has_weights(out) else "is not an empty directory"
         raise CheckpointError(f"{str(out)!r} {what}; name a directory that does not exist yet.")
     directory = find_model(source)
-    partial = out.with_name(f".{out.name}.partial")
+    partial = out.with_name(partial_name(out.name))
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if megatron_degree is not None and preset is dtype is None and is_megatron(directory):

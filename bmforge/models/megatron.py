@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import CheckpointError
+from bmforge.files import partial_name
 
 __all__ = ["MegatronShards", "find_shards", "holds_shards", "split_tensor", "write_shards"]
 
@@ -276,7 +277,7 @@ def write_shards(
         module = {name: split_tensor(name, read(name), rank, degree) for name in shapes}
         module |= {copy: module[name] for copy, name in copies.items() if name in module}
         path = inner / f"mp_rank_{rank:02d}_model_states.pt"
-        partial = path.with_name(f".{path.name}.partial")
+        partial = path.with_name(partial_name(path.name))
         content = {"module": module, **_BOOKKEEPING, "mp_world_size": degree, "iteration": 1}
         torch.save(content, partial)
         partial.replace(path)

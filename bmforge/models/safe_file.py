@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bmforge.device import reads_are_free
 from bmforge.errors import CheckpointError
+from bmforge.files import partial_name
 from bmforge.logging import track
 
 __all__ = ["Read", "SafeFile", "TensorFile", "run_reads", "write_file"]
@@ -292,7 +293,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         place = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN_BYTES)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(partial_name(path.name))
     with partial.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:

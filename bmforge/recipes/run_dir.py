@@ -9,7 +9,7 @@ from typing import Any
 
 from bmforge.config import config_to_dict, save_toml
 from bmforge.errors import ConfigError
-from bmforge.files import replace_file
+from bmforge.files import partial_name, replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
 
@@ -80,7 +80,9 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
 
 def _is_free_place(run_dir: Path) -> bool:
     """True for an empty directory, or one in which a run was prepared but never begun."""
-    return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {"data", "log.txt"}
+    # A kill while the config is written leaves a part of it.
+    free = {"data", "log.txt", partial_name(_FILE)}
+    return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= free
 
 
 def add_results(run_dir: Path, results: dict[str, dict[str, float]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -32,6 +33,19 @@ def test_claimed_late_and_found_again(tmp_path):
     open_run_dir(run_dir, Config(lr=0.2, cadence=7), FREE)
     with pytest.raises(ConfigError, match=r"lr: 0.2 there, 0.3 now"):
         open_run_dir(run_dir, Config(lr=0.3), FREE)
+
+
+def test_killed_while_the_config_is_written(tmp_path, monkeypatch):
+    def die(source, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", die)
+        claim_run_dir(tmp_path, Config())
+    assert [path.name for path in tmp_path.iterdir()] == [".run.toml.partial"]
+    open_run_dir(tmp_path, Config(lr=0.2), FREE)
+    claim_run_dir(tmp_path, Config(lr=0.2))
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_none_survives_the_file(tmp_path):
