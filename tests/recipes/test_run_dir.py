@@ -39,9 +39,10 @@ def test_killed_while_the_config_is_written(tmp_path, monkeypatch):
     def die(source, target):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(os, "replace", die)
-        claim_run_dir(tmp_path, Config())
+        with pytest.raises(KeyboardInterrupt):
+            claim_run_dir(tmp_path, Config())
     assert [path.name for path in tmp_path.iterdir()] == [".run.toml.partial"]
     open_run_dir(tmp_path, Config(lr=0.2), FREE)
     claim_run_dir(tmp_path, Config(lr=0.2))
