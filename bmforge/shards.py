@@ -6,12 +6,20 @@ here?". A box is one (offset, length) pair per tensor dim. A plain tensor's box 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["Box", "is_first_replica", "is_streamed", "local_box", "local_tensor"]
+__all__ = [
+    "Box",
+    "is_first_replica",
+    "is_streamed",
+    "laid_out_like",
+    "local_box",
+    "local_tensor",
+]
 
 
 @dataclass(frozen=True)
@@ -24,10 +32,7 @@ class Box:
     @property
     def numel(self) -> int:
         """Number of elements in the box (1 for a scalar)."""
-        count = 1
-        for length in self.lengths:
-            count *= length
-        return count
+        return math.prod(self.lengths)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -56,6 +61,23 @@ class Box:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` that lives here: a view that shares its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
+    """Return the tensor of `pattern`'s layout whose part on this process is `local`.
+
+    Beside a plain `pattern` that is `local` itself.
+    """
+    if not isinstance(pattern, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        pattern.device_mesh,
+        pattern.placements,
+        run_check=False,
+        shape=pattern.shape,
+        stride=pattern.stride(),
+    )
 
 
 def is_streamed(tensor: Tensor) -> bool:

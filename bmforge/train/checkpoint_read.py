@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
-from bmforge.shards import Box, is_streamed, local_box, local_tensor
+from bmforge.shards import Box, is_streamed, laid_out_like, local_box, local_tensor
 from bmforge.train.checkpoint_format import shard_name
 from bmforge.train.checkpoint_peers import Peers
 from bmforge.train.checkpoint_rng import reseed_rng, restore_rng
@@ -274,16 +274,7 @@ def _read_like(reader: ChunkReader, name: str, pattern: Tensor) -> Tensor:
     local = local_tensor(pattern)
     result = torch.empty_like(local, dtype=value.dtype, requires_grad=False)
     result.copy_(value.reshape(local.shape))
-    if not isinstance(pattern, DTensor):
-        return result
-    return DTensor.from_local(
-        result,
-        pattern.device_mesh,
-        pattern.placements,
-        run_check=False,
-        shape=pattern.shape,
-        stride=pattern.stride(),
-    )
+    return laid_out_like(result, pattern)
 
 
 def _restore_groups(

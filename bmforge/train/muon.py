@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
-from bmforge.shards import local_box, local_tensor
+from bmforge.shards import laid_out_like, local_box, local_tensor
 
 __all__ = ["Muon", "update_"]
 
@@ -131,17 +131,8 @@ def _iteration_dtype(update: Tensor, asked: str | None) -> torch.dtype:
 
 def _whole(part: Tensor, like: Tensor) -> Tensor:
     """Return the whole matrix of which `part` is this process's share."""
-    if not isinstance(like, DTensor):
-        return part
-    sharded = DTensor.from_local(
-        part,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    return sharded.full_tensor()
+    found = laid_out_like(part, like)
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def _orthogonalize(matrix: Tensor, steps: int) -> Tensor:

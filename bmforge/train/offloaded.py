@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bmforge.device import is_host
 from bmforge.parallel.adam_kernel import load_adam_kernel, step_plain
 from bmforge.parallel.copies import CopyEngine, Ticket
 from bmforge.parallel.homes import Home
 from bmforge.parallel.offload import Gradient, LeftGradient, left_gradient
-from bmforge.shards import is_streamed, local_tensor
+from bmforge.shards import is_streamed, laid_out_like, local_tensor
 from bmforge.train.muon import Muon, update_
 
 __all__ = ["Away", "OffloadedAdamW", "OffloadedMuon"]
@@ -201,17 +200,7 @@ def _put_back(parameter: Tensor, value: Any) -> Any:
     """Return a tensor of state as the optimizer has it: laid out and placed like its parameter."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    here = value.to(local_tensor(parameter).device)
-    if not isinstance(parameter, DTensor):
-        return here
-    return DTensor.from_local(
-        here,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return laid_out_like(value.to(local_tensor(parameter).device), parameter)
 
 
 class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):

@@ -7,7 +7,7 @@ gives the same numbers on both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -274,17 +274,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
         norm = _gradient_norm(parameter)
         if norm is not None and id(parameter) not in elsewhere:
             bucket.append(norm)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for key, bucket in buckets.items():
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        if bucket:
-            norms = torch.stack([norm.to(device, torch.float64) for norm in bucket])
-            square = norms.square().sum()
-        if key is not None:
-            mesh, axes = key
-            for axis in axes:
-                dist.all_reduce(square, group=mesh.get_group(axis))
-        total += square
+    total = _sum_squares(buckets, device)
     wide = any(norm.dtype == torch.float64 for bucket in buckets.values() for norm in bucket)
     if pipeline is not None:
         both = torch.stack([total, total.new_tensor(wide)])
@@ -295,6 +285,22 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
     if coefficient < 1.0:
         _scale_gradients_(parameters, coefficient)
     return total if wide else total.float()
+
+
+def _sum_squares(buckets: Mapping[Any, Sequence[Tensor]], device: torch.device) -> Tensor:
+    """Return the sum of the squares of norms, each over the axes on which its gradients are cut."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for key, bucket in buckets.items():
+        square = torch.zeros_like(total)
+        if bucket:
+            norms = torch.stack([norm.to(device, torch.float64) for norm in bucket])
+            square = norms.square().sum()
+        if key is not None:
+            mesh, axes = key
+            for axis in axes:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        total += square
+    return total
 
 
 def _gradient_norm(parameter: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ConfigError
 from bmforge.parallel.collectives import all_gather
-from bmforge.shards import local_box, local_tensor
+from bmforge.shards import laid_out_like, local_box, local_tensor
 
 __all__ = [
     "DistributedParameter",
@@ -130,21 +130,10 @@ def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Para
         placement = Shard(0) if data.dim() else Replicate()
         cut = distribute_tensor(data, mesh, [placement], src_data_rank=None)
         # A copy, so that the whole is freed.
-        data = _with_local(cut, cut.to_local().clone())
+        data = laid_out_like(cut.to_local().clone(), cut)
     made = nn.Parameter(data, requires_grad=requires_grad)
     made.origin = origin  # type: ignore[attr-defined]
     return made
-
-
-def _with_local(like: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
 
 
 class _Gather(torch.autograd.Function):
@@ -213,9 +202,7 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
     if origin is not None and origin.cut > 1:
         value = value.chunk(origin.cut, origin.tp_split_dim)[config["tp_rank"]]
     value = value.to(config.device)
-    if isinstance(param, DTensor):
-        return _with_local(param, value[local_box(param).slices].contiguous())
-    return value.contiguous()
+    return laid_out_like(value[local_box(param).slices].contiguous(), param)
 
 
 @torch.no_grad()

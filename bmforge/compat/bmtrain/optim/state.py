@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from bmforge.compat.bmtrain.parameter import full_shape, share_like, whole
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.shards import local_tensor
+from bmforge.shards import laid_out_like, local_tensor
 
 __all__ = ["all_parameters", "pack_state", "unpack_state"]
 
@@ -51,16 +51,7 @@ def _pack(param: Tensor, value: Any, gather: bool) -> Any:
 
 def _like(param: Tensor, value: Tensor) -> Tensor:
     """Return what is here of `value` as a share like `param`."""
-    if not isinstance(param, DTensor) or isinstance(value, DTensor):
-        return value
-    return DTensor.from_local(
-        value,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    return value if isinstance(value, DTensor) else laid_out_like(value, param)
 
 
 def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> State:
