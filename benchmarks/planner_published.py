@@ -275,6 +275,36 @@ def gpt3_lines() -> str:
     return table(columns, lines) + "\n"
 
 
+def gpt3_by_network() -> str:
+    """GPT-3 as BMTrain trains (ZeRO-3, recompute), by what the network gives one GPU.
+
+    The published pair names no network; in brackets, how far the planner is from it.
+    """
+    model, lines = _gpt(12288, 96, 96), []
+    traces: dict[Any, Any] = {}
+    for network in (25.0, 29.0, 33.0, 37.0, 41.0, 50.0, 100.0, 200.0):
+        line: list[object] = [f"{network:g}"]
+        for gpus, theirs in ((64, 24), (128, 6)):
+            cluster = Cluster(find_device("a100-40gb"), gpus, network_gbit_s=network)
+            request = Request(workload_of("GPT-3", model, 2048), cluster, 1536)
+            estimator = Estimator(request, traces=traces)
+            # Offloading costs time, so of each number of rows the least share that fits.
+            fitting = []
+            for rows in (1, 2, 3, 4, 6):
+                shares = (0.05 * step for step in range(21))
+                found = (estimator.estimate(Choice(Layout(), rows, True, one)) for one in shares)
+                if 1536 % (gpus * rows) == 0:
+                    fitting += [row for row in found if row.fits][:1]
+            best = min(fitting, key=lambda row: row.hours(300e9))
+            months = best.hours(300e9) / 24 / 365.25 * 12
+            line += [best.choice.rows, f"{best.choice.offloaded:.0%}",
+                     f"{months:.1f} months ({months / theirs - 1:+.0%})"]  # fmt: skip
+        lines.append(line)
+    columns = ["Gb/s per GPU", "64 GPUs: rows", "offloaded", "time (24 months)",
+               "128 GPUs: rows", "offloaded", "time (6 months)"]  # fmt: skip
+    return table(columns, lines) + "\n"
+
+
 def bert_line() -> str:
     """The largest batch of BERT-Large, full fine-tuning, 512 tokens, on an 11 GB card."""
     device, lines = find_device("2080ti"), []
@@ -297,7 +327,7 @@ def bert_line() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true", help="print the fitted efficiencies")
-    parser.add_argument("--only", choices=("speed", "fits", "gpt3", "bert"))
+    parser.add_argument("--only", choices=("speed", "fits", "gpt3", "network", "bert"))
     parser.add_argument("--write", type=Path, help="write the table of speeds there")
     arguments = parser.parse_args()
     rows = list(published_rows())
@@ -308,7 +338,7 @@ def main() -> None:
         return
     print(header("python benchmarks/planner_published.py", 1, ["torch"]) + "\n")
     parts = {"speed": lambda: speed_table(rows), "fits": fits_table, "gpt3": gpt3_lines,
-             "bert": bert_line}  # fmt: skip
+             "network": gpt3_by_network, "bert": bert_line}  # fmt: skip
     for name, make in parts.items():
         if arguments.only in (None, name):
             text = make()

@@ -1,14 +1,15 @@
-"""Files: written so that a kill at any instant leaves the old or the new one, and opened."""
+"""Files: written so that a kill at any instant leaves the old or the new one, and read."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from bmforge.errors import DataError
 
-__all__ = ["open_tokenizer_json", "partial_name", "replace_file", "sync_directory"]
+__all__ = ["partial_name", "read_bytes", "read_json", "replace_file", "sync_directory"]
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
@@ -40,26 +41,30 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_tokenizer_json(content: bytes, path: Path) -> Any:
-    """Return the tokenizer of the ``tokenizers`` library in a tokenizer.json's `content`.
-
-    Truncation and padding, which such a file keeps from its last use, are switched off: texts are
-    encoded whole.
-
-    Args:
-        path: where it comes from, for messages.
+def read_bytes(path: Path, what: str) -> bytes:
+    """Return the contents of `path`.
 
     Raises:
-        DataError: this is no tokenizer.json.
+        DataError: it cannot be read; the message says that it should be `what`.
     """
-    from tokenizers import Tokenizer  # here, so that `import bmforge` stays quick
-
     try:
-        tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises a bare Exception for what it cannot read
+        return path.read_bytes()
+    except OSError as error:
         raise DataError(
-            f"{str(path)!r} is not a tokenizer.json ({error}); get the file again"
+            f"cannot read {str(path)!r} ({error.strerror}): it should be {what}"
         ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`.
+
+    Raises:
+        DataError: it cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(read_bytes(path, "a JSON file"))
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is not JSON ({error}); get the file again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{str(path)!r} holds a {type(found).__name__}; needed is a JSON object")
+    return found

@@ -154,11 +154,10 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
     train_texts = (document.text for document in _read_clean(clean_path, ~held_out))
     if config.tokenizer:
         tokenizer = load_tokenizer(config.tokenizer)
+        copy_tokenizer(config.tokenizer, work / "tokenizer")
     else:
         tokenizer = train_bpe(train_texts, config.vocab_size)
-    save_tokenizer(tokenizer, work / "tokenizer")
-    if config.tokenizer:
-        copy_tokenizer(config.tokenizer, work / "tokenizer")
+        save_tokenizer(tokenizer, work / "tokenizer")
     eos_id = end_of_text_id(tokenizer, work / "tokenizer")
     counts = {"train": EncodeCount(), "validation": EncodeCount()}
     for split, chosen in (("train", ~held_out), ("validation", held_out)):

@@ -42,7 +42,7 @@ class PrepareConfig:
         seed: decides which documents are held out.
         skip_bad: count bad lines and files instead of stopping at them.
         text_field: the field of a .jsonl line that holds the text.
-        tokenizer: directory of a tokenizer.json to use, so that several corpora share one; empty
+        tokenizer: directory of a tokenizer to use, so that several corpora share one; empty
             trains a new one.
     """
 

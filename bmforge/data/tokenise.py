@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bmforge.data.sources import Document
 from bmforge.data.store_writer import TokenStoreWriter
 from bmforge.errors import ConfigError, DataError
-from bmforge.files import open_tokenizer_json
+from bmforge.files import read_json
 from bmforge.logging import ProgressBar, track
+from bmforge.tokenizer_json import (
+    TOKENIZER_FILE,
+    find_tokenizer_json,
+    open_tokenizer_json,
+    read_role_tokens,
+)
 
 __all__ = [
     "END_OF_TEXT",
@@ -30,8 +36,8 @@ __all__ = [
 ]
 
 END_OF_TEXT = "<|endoftext|>"
-_TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
+_FAST_CLASS = "PreTrainedTokenizerFast"
 _SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 20
@@ -81,33 +87,42 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
     """Write tokenizer.json and tokenizer_config.json, which transformers' fast tokenizer reads."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / _TOKENIZER_FILE))
+    tokenizer.save(str(folder / TOKENIZER_FILE))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": _FAST_CLASS,
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    _write_config(folder, config)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Read the tokenizer.json of a directory; it cuts and pads nothing.
+    """Open the tokenizer.json of a directory, or what older files make; it cuts and pads nothing.
 
     Raises:
-        DataError: the file is missing or not a tokenizer.
+        DataError: there is none, or it is no tokenizer.
     """
-    path = Path(directory) / _TOKENIZER_FILE
-    if not path.is_file():
-        raise DataError(f"{str(path)!r} does not exist: name a directory with a tokenizer.json")
-    return open_tokenizer_json(path.read_bytes(), path)
+    return open_tokenizer_json(_read_tokenizer(Path(directory)), Path(directory) / TOKENIZER_FILE)
 
 
 def copy_tokenizer(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
-    """Put the files of `source` in the place of those that `save_tokenizer` wrote."""
-    for name in (_TOKENIZER_FILE, _CONFIG_FILE):
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, Path(directory) / name)
+    """Write what `save_tokenizer` does for the tokenizer of `source`, with the roles named there.
+
+    Raises:
+        DataError: there is none, or a file is damaged.
+    """
+    source, folder = Path(source), Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TOKENIZER_FILE).write_bytes(_read_tokenizer(source))
+    config = source / _CONFIG_FILE
+    said = read_json(config) if config.is_file() else {"tokenizer_class": _FAST_CLASS}
+    roles = {f"{role}_token": token for role, token in read_role_tokens(source).items()}
+    missing = {name: token for name, token in roles.items() if said.get(name) is None}
+    if config.is_file() and not missing:
+        (folder / _CONFIG_FILE).write_bytes(config.read_bytes())
+    else:
+        _write_config(folder, {**said, **missing})
 
 
 def end_of_text_id(tokenizer: Tokenizer, directory: str | os.PathLike[str] | None = None) -> int:
@@ -116,18 +131,30 @@ def end_of_text_id(tokenizer: Tokenizer, directory: str | os.PathLike[str] | Non
     Raises:
         DataError: the tokenizer has no such token.
     """
-    file = None if directory is None else Path(directory) / _CONFIG_FILE
-    names: list[str | None] = [END_OF_TEXT]
-    if file is not None and file.is_file():
-        token = json.loads(file.read_text("utf-8")).get("eos_token")
-        names.append(token.get("content") if isinstance(token, dict) else token)
-    for name in names:
+    roles = {} if directory is None else read_role_tokens(Path(directory))
+    for name in (END_OF_TEXT, roles.get("eos")):
         if name is not None and (found := tokenizer.token_to_id(name)) is not None:
             return int(found)
     raise DataError(
         f"the tokenizer has no token {END_OF_TEXT!r}: name its end-of-document token with eos_id, "
         f"or with eos_token in a {_CONFIG_FILE} beside it"
     )
+
+
+def _read_tokenizer(folder: Path) -> bytes:
+    content = find_tokenizer_json(folder)
+    if content is None:
+        raise DataError(
+            f"{str(folder / TOKENIZER_FILE)!r} does not exist: name a directory with a "
+            f"{TOKENIZER_FILE}, or with GPT-2's, OPT's or RoBERTa's vocab.json and merges.txt, or "
+            "BERT's vocab.txt"
+        )
+    return content
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / _CONFIG_FILE).write_text(text, "utf-8")
 
 
 def encode_to_store(

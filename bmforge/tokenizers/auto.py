@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import DataError
-from bmforge.tokenizers.base import CONFIG_FILE, VOCABULARY_FILE, open_directory, read_json
+from bmforge.files import read_json
+from bmforge.tokenizer_json import BYTE_PAIR_FILES, TOKENIZER_FILE, find_tokenizer_json
+from bmforge.tokenizers.base import CONFIG_FILE, VOCABULARY_FILE, open_directory
 from bmforge.tokenizers.cpm1 import MODEL_FILE, CPM1Tokenizer
 from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
 from bmforge.tokenizers.cpm_ant import CPMAntTokenizer
 from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
-from bmforge.tokenizers.fast import TOKENIZER_FILE, FastTokenizer
+from bmforge.tokenizers.fast import FastTokenizer
 from bmforge.tokenizers.glm import ADDED_FILE, GLMTokenizer
 from bmforge.tokenizers.glm_text import SENTENCEPIECE_FILE
 
@@ -32,7 +34,7 @@ _BY_NAME: dict[str, Callable[[Path], Any]] = {
 
 
 class AutoTokenizer:
-    """Opens the tokenizer of a directory: a ``tokenizer.json``, or one of OpenBMB's own kinds."""
+    """Opens the tokenizer of a directory: one of Hugging Face's, or of OpenBMB's own kinds."""
 
     @staticmethod
     def from_pretrained(directory: str | os.PathLike[str]) -> Any:
@@ -40,7 +42,8 @@ class AutoTokenizer:
 
         Looked at, in this order: the ``tokenizer_class`` of tokenizer_config.json and the
         ``model_type`` of config.json where they name one of OpenBMB's; ``tokenizer.json``; the
-        names of the files; the special tokens in ``vocab.txt``.
+        names of the files; the special tokens in ``vocab.txt``; the older files of GPT-2, OPT,
+        RoBERTa (``vocab.json`` with ``merges.txt``) and BERT (``vocab.txt``).
 
         Raises:
             DataError: no tokenizer is found, or a file is damaged.
@@ -50,9 +53,10 @@ class AutoTokenizer:
         opens = _by_config(folder) or _by_files(folder)
         if opens is None:
             raise DataError(
-                f"no tokenizer in {str(folder)!r}: needed is {TOKENIZER_FILE}, {MODEL_FILE} "
-                f"(CPM-1), {SENTENCEPIECE_FILE} (GLM), or {VOCABULARY_FILE} (CPM-2, EVA, CPM-Ant, "
-                "CPM-Bee). Where there are other files of a Hugging Face tokenizer, write a "
+                f"no tokenizer in {str(folder)!r}: needed is {TOKENIZER_FILE}, "
+                f"{' with '.join(BYTE_PAIR_FILES)} (GPT-2, OPT, RoBERTa), {VOCABULARY_FILE} (BERT, "
+                f"CPM-2, EVA, CPM-Ant, CPM-Bee), {MODEL_FILE} (CPM-1), or {SENTENCEPIECE_FILE} "
+                "(GLM). Where there are other files of a Hugging Face tokenizer, write a "
                 f"{TOKENIZER_FILE} with transformers' AutoTokenizer.from_pretrained(directory)"
                 ".save_pretrained(directory)"
             )
@@ -80,9 +84,9 @@ def _by_files(folder: Path) -> Callable[[Path], Any] | None:
         return GLMTokenizer.from_pretrained
     if (folder / ADDED_FILE).exists() and "<|startofpiece|>" in read_json(folder / ADDED_FILE):
         return GLMTokenizer.from_pretrained
-    if (folder / VOCABULARY_FILE).exists():
-        return _by_vocabulary(folder / VOCABULARY_FILE)
-    return None
+    if (folder / VOCABULARY_FILE).exists() and (found := _by_vocabulary(folder / VOCABULARY_FILE)):
+        return found
+    return FastTokenizer.from_pretrained if find_tokenizer_json(folder) is not None else None
 
 
 def _by_vocabulary(path: Path) -> Callable[[Path], Any] | None:

@@ -18,8 +18,6 @@ __all__ = [
     "Tokenizer",
     "open_directory",
     "parse_vocabulary",
-    "read_bytes",
-    "read_json",
     "save_files",
     "unreadable_text",
 ]
@@ -160,35 +158,6 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
             f"{str(path)!r} is not a directory: name the directory that holds the tokenizer's files"
         )
     return path
-
-
-def read_bytes(path: Path, what: str) -> bytes:
-    """Return the contents of `path`.
-
-    Raises:
-        DataError: it cannot be read; the message says that it should be `what`.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"cannot read {str(path)!r} ({error.strerror}): it should be {what}"
-        ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`.
-
-    Raises:
-        DataError: it cannot be read, or holds something else.
-    """
-    try:
-        found = json.loads(read_bytes(path, "a JSON file"))
-    except ValueError as error:
-        raise DataError(f"{str(path)!r} is not JSON ({error}); get the file again") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{str(path)!r} holds a {type(found).__name__}; needed is a JSON object")
-    return found
 
 
 def parse_vocabulary(content: bytes, path: Path) -> dict[str, int]:

@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from bmforge.errors import DataError
-from bmforge.tokenizers.base import (
-    Tokenizer,
-    open_directory,
-    read_bytes,
-    read_json,
-    unreadable_text,
-)
+from bmforge.files import read_bytes, read_json
+from bmforge.tokenizers.base import Tokenizer, open_directory, unreadable_text
 from bmforge.tokenizers.sentence_piece import load_sentence_piece
 from bmforge.tokenizers.word_pieces import pieces_to_tokens
 from bmforge.tokenizers.words import WordCutter

@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.tokenizers.base import (
-    VOCABULARY_FILE,
-    Tokenizer,
-    open_directory,
-    parse_vocabulary,
-    read_bytes,
-)
+from bmforge.files import read_bytes
+from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer, open_directory, parse_vocabulary
 from bmforge.tokenizers.word_pieces import CONTINUES, WordPieces, has_chinese, pieces_to_tokens
 from bmforge.tokenizers.words import WordCutter
 

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from bmforge.errors import DataError
-from bmforge.files import open_tokenizer_json
+from bmforge.tokenizer_json import (
+    ROLE_FILES,
+    TOKENIZER_FILE,
+    find_tokenizer_json,
+    open_tokenizer_json,
+    read_role_tokens,
+)
 from bmforge.tokenizers.base import (
-    CONFIG_FILE,
     Tokenizer,
     open_directory,
-    read_bytes,
-    read_json,
     save_files,
     unreadable_text,
 )
 
 __all__ = ["FastTokenizer"]
 
-TOKENIZER_FILE = "tokenizer.json"
-_ROLE_FILES = (CONFIG_FILE, "special_tokens_map.json")
-_ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
-
 
 class FastTokenizer(Tokenizer):
-    """The tokenizer of a Hugging Face directory with a ``tokenizer.json``.
+    """The tokenizer of a Hugging Face directory.
 
     Args:
-        content: that file's contents.
+        content: of a tokenizer.json.
         roles: role -> token.
         companions: further files to save with it, name -> contents.
         path: where it comes from, for messages.
@@ -53,17 +53,24 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open ``tokenizer.json``; the roles come from what transformers writes beside it."""
+        """Open ``tokenizer.json``; the roles come from what transformers writes beside it.
+
+        Where only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa) or BERT's ``vocab.txt``
+        is there, a tokenizer.json is made of them, and saved in their place.
+        """
         folder = open_directory(directory)
-        path = folder / TOKENIZER_FILE
-        content = read_bytes(path, "a file of the tokenizers library")
-        roles: dict[str, str] = {}
-        companions = {}
-        for name in _ROLE_FILES:
-            if (folder / name).exists():
-                roles = {**_read_roles(read_json(folder / name)), **roles}
-                companions[name] = (folder / name).read_bytes()
-        return cls(content, roles, companions, path)
+        content = find_tokenizer_json(folder)
+        if content is None:
+            raise DataError(
+                f"{str(folder)!r} has no {TOKENIZER_FILE}, nor older files that one can be made of"
+            )
+        found = [name for name in ROLE_FILES if (folder / name).exists()]
+        companions = {name: (folder / name).read_bytes() for name in found}
+        roles = read_role_tokens(folder)
+        if not (folder / TOKENIZER_FILE).exists():  # what the older files imply is written out
+            tokens = {f"{role}_token": token for role, token in roles.items()}
+            companions.setdefault(ROLE_FILES[1], (json.dumps(tokens, indent=2) + "\n").encode())
+        return cls(content, roles, companions, folder / TOKENIZER_FILE)
 
     def _role_tokens(self) -> Mapping[str, str]:
         return self._roles
@@ -118,14 +125,3 @@ class FastTokenizer(Tokenizer):
                 "tokenizer of the model that made it?"
             )
         return self._tokenizer.decode(found, skip_special_tokens=False)
-
-
-def _read_roles(config: dict[str, Any]) -> dict[str, str]:
-    """Return role -> token of a tokenizer_config.json or special_tokens_map.json."""
-    found = {}
-    for role in _ROLES:
-        token = config.get(f"{role}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            found[role] = token
-    return found

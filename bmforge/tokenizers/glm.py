@@ -18,13 +18,8 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.tokenizers.base import (
-    CONFIG_FILE,
-    Tokenizer,
-    open_directory,
-    read_json,
-    unreadable_text,
-)
+from bmforge.files import read_json
+from bmforge.tokenizers.base import CONFIG_FILE, Tokenizer, open_directory, unreadable_text
 from bmforge.tokenizers.glm_text import TextPart, open_text_part
 
 __all__ = ["GLMTokenizer"]

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import DataError
-from bmforge.tokenizers.base import read_bytes
+from bmforge.files import read_bytes
+from bmforge.tokenizer_json import BYTE_PAIR_FILES, open_byte_pairs
 from bmforge.tokenizers.sentence_piece import load_sentence_piece
 
 __all__ = ["BytePairs", "SentencePieces", "TextPart", "open_text_part"]
 
 SENTENCEPIECE_FILE = "cog-pretrain.model"
-BYTE_PAIR_FILES = ("vocab.json", "merges.txt")
 
 
 @dataclass
@@ -100,20 +100,5 @@ def open_text_part(folder: Path) -> TextPart:
             f"{str(folder)!r} has neither {SENTENCEPIECE_FILE} (Chinese) nor "
             f"{' and '.join(BYTE_PAIR_FILES)} (English), of which GLM's tokenizer is made"
         )
-    return _open_byte_pairs(folder)
-
-
-def _open_byte_pairs(folder: Path) -> BytePairs:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    paths = [str(folder / name) for name in BYTE_PAIR_FILES]
-    try:
-        tokenizer = Tokenizer(models.BPE.from_file(*paths))
-    except Exception as error:  # tokenizers raises a bare Exception for what it cannot read
-        raise DataError(
-            f"{' and '.join(paths)} are not GPT-2's vocabulary and merges ({error}); get the files "
-            "again"
-        ) from error
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return BytePairs(tokenizer, {n: (folder / n).read_bytes() for n in BYTE_PAIR_FILES})
+    files = {name: (folder / name).read_bytes() for name in BYTE_PAIR_FILES}
+    return BytePairs(open_byte_pairs(folder), files)

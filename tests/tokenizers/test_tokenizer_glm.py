@@ -238,7 +238,7 @@ def test_flags_of_newer_files_are_obeyed(english_folder, tmp_path):
         ("added_tokens.json", None, "neither added_tokens.json"),
         ("added_tokens.json", '{"[MASK]": 300}', "lack"),
         ("vocab.json", None, "neither cog-pretrain.model"),
-        ("merges.txt", "no merge here at all\n", "vocabulary and merges"),
+        ("merges.txt", "no merge here at all\n", "hold no vocabulary"),
         ("cog-pretrain.model", "text", "not a sentencepiece model"),
     ],
 )

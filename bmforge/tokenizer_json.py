@@ -1,0 +1,218 @@
+"""The tokenizer of a Hugging Face directory: its tokenizer.json, or the older files it grew from.
+
+Older repositories have only what the tokenizers of their time read: ``vocab.json`` with
+``merges.txt`` (GPT-2, OPT, RoBERTa) or ``vocab.txt`` (BERT). The algorithms are those of the
+tokenizers library; which settings belong to which files is from transformers'
+``tokenization_gpt2.py``, ``tokenization_roberta.py`` and ``tokenization_bert.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import DataError
+from bmforge.files import read_bytes, read_json
+
+__all__ = [
+    "BYTE_PAIR_FILES",
+    "ROLE_FILES",
+    "TOKENIZER_FILE",
+    "find_tokenizer_json",
+    "open_byte_pairs",
+    "open_tokenizer_json",
+    "read_role_tokens",
+]
+
+TOKENIZER_FILE = "tokenizer.json"
+ROLE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
+BYTE_PAIR_FILES, _WORD_PIECES = ("vocab.json", "merges.txt"), ("vocab.txt",)
+# What tokenizer_class or model_type may say of such files, without "tokenizer" and "fast"; others
+# (CLIP, Qwen2, BertJapanese) cut text in other ways.
+_BYTE_PAIR_NAMES = {"gpt2", "gptj", "opt", "roberta", "longformer", "bart"}
+_WORD_PIECE_NAMES = {"bert", "electra", "distilbert"}
+# Roles where no file names any: the first set whose tokens are all in the vocabulary.
+_ROBERTA_ROLES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "sep": "</s>", "cls": "<s>",
+                  "pad": "<pad>", "mask": "<mask>"}  # fmt: skip
+_GPT2_ROLES = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
+_BERT_ROLES = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
+
+
+def open_tokenizer_json(content: bytes, path: Path) -> Any:
+    """Return the tokenizer of the ``tokenizers`` library in a tokenizer.json's `content`.
+
+    Truncation and padding, which such a file keeps from its last use, are switched off: texts are
+    encoded whole.
+
+    Args:
+        path: where it comes from, for messages.
+
+    Raises:
+        DataError: this is no tokenizer.json.
+    """
+    from tokenizers import Tokenizer  # here, so that `import bmforge` stays quick
+
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises a bare Exception for what it cannot read
+        raise DataError(
+            f"{str(path)!r} is not a tokenizer.json ({error}); get the file again"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def find_tokenizer_json(folder: Path) -> bytes | None:
+    """Return the contents of a directory's tokenizer.json, or of the one its older files make.
+
+    Raises:
+        DataError: older files that are damaged.
+
+    Returns:
+        None where there is neither, or where a config names a tokenizer that cuts text in another
+        way than these files alone say.
+    """
+    if (folder / TOKENIZER_FILE).is_file():
+        return read_bytes(folder / TOKENIZER_FILE, "a file of the tokenizers library")
+    named = _named_kind(folder)
+    if _has(folder, BYTE_PAIR_FILES) and (named is None or named in _BYTE_PAIR_NAMES):
+        leading = bool(_settings(folder).get("add_prefix_space", False))
+        tokenizer = open_byte_pairs(folder, leading)
+    elif _has(folder, _WORD_PIECES) and (named is None or named in _WORD_PIECE_NAMES):
+        lines = (folder / _WORD_PIECES[0]).read_text("utf-8", errors="replace").split("\n")
+        if not {"[UNK]", "[CLS]", "[SEP]"} <= {line.rstrip("\r") for line in lines}:
+            return None
+        tokenizer = _word_pieces(folder)
+    else:
+        return None
+    _add_tokens(tokenizer, folder)
+    return tokenizer.to_str().encode()
+
+
+def read_role_tokens(folder: Path) -> dict[str, str]:
+    """Return role ("pad", "bos", ...) -> token, as the files beside a tokenizer say.
+
+    Where none names any, those of the older files' kind.
+
+    Raises:
+        DataError: a file is no JSON object.
+    """
+    found = {role: entry["content"] for role, entry in _role_entries(folder).items()}
+    if found or (folder / TOKENIZER_FILE).is_file():
+        return found
+    if _has(folder, BYTE_PAIR_FILES):
+        words = read_json(folder / BYTE_PAIR_FILES[0])
+        usual = next((r for r in (_ROBERTA_ROLES, _GPT2_ROLES) if set(r.values()) <= {*words}), {})
+        return dict(usual)
+    return dict(_BERT_ROLES) if _has(folder, _WORD_PIECES) else {}
+
+
+def _role_entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return role -> token with its settings; the first of `ROLE_FILES` wins."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ROLE_FILES:
+        config = read_json(folder / name) if (folder / name).is_file() else {}
+        for role in _ROLES:
+            entry = config.get(f"{role}_token")
+            entry = {"content": entry} if isinstance(entry, str) else entry
+            if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+                found.setdefault(role, entry)
+    return found
+
+
+def _named_kind(folder: Path) -> str | None:
+    """Return what the config files call the tokenizer, or else the model: "gpt2", "bert", ..."""
+    for name, key in ((ROLE_FILES[0], "tokenizer_class"), ("config.json", "model_type")):
+        if (folder / name).is_file() and (value := read_json(folder / name).get(key)):
+            short = str(value).lower().replace("-", "").replace("_", "")
+            return short.removesuffix("fast").removesuffix("tokenizer")
+    return None
+
+
+def open_byte_pairs(folder: Path, leading: bool = False) -> Any:
+    """Return the byte-level byte pairs of ``vocab.json`` and ``merges.txt``, without specials.
+
+    Args:
+        leading: put a space in front of a text that has none.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    paths = [str(folder / name) for name in BYTE_PAIR_FILES]
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(*paths))
+    except Exception as error:  # a bare Exception, as above
+        raise _damaged(paths, error) from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=leading)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _word_pieces(folder: Path) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    path = str(folder / _WORD_PIECES[0])
+    try:
+        tokenizer = Tokenizer(models.WordPiece.from_file(path, unk_token="[UNK]"))
+    except Exception as error:  # a bare Exception, as above
+        raise _damaged([path], error) from error
+    settings = _settings(folder)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=bool(settings.get("tokenize_chinese_chars", True)),
+        strip_accents=settings.get("strip_accents"),
+        lowercase=bool(settings.get("do_lower_case", True)),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Any, folder: Path) -> None:
+    """Make the roles' tokens special, and add those of ``added_tokens.json`` under their ids.
+
+    Raises:
+        DataError: an added token cannot have its id.
+    """
+    from tokenizers import AddedToken
+
+    path = folder / "added_tokens.json"
+    ids = read_json(path) if path.is_file() else {}
+    entries = _role_entries(folder)
+    special = {}
+    for role, token in read_role_tokens(folder).items():
+        entry = entries.get(role, {})
+        # RoBERTa's mask takes the space before it in, so that it stands for " word".
+        before = bool(entry.get("lstrip", role == "mask" and token == "<mask>"))
+        after = bool(entry.get("rstrip", False))
+        special[token] = AddedToken(token, lstrip=before, rstrip=after, normalized=False)
+    for token in sorted(ids, key=lambda one: ids[one]):
+        if token in special:
+            tokenizer.add_special_tokens([special.pop(token)])
+        else:
+            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+        if (found := tokenizer.token_to_id(token)) != ids[token]:
+            raise DataError(
+                f"{str(path)!r} gives {token!r} the id {ids[token]}, the vocabulary beside it "
+                f"{found}: one of the files is of another model"
+            )
+    tokenizer.add_special_tokens(list(special.values()))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / ROLE_FILES[0]
+    return read_json(path) if path.is_file() else {}
+
+
+def _has(folder: Path, names: tuple[str, ...]) -> bool:
+    return all((folder / name).is_file() for name in names)
+
+
+def _damaged(paths: list[str], error: Exception) -> DataError:
+    return DataError(
+        f"{' and '.join(paths)} hold no vocabulary of a tokenizer ({error}); get the files again"
+    )

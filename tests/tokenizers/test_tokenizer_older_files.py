@@ -1,0 +1,183 @@
+"""Directories without a tokenizer.json, against what transformers makes of the same files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from bmforge.data import PrepareConfig, load_tokenizer, prepare
+from bmforge.errors import DataError
+from bmforge.tokenizers import AutoTokenizer, FastTokenizer
+
+transformers = pytest.importorskip("transformers")
+
+TEXTS = [
+    "First Citizen: before we proceed any further, hear me speak.",
+    "  Two  spaces,\ttabs\nand lines \u00e9t\u00e9 na\u00efve \U0001f600 12345 isn't",
+    "\u5927\u6a21\u578b\u5f88\u597d\u7528\u3002hello \u4e16\u754c",
+    "a <mask> b</s><s> <pad>[MASK] [SEP]c <|endoftext|> <extra>d",
+    "",
+]
+ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+# name -> specials of the vocabulary, tokenizer_config.json, special_tokens_map.json, their class
+BYTE_PAIRS = {
+    "gpt2": (["<|endoftext|>"], {"model_max_length": 1024}, None, "GPT2Tokenizer"),
+    "prefixed": (
+        ["<|endoftext|>"],
+        {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
+        None,
+        "GPT2Tokenizer",
+    ),
+    "opt": (
+        ["<s>", "<pad>", "</s>", "<unk>"],
+        {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False},
+        {
+            "bos_token": {"content": "</s>", "lstrip": False, "rstrip": False, "normalized": True},
+            "eos_token": "</s>",
+            "unk_token": "</s>",
+            "pad_token": "<pad>",
+        },
+        "GPT2Tokenizer",
+    ),
+    "roberta": (ROBERTA, None, None, "RobertaTokenizer"),
+}
+
+
+@pytest.fixture(scope="module")
+def byte_pairs(shared_data) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = shared_data("tinyshakespeare.txt").read_text("utf-8")[:60_000]
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def write_json(folder: Path, name: str, content: object) -> None:
+    if content is not None:
+        (folder / name).write_text(json.dumps(content), "utf-8")
+
+
+def write_byte_pairs(folder: Path, tokenizer: Tokenizer, kind: str) -> None:
+    """Write vocab.json and merges.txt of a model, its specials in front, and its configs."""
+    specials, config, roles, _ = BYTE_PAIRS[kind]
+    tokenizer.model.save(str(folder))
+    words = json.loads((folder / "vocab.json").read_text("utf-8"))
+    ordered = [*specials, *sorted(words, key=lambda word: words[word])]
+    write_json(folder, "vocab.json", {word: id for id, word in enumerate(ordered)})
+    write_json(folder, "tokenizer_config.json", config)
+    write_json(folder, "special_tokens_map.json", roles)
+
+
+def assert_same(folder: Path, theirs) -> FastTokenizer:
+    """Compare ids, and text from ids, with transformers' own tokenizer of the same files."""
+    ours = AutoTokenizer.from_pretrained(folder)
+    assert type(ours) is FastTokenizer
+    for text in TEXTS:
+        ids = theirs(text, add_special_tokens=False).input_ids
+        assert ours.encode(text) == ids, text
+        decoded = theirs.decode(ids, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == decoded
+    assert load_tokenizer(folder).get_vocab() == theirs.get_vocab()
+    for role, id in ours.special_ids.items():
+        assert id == getattr(theirs, f"{role}_token_id"), role
+    return ours
+
+
+@pytest.mark.parametrize("kind", BYTE_PAIRS)
+def test_byte_pairs_of_two_files(kind, byte_pairs, tmp_path):
+    write_byte_pairs(tmp_path, byte_pairs, kind)
+    # Its mask takes in the space before it, as in the published tokenizer.json.
+    mask = transformers.AddedToken("<mask>", lstrip=True, normalized=False)
+    changes = {"mask_token": mask} if kind == "roberta" else {}
+    theirs = getattr(transformers, BYTE_PAIRS[kind][3]).from_pretrained(tmp_path, **changes)
+    ours = assert_same(tmp_path, theirs)
+    expected = {"opt": "</s>", "roberta": "</s>"}.get(kind, "<|endoftext|>")
+    assert ours.eos_id == ours.token_to_id(expected) is not None
+    assert (ours.mask_id is None) == (kind != "roberta")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        {"do_lower_case": False},
+        {"do_lower_case": True, "strip_accents": False, "tokenizer_class": "BertTokenizer"},
+        {"do_lower_case": False, "tokenize_chinese_chars": False},
+    ],
+)
+def test_word_pieces_of_one_file(config, tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz,.:'"]
+    words += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz\u00e9\u578b"]
+    words += ["hello", "First", "first", "citizen", "##izen", "\u5927", "\u6a21", "\u597d", "na"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
+    write_json(tmp_path, "tokenizer_config.json", config)
+    ours = assert_same(tmp_path, transformers.BertTokenizer.from_pretrained(tmp_path))
+    assert ours.special_ids == {"unk": 1, "sep": 3, "pad": 0, "cls": 2, "mask": 4}
+
+
+@pytest.mark.parametrize("kind", BYTE_PAIRS)
+def test_saved_as_one_file_it_is_the_same(kind, byte_pairs, tmp_path):
+    folder, saved = tmp_path / "old", tmp_path / "new"
+    folder.mkdir()
+    write_byte_pairs(folder, byte_pairs, kind)
+    first = AutoTokenizer.from_pretrained(folder)
+    first.save_pretrained(saved)
+    assert not (saved / "vocab.json").exists()
+    again = AutoTokenizer.from_pretrained(saved)
+    assert again.special_ids == first.special_ids
+    assert again.encode_batch(TEXTS) == first.encode_batch(TEXTS)
+    again.save_pretrained(saved)
+
+
+def test_added_tokens_have_their_ids(byte_pairs, tmp_path):
+    write_byte_pairs(tmp_path, byte_pairs, "gpt2")
+    size = AutoTokenizer.from_pretrained(tmp_path).vocab_size
+    write_json(tmp_path, "added_tokens.json", {"<more>": size + 1, "<extra>": size})
+    ours = assert_same(tmp_path, transformers.GPT2Tokenizer.from_pretrained(tmp_path))
+    assert ours.encode("<extra><more>") == [size, size + 1]
+    write_json(tmp_path, "added_tokens.json", {"<extra>": size + 3})
+    with pytest.raises(DataError, match="of another model"):
+        AutoTokenizer.from_pretrained(tmp_path)
+
+
+def test_text_is_prepared_with_them(byte_pairs, tmp_path):
+    folder = tmp_path / "opt"
+    folder.mkdir()
+    write_byte_pairs(folder, byte_pairs, "opt")
+    (tmp_path / "text.txt").write_text("hear me speak\n\nspeak, speak\n", "utf-8")
+    config = PrepareConfig(tokenizer=str(folder), validation_fraction=0.0)
+    report = prepare(tmp_path / "text.txt", tmp_path / "out", config)
+    kept = AutoTokenizer.from_pretrained(report.tokenizer_dir)
+    opt = AutoTokenizer.from_pretrained(folder)
+    assert report.eos_id == opt.token_to_id("</s>")
+    assert (kept.special_ids, kept.encode(TEXTS[0])) == (opt.special_ids, opt.encode(TEXTS[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "CLIPTokenizer"}, "no tokenizer in"),
+        ("config.json", {"model_type": "qwen2"}, "no tokenizer in"),
+        ("vocab.json", {"a": "b"}, "hold no vocabulary"),
+        ("vocab.json", ["a"], "is a list|holds a list|hold no vocabulary"),
+    ],
+)
+def test_other_or_damaged_files_are_refused(name, content, message, byte_pairs, tmp_path):
+    write_byte_pairs(tmp_path, byte_pairs, "roberta")
+    write_json(tmp_path, name, content)
+    with pytest.raises(DataError, match=message):
+        AutoTokenizer.from_pretrained(tmp_path)
+
+
+def test_a_list_of_words_that_is_not_berts(tmp_path):
+    (tmp_path / "vocab.txt").write_text("one\ntwo\n", "utf-8")
+    with pytest.raises(DataError, match=r"vocab\.txt \(BERT"):
+        AutoTokenizer.from_pretrained(tmp_path)
