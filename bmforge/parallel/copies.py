@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Ticket:
     """
 
     def __init__(self, label: str, note: Callable[[str, str], None]) -> None:
-        self.label, self._note = label, note
+        self.label, self.note = label, note
         self._finished = threading.Event()
         self._error: BaseException | None = None
         self._device_event: torch.Event | None = None
@@ -65,9 +66,12 @@ class Ticket:
 
     def _join(self) -> None:
         self._finished.wait()
-        self._note("awaited", self.label)
+        self.note("awaited", self.label)
         if self._error is not None:
             raise self._error
+
+
+_Tasks = queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]
 
 
 class Worker:
@@ -82,13 +86,14 @@ class Worker:
     def __init__(
         self, name: str, note: Callable[[str, str], None], device: torch.device | None = None
     ) -> None:
-        self._note, self._device, self._is_closed = note, device, False
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = (
-            queue.SimpleQueue()
-        )
-        # A daemon: a run that fails must not wait for what it no longer needs.
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._note, self._is_closed = note, False
+        self._tasks: _Tasks = queue.SimpleQueue()
+        # A daemon: a run that fails must not wait for what it no longer needs. Nor does an idle
+        # thread keep its owner alive (models, states, groups); it ends when the owner goes.
+        arguments = (self._tasks, device)
+        self._thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._tasks.put, None)
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
         """Have `work` done after all that was asked before; its error is raised by who waits."""
@@ -105,22 +110,24 @@ class Worker:
         self._tasks.put(None)
         self._thread.join()
 
-    def _work(self) -> None:
-        if self._device is not None and not is_host(self._device):
-            torch.accelerator.set_device_index(self._device)  # a new thread begins with the first
-        while (task := self._tasks.get()) is not None:
-            work, ticket = task
-            self._note("begun", ticket.label)
-            error: BaseException | None = None
-            try:
-                with torch.no_grad():
-                    work()
-            except BaseException as caught:  # given to whoever waits
-                error = caught
-            self._note("done", ticket.label)
-            ticket.finish(error)
-            # The closure holds tensors; an idle thread must not keep them alive.
-            del task, work, ticket, error
+
+def _serve(tasks: _Tasks, device: torch.device | None) -> None:
+    """Do tasks until there is None."""
+    if device is not None and not is_host(device):
+        torch.accelerator.set_device_index(device)  # a new thread begins with the first
+    while (task := tasks.get()) is not None:
+        work, ticket = task
+        ticket.note("begun", ticket.label)
+        error: BaseException | None = None
+        try:
+            with torch.no_grad():
+                work()
+        except BaseException as caught:  # given to whoever waits
+            error = caught
+        ticket.note("done", ticket.label)
+        ticket.finish(error)
+        # The closure holds tensors; an idle thread must not keep them alive.
+        del task, work, ticket, error
 
 
 class CopyEngine(ABC):

@@ -8,6 +8,7 @@ their way to the host and back has the most to hide behind.
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -198,8 +199,8 @@ class LeftGradient:
         disk: SpillFile | None = None,
         label: str = "",
     ) -> None:
-        self._parameter, self._engine, self._label = parameter, engine, label
-        self._backlog = backlog
+        self._parameter = weakref.ref(parameter)
+        self._engine, self._label, self._backlog = engine, label, backlog
         local = local_tensor(parameter.detach())
         self.dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
         self._home = Home(local.numel(), dtype=self.dtype, disk=disk)
@@ -211,7 +212,14 @@ class LeftGradient:
         self._ticket: Ticket | None = None
         target: Any = parameter
         target.left_gradient = self
-        self._handle = parameter.register_post_accumulate_grad_hook(self._leave)
+        # Weakly: autograd keeps hooks where the garbage collector does not look.
+        leave = weakref.WeakMethod(self._leave)
+
+        def call(produced: Tensor) -> None:
+            if (method := leave()) is not None:
+                method(produced)
+
+        self._handle = parameter.register_post_accumulate_grad_hook(call)
 
     @property
     def is_here(self) -> bool:
@@ -247,7 +255,8 @@ class LeftGradient:
     def close(self) -> None:
         """Let gradients stay at the parameter again."""
         self._handle.remove()
-        del self._parameter.left_gradient  # type: ignore[attr-defined]
+        if (parameter := self._parameter()) is not None:
+            del parameter.left_gradient  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:

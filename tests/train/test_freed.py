@@ -1,0 +1,79 @@
+"""A run that is over leaves no model, no states, no thread and no process group behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_offload import DISK, USUAL, run_streamed
+from torch.distributed.device_mesh import DeviceMesh
+from trainer_cases import run, write_corpus
+
+from bmforge.parallel import Layout, OffloadConfig
+from bmforge.testing import run_distributed
+from bmforge.train import Trainer
+from bmforge.train.offloader import Offloader
+
+LEAVING = OffloadConfig(1.0, gradients="leave")
+SHARES = OffloadConfig(0.5)
+STREAMED = OffloadConfig(1.0, weights=True)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tokens")
+
+
+def count() -> dict[str, int]:
+    """Count what is alive once the garbage is collected."""
+    gc.collect()
+    found = dict.fromkeys(("threads", "models", "meshes", "trainers"), 0)
+    for thread in threading.enumerate():
+        if "bmforge" in thread.name:  # told to end when its owner went
+            thread.join(timeout=10.0)
+            found["threads"] += thread.is_alive()
+    for one in gc.get_objects():
+        found["models"] += type(one).__name__ == "GPT2"
+        found["meshes"] += issubclass(type(one), DeviceMesh)
+        found["trainers"] += issubclass(type(one), Trainer | Offloader)
+    return found
+
+
+def train_and_count(
+    prefix: str, run_dir: str, is_streamed: bool, **changes: Any
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Count before and after two runs, in the job of the first, whose group still lives."""
+    before = count()
+    for number in range(2):
+        folder = str(Path(run_dir) / str(number))
+        if is_streamed:
+            run_streamed(prefix, folder, **changes)
+        else:
+            run(prefix, folder, **changes)
+    return before, count()
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "offload", "is_streamed"),
+    [
+        (1, Layout(), None, False),
+        (2, Layout(zero=3), SHARES, False),
+        (2, Layout(zero=2), LEAVING, False),
+        (2, Layout(pp=2), LEAVING, False),
+        (2, Layout(tp=2), None, False),
+        (2, Layout(cp=2), None, False),
+        (1, Layout(), DISK, False),
+        (1, Layout(), STREAMED, True),
+    ],
+)
+def test_a_run_that_is_over_is_freed(prefix, tmp_path, world, layout, offload, is_streamed):
+    changes = {**USUAL, "steps": 2, "save_every_steps": 1, "layout": layout, "offload": offload}
+    args = (train_and_count, world, prefix, str(tmp_path), is_streamed)
+    for before, after in run_distributed(*args, **changes):
+        # torch's caches of DTensor keep the meshes of the last shapes; the pool clears them.
+        assert before["threads"] == before["models"] == before["trainers"] == 0
+        assert {**after, "meshes": 0} == {**before, "meshes": 0}
+    assert run_distributed(count, world) == [dict.fromkeys(before, 0)] * world
