@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bmforge.device import default_device, device_name, resident_bytes
+from bmforge.device import default_device, device_name
+from bmforge.host_memory import resident_bytes
 
 __all__ = [
     "Contender",

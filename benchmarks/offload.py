@@ -30,7 +30,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from harness import header, table  # noqa: E402
 
-from bmforge.device import resident_bytes  # noqa: E402
+from bmforge.host_memory import resident_bytes  # noqa: E402
 from bmforge.models import (  # noqa: E402
     GPT2,
     GPT2Config,

@@ -25,7 +25,7 @@ import torch
 from harness import header, table
 
 from bmforge.cli.plan_workload import workload_of
-from bmforge.device import resident_bytes
+from bmforge.host_memory import resident_bytes
 from bmforge.models import init_weights_
 from bmforge.models.bert import BertConfig
 from bmforge.models.config import ModelConfig

@@ -6,7 +6,6 @@ it has given out, and how fast it is at best. A machine without an accelerator u
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from bmforge.errors import ConfigError
+from bmforge.host_memory import host_memory_bytes
 
 __all__ = [
     "backend_for",
@@ -29,7 +29,6 @@ __all__ = [
     "parse_dtype",
     "peak_flops",
     "reads_are_free",
-    "resident_bytes",
 ]
 
 # Dense bf16/fp16 peak in FLOP/s without sparsity, from the vendors' data sheets.
@@ -122,19 +121,11 @@ def device_memory_bytes(device: torch.device) -> int | None:
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
-def resident_bytes() -> int:
-    """Return this process's resident set in bytes (0 where the system does not tell)."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return 0
-    return int(statm.read_text().split()[1]) * 4096
-
-
 def memory_room_bytes(device: torch.device) -> int:
     """Return what is left of `device` at the highest use so far, less 3 % for what cannot be used.
 
-    An accelerator's share of this process, where one was set, and a limit on a CPU process's data
-    (``ulimit -d``) count as the size.
+    An accelerator's share of this process, where one was set, a limit on a CPU process's data
+    (``ulimit -d``) and a container's limit count as the size.
     """
     if device.type != "cpu":
         accelerator = torch.get_device_module(device)
@@ -145,8 +136,7 @@ def memory_room_bytes(device: torch.device) -> int:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     if limit != resource.RLIM_INFINITY:
         return int(0.97 * limit) - int(status["VmData"].split()[0]) * 1024
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(0.97 * total_bytes) - int(status["VmHWM"].split()[0]) * 1024
+    return int(0.97 * host_memory_bytes()) - int(status["VmHWM"].split()[0]) * 1024
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -22,9 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from bmforge.device import is_host
 from bmforge.errors import ConfigError
+from bmforge.host_memory import available_host_bytes
 from bmforge.parallel.copies import CopyEngine, Ticket
 from bmforge.parallel.homes import Home, StateDtype
-from bmforge.parallel.spill import SpillFile, available_host_bytes, format_bytes
+from bmforge.parallel.spill import SpillFile, format_bytes
 from bmforge.shards import local_tensor
 from bmforge.surgery import find_repeated_blocks
 

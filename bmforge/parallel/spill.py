@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 
-__all__ = ["Bytes", "HostBytes", "SpillFile", "available_host_bytes", "byte_memory", "format_bytes"]
+__all__ = ["Bytes", "HostBytes", "SpillFile", "byte_memory", "format_bytes"]
 
 _ALIGNMENT = 4096
 
@@ -140,15 +140,6 @@ def read_into(descriptor: int, target: Tensor, offset: int) -> None:
 def byte_memory(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous host tensor as bytes."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-
-
-def available_host_bytes() -> int | None:
-    """Return how much memory the system could still give, or None where it does not tell."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def format_bytes(count: float) -> str:

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bmforge.device import resident_bytes
 from bmforge.errors import DataError, MissingDependencyError
 from bmforge.files import replace_file
+from bmforge.host_memory import resident_bytes
 from bmforge.logging import get_logger
 
 __all__ = [

@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from bmforge.device import resident_bytes
 from bmforge.errors import CheckpointError
+from bmforge.host_memory import resident_bytes
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, load_weights_, safe_file
 from bmforge.models.hf_format import WeightFiles
 from bmforge.models.safe_file import Read, SafeFile, run_reads, write_file

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmforge.compat.bmtrain.runtime import config
-from bmforge.device import device_memory_bytes, resident_bytes
+from bmforge.device import device_memory_bytes
+from bmforge.host_memory import resident_bytes
 from bmforge.parallel.collectives import all_gather
 
 __all__ = [
