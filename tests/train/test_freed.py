@@ -57,20 +57,21 @@ def train_and_count(
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "offload", "is_streamed"),
+    ("world", "is_streamed", "options"),
     [
-        (1, Layout(), None, False),
-        (2, Layout(zero=3), SHARES, False),
-        (2, Layout(zero=2), LEAVING, False),
-        (2, Layout(pp=2), LEAVING, False),
-        (2, Layout(tp=2), None, False),
-        (2, Layout(cp=2), None, False),
-        (1, Layout(), DISK, False),
-        (1, Layout(), STREAMED, True),
+        (1, False, {}),
+        (2, False, {"layout": Layout(zero=3), "offload": SHARES}),
+        (2, False, {"layout": Layout(zero=2), "offload": LEAVING}),
+        (2, False, {"layout": Layout(zero=2), "offload_activations": True}),
+        (2, False, {"layout": Layout(pp=2), "offload": LEAVING}),
+        (2, False, {"layout": Layout(tp=2)}),
+        (2, False, {"layout": Layout(cp=2)}),
+        (1, False, {"offload": DISK}),
+        (1, True, {"offload": STREAMED}),
     ],
 )
-def test_a_run_that_is_over_is_freed(prefix, tmp_path, world, layout, offload, is_streamed):
-    changes = {**USUAL, "steps": 2, "save_every_steps": 1, "layout": layout, "offload": offload}
+def test_a_run_that_is_over_is_freed(prefix, tmp_path, world, is_streamed, options):
+    changes = {**USUAL, "steps": 2, "save_every_steps": 1, **options}
     args = (train_and_count, world, prefix, str(tmp_path), is_streamed)
     for before, after in run_distributed(*args, **changes):
         # torch's caches of DTensor keep the meshes of the last shapes; the pool clears them.

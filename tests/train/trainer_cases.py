@@ -76,7 +76,8 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
     trained = take("trained", "")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
-    parallelize(model, layout, mesh=mesh, precision=precision)
+    away = take("offload_activations", False)
+    parallelize(model, layout, mesh=mesh, precision=precision, offload_activations=away)
     init_weights_(model, seed=3)
     dataset = PackedDataset(TokenStore(prefix), LENGTH, eos_id=0)
     loader = DataLoader(
