@@ -28,6 +28,7 @@ __all__ = [
     "memory_room_bytes",
     "parse_dtype",
     "peak_flops",
+    "wide_dtype",
     "reads_are_free",
 ]
 
@@ -144,6 +145,11 @@ def parse_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"precision={name!r} is unknown; use one of {sorted(_DTYPES)}.")
     return _DTYPES[name]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what sums and products of `dtype` are kept in: fp32, and fp64 for itself."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _cpu_name() -> str:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.output import ModelOutput
 from bmforge.nn.losses import IGNORE_INDEX
@@ -96,7 +97,7 @@ def classification_loss(
     if not problem_type:
         several = "multi" if labels.is_floating_point() else "single"
         problem_type = "regression" if width == 1 else f"{several}_label_classification"
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = logits.to(wide_dtype(logits.dtype))
     if problem_type == "regression":
         total = F.mse_loss(wide.squeeze(-1), labels.to(wide.dtype).view_as(wide.squeeze(-1)))
         return total if num_items is None else total * labels.shape[0] / num_items

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.device import reads_are_free
+from bmforge.device import reads_are_free, wide_dtype
 from bmforge.errors import ShapeError
 from bmforge.nn.cuts import VocabCut
 
@@ -167,7 +167,7 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.detach()
     if num_items is None:
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(hidden.dtype)
     scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, vocab)
 

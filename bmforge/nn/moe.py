@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.nn.balanced import assign_balanced
 from bmforge.nn.cuts import Pass, pass_on
@@ -248,7 +249,7 @@ class MoE(nn.Module):
         if self.choice == "balanced":
             index = self.assign(logits) if self.training else logits.argmax(-1)
             return None, index.unsqueeze(-1)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = logits.to(wide_dtype(logits.dtype))
         weights, index = F.softmax(wide, dim=-1).topk(self.experts_per_token, dim=-1)
         if self.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -281,7 +282,7 @@ def load_balancing_loss(
     them to k experts and all layers.
     """
     logits = torch.stack(tuple(router_logits))
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = logits.to(wide_dtype(logits.dtype))
     probability = F.softmax(wide, dim=-1)
     _, index = probability.detach().topk(experts_per_token, dim=-1)
     counted = torch.ones_like(probability[..., :1])

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from bmforge.device import wide_dtype
+
 __all__ = ["NormKind", "NormSpec", "RMSNorm", "build_norm"]
 
 NormKind = Literal["layer", "rms"]
@@ -48,7 +50,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim."""
-        wide = x if x.dtype == torch.float64 else x.float()
+        wide = x.to(wide_dtype(x.dtype))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * scale).to(self.weight.dtype)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from bmforge.device import is_host
+from bmforge.device import is_host, wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.host_memory import available_host_bytes
 from bmforge.parallel.copies import CopyEngine, Ticket
@@ -203,7 +203,7 @@ class LeftGradient:
         self._parameter = weakref.ref(parameter)
         self._engine, self._label, self._backlog = engine, label, backlog
         local = local_tensor(parameter.detach())
-        self.dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
+        self.dtype = wide_dtype(local.dtype)
         self._home = Home(local.numel(), dtype=self.dtype, disk=disk)
         # What came first, as it came: a bf16 gradient is half as much to read.
         self._first: Tensor | None = None

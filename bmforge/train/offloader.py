@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from bmforge.device import is_host, memory_room_bytes
+from bmforge.device import is_host, memory_room_bytes, wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.parallel import pipeline_of, reshard_, run_everywhere
@@ -202,7 +202,7 @@ class Offloader:
         homes = {name: self._home(local, signed) for name, signed in states.items()}
         one = Away(parameter, order, self.engine, homes)
         if self._has_master(parameter):
-            one.master = Home(local.numel(), dtype=_wide(local), disk=self._disk)
+            one.master = Home(local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk)
             one.master.put(0, _read_weights(parameter))
             parameter.master = one.master  # type: ignore[attr-defined]
         return one
@@ -258,12 +258,14 @@ class Offloader:
 
     def _home(self, local: Tensor, signed: bool) -> Home:
         kind = self.config.states
-        return Home(local.numel(), kind, dtype=_wide(local), disk=self._disk, signed=signed)
+        return Home(
+            local.numel(), kind, dtype=wide_dtype(local.dtype), disk=self._disk, signed=signed
+        )
 
     def _state_bytes(self, parameter: Tensor, everywhere: bool) -> int:
         """Return bytes of a parameter's states: on the device, or `everywhere` they may go."""
         local = local_tensor(parameter)
-        count, width = len(self._homes[id(parameter)][1]), _wide(local)
+        count, width = len(self._homes[id(parameter)][1]), wide_dtype(local.dtype)
         if not everywhere:
             return count * local.numel() * width.itemsize
         sizes = [home_bytes(local.numel(), self.config.states, width)] * count
@@ -283,7 +285,9 @@ class Offloader:
 def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
     """Raise for parameters that are kept in half precision: states are of fp32 weights."""
     held = {id(p) for p in parameters}
-    narrow = [n for n, p in model.named_parameters() if id(p) in held and p.dtype != _wide(p)]
+    narrow = [
+        n for n, p in model.named_parameters() if id(p) in held and p.dtype != wide_dtype(p.dtype)
+    ]
     if narrow:
         raise ConfigError(
             f"offloading needs fp32 parameters; {len(narrow)} are narrower, {narrow[0]} first. "
@@ -300,7 +304,3 @@ def _read_weights(parameter: Tensor) -> Tensor:
     values = torch.empty(local.shape, dtype=local.dtype)
     parameter.read_streamed(values)  # type: ignore[attr-defined]
     return values
-
-
-def _wide(local: Tensor) -> torch.dtype:
-    return torch.float64 if local.dtype == torch.float64 else torch.float32

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, DistributedError, suggest
 from bmforge.parallel import left_gradient, pipeline_of
 from bmforge.shards import local_tensor
@@ -312,7 +313,7 @@ def _gradient_norm(parameter: Tensor) -> Tensor | None:
         return None
     _sharded_over(parameter.grad)  # raises for one that is not summed up yet
     grad = local_tensor(parameter.grad)
-    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(grad.dtype)
     return torch.linalg.vector_norm(grad, dtype=dtype)
 
 
