@@ -28,8 +28,8 @@ __all__ = [
     "memory_room_bytes",
     "parse_dtype",
     "peak_flops",
-    "wide_dtype",
     "reads_are_free",
+    "wide_dtype",
 ]
 
 # Dense bf16/fp16 peak in FLOP/s without sparsity, from the vendors' data sheets.

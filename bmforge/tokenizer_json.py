@@ -16,16 +16,19 @@ from bmforge.files import read_bytes, read_json
 
 __all__ = [
     "BYTE_PAIR_FILES",
+    "CONFIG_FILE",
     "ROLE_FILES",
     "TOKENIZER_FILE",
     "find_tokenizer_json",
+    "has_tokenizer_json",
     "open_byte_pairs",
     "open_tokenizer_json",
     "read_role_tokens",
 ]
 
 TOKENIZER_FILE = "tokenizer.json"
-ROLE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+CONFIG_FILE = "tokenizer_config.json"
+ROLE_FILES = (CONFIG_FILE, "special_tokens_map.json")
 _ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
 BYTE_PAIR_FILES, _WORD_PIECES = ("vocab.json", "merges.txt"), ("vocab.txt",)
 # What tokenizer_class or model_type may say of such files, without "tokenizer" and "fast"; others
@@ -76,19 +79,33 @@ def find_tokenizer_json(folder: Path) -> bytes | None:
     """
     if (folder / TOKENIZER_FILE).is_file():
         return read_bytes(folder / TOKENIZER_FILE, "a file of the tokenizers library")
-    named = _named_kind(folder)
-    if _has(folder, BYTE_PAIR_FILES) and (named is None or named in _BYTE_PAIR_NAMES):
+    kind = _older_kind(folder)
+    if kind is None:
+        return None
+    if kind == BYTE_PAIR_FILES:
         leading = bool(_settings(folder).get("add_prefix_space", False))
         tokenizer = open_byte_pairs(folder, leading)
-    elif _has(folder, _WORD_PIECES) and (named is None or named in _WORD_PIECE_NAMES):
-        lines = (folder / _WORD_PIECES[0]).read_text("utf-8", errors="replace").split("\n")
-        if not {"[UNK]", "[CLS]", "[SEP]"} <= {line.rstrip("\r") for line in lines}:
-            return None
-        tokenizer = _word_pieces(folder)
     else:
-        return None
+        tokenizer = _word_pieces(folder)
     _add_tokens(tokenizer, folder)
     return tokenizer.to_str().encode()
+
+
+def has_tokenizer_json(folder: Path) -> bool:
+    """Tell whether `find_tokenizer_json` finds or makes one, without making it."""
+    return (folder / TOKENIZER_FILE).is_file() or _older_kind(folder) is not None
+
+
+def _older_kind(folder: Path) -> tuple[str, ...] | None:
+    """Return the older files from which a tokenizer can be made, where there are such."""
+    named = _named_kind(folder)
+    if _has(folder, BYTE_PAIR_FILES) and (named is None or named in _BYTE_PAIR_NAMES):
+        return BYTE_PAIR_FILES
+    if _has(folder, _WORD_PIECES) and (named is None or named in _WORD_PIECE_NAMES):
+        lines = (folder / _WORD_PIECES[0]).read_text("utf-8", errors="replace").split("\n")
+        if {"[UNK]", "[CLS]", "[SEP]"} <= {line.rstrip("\r") for line in lines}:
+            return _WORD_PIECES
+    return None
 
 
 def read_role_tokens(folder: Path) -> dict[str, str]:
@@ -124,7 +141,7 @@ def _role_entries(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _named_kind(folder: Path) -> str | None:
     """Return what the config files call the tokenizer, or else the model: "gpt2", "bert", ..."""
-    for name, key in ((ROLE_FILES[0], "tokenizer_class"), ("config.json", "model_type")):
+    for name, key in ((CONFIG_FILE, "tokenizer_class"), ("config.json", "model_type")):
         if (folder / name).is_file() and (value := read_json(folder / name).get(key)):
             short = str(value).lower().replace("-", "").replace("_", "")
             return short.removesuffix("fast").removesuffix("tokenizer")
@@ -204,7 +221,7 @@ def _add_tokens(tokenizer: Any, folder: Path) -> None:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / ROLE_FILES[0]
+    path = folder / CONFIG_FILE
     return read_json(path) if path.is_file() else {}
 
 

@@ -18,6 +18,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.files import read_json
 from bmforge.logging import ProgressBar, track
 from bmforge.tokenizer_json import (
+    CONFIG_FILE,
     TOKENIZER_FILE,
     find_tokenizer_json,
     open_tokenizer_json,
@@ -36,7 +37,6 @@ __all__ = [
 ]
 
 END_OF_TEXT = "<|endoftext|>"
-_CONFIG_FILE = "tokenizer_config.json"
 _FAST_CLASS = "PreTrainedTokenizerFast"
 _SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
 _BATCH_DOCUMENTS = 256
@@ -115,12 +115,12 @@ def copy_tokenizer(source: str | os.PathLike[str], directory: str | os.PathLike[
     source, folder = Path(source), Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TOKENIZER_FILE).write_bytes(_read_tokenizer(source))
-    config = source / _CONFIG_FILE
+    config = source / CONFIG_FILE
     said = read_json(config) if config.is_file() else {"tokenizer_class": _FAST_CLASS}
     roles = {f"{role}_token": token for role, token in read_role_tokens(source).items()}
     missing = {name: token for name, token in roles.items() if said.get(name) is None}
     if config.is_file() and not missing:
-        (folder / _CONFIG_FILE).write_bytes(config.read_bytes())
+        (folder / CONFIG_FILE).write_bytes(config.read_bytes())
     else:
         _write_config(folder, {**said, **missing})
 
@@ -137,7 +137,7 @@ def end_of_text_id(tokenizer: Tokenizer, directory: str | os.PathLike[str] | Non
             return int(found)
     raise DataError(
         f"the tokenizer has no token {END_OF_TEXT!r}: name its end-of-document token with eos_id, "
-        f"or with eos_token in a {_CONFIG_FILE} beside it"
+        f"or with eos_token in a {CONFIG_FILE} beside it"
     )
 
 
@@ -154,7 +154,7 @@ def _read_tokenizer(folder: Path) -> bytes:
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (folder / _CONFIG_FILE).write_text(text, "utf-8")
+    (folder / CONFIG_FILE).write_text(text, "utf-8")
 
 
 def encode_to_store(

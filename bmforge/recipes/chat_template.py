@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import ConfigError, DataError, MissingDependencyError
+from bmforge.tokenizer_json import CONFIG_FILE
 from bmforge.tokenizers import Tokenizer
 
 __all__ = ["TEMPLATE_FILE", "ChatTemplate", "Message", "find_template", "split_answers"]
 
 TEMPLATE_FILE = "chat_template.jinja"
-_CONFIG_FILE = "tokenizer_config.json"
 Message = Mapping[str, str]
 Render = Callable[[Sequence[Message], bool], str]
 
@@ -85,7 +85,7 @@ def find_template(folder: Path) -> str | None:
     try:
         if (folder / TEMPLATE_FILE).is_file():
             return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
-        file = folder / _CONFIG_FILE
+        file = folder / CONFIG_FILE
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         found = config.get("chat_template")
         if isinstance(found, list):

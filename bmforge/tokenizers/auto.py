@@ -9,8 +9,8 @@ from typing import Any
 
 from bmforge.errors import DataError
 from bmforge.files import read_json
-from bmforge.tokenizer_json import BYTE_PAIR_FILES, TOKENIZER_FILE, find_tokenizer_json
-from bmforge.tokenizers.base import CONFIG_FILE, VOCABULARY_FILE, open_directory
+from bmforge.tokenizer_json import BYTE_PAIR_FILES, CONFIG_FILE, TOKENIZER_FILE, has_tokenizer_json
+from bmforge.tokenizers.base import VOCABULARY_FILE, open_directory
 from bmforge.tokenizers.cpm1 import MODEL_FILE, CPM1Tokenizer
 from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
 from bmforge.tokenizers.cpm_ant import CPMAntTokenizer
@@ -86,7 +86,7 @@ def _by_files(folder: Path) -> Callable[[Path], Any] | None:
         return GLMTokenizer.from_pretrained
     if (folder / VOCABULARY_FILE).exists() and (found := _by_vocabulary(folder / VOCABULARY_FILE)):
         return found
-    return FastTokenizer.from_pretrained if find_tokenizer_json(folder) is not None else None
+    return FastTokenizer.from_pretrained if has_tokenizer_json(folder) else None
 
 
 def _by_vocabulary(path: Path) -> Callable[[Path], Any] | None:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Self
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import replace_file
+from bmforge.tokenizer_json import CONFIG_FILE
 
 __all__ = [
-    "CONFIG_FILE",
     "VOCABULARY_FILE",
     "Tokenizer",
     "open_directory",
@@ -23,7 +23,6 @@ __all__ = [
 ]
 
 VOCABULARY_FILE = "vocab.txt"
-CONFIG_FILE = "tokenizer_config.json"
 
 
 class Tokenizer(ABC):

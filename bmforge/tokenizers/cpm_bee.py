@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.tokenizers.base import CONFIG_FILE, VOCABULARY_FILE, save_files
+from bmforge.tokenizer_json import CONFIG_FILE
+from bmforge.tokenizers.base import VOCABULARY_FILE, save_files
 from bmforge.tokenizers.longest_match import LongestMatcher
 
 __all__ = ["CPMBeeTokenizer", "is_special"]

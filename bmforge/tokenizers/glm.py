@@ -19,7 +19,8 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import read_json
-from bmforge.tokenizers.base import CONFIG_FILE, Tokenizer, open_directory, unreadable_text
+from bmforge.tokenizer_json import CONFIG_FILE
+from bmforge.tokenizers.base import Tokenizer, open_directory, unreadable_text
 from bmforge.tokenizers.glm_text import TextPart, open_text_part
 
 __all__ = ["GLMTokenizer"]

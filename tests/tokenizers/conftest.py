@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).resolve().parents[2]
 SharedData = Callable[[str], Path]
@@ -46,6 +47,24 @@ def read_lines(data: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def real_lines(shared_data: SharedData) -> list[str]:
     return read_lines(shared_data("tang_poetry.jsonl").parent)
+
+
+@pytest.fixture(scope="session")
+def train_byte_pairs() -> Callable[[str, int], Tokenizer]:
+    """Return a function from a text and a size to byte-level byte pairs without special tokens."""
+
+    def train(text: str, vocab_size: int) -> Tokenizer:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator([text], trainer)
+        return tokenizer
+
+    return train
 
 
 @pytest.fixture

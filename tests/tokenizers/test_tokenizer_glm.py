@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.tokenizers import AutoTokenizer, GLMTokenizer
@@ -20,17 +19,10 @@ ENGLISH += ["[gMASK]", "[sMASK]"]
 
 
 @pytest.fixture(scope="module")
-def english_folder(tmp_path_factory) -> Path:
+def english_folder(tmp_path_factory, train_byte_pairs) -> Path:
     """GPT-2's files, trained on the spot: <|endoftext|> is the last of the vocabulary."""
     folder = tmp_path_factory.mktemp("glm")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer = train_byte_pairs(TEXT, 300)
     tokenizer.model.save(str(folder))
     vocabulary = json.loads((folder / "vocab.json").read_text("utf-8"))
     vocabulary["<|endoftext|>"] = len(vocabulary)

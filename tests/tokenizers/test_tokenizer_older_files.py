@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from bmforge.data import PrepareConfig, load_tokenizer, prepare
 from bmforge.errors import DataError
@@ -21,6 +21,7 @@ TEXTS = [
     "a <mask> b</s><s> <pad>[MASK] [SEP]c <|endoftext|> <extra>d",
     "",
 ]
+PROSE = " ".join(TEXTS[:1] + ["We are accounted poor citizens, the patricians good."] * 20)
 ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 # name -> specials of the vocabulary, tokenizer_config.json, special_tokens_map.json, their class
 BYTE_PAIRS = {
@@ -47,17 +48,8 @@ BYTE_PAIRS = {
 
 
 @pytest.fixture(scope="module")
-def byte_pairs(shared_data) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    text = shared_data("tinyshakespeare.txt").read_text("utf-8")[:60_000]
-    tokenizer.train_from_iterator([text], trainer)
-    return tokenizer
+def byte_pairs(train_byte_pairs) -> Tokenizer:
+    return train_byte_pairs(PROSE, 400)
 
 
 def write_json(folder: Path, name: str, content: object) -> None:
