@@ -92,14 +92,14 @@ def prepare(
             return report
         _check_free(out)
     described = describe_inputs(files)
-    work = out / _WORK_NAME
+    work, is_new = out / _WORK_NAME, not out.exists()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
         report = _run(files, work, config)
         write_record(work / RECORD_NAME, report, described)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(out if is_new else work, ignore_errors=True)
         raise
     _move_into_place(work, out)
     return replace(report, out_dir=out)
@@ -141,6 +141,8 @@ def _check_free(out: Path) -> None:
 
 def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> PrepareReport:
     """Do all the work inside the directory `work`."""
+    # Opened before any text is read: a wrong directory is said at once.
+    given = load_tokenizer(config.tokenizer) if config.tokenizer else None
     skipped, cleaned = SkipCount(), CleanCount()
     if files is None:
         raw = python_topics()
@@ -152,8 +154,8 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
     clean_path = work / "clean.jsonl"
     held_out = _write_clean(kept, clean_path, config)
     train_texts = (document.text for document in _read_clean(clean_path, ~held_out))
-    if config.tokenizer:
-        tokenizer = load_tokenizer(config.tokenizer)
+    if given is not None:
+        tokenizer = given
         copy_tokenizer(config.tokenizer, work / "tokenizer")
     else:
         tokenizer = train_bpe(train_texts, config.vocab_size)

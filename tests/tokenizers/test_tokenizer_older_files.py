@@ -173,3 +173,17 @@ def test_a_list_of_words_that_is_not_berts(tmp_path):
     (tmp_path / "vocab.txt").write_text("one\ntwo\n", "utf-8")
     with pytest.raises(DataError, match=r"vocab\.txt \(BERT"):
         AutoTokenizer.from_pretrained(tmp_path)
+
+
+def test_a_wrong_tokenizer_leaves_nothing(tmp_path):
+    (tmp_path / "text.txt").write_text("hear me speak", "utf-8")
+    config = PrepareConfig(tokenizer=str(tmp_path))
+    for is_there in (False, True):
+        out = tmp_path / f"out{is_there}"
+        if is_there:
+            out.mkdir()
+            (out / "mine").write_text("kept", "utf-8")
+        with pytest.raises(DataError, match="does not exist: name a directory"):
+            prepare(tmp_path / "text.txt", out, config)
+        assert [path.name for path in out.rglob("*")] == ["mine"] * is_there
+        assert out.exists() == is_there
