@@ -29,7 +29,7 @@ from typing import Any
 
 from harness import header, table
 
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 COUPLET = re.compile(r"([^，。\s]{5}|[^，。\s]{7})，([^，。\s]{5}|[^，。\s]{7})。")
 SPECIALS = "<pad> <unk> <mask> <sep> </n> </_> <s> </s> <root> <ans> <option>"

@@ -19,7 +19,7 @@ from bmforge.errors import ConfigError
 from bmforge.models.config import ModelConfig
 from bmforge.models.hub import FAMILIES
 from bmforge.parallel import Layout
-from bmforge.parallel.dry_run import dry_run
+from bmforge.parallel.planner.dry_run import dry_run
 
 LAYOUTS = {
     "zero3": Layout(),

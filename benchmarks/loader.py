@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bmforge.data.loader import DataLoader
-from bmforge.data.packing import PackedDataset
-from bmforge.data.store import HEADER, MAGIC, TokenStore
-from bmforge.data.store_writer import TokenStoreWriter
+from bmforge.data.load.loader import DataLoader
+from bmforge.data.load.packing import PackedDataset
+from bmforge.data.store.token_store import HEADER, MAGIC, TokenStore
+from bmforge.data.store.writer import TokenStoreWriter
 
 SEQ_LEN = 1024
 ROWS = 32

@@ -31,6 +31,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from harness import header, table  # noqa: E402
 
 from bmforge.host_memory import resident_bytes  # noqa: E402
+from bmforge.memory.streaming import stream_blocks_  # noqa: E402
 from bmforge.models import (  # noqa: E402
     GPT2,
     GPT2Config,
@@ -40,10 +41,9 @@ from bmforge.models import (  # noqa: E402
     weight_reader,
 )
 from bmforge.parallel import OffloadConfig  # noqa: E402
-from bmforge.parallel.adam_kernel import load_adam_kernel, step_plain  # noqa: E402
-from bmforge.parallel.streaming import stream_blocks_  # noqa: E402
 from bmforge.train import OptimConfig, build_optimizers, clip_grad_norm_  # noqa: E402
-from bmforge.train.offloader import Offloader  # noqa: E402
+from bmforge.train.offload.offloader import Offloader  # noqa: E402
+from bmforge.train.optim.adam_kernel import load_adam_kernel, step_plain  # noqa: E402
 
 MIB = 1 << 20
 GPT = GPT2Config(vocab_size=8192, hidden_size=768, num_layers=8, num_heads=12, max_seq_len=128)

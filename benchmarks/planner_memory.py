@@ -40,13 +40,13 @@ from bmforge.parallel import (
     parallelize,
     run_step,
 )
-from bmforge.parallel.hardware import Cluster, find_device
-from bmforge.parallel.plan_estimate import Choice, Estimator, Request
+from bmforge.parallel.planner.estimate import Choice, Estimator, Request
+from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.recipes.run import family_of
 from bmforge.testing.pool import run_distributed
 from bmforge.train import OptimConfig, clip_grad_norm_
-from bmforge.train.offloader import Offloader
-from bmforge.train.optim import build_optimizers
+from bmforge.train.offload.offloader import Offloader
+from bmforge.train.optim.build import build_optimizers
 
 MIB = 2**20
 

@@ -25,10 +25,10 @@ from bmforge.models.bert import BertConfig
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import Layout
-from bmforge.parallel.hardware import Cluster, Device, find_device
-from bmforge.parallel.plan_estimate import Choice, Estimator, Request, Row
-from bmforge.parallel.plan_time import OURS, Engine
-from bmforge.parallel.planner import plan
+from bmforge.parallel.planner.estimate import Choice, Estimator, Request, Row
+from bmforge.parallel.planner.hardware import Cluster, Device, find_device
+from bmforge.parallel.planner.search import plan
+from bmforge.parallel.planner.step_time import OURS, Engine
 
 GIB = 2**30
 

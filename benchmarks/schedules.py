@@ -12,8 +12,8 @@ import argparse
 
 from harness import table
 
-from bmforge.parallel.replay import replay
-from bmforge.parallel.schedules import SCHEDULES, build_schedule, problems
+from bmforge.parallel.pipeline.replay import replay
+from bmforge.parallel.pipeline.schedules import SCHEDULES, build_schedule, problems
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bmforge.recipes.cpm_pretrain_arguments import ARGUMENTS, Argument
+from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS, Argument
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrating_cpm_pretrain.md"
 BEGIN = "<!-- table: written by dev/cpm_pretrain_table.py -->\n"

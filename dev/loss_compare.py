@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bmforge.errors import BmforgeError, ConfigError
-from bmforge.train.metrics import read_metrics
+from bmforge.train.report.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = ("loss", "grad_norm")

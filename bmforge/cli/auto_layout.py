@@ -15,7 +15,7 @@ from bmforge.device import default_device, device_name, is_host, memory_room_byt
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.parallel import init_distributed
-from bmforge.parallel.hardware import DEVICES, Cluster, Device
+from bmforge.parallel.planner.hardware import DEVICES, Cluster, Device
 
 __all__ = ["apply_auto_layout", "find_cluster_here"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bmforge.infer.chat import Chat, ChatConfig
+from bmforge.infer.openbmb.chat import Chat, ChatConfig
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer

@@ -13,13 +13,13 @@ import torch
 import tyro
 
 from bmforge.cli.dry_run import launched_processes, parse_world, show_dry_run
+from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config
 from bmforge.config import dump_toml, load_toml
 from bmforge.data import PrepareConfig, prepare
 from bmforge.errors import ConfigError
-from bmforge.infer.chat import ChatConfig
+from bmforge.infer.openbmb.chat import ChatConfig
 from bmforge.logging import get_logger
 from bmforge.recipes import RECIPES, QuickstartConfig, find_recipe, quickstart
-from bmforge.recipes.ds_config import apply_ds_config
 from bmforge.recipes.start import record_given, settle_model
 from bmforge.train import write_report
 
@@ -256,7 +256,7 @@ class ConvertCommand:
 def run_convert(arguments: Sequence[str]) -> None:
     """Read any checkpoint, write Hugging Face's form."""
     from bmforge.device import parse_dtype
-    from bmforge.models.convert import convert_checkpoint
+    from bmforge.models.formats.convert import convert_checkpoint
 
     command = _parse(ConvertCommand, arguments, "convert")
     if command.max_file_gb <= 0:

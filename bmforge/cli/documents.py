@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bmforge.data.text_files import read_lines
+from bmforge.data.sources.text_files import read_lines
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.documents import fill_documents
+from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.models import AutoModel
 from bmforge.models.cpm_bee import CPMBee
 from bmforge.models.hub import find_model
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 __all__ = ["print_filled"]
 

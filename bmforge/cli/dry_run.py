@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from bmforge.errors import ConfigError
-from bmforge.parallel.dry_run import DryRun, dry_run
+from bmforge.parallel.planner.dry_run import DryRun, dry_run
 from bmforge.recipes.run import family_of
 
 __all__ = ["launched_processes", "parse_world", "show_dry_run"]

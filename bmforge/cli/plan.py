@@ -16,10 +16,10 @@ from bmforge.cli.plan_workload import read_model, workload_of
 from bmforge.errors import ConfigError
 from bmforge.files import replace_file
 from bmforge.logging import get_logger
-from bmforge.parallel.hardware import Cluster, find_device, parse_interconnect
 from bmforge.parallel.layout import Layout
-from bmforge.parallel.plan_estimate import Request, Row
-from bmforge.parallel.planner import Plan, plan
+from bmforge.parallel.planner.estimate import Request, Row
+from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
+from bmforge.parallel.planner.search import Plan, plan
 
 __all__ = [
     "PlanCommand",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from bmforge.parallel.planner import Plan
+from bmforge.parallel.planner.search import Plan
 
 __all__ = ["draw_memory"]
 

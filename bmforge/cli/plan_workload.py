@@ -20,7 +20,7 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.hub import AutoModel, find_preset
 from bmforge.models.init import materialize_
 from bmforge.nn import remake
-from bmforge.parallel.plan_trace import Workload
+from bmforge.parallel.planner.trace import Workload
 from bmforge.recipes.run import family_of
 
 __all__ = ["read_model", "workload_of"]

@@ -7,22 +7,19 @@ Start reading at `prepare.py` (the whole way from files to token stores), then `
 
 from __future__ import annotations
 
-from bmforge.data.clean import (
+from bmforge.data.clean.normalise import (
     CleanCount,
     drop_duplicates,
     normalise,
     normalise_documents,
     split_documents,
 )
-from bmforge.data.loader import Batch, DataLoader, iter_once
-from bmforge.data.mixture import Mixture
-from bmforge.data.packing import Dataset, PackedDataset
-from bmforge.data.prepare import prepare
-from bmforge.data.prepared import PrepareConfig, PrepareReport
-from bmforge.data.sources import Document, SkipCount, python_topics, read_documents
-from bmforge.data.store import TokenStore, check_vocabulary
-from bmforge.data.store_writer import TokenStoreWriter, merge_stores
-from bmforge.data.tokenise import (
+from bmforge.data.load.loader import Batch, DataLoader, iter_once
+from bmforge.data.load.mixture import Mixture
+from bmforge.data.load.packing import Dataset, PackedDataset
+from bmforge.data.prepare.record import PrepareConfig, PrepareReport
+from bmforge.data.prepare.run import prepare
+from bmforge.data.prepare.tokenise import (
     END_OF_TEXT,
     EncodeCount,
     encode_to_store,
@@ -30,6 +27,9 @@ from bmforge.data.tokenise import (
     save_tokenizer,
     train_bpe,
 )
+from bmforge.data.sources.files import Document, SkipCount, python_topics, read_documents
+from bmforge.data.store.token_store import TokenStore, check_vocabulary
+from bmforge.data.store.writer import TokenStoreWriter, merge_stores
 
 __all__ = [
     "prepare",

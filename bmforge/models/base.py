@@ -18,16 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.logging import track
 from bmforge.models.config import ModelConfig
-from bmforge.models.hf_format import WeightFiles, has_weights, plan_files, write_file, write_index
+from bmforge.models.formats.hf_format import (
+    WeightFiles,
+    has_weights,
+    plan_files,
+    write_file,
+    write_index,
+)
 from bmforge.models.init import NoDrawing, init_weights_, materialize_
 from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.weights import WeightRule, assemble_source, expand_rules, group_by_source
-from bmforge.nn.losses import IGNORE_INDEX
 from bmforge.shards import is_streamed
 
 __all__ = ["Model"]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ShapeError
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
@@ -27,7 +28,6 @@ from bmforge.nn import (
 )
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.cuts import Pass, pass_on
-from bmforge.nn.losses import IGNORE_INDEX
 
 __all__ = ["CausalLM", "DecoderSpec"]
 

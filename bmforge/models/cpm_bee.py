@@ -31,7 +31,7 @@ from bmforge.nn.segment import (
     see_context,
     turn_by_sub,
 )
-from bmforge.tokenizers.cpm_bee_document import decode_document, encode_document
+from bmforge.tokenizers.cpm_bee.document import decode_document, encode_document
 
 __all__ = ["CPMBee", "CPMBeeConfig", "decode_document", "encode_document", "to_arguments"]
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.device import reads_are_free
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.base import Model
@@ -29,7 +30,6 @@ from bmforge.nn import (
     build_mask,
     build_norm,
 )
-from bmforge.nn.losses import IGNORE_INDEX
 
 __all__ = ["EncoderModel", "EncoderSpec", "encoder_block", "encoder_rules"]
 

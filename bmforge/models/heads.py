@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.output import ModelOutput
-from bmforge.nn.losses import IGNORE_INDEX
 
 __all__ = [
     "Head",

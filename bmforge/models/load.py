@@ -19,9 +19,9 @@ from bmforge.device import reads_are_free
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
 from bmforge.models.config import ModelConfig
-from bmforge.models.hf_format import WeightFiles
+from bmforge.models.formats.hf_format import WeightFiles
+from bmforge.models.formats.safe_file import Read, run_reads
 from bmforge.models.init import init_parameter_, materialize_
-from bmforge.models.safe_file import Read, run_reads
 from bmforge.models.weights import WeightRule
 from bmforge.shards import is_streamed, local_box, local_tensor
 from bmforge.surgery import match_glob

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
-from bmforge.models.hf_format import has_all_weights
+from bmforge.models.formats.hf_format import has_all_weights
 
 __all__ = ["resolve_model"]
 

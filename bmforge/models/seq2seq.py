@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.models.base import Model
@@ -20,7 +21,6 @@ from bmforge.models.rules import LayoutRules
 from bmforge.models.stack import Span, build_layers, check_ids, run_layers, span_of
 from bmforge.nn import BlockSpec, LMHead, build_mask, build_norm
 from bmforge.nn.attention import KeyValueCache
-from bmforge.nn.losses import IGNORE_INDEX
 from bmforge.nn.relative import RelativeBias
 
 __all__ = ["Seq2Seq", "Seq2SeqSpec", "Stack", "shift_right"]

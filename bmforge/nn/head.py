@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.nn.cuts import PickTokens, VocabCut
-from bmforge.nn.losses import IGNORE_INDEX, check_classes, linear_cross_entropy
+from bmforge.nn.losses import check_classes, linear_cross_entropy
 
 __all__ = ["LMHead"]
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.device import reads_are_free, wide_dtype
 from bmforge.errors import ShapeError
 from bmforge.nn.cuts import VocabCut
 
-__all__ = ["IGNORE_INDEX", "check_classes", "linear_cross_entropy"]
+__all__ = ["check_classes", "linear_cross_entropy"]
 
-IGNORE_INDEX = -100
 # Logits in flight: 2^26 elements, 256 MiB in fp32. Every chunk reads the whole head three times, so
 # fewer are faster: 1,024 tokens of GPT-2's vocabulary take 1.4 times as long in chunks of 2^24.
 _CHUNK_ELEMENTS = 1 << 26

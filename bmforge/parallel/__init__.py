@@ -5,6 +5,7 @@ here imports `nn` or `models`: what to cut where comes as data (name globs) with
 layout to take on which machines is said by `plan` (`planner.py`).
 """
 
+from bmforge.memory.gradients import OffloadConfig, left_gradient
 from bmforge.parallel.distributed import (
     World,
     init_distributed,
@@ -12,7 +13,6 @@ from bmforge.parallel.distributed import (
     run_on_first,
     shutdown_distributed,
 )
-from bmforge.parallel.hardware import Cluster, find_device
 from bmforge.parallel.layout import (
     Layout,
     axis_rank,
@@ -25,11 +25,11 @@ from bmforge.parallel.layout import (
     mesh_of,
     sum_over_axes,
 )
-from bmforge.parallel.offload import OffloadConfig, left_gradient
 from bmforge.parallel.parallelize import parallelize
-from bmforge.parallel.pipelined import pipeline_of, run_step
-from bmforge.parallel.plan_trace import Workload
-from bmforge.parallel.planner import Plan, Request, plan
+from bmforge.parallel.pipeline.model import pipeline_of, run_step
+from bmforge.parallel.planner.hardware import Cluster, find_device
+from bmforge.parallel.planner.search import Plan, Request, plan
+from bmforge.parallel.planner.trace import Workload
 from bmforge.parallel.roll_call import name_the_missing
 from bmforge.parallel.zero import reshard_
 

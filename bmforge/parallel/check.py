@@ -11,14 +11,14 @@ from torch import nn
 from bmforge.device import has_fast_half, parse_dtype
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.logging import get_logger
-from bmforge.parallel.context import context_problems
+from bmforge.parallel.context.divide import context_problems
 from bmforge.parallel.distributed import World
 from bmforge.parallel.expert import expert_problems
 from bmforge.parallel.layout import Layout
-from bmforge.parallel.schedules import Schedule, build_schedule
-from bmforge.parallel.schedules import problems as schedule_problems
-from bmforge.parallel.stages import Cutting, PipelineRules, plan_cutting
-from bmforge.parallel.tensor import Cut, find_cuts, tensor_problems
+from bmforge.parallel.pipeline.schedules import Schedule, build_schedule
+from bmforge.parallel.pipeline.schedules import problems as schedule_problems
+from bmforge.parallel.pipeline.stages import Cutting, PipelineRules, plan_cutting
+from bmforge.parallel.tensor.cuts import Cut, find_cuts, tensor_problems
 from bmforge.surgery import find_modules, find_repeated_blocks
 
 __all__ = ["Plan", "Rules", "check_layout"]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bmforge.parallel.collectives import all_gather, exchange_rows, sum_both_ways
 from bmforge.parallel.layout import axis_group, axis_size
-from bmforge.parallel.tensor import compute_on_views_
+from bmforge.parallel.tensor.cuts import compute_on_views_
 
 __all__ = [
     "apply_expert_parallel_",

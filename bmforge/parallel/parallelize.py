@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.errors import ConfigError
-from bmforge.parallel.activations import apply_activation_offload_
+from bmforge.memory.activations import apply_activation_offload_
+from bmforge.memory.copies import make_copy_engine
+from bmforge.memory.recompute import apply_recompute_
 from bmforge.parallel.check import Plan, Rules, check_layout
-from bmforge.parallel.context import apply_context_parallel_
-from bmforge.parallel.copies import make_copy_engine
+from bmforge.parallel.context.divide import apply_context_parallel_
 from bmforge.parallel.distributed import init_distributed
 from bmforge.parallel.expert import (
     apply_expert_parallel_,
@@ -27,10 +28,9 @@ from bmforge.parallel.expert import (
     share_statistics_,
 )
 from bmforge.parallel.layout import Layout, build_mesh
-from bmforge.parallel.pipelined import PipelinedModel
-from bmforge.parallel.recompute import apply_recompute_
-from bmforge.parallel.stages import drop_the_rest_
-from bmforge.parallel.tensor import apply_tensor_parallel_
+from bmforge.parallel.pipeline.model import PipelinedModel
+from bmforge.parallel.pipeline.stages import drop_the_rest_
+from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_
 
 __all__ = ["Rules", "parallelize"]

@@ -16,15 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from bmforge.data.order import derive_key, draw_below, permute
+from bmforge.batch import IGNORE_INDEX
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.load.order import derive_key, draw_below, permute
 from bmforge.errors import ConfigError
 from bmforge.models.cpm_ant import CPMAntConfig
 from bmforge.parallel import World
-from bmforge.recipes.examples import Example, ExampleConfig, fingerprint_of, open_examples
-from bmforge.recipes.pieces import Pieces, open_pieces, open_tokenizer
+from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
+from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers import Tokenizer
-from bmforge.train.objective import IGNORE_INDEX
 
 __all__ = ["CPMAntTrainConfig", "hide_tokens", "train_ant"]
 

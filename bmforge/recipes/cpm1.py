@@ -18,26 +18,21 @@ from typing import Any
 
 import torch
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.data import Batch
-from bmforge.data.text_files import read_lines, read_text
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.generate import evaluating
 from bmforge.models import Model
 from bmforge.models.cpm1 import CPM1Config
 from bmforge.parallel import World, mesh_of, reshard_, sum_over_axes
-from bmforge.recipes.examples import (
-    Example,
-    ExampleConfig,
-    fingerprint_of,
-    iter_held_out,
-    open_examples,
-)
-from bmforge.recipes.pieces import open_tokenizer
+from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out, open_examples
+from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.splitting import refuse_split
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.train import EvalResult
-from bmforge.train.objective import IGNORE_INDEX
 
 __all__ = ["CPM1TuneConfig", "ChIDConfig", "STCConfig", "encode_chid", "tune_chid", "tune_stc"]
 

@@ -9,23 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bmforge.data.text_files import read_lines
+from bmforge.batch import IGNORE_INDEX
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.sources.text_files import read_lines
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.chat import join_history
+from bmforge.infer.openbmb.chat import join_history
 from bmforge.logging import get_logger
 from bmforge.models.eva import EVAConfig
 from bmforge.parallel import World
-from bmforge.recipes.examples import (
-    Example,
-    ExampleConfig,
-    fingerprint_of,
-    open_examples,
-)
-from bmforge.recipes.pieces import open_tokenizer
+from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
+from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.splitting import refuse_split
 from bmforge.tokenizers import EVATokenizer
-from bmforge.train.objective import IGNORE_INDEX
 
 __all__ = ["EVADialogueConfig", "train_dialogue"]
 

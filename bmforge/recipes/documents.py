@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.data import Batch
 from bmforge.errors import ConfigError, DataError
 from bmforge.models.cpm_bee import CPMBeeConfig
 from bmforge.models.hub import find_model
 from bmforge.parallel import World
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
-from bmforge.tokenizers.cpm_bee_batch import build_instance
-from bmforge.tokenizers.cpm_bee_document import TooLongError
-from bmforge.tokenizers.cpm_bee_loader import DocumentLoader, iter_documents
-from bmforge.tokenizers.cpm_bee_mixture import DocumentFile, TaskMixture, TaskSource, load_mixture
-from bmforge.train.objective import IGNORE_INDEX, rename_inputs
+from bmforge.tokenizers.cpm_bee.batch import build_instance
+from bmforge.tokenizers.cpm_bee.document import TooLongError
+from bmforge.tokenizers.cpm_bee.loader import DocumentLoader, iter_documents
+from bmforge.tokenizers.cpm_bee.mixture import DocumentFile, TaskMixture, TaskSource, load_mixture
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
+from bmforge.train.objective import rename_inputs
 
 __all__ = ["CPMBeeTrainConfig", "DocumentConfig", "train_documents"]
 

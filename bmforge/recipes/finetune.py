@@ -15,18 +15,8 @@ from typing import Any
 
 from bmforge.data import Batch
 from bmforge.data.tasks import TASKS, TaskExample, read_task
-from bmforge.errors import ConfigError, DataError, suggest
-from bmforge.models import Model
-from bmforge.models.bert import BertConfig
-from bmforge.models.gpt2 import GPT2Config
-from bmforge.models.llama import LlamaConfig
-from bmforge.models.t5 import T5Config
-from bmforge.parallel import World
-from bmforge.recipes.examples import ExampleConfig, collate, open_examples
-from bmforge.recipes.pieces import open_tokenizer
-from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import change_model
-from bmforge.recipes.task_rows import (
+from bmforge.data.tasks.metrics import score_task
+from bmforge.data.tasks.rows import (
     AnswerRows,
     ClassRows,
     Pair,
@@ -35,11 +25,21 @@ from bmforge.recipes.task_rows import (
     fill_prompt,
     right_options,
 )
-from bmforge.recipes.task_scores import score_answers, score_classes, write_answers
-from bmforge.recipes.task_wording import Wording, word_task
+from bmforge.data.tasks.wording import Wording, word_task
+from bmforge.errors import ConfigError, DataError, suggest
+from bmforge.infer.answers import score_answers, score_classes, write_answers
+from bmforge.models import Model
+from bmforge.models.bert import BertConfig
+from bmforge.models.gpt2 import GPT2Config
+from bmforge.models.llama import LlamaConfig
+from bmforge.models.t5 import T5Config
+from bmforge.parallel import World
+from bmforge.recipes.inputs.examples import ExampleConfig, collate, open_examples
+from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import change_model
 from bmforge.tokenizers import Tokenizer
 from bmforge.train import EvalResult, OptimConfig, TrainConfig
-from bmforge.train.task_metrics import score_task
 
 __all__ = [
     "BertSuperGLUEConfig",

@@ -13,7 +13,7 @@ from bmforge.models.cpm1 import CPM1Config
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
-from bmforge.recipes.corpus import Corpus, CorpusConfig, open_corpus
+from bmforge.recipes.inputs.corpus import Corpus, CorpusConfig, open_corpus
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.train import EvalResult
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from bmforge.data import PrepareConfig, PrepareReport, TokenStore, load_tokenizer, prepare
-from bmforge.data.prepared import RECORD_NAME
+from bmforge.data.prepare.record import RECORD_NAME
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer import generate
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.parallel import init_distributed, run_on_first
-from bmforge.recipes.corpus import CorpusConfig
+from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.ngram import bigram_bits, unigram_bits
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.recipes.run import RunResult

@@ -20,6 +20,7 @@ from bmforge.config import config_to_dict
 from bmforge.device import device_name
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger, log_to_file
+from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
 from bmforge.models.config import read_config_file
 from bmforge.models.hub import find_model
@@ -34,8 +35,6 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
-from bmforge.parallel.streaming import stream_blocks_
-from bmforge.recipes.loss_scale import LossScaleConfig, build_scaler
 from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir
 from bmforge.recipes.start import family_of, settle_model
 from bmforge.train import (
@@ -47,6 +46,7 @@ from bmforge.train import (
     evaluate,
     write_report,
 )
+from bmforge.train.loss_scale import LossScaleConfig, build_scaler
 from bmforge.train.objective import Batch, Objective
 from bmforge.train.trainer import Callback, Loader
 

@@ -14,32 +14,28 @@ from pathlib import Path
 
 import numpy as np
 
-from bmforge.data.order import derive_key, permute
-from bmforge.data.packing import reset_positions
-from bmforge.data.text_files import read_lines, read_text
+from bmforge.batch import IGNORE_INDEX
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.load.order import derive_key, permute
+from bmforge.data.load.packing import reset_positions
+from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
-from bmforge.recipes.chat_template import (
+from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
+from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
+from bmforge.recipes.inputs.splitting import refuse_split
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.chat_template import (
     TEMPLATE_FILE,
     ChatTemplate,
     Message,
     find_template,
     split_answers,
 )
-from bmforge.recipes.examples import (
-    Example,
-    ExampleConfig,
-    fingerprint_of,
-    open_examples,
-)
-from bmforge.recipes.pieces import find_tokenizer, open_tokenizer
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.splitting import refuse_split
-from bmforge.tokenizers import Tokenizer
 from bmforge.train import OptimConfig, TrainConfig
-from bmforge.train.objective import IGNORE_INDEX
 
 __all__ = ["LlamaSFTConfig", "encode_conversation", "pack_rows", "read_conversations", "train_sft"]
 

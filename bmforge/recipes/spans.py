@@ -18,18 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from bmforge.data.order import derive_key, permute
+from bmforge.batch import IGNORE_INDEX
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.load.order import derive_key, permute
 from bmforge.errors import ConfigError
 from bmforge.models.cpm2 import CPM2Config
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import World
-from bmforge.recipes.examples import Example, ExampleConfig, fingerprint_of, open_examples
-from bmforge.recipes.pieces import Pieces, open_pieces, open_tokenizer
+from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
+from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
+from bmforge.recipes.inputs.span_corpus import SpanCorpus, is_span_corpus
+from bmforge.recipes.inputs.splitting import check_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.span_corpus import SpanCorpus, is_span_corpus
-from bmforge.recipes.splitting import check_split
 from bmforge.tokenizers import Tokenizer
-from bmforge.train.objective import IGNORE_INDEX
 
 __all__ = [
     "CPM2SpansConfig",

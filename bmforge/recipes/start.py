@@ -11,7 +11,7 @@ from typing import Any
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model
 from bmforge.models.config import ModelConfig, read_config_file
-from bmforge.models.hf_format import WeightFiles
+from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import FAMILIES, find_model
 from bmforge.models.load import settle_tie
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from bmforge.memory.activations import apply_activation_offload_
+from bmforge.memory.copies import make_copy_engine
+from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, ModelConfig, init_weights_
 from bmforge.parallel import Layout
-from bmforge.parallel.activations import apply_activation_offload_
-from bmforge.parallel.copies import make_copy_engine
-from bmforge.parallel.streaming import stream_blocks_
 from bmforge.surgery import find_modules
 from bmforge.testing.batches import Batch, make_batch, make_labels
 from bmforge.testing.capability import capability

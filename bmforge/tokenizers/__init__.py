@@ -14,7 +14,7 @@ from bmforge.tokenizers.base import Tokenizer
 from bmforge.tokenizers.cpm1 import CPM1Tokenizer
 from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
 from bmforge.tokenizers.cpm_ant import CPMAntTokenizer
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.tokenizers.fast import FastTokenizer
 from bmforge.tokenizers.glm import GLMTokenizer
 

@@ -9,15 +9,20 @@ from typing import Any
 
 from bmforge.errors import DataError
 from bmforge.files import read_json
-from bmforge.tokenizer_json import BYTE_PAIR_FILES, CONFIG_FILE, TOKENIZER_FILE, has_tokenizer_json
 from bmforge.tokenizers.base import VOCABULARY_FILE, open_directory
 from bmforge.tokenizers.cpm1 import MODEL_FILE, CPM1Tokenizer
 from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
 from bmforge.tokenizers.cpm_ant import CPMAntTokenizer
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.tokenizers.fast import FastTokenizer
 from bmforge.tokenizers.glm import ADDED_FILE, GLMTokenizer
 from bmforge.tokenizers.glm_text import SENTENCEPIECE_FILE
+from bmforge.tokenizers.tokenizer_json import (
+    BYTE_PAIR_FILES,
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    has_tokenizer_json,
+)
 
 __all__ = ["AutoTokenizer"]
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import replace_file
-from bmforge.tokenizer_json import CONFIG_FILE
+from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
 __all__ = [
     "VOCABULARY_FILE",

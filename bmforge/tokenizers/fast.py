@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Self
 
 from bmforge.errors import DataError
-from bmforge.tokenizer_json import (
-    ROLE_FILES,
-    TOKENIZER_FILE,
-    find_tokenizer_json,
-    open_tokenizer_json,
-    read_role_tokens,
-)
 from bmforge.tokenizers.base import (
     Tokenizer,
     open_directory,
     save_files,
     unreadable_text,
+)
+from bmforge.tokenizers.tokenizer_json import (
+    ROLE_FILES,
+    TOKENIZER_FILE,
+    find_tokenizer_json,
+    open_tokenizer_json,
+    read_role_tokens,
 )
 
 __all__ = ["FastTokenizer"]

@@ -17,16 +17,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import read_json
-from bmforge.tokenizer_json import CONFIG_FILE
 from bmforge.tokenizers.base import Tokenizer, open_directory, unreadable_text
 from bmforge.tokenizers.glm_text import TextPart, open_text_part
+from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
 __all__ = ["GLMTokenizer"]
 
 ADDED_FILE = "added_tokens.json"
-IGNORED_LABEL = -100
 _BLANKS = ("[MASK]", "[sMASK]", "[gMASK]")
 
 
@@ -216,7 +216,7 @@ class GLMTokenizer(Tokenizer):
         else:
             fill, labels = self._fill(ids, targets, max_gen_length)
             max_gen_length = fill.shape[1]
-            out["labels"] = torch.cat((torch.full_like(ids, IGNORED_LABEL), labels), 1)
+            out["labels"] = torch.cat((torch.full_like(ids, IGNORE_INDEX), labels), 1)
         out["input_ids"] = torch.cat((ids, fill), 1)
         out["position_ids"] = self._positions(ids, max_gen_length)
         total = length + max_gen_length
@@ -245,7 +245,7 @@ class GLMTokenizer(Tokenizer):
         rows = [[*self.encode(text), end][:max_gen_length] for text in targets]
         longest = max(map(len, rows))
         fill = [([start, *row] + [pad] * (longest - len(row)))[:longest] for row in rows]
-        labels = [row + [IGNORED_LABEL] * (longest - len(row)) for row in rows]
+        labels = [row + [IGNORE_INDEX] * (longest - len(row)) for row in rows]
         return ids.new_tensor(fill), ids.new_tensor(labels)
 
     def _positions(self, ids: Tensor, max_gen_length: int) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 from bmforge.errors import DataError
 from bmforge.files import read_bytes
-from bmforge.tokenizer_json import BYTE_PAIR_FILES, open_byte_pairs
 from bmforge.tokenizers.sentence_piece import load_sentence_piece
+from bmforge.tokenizers.tokenizer_json import BYTE_PAIR_FILES, open_byte_pairs
 
 __all__ = ["BytePairs", "SentencePieces", "TextPart", "open_text_part"]
 

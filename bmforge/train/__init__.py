@@ -4,16 +4,16 @@ Start reading at `trainer.py`; `checkpoint.py` saves and resumes, `optim.py` and
 the optimizers and learning rates, `report.py` draws a run, `inspect.py` looks into a model.
 """
 
-from bmforge.train.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
+from bmforge.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, save_checkpoint
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult, evaluate
-from bmforge.train.inspect import format_table, inspect_activations, inspect_parameters
-from bmforge.train.metrics import MetricsWriter, WandbSink, read_metrics
-from bmforge.train.muon import Muon
 from bmforge.train.objective import causal_lm, count_labels
-from bmforge.train.optim import OptimConfig, build_optimizers, clip_grad_norm_, param_groups
+from bmforge.train.optim.build import OptimConfig, build_optimizers, clip_grad_norm_, param_groups
+from bmforge.train.optim.muon import Muon
 from bmforge.train.precision import LossScaler
-from bmforge.train.report import write_report
+from bmforge.train.report.inspect import format_table, inspect_activations, inspect_parameters
+from bmforge.train.report.metrics import MetricsWriter, WandbSink, read_metrics
+from bmforge.train.report.page import write_report
 from bmforge.train.schedule import ScheduleConfig, build_schedule
 from bmforge.train.spike import DivergenceError, SpikeGuard
 from bmforge.train.trainer import Trainer

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bmforge.errors import ConfigError
-from bmforge.train.optim import OptimConfig
+from bmforge.train.optim.build import OptimConfig
 from bmforge.train.profile import SKIPPED_STEPS
 from bmforge.train.schedule import ScheduleConfig
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from bmforge.batch import IGNORE_INDEX, Batch
+
 __all__ = [
-    "IGNORE_INDEX",
     "Objective",
     "causal_lm",
     "count_labels",
@@ -20,8 +21,6 @@ __all__ = [
     "rename_inputs",
 ]
 
-IGNORE_INDEX = -100
-Batch = Mapping[str, Tensor]
 Objective = Callable[[nn.Module, Batch, float], Tensor]
 
 

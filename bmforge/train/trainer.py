@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from bmforge.batch import Batch
 from bmforge.device import device_memory_bytes, peak_flops
 from bmforge.errors import ConfigError
 from bmforge.logging import ProgressBar, get_logger
@@ -35,23 +36,23 @@ from bmforge.parallel import (
     run_step,
     sum_over_axes,
 )
-from bmforge.train.checkpoint import Checkpointer
-from bmforge.train.checkpoint_format import find_checkpoints, step_of
-from bmforge.train.checkpoint_rng import reseed_rng
+from bmforge.train.checkpoint.checkpointer import Checkpointer
+from bmforge.train.checkpoint.format import find_checkpoints, step_of
+from bmforge.train.checkpoint.rng import reseed_rng
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult
-from bmforge.train.metrics import (
+from bmforge.train.objective import Objective, causal_lm, count_labels, count_tokens
+from bmforge.train.offload.offloader import Offloader
+from bmforge.train.optim.build import build_optimizers, clip_grad_norm_
+from bmforge.train.precision import LossScaler
+from bmforge.train.profile import trace_steps
+from bmforge.train.report.metrics import (
     MetricsWriter,
     Row,
     Throughput,
     format_progress,
     measure_memory,
 )
-from bmforge.train.objective import Batch, Objective, causal_lm, count_labels, count_tokens
-from bmforge.train.offloader import Offloader
-from bmforge.train.optim import build_optimizers, clip_grad_norm_
-from bmforge.train.precision import LossScaler
-from bmforge.train.profile import trace_steps
 from bmforge.train.schedule import build_schedule, set_learning_rate_
 from bmforge.train.signals import StopRequest
 from bmforge.train.spike import SpikeGuard
@@ -64,7 +65,7 @@ Callback = Callable[["Trainer", Row], None]
 class Loader(Protocol):
     """What the Trainer needs of a loader; `data.DataLoader` is one."""
 
-    def __next__(self) -> list[dict[str, torch.Tensor]]:
+    def __next__(self) -> Sequence[Batch]:
         """Return this process's micro-batches of the next optimizer step."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "bmforge"
 FILES = sorted(PACKAGE.rglob("*.py"))
 GROUND = {
+    "batch",
     "errors",
     "config",
     "files",
@@ -20,21 +21,22 @@ GROUND = {
     "surgery",
     "shards",
     "device",
-    "tokenizer_json",
 }
 
 # room -> rooms it may import, besides the ground floor and itself
 ALLOWED = {
     "nn": set(),
-    "models": {"nn", "tokenizers"},
+    "memory": set(),
     "tokenizers": set(),
-    "data": set(),
-    "parallel": set(),
-    "train": {"parallel", "data"},
-    "tune": {"nn"},
-    "compress": {"nn"},
-    "infer": {"nn", "parallel", "models", "tokenizers", "compress"},
-    "testing": {"nn", "models", "parallel", "data", "train", "infer"},
+    "models": {"nn", "tokenizers"},
+    "data": {"tokenizers"},
+    "parallel": {"memory"},
+    "train": {"parallel", "memory", "data"},
+    "tune": {"nn", "data", "tokenizers"},
+    "compress": {"nn", "models"},
+    "infer": {"nn", "memory", "parallel", "models", "tune", "compress", "data", "tokenizers"},
+    "serve": {"infer", "models", "tokenizers"},
+    "testing": {"nn", "memory", "models", "parallel", "data", "train", "infer"},
     "compat": {"*"},
     "recipes": {"*"},
     "cli": {"*"},
@@ -125,7 +127,7 @@ def test_devices_are_named_in_one_file(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_public_names_are_listed_and_documented(path):
     tree = ast.parse(path.read_text())
-    if path.name == "__main__.py":
+    if path.name == "__main__.py" or len(tree.body) == 1:  # only a docstring
         return
     listed = [
         ast.literal_eval(node.value)

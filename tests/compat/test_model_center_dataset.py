@@ -356,7 +356,7 @@ def test_importing_needs_no_extra() -> None:
         "import sys, bmforge.compat.model_center.dataset.bertdataset, "
         "bmforge.compat.model_center.tokenizer, bmforge.compat.model_center.layer, "
         "bmforge.compat.model_center.generation, bmforge.compat.model_center.utils, "
-        "bmforge.train.task_metrics; print({'transformers', 'sklearn'} & set(sys.modules))"
+        "bmforge.data.tasks.metrics; print({'transformers', 'sklearn'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -17,8 +17,8 @@ from bmforge.compat.model_center.layer import Linear
 from bmforge.compat.model_center.model import Bert
 from bmforge.compat.model_center.tokenizer import BertTokenizer
 from bmforge.data.tasks import TASKS, read_task
+from bmforge.data.tasks.metrics import accuracy
 from bmforge.parallel import shutdown_distributed
-from bmforge.train.task_metrics import accuracy
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from bmforge.data import TokenStore
-from bmforge.data.blocks import BlockDataset, blocks_to_store
-from bmforge.data.safe_pickle import load_plain
+from bmforge.data.store.blocks import BlockDataset, blocks_to_store
+from bmforge.data.store.safe_pickle import load_plain
 from bmforge.errors import ConfigError, DataError
 
 BLOCK = 256

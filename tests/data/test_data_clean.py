@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmforge.data import CleanCount, Document, drop_duplicates, normalise, split_documents
-from bmforge.data.clean import normalise_documents, text_digest
+from bmforge.data.clean.normalise import normalise_documents, text_digest
 from bmforge.errors import ConfigError
 
 

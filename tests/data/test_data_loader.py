@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bmforge.data import DataLoader, PackedDataset, TokenStore, TokenStoreWriter, iter_once
-from bmforge.data.prefetch import Prefetcher
+from bmforge.data.load.prefetch import Prefetcher
 from bmforge.errors import ConfigError, DataError
 
 KEYS = ("input_ids", "labels", "position_ids", "document_ids")

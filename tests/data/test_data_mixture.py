@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmforge.data import DataLoader, Mixture, PackedDataset, iter_once
-from bmforge.data.mixture import assign_sources, integer_shares
+from bmforge.data.load.mixture import assign_sources, integer_shares
 from bmforge.errors import ConfigError, DataError
 
 

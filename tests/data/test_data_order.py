@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bmforge.data.order import derive_key, draw_below, permute
+from bmforge.data.load.order import derive_key, draw_below, permute
 
 PLAIN_MASK = (1 << 64) - 1
 

@@ -142,7 +142,7 @@ def test_interrupted_preparation_is_done_again(
     tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    prepare_module = sys.modules["bmforge.data.prepare"]
+    prepare_module = sys.modules["bmforge.data.prepare.run"]
     move = prepare_module._move_into_place  # type: ignore[attr-defined]
 
     def stop_halfway(work: Path, target: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmforge.data import TokenStore, TokenStoreWriter, check_vocabulary, merge_stores
-from bmforge.data.store import HEADER, MAGIC
+from bmforge.data.store.token_store import HEADER, MAGIC
 from bmforge.errors import ConfigError, DataError
 
 # Made by the original code of CPM-1-Pretrain (reference/bm_tools.md, 6.2).

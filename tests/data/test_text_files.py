@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.data.tasks.pairs import AG_NEWS
-from bmforge.data.text_files import read_lines, read_text
 from bmforge.errors import DataError
 from bmforge.recipes.dialogue import _read_dialogues
 from bmforge.recipes.sft import read_conversations

@@ -25,7 +25,7 @@ from bmforge.parallel import (
 from bmforge.testing import assert_close, run_distributed
 from bmforge.testing.layouts import check_layout
 from bmforge.train import TrainConfig, Trainer, clip_grad_norm_, evaluate
-from bmforge.train.optim import OptimConfig
+from bmforge.train.optim.build import OptimConfig
 
 
 @pytest.mark.parametrize("name", CASES)

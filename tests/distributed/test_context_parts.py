@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bmforge.errors import DistributedError
 from bmforge.models import Llama, LlamaConfig
 from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize
-from bmforge.parallel.context import apply_context_parallel_
-from bmforge.parallel.ring import attend_causally, attend_to_ends
-from bmforge.parallel.token_share import TokenShare
+from bmforge.parallel.context.divide import apply_context_parallel_
+from bmforge.parallel.context.ring import attend_causally, attend_to_ends
+from bmforge.parallel.context.token_share import TokenShare
 from bmforge.testing import assert_close, run_distributed
 
 

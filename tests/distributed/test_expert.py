@@ -37,8 +37,8 @@ from bmforge.parallel.expert import find_mixtures
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
 from bmforge.testing.batches import Batch
 from bmforge.testing.layouts import check_layout
-from bmforge.train.checkpoint import load_checkpoint, save_checkpoint
-from bmforge.train.optim import OptimConfig, build_optimizers, clip_grad_norm_
+from bmforge.train.checkpoint.checkpointer import load_checkpoint, save_checkpoint
+from bmforge.train.optim.build import OptimConfig, build_optimizers, clip_grad_norm_
 
 TINY: dict[str, Any] = {"vocab_size": 29, "num_layers": 2, "num_heads": 4, "init_std": 0.3}
 DECODER: dict[str, Any] = {

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from bmforge.errors import ConfigError, DistributedError
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, init_weights_
 from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize, run_step
-from bmforge.parallel.dry_run import dry_run
+from bmforge.parallel.planner.dry_run import dry_run
 from bmforge.shards import local_tensor
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
-from bmforge.train.optim import OptimConfig, build_optimizers, clip_grad_norm_
+from bmforge.train.optim.build import OptimConfig, build_optimizers, clip_grad_norm_
 
 BATCH, LENGTH, STEPS, MICRO = 12, 10, 3, 1
 

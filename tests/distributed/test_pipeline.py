@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
 from bmforge.errors import ConfigError, DistributedError, ShapeError
-from bmforge.parallel.messages import MAX_TENSORS, Link
-from bmforge.parallel.pipeline import Pipeline
-from bmforge.parallel.schedules import SCHEDULES, build_schedule
+from bmforge.parallel.pipeline.messages import MAX_TENSORS, Link
+from bmforge.parallel.pipeline.run import Pipeline
+from bmforge.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from bmforge.testing import assert_close, run_distributed
 
 WIDTH, VOCAB, ROWS = 6, 11, 3

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.train import read_metrics
-from bmforge.train.checkpoint import find_checkpoints
-from bmforge.train.checkpoint_format import read_manifest
+from bmforge.train.checkpoint.checkpointer import find_checkpoints
+from bmforge.train.checkpoint.format import read_manifest
 
 TIMEOUT_S = 240.0
 

@@ -13,7 +13,7 @@ from cli_calls import assert_refused, bmforge, files_below
 from real_runs import losses, write_config
 
 from bmforge.data import TokenStoreWriter
-from bmforge.train.checkpoint import find_checkpoints
+from bmforge.train.checkpoint.checkpointer import find_checkpoints
 
 
 @pytest.fixture(scope="module")

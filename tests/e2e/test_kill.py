@@ -24,7 +24,7 @@ from real_runs import (
 from bmforge.config import load_toml
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.testing import run_distributed
-from bmforge.train.checkpoint import find_checkpoints
+from bmforge.train.checkpoint.checkpointer import find_checkpoints
 
 STEPS = 40
 TWO = ("--nproc-per-node", "2", "--max-restarts", "2")

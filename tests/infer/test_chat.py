@@ -10,7 +10,7 @@ import transformers
 
 from bmforge.errors import ConfigError
 from bmforge.infer import GenerationConfig, generate
-from bmforge.infer.chat import Chat, ChatConfig, _find_repeats, _NoRepeatDecoder
+from bmforge.infer.openbmb.chat import Chat, ChatConfig, _find_repeats, _NoRepeatDecoder
 from bmforge.models.eva import EVA, EVAConfig
 from bmforge.models.gpt2 import GPT2, GPT2Config
 from bmforge.testing import assert_close

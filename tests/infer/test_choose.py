@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.choose import choose_text, score_texts
+from bmforge.infer.score import choose_text, score_texts
 from bmforge.models.bert import Bert, BertConfig
 from bmforge.models.cpm1 import CPM1, CPM1Config
 from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig

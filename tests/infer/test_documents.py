@@ -14,11 +14,11 @@ import torch
 
 from bmforge.cli.main import main
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.documents import fill_documents
+from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.models import hub
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig, encode_document, to_arguments
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
-from bmforge.tokenizers.cpm_bee_batch import build_instance, collate_rows
+from bmforge.tokenizers.cpm_bee.batch import build_instance, collate_rows
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 SPECIALS = [
     "<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>", "<root>", "<ans>",

@@ -11,7 +11,7 @@ import torch
 
 from bmforge.cli.main import main
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 OVERVIEW: dict[str, dict[str, Any]] = {
     "text generation": {

@@ -1,7 +1,7 @@
 """ModelCenter checkpoints made of transformers models, by its documented names.
 
 There is no ModelCenter here, so the names, the scaling and the padding are written down once more,
-from transformers' side: independent of the tables in `bmforge.models.model_center`.
+from transformers' side: independent of the tables in `bmforge.models.formats.model_center`.
 """
 
 from __future__ import annotations

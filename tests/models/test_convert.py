@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import GPT2, AutoModel, GPT2Config
-from bmforge.models.convert import convert_checkpoint
+from bmforge.models.formats.convert import convert_checkpoint
 from bmforge.models.hub import FAMILIES
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 from bmforge.testing.twin import build_reference

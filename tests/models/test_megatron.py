@@ -17,14 +17,14 @@ from torch import Tensor
 from bmforge.cli import main
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import Model
-from bmforge.models.convert import convert_checkpoint
 from bmforge.models.cpm1 import CPM1, CPM1Config
 from bmforge.models.cpm2 import CPM2, CPM2Config
 from bmforge.models.eva import EVA, EVAConfig
+from bmforge.models.formats.convert import convert_checkpoint
+from bmforge.models.formats.hf_format import WeightFiles
+from bmforge.models.formats.megatron import MegatronShards
+from bmforge.models.formats.megatron_model import load_megatron, reshard_megatron, save_megatron
 from bmforge.models.gpt2 import GPT2, GPT2Config
-from bmforge.models.hf_format import WeightFiles
-from bmforge.models.megatron import MegatronShards
-from bmforge.models.megatron_model import load_megatron, reshard_megatron, save_megatron
 from bmforge.testing.tolerance import assert_equal_trees
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}

@@ -23,15 +23,15 @@ from bmforge.models.gpt2 import GPT2, GPT2Config
 from bmforge.models.llama import LlamaConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import Layout, init_distributed, parallelize, run_step, shutdown_distributed
-from bmforge.parallel import plan_trace as tracing
-from bmforge.parallel.hardware import Cluster, find_device, parse_interconnect
-from bmforge.parallel.plan_estimate import Choice, Estimator, Request
-from bmforge.parallel.plan_memory import Share, count_work, peak_memory
-from bmforge.parallel.plan_time import Engine, Work, step_time
-from bmforge.parallel.plan_trace import Setting, trace_step
-from bmforge.parallel.planner import plan
-from bmforge.parallel.replay import replay
-from bmforge.parallel.schedules import build_schedule
+from bmforge.parallel.pipeline.replay import replay
+from bmforge.parallel.pipeline.schedules import build_schedule
+from bmforge.parallel.planner import trace as tracing
+from bmforge.parallel.planner.estimate import Choice, Estimator, Request
+from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
+from bmforge.parallel.planner.peak import Share, count_work, peak_memory
+from bmforge.parallel.planner.search import plan
+from bmforge.parallel.planner.step_time import Engine, Work, step_time
+from bmforge.parallel.planner.trace import Setting, trace_step
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "num_layers": 6}
 TINY = GPT2Config(**SMALL, max_seq_len=64)

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from bmforge.errors import ConfigError
-from bmforge.parallel.replay import order_messages, replay
-from bmforge.parallel.schedules import (
+from bmforge.parallel.pipeline.replay import order_messages, replay
+from bmforge.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
     build_schedule,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from bmforge.parallel.split_backward import backward_input
+from bmforge.parallel.pipeline.split_backward import backward_input
 from bmforge.testing import assert_close
 
 WIDTH = 6

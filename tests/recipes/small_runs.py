@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from bmforge.data import TokenStoreWriter
-from bmforge.recipes.examples import ExampleConfig
+from bmforge.recipes.inputs.examples import ExampleConfig
 from bmforge.tokenizers import CPM1Tokenizer
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig
 
 CHARACTERS = "一二三四五六七八九十天地人你我他好不上下"

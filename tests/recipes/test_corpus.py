@@ -15,9 +15,9 @@ from bmforge.data import (
 )
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World
-from bmforge.recipes.corpus import CorpusConfig, open_corpus, train_prefix
-from bmforge.recipes.examples import ExampleConfig
-from bmforge.recipes.pieces import Pieces, open_tokenizer
+from bmforge.recipes.inputs.corpus import CorpusConfig, open_corpus, train_prefix
+from bmforge.recipes.inputs.examples import ExampleConfig
+from bmforge.recipes.inputs.pieces import Pieces, open_tokenizer
 from bmforge.recipes.spans import T5SpansConfig
 
 WORLD = World(rank=0, size=1, device=None)  # type: ignore[arg-type]

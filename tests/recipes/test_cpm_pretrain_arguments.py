@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bmforge.recipes.cpm_pretrain_arguments import ARGUMENTS
+from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS
 from bmforge.recipes.registry import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]

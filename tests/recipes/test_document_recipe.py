@@ -14,7 +14,7 @@ from small_runs import SIZES, bee_tokenizer, settings, write_jsonl
 
 from bmforge.cli.main import main
 from bmforge.errors import BmforgeError
-from bmforge.infer.documents import fill_documents
+from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.models import AutoModel
 from bmforge.models.cpm_bee import CPMBeeConfig, to_arguments
 from bmforge.parallel import World
@@ -25,7 +25,7 @@ from bmforge.recipes.documents import (
     train_documents,
 )
 from bmforge.testing import assert_equal_trees
-from bmforge.tokenizers.cpm_bee_batch import build_instance, collate_rows
+from bmforge.tokenizers.cpm_bee.batch import build_instance, collate_rows
 from bmforge.train import read_metrics
 
 NEXT = dict(zip("abcdefgh", "bcdefgha", strict=True))

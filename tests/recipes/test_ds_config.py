@@ -12,18 +12,18 @@ import pytest
 from small_runs import SIZES, settings, write_counting
 
 from bmforge.cli.main import main
+from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config, read_ds_config
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.parallel import Layout
-from bmforge.recipes.corpus import CorpusConfig
 from bmforge.recipes.documents import CPMBeeTrainConfig
-from bmforge.recipes.ds_config import apply_ds_config, read_ds_config
-from bmforge.recipes.loss_scale import LossScaleConfig, build_scaler
+from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.recipes.run import settle_batch
 from bmforge.recipes.spans import T5SpansConfig
 from bmforge.train import LossScaler, read_metrics
+from bmforge.train.loss_scale import LossScaleConfig, build_scaler
 
 # As published, but for the wrong size.
 PUBLISHED = {

@@ -23,7 +23,7 @@ from small_runs import (
 
 from bmforge.cli.main import main
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.choose import choose_text
+from bmforge.infer.score import choose_text
 from bmforge.models import AutoModel
 from bmforge.models.cpm1 import CPM1Config
 from bmforge.models.cpm2 import CPM2Config
@@ -31,9 +31,9 @@ from bmforge.models.cpm_ant import CPMAntConfig
 from bmforge.models.eva import EVAConfig
 from bmforge.models.t5 import T5Config
 from bmforge.recipes.ant import CPMAntTrainConfig, train_ant
-from bmforge.recipes.corpus import CorpusConfig
 from bmforge.recipes.cpm1 import ChIDConfig, STCConfig, tune_chid, tune_stc
 from bmforge.recipes.dialogue import EVADialogueConfig, train_dialogue
+from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.pretrain import CPM1PretrainConfig, pretrain
 from bmforge.recipes.run import RunResult
 from bmforge.recipes.spans import CPM2SpansConfig, T5SpansConfig, train_spans

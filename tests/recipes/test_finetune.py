@@ -20,24 +20,24 @@ from task_folders import (
 )
 
 from bmforge.data.tasks import TASKS, read_task
-from bmforge.errors import ConfigError, DataError
-from bmforge.infer import generate
-from bmforge.infer.choose import score_texts
-from bmforge.models import AutoModel, Bert
-from bmforge.models.hub import FAMILIES
-from bmforge.parallel import Layout, World, init_distributed
-from bmforge.recipes.task_rows import (
+from bmforge.data.tasks.metrics import score_task
+from bmforge.data.tasks.rows import (
     Pair,
     continue_prompt,
     encode_answers,
     encode_segments,
     fill_prompt,
 )
-from bmforge.recipes.task_scores import score_answers
-from bmforge.recipes.task_wording import word_task
+from bmforge.data.tasks.wording import word_task
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer import generate
+from bmforge.infer.answers import score_answers
+from bmforge.infer.score import score_texts
+from bmforge.models import AutoModel, Bert
+from bmforge.models.hub import FAMILIES
+from bmforge.parallel import Layout, World, init_distributed
 from bmforge.testing import run_distributed
 from bmforge.tokenizers import AutoTokenizer
-from bmforge.train.task_metrics import score_task
 
 WORLD = World(0, 1, torch.device("cpu"))
 

@@ -11,16 +11,16 @@ import torch
 from small_runs import HEAD, SIZES, examples, settings, write_counting, write_vocabulary
 
 from bmforge.data import TokenStore, TokenStoreWriter
-from bmforge.data.store import DTYPE_CODES, HEADER, MAGIC
+from bmforge.data.store.token_store import DTYPE_CODES, HEADER, MAGIC
 from bmforge.errors import ConfigError, DataError
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import World
-from bmforge.recipes.corpus import CorpusConfig
+from bmforge.recipes.inputs.corpus import CorpusConfig
+from bmforge.recipes.inputs.span_corpus import SpanCorpus
+from bmforge.recipes.inputs.splitting import StorePart
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
-from bmforge.recipes.span_corpus import SpanCorpus
 from bmforge.recipes.spans import T5SpansConfig, train_spans
-from bmforge.recipes.splitting import StorePart
 from bmforge.train import read_metrics
 
 WORLD = World(0, 1, torch.device("cpu"))

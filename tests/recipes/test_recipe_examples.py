@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.recipes.examples import ExampleConfig, ExampleLoader, iter_held_out
+from bmforge.recipes.inputs.examples import ExampleConfig, ExampleLoader, iter_held_out
 
 
 class Numbers:

@@ -15,8 +15,8 @@ from bmforge.data import TokenStore, TokenStoreWriter
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import Layout
-from bmforge.recipes.corpus import CorpusConfig
-from bmforge.recipes.examples import ExampleConfig
+from bmforge.recipes.inputs.corpus import CorpusConfig
+from bmforge.recipes.inputs.examples import ExampleConfig
 from bmforge.recipes.pretrain import GPT2PretrainConfig
 from bmforge.recipes.registry import RECIPES
 from bmforge.recipes.spans import T5SpansConfig

@@ -15,7 +15,7 @@ from bmforge.errors import ConfigError
 from bmforge.models import GPT2
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.parallel import OffloadConfig
-from bmforge.recipes.corpus import CorpusConfig
+from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.pretrain import GPT2PretrainConfig
 from bmforge.recipes.registry import RECIPES
 from bmforge.testing import assert_equal_trees

@@ -17,8 +17,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.models import AutoModel
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import Layout
-from bmforge.recipes.chat_template import ChatTemplate, find_template, split_answers
-from bmforge.recipes.examples import ExampleConfig
+from bmforge.recipes.inputs.examples import ExampleConfig
 from bmforge.recipes.sft import (
     LlamaSFTConfig,
     encode_conversation,
@@ -28,6 +27,7 @@ from bmforge.recipes.sft import (
 )
 from bmforge.testing import run_distributed
 from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.chat_template import ChatTemplate, find_template, split_answers
 from bmforge.train import read_metrics
 
 # ChatML, as many published models have it.

@@ -13,8 +13,8 @@ from bmforge.config import load_toml
 from bmforge.data import TokenStoreWriter
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, AutoModel, GPT2Config
-from bmforge.recipes.corpus import CorpusConfig
 from bmforge.recipes.finetune import BertSuperGLUEConfig
+from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.recipes.start import change_model, settle_model
 from bmforge.train import TrainConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 PUBLISHED_SIZE = 86583
 SPECIALS = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.tokenizers import AutoTokenizer
-from bmforge.tokenizers.cpm_bee import CPMBeeTokenizer
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 GOLDEN = [
     ("今天天气是真的<mask_0>", [9803, 14963, 1730, 23974, 86583], {86583: "<mask_0>"}),

@@ -7,9 +7,9 @@ import pytest
 from bee_vocabulary import golden_tokenizer, small_tokenizer
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.tokenizers.cpm_bee_batch import BestFit, build_instance, collate_rows
-from bmforge.tokenizers.cpm_bee_document import encode_document
-from bmforge.tokenizers.cpm_bee_prompt import collate_prompts, encode_prompt
+from bmforge.tokenizers.cpm_bee.batch import BestFit, build_instance, collate_rows
+from bmforge.tokenizers.cpm_bee.document import encode_document
+from bmforge.tokenizers.cpm_bee.prompt import collate_prompts, encode_prompt
 
 MAIN = {"input": "今天<mask_1>é<mask_0>", "<ans>": {"<mask_0>": "é很好", "<mask_1>": "<mask_0>"}}
 EXAMPLE = {"input": "天气<mask_0>è", "<ans>": {"<mask_0>": "è"}}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmforge.errors import DataError
-from bmforge.tokenizers.cpm_bee_document import (
+from bmforge.tokenizers.cpm_bee.document import (
     TooLongError,
     decode_document,
     encode_document,

@@ -10,9 +10,9 @@ import pytest
 from bee_vocabulary import small_tokenizer
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.tokenizers.cpm_bee_batch import build_instance
-from bmforge.tokenizers.cpm_bee_loader import DocumentLoader, iter_documents
-from bmforge.tokenizers.cpm_bee_mixture import DocumentFile, TaskMixture, TaskSource, load_mixture
+from bmforge.tokenizers.cpm_bee.batch import build_instance
+from bmforge.tokenizers.cpm_bee.loader import DocumentLoader, iter_documents
+from bmforge.tokenizers.cpm_bee.mixture import DocumentFile, TaskMixture, TaskSource, load_mixture
 
 
 def documents(count, name="a", longest=12):

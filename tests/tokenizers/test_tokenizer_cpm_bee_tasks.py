@@ -6,9 +6,9 @@ import pytest
 from bee_vocabulary import small_tokenizer
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.tokenizers import cpm_bee_tasks as tasks
-from bmforge.tokenizers.cpm_bee_document import encode_document
-from bmforge.tokenizers.cpm_bee_transform import Transform
+from bmforge.tokenizers.cpm_bee import tasks
+from bmforge.tokenizers.cpm_bee.document import encode_document
+from bmforge.tokenizers.cpm_bee.transform import Transform
 
 ONE_TO_FIVE = ("1", "2", "3", "4", "5")
 

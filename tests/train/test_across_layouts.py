@@ -17,7 +17,7 @@ from bmforge.models import GPT2, T5, T5Config, init_weights_, load_weights_
 from bmforge.parallel import Layout, OffloadConfig, init_distributed, parallelize
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
 from bmforge.train import OptimConfig, load_checkpoint, save_checkpoint
-from bmforge.train.optim import build_optimizers
+from bmforge.train.optim.build import build_optimizers
 
 ONE = (1, Layout())
 TENSOR = (4, Layout(zero=2, tp=2))

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from bmforge.errors import CheckpointError
-from bmforge.train import checkpoint_rng
-from bmforge.train.checkpoint import (
+from bmforge.train.checkpoint import rng as checkpoint_rng
+from bmforge.train.checkpoint.checkpointer import (
     Checkpointer,
     find_checkpoints,
     load_checkpoint,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from bmforge.errors import CheckpointError
-from bmforge.train.checkpoint import (
+from bmforge.train.checkpoint.checkpointer import (
     Checkpointer,
     DamagedCheckpointError,
     find_checkpoints,
@@ -23,7 +23,7 @@ from bmforge.train.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from bmforge.train.checkpoint_format import hash_line
+from bmforge.train.checkpoint.format import hash_line
 
 
 def make(seed: int, width: int = 4) -> tuple[nn.Module, AdamW]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from bmforge.errors import CheckpointError
-from bmforge.train.checkpoint import (
+from bmforge.train.checkpoint.checkpointer import (
     FAULT_POINTS,
     Checkpointer,
     find_checkpoints,

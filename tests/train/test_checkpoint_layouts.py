@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from bmforge.errors import CheckpointError
 from bmforge.testing import run_distributed
-from bmforge.train.checkpoint import (
+from bmforge.train.checkpoint.checkpointer import (
     Checkpointer,
     find_checkpoints,
     load_checkpoint,

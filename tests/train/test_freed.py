@@ -15,7 +15,7 @@ from trainer_cases import run, write_corpus
 from bmforge.parallel import Layout, OffloadConfig
 from bmforge.testing import run_distributed
 from bmforge.train import Trainer
-from bmforge.train.offloader import Offloader
+from bmforge.train.offload.offloader import Offloader
 
 LEAVING = OffloadConfig(1.0, gradients="leave")
 SHARES = OffloadConfig(0.5)

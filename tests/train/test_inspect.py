@@ -145,7 +145,7 @@ def test_special_values_are_torchs():
 def test_chunks_are_put_together(monkeypatch):
     model = nn.Linear(7, 9)
     whole = inspect_parameters(model)
-    monkeypatch.setattr("bmforge.train.inspect._CHUNK", 4)
+    monkeypatch.setattr("bmforge.train.report.inspect._CHUNK", 4)
     for cut, want in zip(inspect_parameters(model, "*"), whole, strict=True):
         assert cut["name"] == want["name"]
         assert math.isclose(cut["mean"], want["mean"], rel_tol=1e-12)

@@ -13,7 +13,7 @@ import torch
 
 from bmforge.errors import DataError, MissingDependencyError
 from bmforge.logging import get_logger
-from bmforge.train.metrics import (
+from bmforge.train.report.metrics import (
     MetricsWriter,
     Throughput,
     WandbSink,

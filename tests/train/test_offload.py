@@ -29,8 +29,8 @@ from bmforge.train import (
     offloader,
     save_checkpoint,
 )
-from bmforge.train.checkpoint_state import read_state
-from bmforge.train.offloader import Offloader
+from bmforge.train.checkpoint.state import read_state
+from bmforge.train.offload.offloader import Offloader
 
 LEAVING = OffloadConfig(1.0, gradients="leave")
 DISK = OffloadConfig(1.0, target="disk", gradients="leave")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bmforge.errors import ConfigError
-from bmforge.train.optim import (
+from bmforge.train.optim.build import (
     Muon,
     OptimConfig,
     build_optimizers,

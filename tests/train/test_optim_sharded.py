@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 from bmforge.errors import DistributedError
 from bmforge.testing import run_distributed
-from bmforge.train.muon import Muon
-from bmforge.train.optim import OptimConfig, build_optimizers, clip_grad_norm_
+from bmforge.train.optim.build import OptimConfig, build_optimizers, clip_grad_norm_
+from bmforge.train.optim.muon import Muon
 
 CONFIGS = {
     "adamw": OptimConfig("adamw", lr=0.01),

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from bmforge.errors import DataError
-from bmforge.train.report import write_report
+from bmforge.train.report.page import write_report
 
 NASTY = '<script>alert("&")</script>'
 VOID = {"meta", "line", "circle", "polyline", "br"}

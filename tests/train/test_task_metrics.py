@@ -10,8 +10,7 @@ from collections import Counter
 import pytest
 
 from bmforge.data.tasks import TaskExample
-from bmforge.errors import ConfigError, ShapeError
-from bmforge.train.task_metrics import (
+from bmforge.data.tasks.metrics import (
     accuracy,
     answer_scores,
     class_f1,
@@ -20,6 +19,7 @@ from bmforge.train.task_metrics import (
     score_task,
     token_f1,
 )
+from bmforge.errors import ConfigError, ShapeError
 
 
 def official_normalize(text: str) -> str:

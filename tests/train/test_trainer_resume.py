@@ -10,7 +10,7 @@ from trainer_cases import logged, run, run_interrupted, run_signalled, write_cor
 
 from bmforge.errors import DistributedError
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
-from bmforge.train.checkpoint import find_checkpoints
+from bmforge.train.checkpoint.checkpointer import find_checkpoints
 
 
 @pytest.fixture(scope="module")

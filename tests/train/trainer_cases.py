@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bmforge.data import DataLoader, PackedDataset, TokenStore, TokenStoreWriter, iter_once
+from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import GPT2, GPT2Config, init_weights_, weight_drawer
 from bmforge.parallel import (
     Layout,
@@ -23,7 +24,6 @@ from bmforge.parallel import (
     init_distributed,
     parallelize,
 )
-from bmforge.parallel.streaming import stream_blocks_
 from bmforge.train import (
     OptimConfig,
     ScheduleConfig,
@@ -34,7 +34,7 @@ from bmforge.train import (
     evaluate,
     read_metrics,
 )
-from bmforge.train.checkpoint_state import Elsewhere, read_state
+from bmforge.train.checkpoint.state import Elsewhere, read_state
 
 VOCAB, LENGTH = 29, 10
 

@@ -20,8 +20,8 @@ from bmforge.compat.bmtrain.parameter import gather, make_parameter, mark_, orig
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ShapeError
 from bmforge.parallel.collectives import gather_tokens, take_tokens
-from bmforge.parallel.messages import Link, Route, Wire, share_from
-from bmforge.parallel.schedules import Message, build_schedule, forward_only
+from bmforge.parallel.pipeline.messages import Link, Route, Wire, share_from
+from bmforge.parallel.pipeline.schedules import Message, build_schedule, forward_only
 
 __all__ = ["PipelineTransformerBlockList"]
 

@@ -7,8 +7,8 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
+from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.data.tasks.task import Task, TaskExample
-from bmforge.data.text_files import read_lines, read_text
 from bmforge.errors import DataError
 
 __all__ = ["AG_NEWS", "LCQMC"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bmforge.data.text_files import read_lines, read_text
+from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.errors import ConfigError, DataError
 
 __all__ = ["Record", "Task", "TaskExample", "find_split", "read_json", "read_records"]

@@ -16,11 +16,11 @@ from bmforge.compat.model_center.dataset.loader import DistributedDataLoader
 __all__ = ["DistributedDataLoader", "DistributedMMapIndexedDataset", "MMapIndexedDataset"]
 
 _ELSEWHERE = {
-    "DistributedDataset": "bmforge.data.blocks.BlockDataset reads such a dataset",
-    "SimpleDataset": "bmforge.data.blocks.BlockDataset reads such a dataset",
+    "DistributedDataset": "bmforge.data.store.blocks.BlockDataset reads such a dataset",
+    "SimpleDataset": "bmforge.data.store.blocks.BlockDataset reads such a dataset",
     "build_dataset": "bmforge prepare writes a corpus that every recipe reads",
     "shuffle_dataset": "bmforge.data.DataLoader shuffles while it reads",
-    "compact_dataset": "bmforge.data.blocks.blocks_to_store writes a dataset anew",
+    "compact_dataset": "bmforge.data.store.blocks.blocks_to_store writes a dataset anew",
     "mask_dataset": "leave its files out of the recipe's data.paths",
     "CPM1_Dataset": "bmforge train cpm1-pretrain reads the corpus",
     "CPM1_Dataset_Merge": "bmforge train cpm1-pretrain reads the corpus",

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from typing import Any
 
 from bmforge.data import TokenStore
-from bmforge.data.store import store_paths
+from bmforge.data.store.token_store import store_paths
 from bmforge.errors import DataError
 
 __all__ = ["DistributedMMapIndexedDataset", "MMapIndexedDataset"]

@@ -21,8 +21,8 @@ from bmforge.compat.model_center.model.config import Config
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
 from bmforge.models import Model, ModelConfig
+from bmforge.models.formats.model_center import is_model_center, load_model_center
 from bmforge.models.hub import FAMILIES
-from bmforge.models.model_center import is_model_center, load_model_center
 from bmforge.models.resolve import resolve_model
 
 __all__ = ["BaseModel", "InputEmbedding", "draw_model", "lengths_to_mask", "refuse_unused"]

@@ -17,9 +17,9 @@ import torch
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import ModelConfig
 from bmforge.models.config import read_config_file
+from bmforge.models.formats.model_center import is_model_center
+from bmforge.models.formats.model_center_config import OLD_FAMILIES, read_old_config
 from bmforge.models.hub import FAMILIES
-from bmforge.models.model_center import is_model_center
-from bmforge.models.model_center_config import OLD_FAMILIES, read_old_config
 from bmforge.models.resolve import resolve_model
 
 __all__ = ["OLD_NAMES", "Config"]

@@ -16,8 +16,8 @@ from bmforge.compat.model_center.model.base import (
 from bmforge.compat.model_center.model.config import Config
 from bmforge.compat.model_center.model.outputs import BaseModelOutputWithPooling
 from bmforge.models import Model
-from bmforge.models.hf_format import WeightFiles, read_pickle
-from bmforge.models.model_center import load_model_center
+from bmforge.models.formats.hf_format import WeightFiles, read_pickle
+from bmforge.models.formats.model_center import load_model_center
 
 __all__ = [
     "Bert",

@@ -1,0 +1,1 @@
+"""CPM-Pretrain's arguments and config files, as fields of a run."""

@@ -1,0 +1,205 @@
+"""CPM-Pretrain's ``ds_config_*.json``: what it says, in fields of a run.
+
+It was read only where there was a pipeline; otherwise the command line alone counted. It has one
+number too many: ``train_batch_size`` follows from the others, and the product of these is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import ConfigError, suggest
+from bmforge.logging import get_logger
+from bmforge.recipes.run import settle_batch
+from bmforge.train.loss_scale import LossScaleConfig
+
+__all__ = ["apply_ds_config", "read_ds_config"]
+
+# What the file may say and what is not needed here: said in one line, and left out.
+_WITHOUT_EFFECT = {
+    "zero_allow_untested_optimizer": "ZeRO goes with every optimizer",
+    "wall_clock_breakdown": "see train.profile_steps",
+    "memory_breakdown": "memory is in metrics.jsonl",
+    "dump_state": "the whole config is in run.toml",
+    "prescale_gradients": "gradients are averaged over all tokens",
+    "gradient_predivide_factor": "gradients are averaged over all tokens",
+    "sparse_gradients": "embeddings have dense gradients",
+    "disable_allgather": "see layout.zero",
+    "fp32_allreduce": "gradients are reduced in fp32",
+    "optimizer": "CPM-Pretrain built its own from the command line; see train.optim",
+    "scheduler": "CPM-Pretrain built its own from the command line; see train.schedule",
+    "tensorboard": "run_dir/tensorboard is always written",
+    "activation_checkpointing": "see recompute",
+    "pipeline": "see layout.pp_schedule and layout.pp_cut",
+}
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_FP16 = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis")
+_FP16_KEYS = (*_FP16, "min_loss_scale")
+_KNOWN = (*_SIZES, "steps_per_print", "gradient_clipping", "fp16", "zero_optimization")
+
+
+def read_ds_config(path: str | Path) -> dict[str, Any]:
+    """Return a file's settings, checked one by one.
+
+    Raises:
+        ConfigError: no such file, no JSON object, an unknown name, or a value out of range.
+    """
+    file = Path(path)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read --ds-config {str(file)!r} ({error.strerror}).") from error
+    except ValueError as error:
+        raise ConfigError(f"--ds-config {str(file)!r} is not JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--ds-config {str(file)!r} holds no JSON object of settings.")
+    reader = _Reader(found, str(file))
+    for name in found:
+        reader.check_name(name, (*_KNOWN, *_WITHOUT_EFFECT))
+    for name in (*_SIZES, "steps_per_print"):
+        reader.number(found, name, int, lambda n: n >= 1, "a whole number of at least 1")
+    reader.number(found, "gradient_clipping", (int, float), lambda n: n >= 0, "at least 0")
+    _check_fp16(reader, reader.table("fp16"))
+    zero = reader.table("zero_optimization")
+    reader.number(zero, "stage", int, lambda n: 0 <= n <= 3, "0, 1, 2 or 3", "zero_optimization.")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Checks names and values of a file, and says where they are wrong."""
+
+    found: Mapping[str, Any]
+    file: str
+
+    def check_name(self, name: str, known: tuple[str, ...], place: str = "") -> None:
+        if name not in known:
+            raise ConfigError(
+                f"--ds-config {self.file!r}: {place}{name} is unknown.{suggest(name, known)} "
+                f"Known: {', '.join(known)}."
+            )
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        value = self.found.get(name, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"--ds-config {self.file!r}: {name}={value!r} must be an object.")
+        return value
+
+    def number(
+        self,
+        table: Mapping[str, Any],
+        name: str,
+        kind: type | tuple[type, ...],
+        fits: Callable[[Any], bool],
+        needed: str,
+        place: str = "",
+    ) -> None:
+        value = table.get(name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+            raise ConfigError(
+                f"--ds-config {self.file!r}: {place}{name}={value!r} must be {needed}."
+            )
+
+
+def _check_fp16(reader: _Reader, table: Mapping[str, Any]) -> None:
+    for name in table:
+        reader.check_name(name, _FP16_KEYS, "fp16.")
+    if not isinstance(table.get("enabled", False), bool):
+        raise ConfigError(
+            f"--ds-config {reader.file!r}: fp16.enabled={table['enabled']!r} must be true or false."
+        )
+    whole = "a whole number of at least 1"
+    reader.number(table, "loss_scale", (int, float), lambda n: n >= 0, "at least 0", "fp16.")
+    reader.number(table, "initial_scale_power", int, lambda n: 0 <= n <= 127, "0 to 127", "fp16.")
+    for name in ("loss_scale_window", "hysteresis"):
+        reader.number(table, name, int, lambda n: n >= 1, whole, "fp16.")
+    reader.number(table, "min_loss_scale", (int, float), lambda n: n > 0, "above 0", "fp16.")
+
+
+def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
+    """Return a run's config with what a file of CPM-Pretrain's says; it goes before other settings.
+
+    Args:
+        config: of a recipe with `train` and `data`.
+        path: the JSON file.
+        world_size: number of processes, for the rule micro batch x accumulation x processes / pp /
+            tp.
+
+    Raises:
+        ConfigError: the file is not as it should be, or does not fit the run.
+    """
+    found, log = read_ds_config(path), get_logger()
+    if not hasattr(config.data, "grad_accum_steps"):
+        raise ConfigError(
+            "--ds-config is for recipes with data.grad_accum_steps, such as gpt2-pretrain and "
+            "t5-pretrain."
+        )
+    if config.layout.pp == 1:
+        log.warning(
+            "--ds-config %s is ignored, as in CPM-Pretrain: there is no pipeline (layout.pp=1)",
+            path,
+        )
+        return config
+    for name in _WITHOUT_EFFECT:
+        if name in found:
+            log.info("--ds-config: %s has no effect (%s)", name, _WITHOUT_EFFECT[name])
+    fp16 = found.get("fp16", {})
+    train: dict[str, Any] = {"precision": "fp16" if fp16.get("enabled", False) else "fp32"}
+    if "gradient_clipping" in found:
+        train["grad_clip"] = float(found["gradient_clipping"]) or None
+    if "steps_per_print" in found:
+        train["log_every_steps"] = found["steps_per_print"]
+    changes = {
+        "train": dataclasses.replace(config.train, **train),
+        "loss_scale": _loss_scale(fp16) if fp16.get("enabled", False) else LossScaleConfig(),
+        "data": _batch(config, found, world_size),
+    }
+    stage = found.get("zero_optimization", {}).get("stage")
+    if stage is not None:
+        # Stage 1 shards the optimizer's state alone; 2 is the nearest that is here.
+        zero = 2 if stage == 1 else stage
+        changes["layout"] = dataclasses.replace(config.layout, zero=zero)
+    return dataclasses.replace(config, **changes)
+
+
+def _loss_scale(fp16: Mapping[str, Any]) -> LossScaleConfig:
+    if fp16.get("loss_scale"):
+        return LossScaleConfig(fixed=float(fp16["loss_scale"]))
+    # What the file does not say is as in DeepSpeed.
+    return LossScaleConfig(
+        init_scale=2.0 ** fp16.get("initial_scale_power", 32),
+        growth_interval_steps=fp16.get("loss_scale_window", 1000),
+        min_scale=float(fp16.get("min_loss_scale", 1)),
+        hysteresis=fp16.get("hysteresis", 2),
+    )
+
+
+def _batch(config: Any, found: Mapping[str, Any], world_size: int) -> Any:
+    """Return what the run reads, with the file's batch sizes; the product is what counts."""
+    data, layout = config.data, config.layout
+    micro = found.get("train_micro_batch_size_per_gpu", data.micro_batch_size)
+    steps = found.get("gradient_accumulation_steps", data.grad_accum_steps)
+    data = dataclasses.replace(data, micro_batch_size=micro)
+    if steps is not None:
+        usual = type(config)().data.global_batch_size
+        data = dataclasses.replace(data, grad_accum_steps=steps, global_batch_size=usual)
+        layout.check(world_size)
+        data = settle_batch(dataclasses.replace(config, data=data), world_size)
+    said, used = found.get("train_batch_size"), data.global_batch_size
+    if said is not None and said != used:
+        rule = "data.global_batch_size"
+        if steps is not None:
+            rule = (
+                f"{micro} rows x {steps} passes x {world_size} processes / pp={layout.pp} / "
+                f"tp={layout.tp}"
+            )
+        get_logger().warning(
+            "--ds-config says train_batch_size=%d, but %s is %d: %d is used", said, rule, used, used
+        )
+    return data

@@ -1,0 +1,1 @@
+"""Making texts comparable, dropping copies, splitting documents; see `normalise.py`."""

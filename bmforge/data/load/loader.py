@@ -1,0 +1,279 @@
+"""From token rows to micro-batches; the order is a pure function of (seed, epoch, sample number).
+
+Optimizer step s trains on the global sample numbers s G .. s G + G - 1, G being the global batch
+size. They are laid into slots [micro-batch][rank][row]; slots beyond G hold padding rows whose
+labels are all -100. So all ranks see the same shapes, and together the same rows on any world size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bmforge.batch import IGNORE_INDEX, Batch
+from bmforge.data.load.packing import Dataset, document_starts, reset_positions
+from bmforge.data.load.prefetch import Prefetcher
+from bmforge.errors import ConfigError, DataError
+
+__all__ = ["Batch", "DataLoader", "iter_once"]
+
+
+# Entries of a loader's state that must be as they were, and what changes them.
+_ORDER = {
+    "seed": "the seed",
+    "dataset": "the size of the corpus, seq_len or the mixture",
+    "content": "what is in the corpus",
+}
+_EARLIER = (
+    ". The state is of an earlier version, where the order of a mixture followed from how its "
+    "paths were written: go on with that version, or start a new run from the weights"
+)
+
+
+class DataLoader:
+    """Yield, for one optimizer step after the other without end, this rank's micro-batches.
+
+    An item is a list of ceil(G / (micro_batch_size * world)) batches, each a dict of int64 tensors
+    of shape (B, T): ``input_ids``; ``labels``, equal to them (the model shifts) but -100 in
+    padding; with `reset_at_documents` also ``position_ids``, which restart behind each eos, and
+    ``document_ids``, 0, 1, ... within the row; labels at the first token of a document are then
+    -100, so that nothing is predicted across a boundary.
+
+    Args:
+        dataset: a `PackedDataset` or a `Mixture`.
+        global_batch_size: rows per optimizer step over all ranks.
+        micro_batch_size: rows per forward pass on one rank.
+        rank: this data-parallel rank.
+        world: number of data-parallel ranks.
+        seed: decides the order, together with the sample number.
+        reset_at_documents: tell documents apart; the dataset needs its eos_id.
+        prefetch_steps: steps prepared ahead in a thread; 0 prepares in the caller.
+
+    Raises:
+        ConfigError: a number is out of range, or the eos_id is needed and missing.
+        DataError: the corpus is shorter than one row.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        reset_at_documents: bool = False,
+        prefetch_steps: int = 2,
+    ) -> None:
+        _check_at_least(1, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
+        _check_at_least(0, prefetch_steps=prefetch_steps)
+        _check_rank(rank, world)
+        dataset.check_trainable()
+        self.micro_batches_per_step = -(-global_batch_size // (micro_batch_size * world))
+        self._maker = _StepMaker(
+            dataset, global_batch_size, micro_batch_size, rank, world, seed,
+            _eos_id(dataset, reset_at_documents), self.micro_batches_per_step,
+        )  # fmt: skip
+        self._seed = seed
+        self._fingerprint, self._content = dataset.fingerprint(), dataset.content()
+        self._global_batch_size = global_batch_size
+        self._prefetch_steps = prefetch_steps
+        self._step = 0
+        self._samples = 0
+        self._prefetcher: Prefetcher[list[Batch]] | None = None
+        self._stop_at_exit: weakref.finalize | None = None
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        """Return the micro-batches of the next optimizer step."""
+        batches = self._make_or_take()
+        self._step += 1
+        self._samples += self._global_batch_size
+        return batches
+
+    def _make_or_take(self) -> list[Batch]:
+        if self._prefetch_steps == 0:
+            return self._maker.make(self._samples)
+        if self._prefetcher is None:
+            maker, first, size = self._maker, self._samples, self._global_batch_size
+            self._prefetcher = Prefetcher(
+                lambda i: maker.make(first + i * size), 0, self._prefetch_steps
+            )
+            self._stop_at_exit = weakref.finalize(self, self._prefetcher.stop)
+        try:
+            return self._prefetcher.take()
+        except BaseException:
+            self.close()
+            raise
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the caller stands: what was handed out, not what was prepared ahead."""
+        return {
+            "step": self._step,
+            "samples": self._samples,
+            "seed": self._seed,
+            "dataset": self._fingerprint,
+            "content": self._content,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on exactly where `state` was taken, on any world and batch size.
+
+        Raises:
+            ConfigError: the state is of another seed or corpus, so the order would not go on, or it
+                lacks an entry; `content` is not in the states of earlier versions.
+        """
+        ours = self.state_dict()
+        missing = [key for key in ours if key not in state and key != "content"]
+        if missing:
+            raise ConfigError(
+                f"loader state {sorted(state)} lacks {missing}: it is not of "
+                "DataLoader.state_dict; give the state that was saved with the checkpoint"
+            )
+        for key, what in _ORDER.items():
+            if key in state and state[key] != ours[key]:
+                raise ConfigError(
+                    f"loader state has {key}={state[key]}, this loader has {key}={ours[key]}: "
+                    f"{what} changed, so the sample order cannot go on; restore it or start a new "
+                    f"run{'' if 'content' in state else _EARLIER}"
+                )
+        self.close()
+        self._step, self._samples = int(state["step"]), int(state["samples"])
+
+    def close(self) -> None:
+        """Stop the thread and drop what it prepared; the next item starts a new one."""
+        if self._stop_at_exit is not None:
+            self._stop_at_exit()
+        self._prefetcher = self._stop_at_exit = None
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _StepMaker:
+    """Makes one step's micro-batches; a class of its own so that the thread holds no loader."""
+
+    dataset: Dataset
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    world: int
+    seed: int
+    eos_id: int | None
+    micro_batches: int
+
+    def make(self, first_sample: int) -> list[Batch]:
+        """Return this rank's micro-batches of the step that begins at `first_sample`."""
+        firsts = (np.arange(self.micro_batches) * self.world + self.rank) * self.micro_batch_size
+        slots = (firsts[:, None] + np.arange(self.micro_batch_size)).ravel()
+        real = int((slots < self.global_batch_size).sum())
+        rows = np.zeros((len(slots), self.dataset.seq_len), dtype=np.int64)
+        if real:
+            rows[:real] = self.dataset.training_rows(first_sample + slots[:real], self.seed)
+        lengths = np.where(np.arange(len(slots)) < real, self.dataset.seq_len, 0)
+        whole = _batch(rows, lengths, self.eos_id)
+        parts = {key: value.split(self.micro_batch_size) for key, value in whole.items()}
+        return [{key: parts[key][m] for key in parts} for m in range(self.micro_batches)]
+
+
+def iter_once(
+    dataset: Dataset,
+    batch_size: int,
+    rank: int = 0,
+    world: int = 1,
+    max_batches: int | None = None,
+    *,
+    reset_at_documents: bool = False,
+) -> Iterator[Batch]:
+    """Yield this rank's batches of one pass in stream order: every token is predicted once.
+
+    All ranks get equally many batches of equal shape; what is missing at the end is padding with
+    labels -100. Only the very first token of a stream, which nothing precedes, is not predicted.
+
+    Args:
+        batch_size: rows per batch on one rank.
+        max_batches: stop after this many batches counted over all ranks, so that the rows do not
+            depend on the world size.
+
+    Raises:
+        ConfigError: a number is out of range.
+        DataError: there is nothing to predict.
+    """
+    _check_at_least(1, batch_size=batch_size)
+    _check_rank(rank, world)
+    total = dataset.num_held_out_rows()
+    if total == 0:
+        raise DataError(
+            "the held-out corpus has fewer than 2 tokens, so there is nothing to predict: add text "
+            "or raise validation_fraction"
+        )
+    if max_batches is not None:
+        _check_at_least(1, max_batches=max_batches)
+        total = min(total, max_batches * batch_size)
+    eos_id = _eos_id(dataset, reset_at_documents)
+    return _held_out_batches(dataset, batch_size, rank, world, total, eos_id)
+
+
+def _held_out_batches(
+    dataset: Dataset, batch_size: int, rank: int, world: int, total: int, eos_id: int | None
+) -> Iterator[Batch]:
+    """Yield the batches of `iter_once` after its checks."""
+    for first in range(rank * batch_size, total + rank * batch_size, batch_size * world):
+        numbers = np.arange(first, max(first, min(first + batch_size, total)))
+        rows = np.zeros((batch_size, dataset.seq_len), dtype=np.int64)
+        lengths = np.zeros(batch_size, dtype=np.int64)
+        rows[: len(numbers)], lengths[: len(numbers)] = dataset.held_out_rows(numbers)
+        yield _batch(rows, lengths, eos_id)
+
+
+def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | None) -> Batch:
+    """Make the tensors of some rows; `eos_id` is given where documents are told apart."""
+    labels = rows.copy()
+    if len(lengths) and int(lengths.min()) < rows.shape[1]:
+        labels[np.arange(rows.shape[1]) >= lengths[:, None]] = IGNORE_INDEX
+    batch = {"input_ids": torch.from_numpy(rows), "labels": torch.from_numpy(labels)}
+    if eos_id is not None:
+        starts = document_starts(rows, lengths, eos_id)
+        labels[starts] = IGNORE_INDEX
+        positions, documents = reset_positions(starts)
+        batch["position_ids"] = torch.from_numpy(positions)
+        batch["document_ids"] = torch.from_numpy(documents)
+    return batch
+
+
+def _eos_id(dataset: Dataset, reset_at_documents: bool) -> int | None:
+    if reset_at_documents and dataset.eos_id is None:
+        raise ConfigError(
+            "reset_at_documents=True needs to know where documents end: give the dataset its "
+            "eos_id, for example PackedDataset(store, seq_len, eos_id=0)"
+        )
+    return dataset.eos_id if reset_at_documents else None
+
+
+def _check_at_least(least: int, **numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < least:
+            raise ConfigError(f"{name}={value}: needed is at least {least}")
+
+
+def _check_rank(rank: int, world: int) -> None:
+    if world < 1 or not 0 <= rank < world:
+        raise ConfigError(f"rank={rank}, world={world}: needed is 0 <= rank < world")

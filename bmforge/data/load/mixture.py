@@ -1,0 +1,180 @@
+"""Mix weighted corpora so that every stretch of samples holds its share of each.
+
+Which corpus the global sample number n comes from is read from a periodic table, made once by
+Tijdeman's rule: among the corpora that are not ahead of their share, the one whose deadline comes
+first. After every n samples each corpus has had share * n of them, give or take less than one.
+
+Source: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.data.load.packing import PackedDataset
+from bmforge.errors import ConfigError
+
+__all__ = ["Mixture", "assign_sources", "integer_shares"]
+
+_LONGEST_PERIOD = 1 << 16
+
+
+class Mixture:
+    """Several packed corpora drawn from in fixed proportions; each one starts over when it ends.
+
+    Args:
+        parts: name -> (dataset, weight); weights are relative. All have one seq_len and one eos_id.
+
+    Attributes:
+        shares: samples of each corpus per period, integers; the exact long-run proportions.
+
+    Raises:
+        ConfigError: no part, a weight that is not above 0, or parts that do not fit each other.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[PackedDataset, float]]) -> None:
+        if not parts:
+            raise ConfigError("Mixture: no corpus was given; name at least one")
+        self.names = sorted(parts)
+        self._datasets = [_named(parts[name][0], name) for name in self.names]
+        first = self._datasets[0]
+        self.seq_len, self.eos_id = first.seq_len, first.eos_id
+        for name, dataset in zip(self.names, self._datasets, strict=True):
+            if (dataset.seq_len, dataset.eos_id) != (self.seq_len, self.eos_id):
+                raise ConfigError(
+                    f"Mixture: corpus {name!r} has seq_len={dataset.seq_len}, "
+                    f"eos_id={dataset.eos_id}, corpus {self.names[0]!r} has "
+                    f"seq_len={self.seq_len}, eos_id={self.eos_id}: give all the same"
+                )
+        counts = integer_shares({name: parts[name][1] for name in self.names})
+        self.shares = dict(zip(self.names, counts, strict=True))
+        self._counts = np.array(counts, dtype=np.int64)
+        self._sources = assign_sources(counts)
+        self._ranks = np.empty(len(self._sources), dtype=np.int64)
+        for i, count in enumerate(counts):
+            self._ranks[self._sources == i] = np.arange(count)
+
+    def source_of(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (index into `names`, the corpus's own sample number) of global sample numbers."""
+        periods, at = np.divmod(numbers, len(self._sources))
+        sources = self._sources[at]
+        return sources, periods * self._counts[sources] + self._ranks[at]
+
+    def check_trainable(self) -> None:
+        """Raise DataError if one of the corpora is shorter than one row."""
+        for dataset in self._datasets:
+            dataset.check_trainable()
+
+    def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+        """Return the rows of these global sample numbers; shapes (B,) and (B, T)."""
+        rows = np.empty((len(numbers), self.seq_len), dtype=np.int64)
+        sources, own = self.source_of(numbers)
+        for i in np.unique(sources).tolist():
+            here = sources == i
+            rows[here] = self._datasets[i].training_rows(own[here], seed)
+        return rows
+
+    def num_held_out_rows(self) -> int:
+        """Return the rows of one pass through every corpus, whatever its weight."""
+        return sum(dataset.num_held_out_rows() for dataset in self._datasets)
+
+    def held_out_rows(
+        self, numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return rows of the pass, corpora in the order of their names; (B, T) and (B,)."""
+        rows = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
+        lengths = np.zeros(len(numbers), dtype=np.int64)
+        first = 0
+        for dataset in self._datasets:
+            last = first + dataset.num_held_out_rows()
+            here = (numbers >= first) & (numbers < last)
+            rows[here], lengths[here] = dataset.held_out_rows(numbers[here] - first)
+            first = last
+        return rows, lengths
+
+    def fingerprint(self) -> int:
+        """Return 63 bits of the corpora and their shares."""
+        return _hash(([d.fingerprint() for d in self._datasets], self.shares))
+
+    def content(self) -> int:
+        """Return 63 bits of what is in the corpora."""
+        return _hash([d.content() for d in self._datasets])
+
+
+def integer_shares(weights: Mapping[str, float]) -> list[int]:
+    """Return the smallest integers in the proportion of `weights`.
+
+    Where their sum would pass 65536 (weights such as pi), they are rounded to 65536 parts.
+
+    Raises:
+        ConfigError: a weight is not a finite number above 0, or rounds to no part at all.
+    """
+    for name, weight in weights.items():
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(f"Mixture: weight={weight} of {name!r}: needed is a number above 0")
+    exact = [Fraction(str(float(weight))) for weight in weights.values()]
+    total = sum(exact)
+    shares = [weight / total for weight in exact]
+    simple = [share.limit_denominator(10_000) for share in shares]
+    close = all(abs(a - b) < Fraction(1, 10**12) for a, b in zip(shares, simple, strict=True))
+    if close and sum(simple) == 1:
+        shares = simple
+    period = math.lcm(*[share.denominator for share in shares])
+    if period > _LONGEST_PERIOD:
+        period = _LONGEST_PERIOD
+        counts = _round_to_sum(shares, period)
+    else:
+        counts = [int(share * period) for share in shares]
+    for (name, weight), count in zip(weights.items(), counts, strict=True):
+        if count == 0:
+            raise ConfigError(
+                f"Mixture: weight={weight} of {name!r} is below 1/{period} of the whole: "
+                "raise it, or leave the corpus out"
+            )
+    return counts
+
+
+def assign_sources(counts: Sequence[int]) -> NDArray[np.int64]:
+    """Return one period: source i appears counts[i] times, each prefix within 1 of its share."""
+    period, kinds = sum(counts), len(counts)
+    chosen = np.zeros(period, dtype=np.int64)
+    if kinds == 1:
+        return chosen
+    # Tijdeman's slack is 1 / (2k - 2); everything times (2k - 2) * period stays a whole number.
+    scale = 2 * kinds - 2
+    had = [0] * kinds
+    for n in range(1, period + 1):
+        best, best_due = -1, 0
+        for i, count in enumerate(counts):
+            owed = scale * (count * n - had[i] * period)
+            if owed < period:
+                continue
+            due = (scale - 1) * period - owed  # divided by count: the deadline
+            if best < 0 or due * counts[best] < best_due * count:
+                best, best_due = i, due
+        had[best] += 1
+        chosen[n - 1] = best
+    return chosen
+
+
+def _round_to_sum(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Round shares * total to whole numbers that still add up to it (largest remainders first)."""
+    counts = [int(share * total) for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * total)
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def _hash(value: object) -> int:
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _named(dataset: PackedDataset, name: str) -> PackedDataset:
+    return PackedDataset(dataset.store, dataset.seq_len, dataset.eos_id, name)

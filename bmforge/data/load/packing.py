@@ -1,0 +1,176 @@
+"""Cut a token store into rows of `seq_len` tokens, and mark the documents inside a row.
+
+All documents lie one after the other in the store; a row is a window on that stream and may span
+documents. Neighbouring windows share one token, so no prediction is lost: a row of T tokens makes
+T - 1 predictions, the model shifting the labels itself (Hugging Face's convention).
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.data.load.order import derive_key, draw_below, permute
+from bmforge.data.store.token_store import TokenStore
+from bmforge.errors import ConfigError, DataError
+
+__all__ = ["Dataset", "PackedDataset", "document_starts", "reset_positions"]
+
+
+class Dataset(Protocol):
+    """What the loader asks of a corpus: rows by global sample number, and a held-out pass."""
+
+    seq_len: int
+    eos_id: int | None
+
+    def check_trainable(self) -> None:
+        """Raise DataError if there is not one whole row."""
+
+    def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+        """Return the rows of these global sample numbers, shape (len(numbers), seq_len)."""
+
+    def num_held_out_rows(self) -> int:
+        """Return how many rows one pass in stream order has, a short last one included."""
+
+    def held_out_rows(
+        self, numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return rows of the pass in stream order and how many true tokens each has."""
+
+    def fingerprint(self) -> int:
+        """Return 63 bits that change when the order of samples would."""
+
+    def content(self) -> int:
+        """Return 63 bits that change with what is in the corpus, and not with where it lies."""
+
+
+class PackedDataset:
+    """Rows of one token store.
+
+    Training takes the stream as a ring, cut anew in every epoch: epoch e starts at a random offset
+    o(seed, e), its windows begin at (o + i (T - 1)) mod num_tokens for i in [0, samples_per_epoch),
+    in an order that is a keyed permutation of i. Nothing is stored, whatever the size.
+
+    Args:
+        store: the tokens; each document ends with its end-of-document token already.
+        seq_len: tokens per row, at least 2.
+        eos_id: the end-of-document token, needed where documents are to be told apart.
+        name: enters the random order, so that corpora of a mixture do not walk in step.
+
+    Raises:
+        ConfigError: `seq_len` is below 2.
+    """
+
+    def __init__(
+        self, store: TokenStore, seq_len: int, eos_id: int | None = None, name: str = ""
+    ) -> None:
+        if seq_len < 2:
+            raise ConfigError(f"seq_len={seq_len}: a row needs at least 2 tokens to predict one")
+        self.store = store
+        self.seq_len = seq_len
+        self.eos_id = eos_id
+        self.name = name
+        self._tokens = store.map_for_random_access()
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Number of training rows in one pass, 0 if the corpus is shorter than one row."""
+        tokens = self.store.num_tokens
+        return tokens // (self.seq_len - 1) if tokens >= self.seq_len else 0
+
+    def check_trainable(self) -> None:
+        """Raise DataError if the corpus is shorter than one row."""
+        if self.samples_per_epoch == 0:
+            tokens = self.store.num_tokens
+            raise DataError(
+                f"token store {str(self.store.prefix)!r} has {tokens} tokens, one row needs "
+                f"seq_len={self.seq_len}: add text, or set seq_len to at most {max(tokens, 2)}"
+            )
+
+    def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+        """Return the rows of these global sample numbers.
+
+        Shape: numbers (B,), result (B, T) int64.
+        """
+        rows = np.empty((len(numbers), self.seq_len), dtype=np.int64)
+        for row, start in zip(rows, self.training_starts(numbers, seed).tolist(), strict=True):
+            self._copy_ring(start, row)
+        return rows
+
+    def training_starts(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+        """Return the token at which each global sample number begins; shapes (B,) and (B,)."""
+        per_epoch, stride = self.samples_per_epoch, self.seq_len - 1
+        epochs, indices = np.divmod(numbers, per_epoch)
+        starts = np.empty(len(numbers), dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():
+            key = derive_key(self.name, seed, epoch)
+            here = epochs == epoch
+            order = permute(indices[here], per_epoch, key)
+            starts[here] = draw_below(stride, key) + order * stride
+        return starts % self.store.num_tokens
+
+    def _copy_ring(self, start: int, row: NDArray[np.int64]) -> None:
+        """Fill `row` with the tokens from `start` on; behind the last comes the first."""
+        head = self._tokens[start : start + len(row)]
+        row[: len(head)] = head
+        row[len(head) :] = self._tokens[: len(row) - len(head)]
+
+    def num_held_out_rows(self) -> int:
+        """Return how many rows one pass in stream order has, a short last one included."""
+        return -(-max(self.store.num_tokens - 1, 0) // (self.seq_len - 1))
+
+    def held_out_rows(
+        self, numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return rows of the pass in stream order, zeros behind the end of the stream.
+
+        Shape: numbers (B,), rows (B, T), true tokens per row (B,).
+        """
+        rows = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
+        lengths = np.empty(len(numbers), dtype=np.int64)
+        for i, number in enumerate(numbers.tolist()):
+            start = number * (self.seq_len - 1)
+            part = self.store.tokens[start : start + self.seq_len]
+            rows[i, : len(part)] = part
+            lengths[i] = len(part)
+        return rows, lengths
+
+    def fingerprint(self) -> int:
+        """Return 63 bits of (tokens in the store, seq_len, name)."""
+        text = repr((self.store.num_tokens, self.seq_len, self.name))
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def content(self) -> int:
+        """Return 63 bits of the store; see `TokenStore.digest`."""
+        return self.store.digest()
+
+
+def document_starts(
+    rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int
+) -> NDArray[np.bool_]:
+    """Return True where a document begins inside a row: behind each eos, padding excepted.
+
+    Shape: rows (B, T), lengths (B,), result (B, T); column 0 is False.
+    """
+    starts = np.zeros(rows.shape, dtype=np.bool_)
+    np.equal(rows[:, :-1], eos_id, out=starts[:, 1:])
+    if len(lengths) and int(lengths.min()) < rows.shape[1]:
+        starts &= np.arange(rows.shape[1]) < lengths[:, None]
+    return starts
+
+
+def reset_positions(
+    starts: NDArray[np.bool_],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (position_ids, document_ids): positions restart and the number grows at each start.
+
+    Shape: starts (B, T), both results (B, T) int64.
+    """
+    width = starts.shape[1]
+    columns = np.arange(width, dtype=np.int64)
+    begins = np.where(starts, columns, 0)
+    np.maximum.accumulate(begins, axis=1, out=begins)
+    return columns - begins, np.cumsum(starts, axis=1, dtype=np.int64)

@@ -1,0 +1,1 @@
+"""From raw text to token stores; start reading at `run.py`."""

@@ -1,0 +1,1 @@
+"""Where text comes from: files of several forms, plain and packed; start reading at `files.py`."""

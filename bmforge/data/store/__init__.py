@@ -1,0 +1,1 @@
+"""Token stores, and block datasets of older tools; start reading at `token_store.py`."""

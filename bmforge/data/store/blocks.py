@@ -1,0 +1,272 @@
+"""The block datasets of BMTrain, ModelCenter and CPM-Live: read safely, turned into token stores.
+
+A dataset is a directory. ``meta.bin`` has one JSON object a line for each data file: file_name,
+block_begin, block_end, nbytes, nlines, mask and sometimes block_size. A data file is blocks of
+equal size; a block is records, each 0x1F, its length (uint32, little-endian) and that many bytes
+of pickle, and then 0x00 up to the end. Records are read by `safe_pickle`, so nothing in them runs.
+
+Source: ``cpm_live/dataset/distributed_dataset.py`` of OpenBMB/CPM-Live.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bmforge.data.store.safe_pickle import load_plain
+from bmforge.data.store.writer import TokenStoreWriter
+from bmforge.errors import ConfigError, DataError
+from bmforge.logging import track
+
+__all__ = ["BlockDataset", "BlockFile", "blocks_to_store"]
+
+META_FILE = "meta.bin"
+BLOCK_BYTES = 16 << 20
+_RECORD, _END = 0x1F, 0x00
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class BlockFile:
+    """One line of ``meta.bin``.
+
+    Args:
+        file_name: data file beside ``meta.bin``.
+        block_begin: number of its first block in the dataset.
+        block_end: number of the block after its last.
+        nbytes: bytes of its records with their lengths.
+        nlines: number of its records.
+        mask: leave this file out.
+        block_size: bytes of a block.
+    """
+
+    file_name: str
+    block_begin: int
+    block_end: int
+    nbytes: int
+    nlines: int
+    mask: bool = False
+    block_size: int = BLOCK_BYTES
+
+
+class BlockDataset:
+    """The records of a block dataset, file by file and block by block, in the order of writing.
+
+    Args:
+        directory: where ``meta.bin`` is.
+        block_bytes: size of a block where ``meta.bin`` does not say.
+        form: how records are written: "pickle", "json" or "raw" (bytes as they are).
+
+    Attributes:
+        files: the data files, masked ones among them.
+
+    Raises:
+        ConfigError: an unknown `form`.
+        DataError: ``meta.bin`` is missing or damaged, or a data file is missing or cut off.
+
+    Memory: one block.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        block_bytes: int = BLOCK_BYTES,
+        form: str = "pickle",
+    ) -> None:
+        if form not in _FORMS:
+            raise ConfigError(f"form={form!r}: known are {sorted(_FORMS)}")
+        self.directory = Path(directory)
+        self._load = _FORMS[form]
+        self.files = _read_meta(self.directory / META_FILE, block_bytes)
+        for file in self.files:
+            if not file.mask:
+                self._check_size(file)
+
+    def _check_size(self, file: BlockFile) -> None:
+        path = self.directory / file.file_name
+        expected = (file.block_end - file.block_begin) * file.block_size
+        found = path.stat().st_size if path.is_file() else None
+        if found != expected:
+            state = "is missing" if found is None else f"has {found} bytes"
+            raise DataError(
+                f"{str(path)!r} {state}; {META_FILE} promises "
+                f"{file.block_end - file.block_begin} blocks of {file.block_size} bytes. Get the "
+                "file again, or give the block_bytes it was written with"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of records that iterating gives."""
+        return sum(file.nlines for file in self.files if not file.mask)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield every record of every file that is not masked.
+
+        Raises:
+            DataError: a damaged record, or one that would run code; file, block and record are
+                named.
+        """
+        for file in self.files:
+            if not file.mask:
+                yield from self._read_file(file)
+
+    def _read_file(self, file: BlockFile) -> Iterator[Any]:
+        path, count = self.directory / file.file_name, 0
+        with path.open("rb") as stream:
+            for block in range(file.block_end - file.block_begin):
+                content = stream.read(file.block_size)
+                for number, (start, end) in enumerate(_records(content, path, block)):
+                    try:
+                        yield self._load(content[start:end])
+                    except DataError as error:
+                        raise DataError(f"{_place(path, block, number)}: {error}") from error
+                    count += 1
+        if count != file.nlines:
+            raise DataError(
+                f"{str(path)!r} has {count} records; {META_FILE} promises {file.nlines}. Get the "
+                "file again"
+            )
+
+
+def blocks_to_store(
+    directory: str | os.PathLike[str],
+    prefix: str | os.PathLike[str],
+    *,
+    encode: Callable[[Any], Sequence[int]] | None = None,
+    vocab_size: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    form: str = "pickle",
+    overwrite: bool = False,
+) -> int:
+    """Write the records of a block dataset into a token store, each as one document.
+
+    Args:
+        directory: the block dataset.
+        prefix: path of the token store without ``.bin`` or ``.idx``.
+        encode: record -> token ids; not needed where records are lists or arrays of ids.
+        vocab_size: number of token ids, which chooses the store's dtype.
+        block_bytes: size of a block where ``meta.bin`` does not say.
+        form: "pickle", "json" or "raw".
+        overwrite: replace a store that is there.
+
+    Returns:
+        The number of records.
+
+    Raises:
+        ConfigError: a store is there already.
+        DataError: a damaged or unsafe record, or one that is no list of token ids.
+
+    Memory: one block.
+    """
+    dataset = BlockDataset(directory, block_bytes=block_bytes, form=form)
+    with TokenStoreWriter(prefix, vocab_size=vocab_size, overwrite=overwrite) as writer:
+        count = 0
+        for record in track(dataset, "convert blocks", total=len(dataset)):
+            ids = _token_ids(record, count) if encode is None else encode(record)
+            writer.add_item(ids)
+            writer.end_document()
+            count += 1
+    return count
+
+
+def _token_ids(record: Any, number: int) -> Sequence[int] | np.ndarray:
+    """Return `record` where it is a list or array of token ids."""
+    if isinstance(record, np.ndarray) and record.ndim == 1 and record.dtype.kind in "iu":
+        return record
+    if isinstance(record, list | tuple) and all(type(id) is int for id in record):
+        return record
+    raise DataError(
+        f"record {number} is a {type(record).__name__}, not a list of token ids: give encode, a "
+        "function from a record to its ids (for text, a tokenizer's encode)"
+    )
+
+
+def _load_json(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise DataError(f"not JSON ({error}); was it written with form='pickle'?") from error
+
+
+_FORMS: dict[str, Callable[[bytes], Any]] = {
+    "pickle": load_plain,
+    "json": _load_json,
+    "raw": bytes,
+}
+
+
+def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
+    """Return the files of a ``meta.bin``, after checking that their blocks join."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"cannot read {str(path)!r} ({error}): a block dataset is a directory with a "
+            f"{META_FILE}"
+        ) from error
+    files: list[BlockFile] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        file = _read_meta_line(line, f"{str(path)!r}, line {number}", block_bytes)
+        begin = files[-1].block_end if files else 0
+        if file.block_begin != begin or file.block_end < begin:
+            raise DataError(
+                f"{str(path)!r}, line {number}: blocks {file.block_begin} to {file.block_end}, but "
+                f"the files before it end at {begin}; the file is damaged"
+            )
+        files.append(file)
+    return files
+
+
+def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
+    try:
+        found = json.loads(line)
+        numbers = {
+            name: int(found[name]) for name in ("block_begin", "block_end", "nbytes", "nlines")
+        }
+        name, mask = str(found["file_name"]), bool(found.get("mask", False))
+        size = int(found.get("block_size", block_bytes))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{where}: {line!r:.80} does not describe a data file ({type(error).__name__}: "
+            f"{error}); the file is damaged"
+        ) from error
+    if name in ("", ".", "..") or Path(name).name != name or "\\" in name or size < 1:
+        raise DataError(
+            f"{where}: file_name={name!r:.80} and block_size={size}; needed are the plain name of "
+            "a file beside it and a size"
+        )
+    return BlockFile(name, mask=mask, block_size=size, **numbers)
+
+
+def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]]:
+    """Yield where the payload of each record of a block begins and ends."""
+    at = number = 0
+    while at < len(content) and content[at] != _END:
+        start = at + 1 + _LENGTH.size
+        if content[at] != _RECORD or start > len(content):
+            raise DataError(
+                f"{_place(path, block, number)} begins with byte 0x{content[at]:02x} at offset "
+                f"{at}, not with 0x1f: the file is damaged, or block_bytes is wrong"
+            )
+        end = start + _LENGTH.unpack_from(content, at + 1)[0]
+        if end > len(content):
+            raise DataError(
+                f"{_place(path, block, number)} goes {end - len(content)} bytes beyond its block: "
+                "the file is damaged, or block_bytes is wrong"
+            )
+        yield start, end
+        at, number = end, number + 1
+
+
+def _place(path: Path, block: int, number: int) -> str:
+    """Say which record is meant; all count from 0, blocks within the file."""
+    return f"{str(path)!r}, block {block}, record {number}"

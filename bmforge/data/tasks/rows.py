@@ -1,0 +1,211 @@
+"""A task's examples as rows of tokens: to be classified, or with an answer to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.tasks import TaskExample
+from bmforge.errors import ConfigError, DataError
+from bmforge.tokenizers import Tokenizer
+
+__all__ = [
+    "AnswerRows",
+    "ClassRows",
+    "Pair",
+    "continue_prompt",
+    "encode_answers",
+    "encode_segments",
+    "fill_prompt",
+    "right_options",
+]
+
+Seed = tuple[int | str, ...]
+
+
+class Pair(NamedTuple):
+    """What is read, and an answer to it, as ids."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
+    """Return the numbers of the options that are right: one, or several that are accepted.
+
+    Raises:
+        DataError: none is; or the label is kept secret.
+    """
+    if isinstance(example.label, int):
+        return [example.label]
+    found = [number for number, option in enumerate(options) if option in example.answers]
+    if not found:
+        raise DataError(
+            f"example {example.idx} has no right answer among its choices {list(options)[:8]}; "
+            "a split without labels can be neither learned nor scored."
+        )
+    return found
+
+
+def encode_segments(
+    texts: Sequence[str], tokenizer: Tokenizer, longest: int
+) -> tuple[list[int], list[int]]:
+    """Return ids and segment numbers: [CLS] first [SEP] second [SEP].
+
+    The longer text is cut behind until all fits into `longest` tokens.
+
+    Raises:
+        ConfigError: the tokenizer has no such marks.
+    """
+    begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
+    if begin is None or end is None:
+        raise ConfigError("the tokenizer has no tokens for the roles cls and sep; give a BERT's.")
+    parts = tokenizer.encode_batch(list(texts))
+    over = sum(map(len, parts)) + len(parts) + 1 - longest
+    while over > 0:
+        longer = max(range(len(parts)), key=lambda n: len(parts[n]))
+        others = [len(p) for n, p in enumerate(parts) if n != longer]
+        cut = min(over, max(1, len(parts[longer]) - max(others, default=0)))
+        if len(parts[longer]) < cut:
+            raise ConfigError(f"data.seq_len={longest} has no room for a text.")
+        parts[longer] = parts[longer][: len(parts[longer]) - cut]
+        over -= cut
+    ids, segments = [begin], [0]
+    for number, part in enumerate(parts):
+        ids += [*part, end]
+        segments += [number] * (len(part) + 1)
+    return ids, segments
+
+
+class ClassRows:
+    """Rows with a class; an `ExampleSource`.
+
+    Args:
+        rows: texts of every row, and its class (-100 for one that is only read).
+        tokenizer: a BERT's.
+        config: of the run: widths and padding.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[tuple[str, ...], int]], tokenizer: Tokenizer, config: Any
+    ) -> None:
+        width = config.data.seq_len
+        self._rows, self._tokenizer, self._width = rows, tokenizer, width
+        self.columns: Mapping[str, tuple[int, int]] = {
+            "input_ids": (width, config.model.pad_token_id or 0),
+            "token_type_ids": (width, 0),
+            "attention_mask": (width, 0),
+            "labels": (1, IGNORE_INDEX),
+        }
+        self.fingerprint = fingerprint_of(rows, width)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def make(self, index: int, seed: Seed) -> Example:
+        """Return row `index`; nothing is drawn."""
+        texts, label = self._rows[index]
+        ids, segments = encode_segments(texts, self._tokenizer, self._width)
+        mask = [1] * len(ids)
+        columns = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
+        return {**columns, "labels": [label]}
+
+
+def continue_prompt(
+    prompt: str, options: Sequence[str], tokenizer: Tokenizer, longest: int
+) -> list[Pair]:
+    """Return a decoder's prompt with each answer, a space between; the prompt is cut in front.
+
+    An answer ends with the end token where there is one.
+    """
+    begin = tokenizer.bos_id
+    head = [] if begin is None or begin == tokenizer.eos_id else [begin]
+    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    texts = [prompt, *(f"{prompt} {option}" for option in options)]
+    asked, *joined = tokenizer.encode_batch(texts)
+    pairs = []
+    for option, ids in zip(options, joined, strict=True):
+        # A tokenizer that joins the prompt's last piece with the answer gets the answer alone.
+        fits = ids[: len(asked)] == asked and len(ids) > len(asked)
+        answer = [*(ids[len(asked) :] if fits else tokenizer.encode(option)), *end]
+        room = longest - len(answer) - len(head)
+        if room < 1 or not (head or asked):
+            raise DataError(
+                f"the answer {option[:40]!r} has {len(answer)} tokens, and its prompt "
+                f"{len(asked)}; data.seq_len={longest} has no room for both."
+            )
+        pairs.append(Pair([*head, *asked[-room:]], answer))
+    return pairs
+
+
+def encode_answers(options: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return what an encoder-decoder writes: the answers as the first span that was cut out.
+
+    A tokenizer without T5's sentinels ends them with its end token.
+    """
+    first, second = (tokenizer.token_to_id(f"<extra_id_{n}>") for n in (0, 1))
+    ids = tokenizer.encode_batch(list(options))
+    if first is not None and second is not None:
+        return [[first, *one, second] for one in ids]
+    return [[*one, *_end_of(tokenizer)] for one in ids]
+
+
+def fill_prompt(before: str, behind: str, tokenizer: Tokenizer, longest: int) -> list[int]:
+    """Return what an encoder-decoder reads: two texts, the blank between them, the end token.
+
+    What is too long is cut behind where there is a second text, else in front.
+    """
+    blank = tokenizer.token_to_id("<extra_id_0>")
+    head = [*tokenizer.encode(before), *([] if blank is None else [blank])]
+    end = _end_of(tokenizer)
+    room = longest - len(end)
+    if not behind:
+        return [*head[-room:], *end]
+    return [*[*head, *tokenizer.encode(behind)][:room], *end]
+
+
+def _end_of(tokenizer: Tokenizer) -> list[int]:
+    if tokenizer.eos_id is None:
+        raise ConfigError("the tokenizer has no token that ends a text; see its roles.")
+    return [tokenizer.eos_id]
+
+
+class AnswerRows:
+    """Prompts whose answers are learned; an `ExampleSource`.
+
+    Args:
+        pairs: prompts and answers.
+        config: of the run.
+        reads_apart: the prompt is an encoder's, the answer a decoder's; else they are one row.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], config: Any, reads_apart: bool) -> None:
+        width = config.data.seq_len
+        self._pairs, self._reads_apart = pairs, reads_apart
+        if reads_apart:
+            longest = max((len(pair.answer) for pair in pairs), default=1)
+            self.columns: Mapping[str, tuple[int, int]] = {
+                "input_ids": (width, config.model.pad_token_id),
+                "attention_mask": (width, 0),
+                "labels": (longest, IGNORE_INDEX),
+            }
+        else:
+            # Padding stands behind, where no token of the row looks.
+            self.columns = {"input_ids": (width, 0), "labels": (width, IGNORE_INDEX)}
+        self.fingerprint = fingerprint_of(pairs, width)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def make(self, index: int, seed: Seed) -> Example:
+        """Return row `index`; nothing is drawn."""
+        prompt, answer = self._pairs[index]
+        if self._reads_apart:
+            mask = [1] * len(prompt)
+            return {"input_ids": prompt, "attention_mask": mask, "labels": answer}
+        return {
+            "input_ids": [*prompt, *answer],
+            "labels": [IGNORE_INDEX] * len(prompt) + answer,
+        }

@@ -1,0 +1,1 @@
+"""What OpenBMB's models were made for: conversations (EVA) and documents (CPM-Bee)."""

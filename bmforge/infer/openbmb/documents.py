@@ -1,0 +1,278 @@
+"""`fill_documents`: documents with open answers in, the same documents with the answers out.
+
+The model writes one answer after the other, each in its own segment from ``<s>`` at position 0. The
+search is that of `generate` over all answers of a document together, as in the original: a row ends
+with the end of its last answer.
+
+Source: ``CPMBeeBeamSearch`` in ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. Here the limit of
+new tokens is one answer's, so that none is left out, and answers can be held to a few texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer.cache import KVCache
+from bmforge.infer.decoder import Decoder
+from bmforge.infer.generate import evaluating, run_decoder
+from bmforge.infer.options import GenerationConfig
+from bmforge.models.cpm_bee import CPMBee, to_arguments
+from bmforge.tokenizers.cpm_bee.prompt import Prompt, PromptBatch, collate_prompts, encode_prompt
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
+
+__all__ = ["fill_documents"]
+
+# The original's defaults; drawing knows no beams.
+_MAX_NEW_TOKENS, _NUM_BEAMS = 100, 3
+# Options that the answers' own ends and the documents' own number leave no room for.
+_FIXED = ("min_new_tokens", "num_return_sequences", "eos_token_id", "pad_token_id")
+
+
+def fill_documents(
+    model: CPMBee,
+    tokenizer: CPMBeeTokenizer,
+    documents: Sequence[Mapping[str, Any]],
+    config: GenerationConfig | None = None,
+    *,
+    examples: Sequence[Mapping[str, Any]] = (),
+    constraints: Mapping[tuple[str, ...], Collection[str]] | None = None,
+    max_length: int | None = None,
+    batch_size: int = 8,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Return copies of documents with what the model writes under ``<ans>``.
+
+    Args:
+        model: a CPM-Bee.
+        tokenizer: that of the model.
+        documents: nested dicts of texts with ``<ans>``; what stands under it is written anew.
+        config: how to write. When not given: 3 beams, or none with ``do_sample=True``, and at most
+            100 tokens per answer. `max_new_tokens` is the limit of one answer.
+        examples: documents with their answers, to look at.
+        constraints: keys under ``<ans>`` -> the texts that may stand there; None reads options and
+            ratings such as (1-5) from each document; see `tokenizers.cpm_bee_tasks`.
+        max_length: the longest document with its examples, in tokens; None sets no limit.
+        batch_size: documents read at a time.
+        options: fields of `GenerationConfig` that replace those of `config`.
+
+    Raises:
+        ConfigError: a tokenizer of another model, or an option that documents leave no room for.
+        DataError: a document that cannot be read; its number is named.
+    """
+    config = _complete(config, options)
+    if len(tokenizer) != model.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size="
+            f"{model.config.vocab_size}: open both from the same directory."
+        )
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must be at least 1.")
+    prompts = []
+    for number, document in enumerate(documents):
+        try:
+            prompts.append(
+                encode_prompt(
+                    document, tokenizer, examples, max_length=max_length, constraints=constraints
+                )
+            )
+        except DataError as error:
+            raise DataError(f"document {number}: {error}") from error
+    filled = []
+    with evaluating(model), torch.no_grad():
+        for start in range(0, len(prompts), batch_size):
+            filled += _fill(model, tokenizer, prompts[start : start + batch_size], config)
+    return filled
+
+
+def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+    """Return the config with the original's defaults."""
+    if config is None:
+        beams = 1 if options.get("do_sample") else _NUM_BEAMS
+        config = GenerationConfig(max_new_tokens=_MAX_NEW_TOKENS, num_beams=beams)
+    config = config.replace(**options)
+    plain = GenerationConfig()
+    idle = [name for name in _FIXED if getattr(config, name) != getattr(plain, name)]
+    if idle:
+        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in idle)
+        raise ConfigError(f"documents have no room for {given}. Leave that out.")
+    return config
+
+
+def _fill(
+    model: CPMBee, tokenizer: CPMBeeTokenizer, prompts: list[Prompt], config: GenerationConfig
+) -> list[dict[str, Any]]:
+    """Fill one batch."""
+    batch = collate_prompts(prompts, tokenizer)
+    decoder = _DocumentDecoder(model, batch, tokenizer, config)
+    start = torch.full((len(prompts), 1), tokenizer.bos_id, device=decoder.device)
+    rows = run_decoder(
+        decoder,
+        start,
+        torch.ones_like(start[:, 0]),
+        config.replace(
+            max_new_tokens=decoder.max_new_tokens,
+            eos_token_id=decoder.finish,
+            pad_token_id=decoder.finish,
+        ),
+    )
+    return [
+        batch.decode(number, decoder.split(row, number), tokenizer)
+        for number, row in enumerate(rows[:, 1:].tolist())
+    ]
+
+
+class _Row(NamedTuple):
+    """Where a row is: its document, the answer it writes, and what it has written of it."""
+
+    document: int
+    slot: int
+    written: tuple[int, ...]
+
+
+class _DocumentDecoder(Decoder):
+    """A batch of documents in the middle of being answered.
+
+    Behind the model's outputs there is one that ends a row, and one for the end of each answer
+    before the last: each stands in a row once, so that no penalty on repetition keeps answers from
+    ending.
+
+    Attributes:
+        finish: the output that ends a row.
+        max_new_tokens: outputs of the longest row.
+    """
+
+    model: CPMBee
+
+    def __init__(
+        self,
+        model: CPMBee,
+        batch: PromptBatch,
+        tokenizer: CPMBeeTokenizer,
+        config: GenerationConfig,
+    ) -> None:
+        self.model, self._batch, self._tokenizer = model, batch, tokenizer
+        self.device = next(model.parameters()).device
+        self._limit = config.max_new_tokens
+        given = {n: t.to(self.device) for n, t in to_arguments(batch.inputs).items()}
+        tables = ("segment_rel", "ext_table_ids", "ext_table_sub")
+        self._tables = {name: given.pop(name) for name in tables}
+        ids, sub = given.pop("input_ids"), given.pop("input_sub")
+        self._seen = given
+        self.finish = len(tokenizer) + len(self._tables["ext_table_ids"])
+        slots = max(len(prompt.encoded.answers) for prompt in batch.prompts)
+        self._columns = self.finish + slots
+        held = [texts for row in batch.allowed for texts in row if texts is not None]
+        longest = max([self._limit + 1, *(len(text) for texts in held for text in texts)])
+        self.max_new_tokens = slots * longest
+        self._banned = torch.zeros(len(ids), self._columns, dtype=torch.bool, device=self.device)
+        self._banned[:, tokenizer.eos_id] = True
+        for number, outputs in enumerate(batch.banned):
+            self._banned[number, list(outputs)] = True
+        self._rows = [_Row(number, 0, ()) for number in range(len(ids))]
+        self.cache = KVCache(len(model.layers), ids.shape[1] + self.max_new_tokens)
+        model(ids, input_sub=sub, cache=self.cache, logits_to_keep=1, **self._seen, **self._tables)
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Feed the outputs chosen last, or ``<s>`` at first; return scores of the next.
+
+        Shape:
+            tokens: (R, 1) -> (R, outputs) in fp32
+        """
+        chosen = tokens[:, 0].tolist()
+        self._rows = [self._advance(*pair) for pair in zip(self._rows, chosen, strict=True)]
+        fed = torch.tensor([self._next_input(row) for row in self._rows], device=self.device)
+        ids, sub, position, segment, count = fed.int().t()[:, :, None].unbind()
+        nothing = torch.zeros_like(ids)
+        new = {
+            "position": position,
+            "context": torch.ones_like(ids, dtype=torch.bool),
+            "sample_ids": nothing,
+            "num_segments": count,
+            "segment": segment,
+            "segment_rel_offset": nothing,
+        }
+        self._seen = {name: torch.cat((seen, new[name]), 1) for name, seen in self._seen.items()}
+        out = self.model(
+            ids,
+            input_sub=sub,
+            cache=self.cache,
+            logits_to_keep=1,
+            **self._seen,
+            **self._tables,
+        )
+        return self._choose_among(out.logits[:, -1].float())
+
+    def _advance(self, row: _Row, token: int) -> _Row:
+        """Return where a row is after an output."""
+        if token > self.finish:
+            return _Row(row.document, row.slot + 1, ())
+        if token in (self.finish, self._tokenizer.bos_id):
+            return row
+        return row._replace(written=(*row.written, token))
+
+    def _next_input(self, row: _Row) -> tuple[int, int, int, int, int]:
+        """Return (id, sub id, position, segment, segments of the document) to be fed."""
+        prompt = self._batch.prompts[row.document]
+        place = len(row.written), prompt.encoded.answers[row.slot].segment, prompt.num_segments
+        if not row.written:
+            return self._tokenizer.bos_id, 0, *place
+        extra = row.written[-1] - len(self._tokenizer)
+        token = (row.written[-1], 0) if extra < 0 else self._batch.ext_rows[extra]
+        return *token, *place
+
+    def _choose_among(self, logits: Tensor) -> Tensor:
+        """Leave the scores of what each row may write, with its end where that belongs."""
+        rows, vocabulary = self._rows, logits.shape[1]
+        scores = logits.new_full((len(rows), self._columns), -torch.inf)
+        scores[:, :vocabulary] = logits
+        banned = self._banned[[row.document for row in rows]]
+        for number, row in enumerate(rows):
+            allowed = self._allowed(row)
+            if allowed is not None:
+                banned[number] = True
+                inner = [output for output in allowed if output != self._tokenizer.eos_id]
+                banned[number, inner] = False
+        scores = scores.masked_fill(banned, -torch.inf)
+        for number, row in enumerate(rows):
+            allowed = self._allowed(row)
+            if allowed is None or self._tokenizer.eos_id in allowed:
+                scores[number, self._end(row)] = logits[number, self._tokenizer.eos_id]
+        return scores
+
+    def _allowed(self, row: _Row) -> set[int] | None:
+        """Return the outputs that may follow; None where no more is known than what is banned."""
+        texts, done = self._batch.allowed[row.document][row.slot], len(row.written)
+        if texts is None:
+            return {self._tokenizer.eos_id} if done >= self._limit else None
+        return {text[done] for text in texts if len(text) > done and text[:done] == row.written}
+
+    def _end(self, row: _Row) -> int:
+        """Return the output that ends the answer: of the last one, the row with it."""
+        last = len(self._batch.prompts[row.document].encoded.answers) - 1
+        return self.finish if row.slot == last else self.finish + 1 + row.slot
+
+    def reorder(self, rows: Tensor) -> None:
+        """Go on with the old rows `rows` as the new rows."""
+        self.cache.reorder(rows)
+        self._seen = {name: seen.index_select(0, rows) for name, seen in self._seen.items()}
+        relations = self._tables["segment_rel"].index_select(0, rows)
+        self._tables = {**self._tables, "segment_rel": relations}
+        self._rows = [self._rows[number] for number in rows.tolist()]
+
+    def split(self, outputs: list[int], document: int) -> list[list[int] | None]:
+        """Return the answers of a finished row; None for those that it did not come to."""
+        answers: list[list[int] | None] = [[]]
+        for output in outputs:
+            if output == self.finish:
+                break
+            if output > self.finish:
+                answers.append([])
+            else:
+                answers[-1].append(output)  # type: ignore[union-attr]
+        count = len(self._batch.prompts[document].encoded.answers)
+        return answers + [None] * (count - len(answers))

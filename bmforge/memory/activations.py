@@ -1,0 +1,226 @@
+"""Activation offload: what a block keeps for backward goes to the host and comes back in time.
+
+A block's tensors leave while the next block computes, and come back while the block behind it goes
+backward. So the device holds the activations of about two blocks, whatever the depth.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from bmforge.memory.copies import CopyEngine, Ticket
+from bmforge.shards import local_tensor
+
+__all__ = ["apply_activation_offload_"]
+
+# Smaller tensors stay: a copy has a price of its own.
+_SMALLEST_ELEMENTS = 1 << 12
+
+
+class _Pool:
+    """Host buffers that are used again: locking pages is dear, and steps are alike."""
+
+    def __init__(self, engine: CopyEngine) -> None:
+        self._engine = engine
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        kept = self._free.setdefault((numel, dtype), [])
+        return kept.pop() if kept else self._engine.new_host((numel,), dtype)
+
+    def give(self, buffer: Tensor) -> None:
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+
+class _Slot:
+    """One tensor that is on the host, and on the way."""
+
+    def __init__(self, tensor: Tensor, engine: CopyEngine, pool: _Pool, label: str) -> None:
+        self._engine, self._pool, self._label = engine, pool, label
+        self._size, self._stride, self._device = tensor.shape, tensor.stride(), tensor.device
+        self._host = pool.take(tensor.numel(), tensor.dtype)
+        self._left = engine.copy_(self._shaped(self._host), tensor.detach(), f"out {label}")
+        self._back: tuple[Tensor, Ticket] | None = None
+        self._source: Tensor | None = tensor
+        self._version = tensor._version
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        # The same strides, so that backward takes the same kernels.
+        return flat.as_strided(self._size, self._stride)
+
+    def let_go(self) -> None:
+        """Give up the tensor on the device: it has been copied."""
+        if self._source is None:
+            return
+        self._left.wait()
+        assert self._source._version == self._version, (
+            f"{self._label} was changed in place after it was saved for backward"
+        )
+        self._source = None
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        if self._back is None and self._source is None:
+            here = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+            self._back = here, self._engine.copy_(here, self._host, f"in {self._label}")
+
+    def get(self) -> Tensor:
+        """Return it, on the device."""
+        if self._source is not None:
+            return self._source
+        self.fetch()
+        assert self._back is not None
+        here, ticket = self._back
+        ticket.wait()
+        return self._shaped(here)
+
+    def __del__(self) -> None:
+        # Copies that are still under way come before those of whoever takes the buffer next.
+        self._pool.give(self._host)
+
+
+class _Block:
+    """What one call of a block keeps.
+
+    Args:
+        before: the call before it, which goes backward after it.
+    """
+
+    def __init__(self, number: int, before: _Block | None) -> None:
+        self.number = number
+        self.slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
+        self._before = None if before is None else weakref.ref(before)
+        self._is_turned = False
+
+    def let_go(self) -> None:
+        for slot in list(self.slots):
+            slot.let_go()
+
+    def turn(self) -> None:
+        """Backward has come here: bring back this block's tensors, and those it comes to next."""
+        if self._is_turned:
+            return
+        self._is_turned = True
+        for slot in list(self.slots):
+            slot.fetch()
+        before = None if self._before is None else self._before()
+        if before is not None:
+            for slot in list(before.slots):
+                slot.fetch()
+
+
+class _Offload:
+    """Wraps the forward of blocks; knows which call came before which."""
+
+    def __init__(self, engine: CopyEngine, smallest: int) -> None:
+        self.engine, self._smallest = engine, smallest
+        self._pool = _Pool(engine)
+        self._last: _Block | None = None
+
+    def wrap(self, number: int, block: nn.Module) -> Callable[..., Any]:
+        """Return the block's forward; what it keeps goes to the host."""
+        inner = block.forward
+
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            record = _Block(number, self._last)
+            if self._last is not None:
+                self._last.let_go()
+            self._last = record
+            seen: dict[tuple[Any, ...], _Slot] = {}
+            with saved_tensors_hooks(lambda t: self._pack(t, record, seen, block), _unpack):
+                return inner(*args, **kwargs)
+
+        return forward
+
+    def stay(self, block: nn.Module) -> Callable[..., Any]:
+        """Return the forward of a block whose activations stay."""
+        inner = block.forward
+
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._last is not None and torch.is_grad_enabled():
+                self._last.let_go()
+            return inner(*args, **kwargs)
+
+        return forward
+
+    def _pack(
+        self, tensor: Tensor, record: _Block, seen: dict[tuple[Any, ...], _Slot], block: nn.Module
+    ) -> Any:
+        is_small = tensor.numel() < self._smallest
+        if is_small or not _is_dense(tensor):
+            return tensor
+        # Asked now: what is gathered inside the block has its memory only meanwhile.
+        if any(_memory(local_tensor(p)) == _memory(tensor) for p in block.parameters()):
+            return tensor
+        # Several operations keep the same tensor; it is alive until the next block begins.
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in seen:
+            label = f"block {record.number}, tensor {len(seen)}"
+            seen[key] = _Slot(tensor, self.engine, self._pool, label)
+            record.slots.add(seen[key])
+        return record, seen[key]
+
+
+def _unpack(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    record, slot = kept
+    record.turn()
+    return slot.get()
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return what tells one piece of memory from another; parameters stay where they are."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a plain tensor fills its memory, in whatever order of dims."""
+    if type(tensor) is not Tensor or not tensor.is_floating_point():
+        return False
+    pairs = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    expected = 1
+    for stride, length in pairs:
+        if length != 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True
+
+
+def apply_activation_offload_(
+    blocks: Sequence[nn.Module],
+    engine: CopyEngine,
+    *,
+    keep_last: int = 1,
+    smallest_elements: int = _SMALLEST_ELEMENTS,
+) -> None:
+    """Send what blocks keep for backward to the host; parameter names do not change.
+
+    After `apply_recompute_` a block keeps its input only, and that is what goes.
+
+    Args:
+        blocks: in the order in which they run.
+        engine: copies.
+        keep_last: so many last blocks keep theirs: backward needs them at once.
+        smallest_elements: smaller tensors stay.
+
+    Memory: activations of about two blocks, and of the last ones, on the device; all others' on the
+        host, in buffers that are used again.
+    """
+    offload = _Offload(engine, smallest_elements)
+    sent = len(blocks) - keep_last
+    for number, block in enumerate(blocks):
+        wrapped = offload.wrap(number, block) if number < sent else offload.stay(block)
+        block.forward = wrapped  # type: ignore[method-assign]

@@ -1,0 +1,338 @@
+"""Which optimizer state leaves the device, and how gradients and weights travel.
+
+The optimizers that use it are in `train/offload/optimizers.py`. What is chosen leaves from the end of the
+model: its gradients come first in backward and its weights are needed last in the next forward, so
+their way to the host and back has the most to hide behind.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from bmforge.device import is_host, wide_dtype
+from bmforge.errors import ConfigError
+from bmforge.host_memory import available_host_bytes
+from bmforge.memory.copies import CopyEngine, Ticket
+from bmforge.memory.homes import Home, StateDtype
+from bmforge.memory.spill import SpillFile, format_bytes
+from bmforge.shards import local_tensor
+from bmforge.surgery import find_repeated_blocks
+
+__all__ = [
+    "Backlog",
+    "Gradient",
+    "LeftGradient",
+    "OffloadConfig",
+    "check_room",
+    "choose_parameters",
+    "left_gradient",
+    "wait_before_use",
+]
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What of the optimizer lives outside the device.
+
+    Args:
+        fraction: of the parameters, counted from the model's end, whose optimizer state (and fp32
+            master weights, where the device computes with bf16 ones) leaves; whole parameters, at
+            least so many. "auto": as many as the device has no room for, found at the first step.
+        target: host memory, or a file on disk.
+        states: how moments are kept there; they compute in fp32.
+        directory: of the file; None takes the system's temporary directory.
+        weights: blocks' weights live there as well and stream in; for one process, with fraction 1.
+        activations: what blocks keep for backward goes to the host, but for the last block's.
+        gradients: "leave": they go to the host as they are produced; "stay": they wait for the step
+            where they are; "auto": leave, unless the device is the host.
+    """
+
+    fraction: float | Literal["auto"] = 0.0
+    target: Literal["host", "disk"] = "host"
+    states: StateDtype = "fp32"
+    directory: Path | None = None
+    weights: bool = False
+    activations: bool = False
+    gradients: Literal["auto", "leave", "stay"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value out of range or one without effect."""
+        if self.fraction != "auto" and not 0.0 <= self.fraction <= 1.0:
+            raise ConfigError(
+                f"offload.fraction={self.fraction} must lie between 0 (nothing leaves the device) "
+                'and 1 (everything does), or be "auto".'
+            )
+        if self.directory is not None and self.target != "disk":
+            raise ConfigError(
+                f"offload.directory={str(self.directory)!r} has no effect with offload.target="
+                f"{self.target!r}. Set offload.target=disk or leave it out."
+            )
+        if self.weights and self.fraction != 1.0:
+            raise ConfigError(
+                f"offload.weights streams the weights that the optimizer steps outside the device: "
+                f"it needs offload.fraction=1, not {self.fraction}."
+            )
+        for field in ("target", "states", "gradients"):
+            value = getattr(self, field)
+            if not self.is_on and value != type(self).__dataclass_fields__[field].default:
+                raise ConfigError(
+                    f"offload.{field}={value!r} has no effect: offload.fraction is 0. Set a "
+                    "fraction up to 1, or auto."
+                )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may leave."""
+        return self.fraction != 0.0
+
+    def leaves(self, device: torch.device) -> bool:
+        """Whether gradients leave `device` as they are produced."""
+        return self.gradients == "leave" or (self.gradients == "auto" and not is_host(device))
+
+
+def choose_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> set[int]:
+    """Return the ids of the last parameters that make up at least `fraction` of all elements.
+
+    Whole tensors are counted, not shards, so all processes choose alike.
+    """
+    needed = fraction * sum(parameter.numel() for parameter in parameters)
+    chosen: set[int] = set()
+    for parameter in reversed(parameters):
+        if needed <= 0:
+            break
+        chosen.add(id(parameter))
+        needed -= parameter.numel()
+    return chosen
+
+
+def check_room(needed_bytes: int) -> None:
+    """Raise unless the host has memory for what all processes on it will keep there.
+
+    Args:
+        needed_bytes: by this process.
+
+    Raises:
+        ConfigError: it has less.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    available = available_host_bytes()
+    if available is not None and needed_bytes * local > available:
+        raise ConfigError(
+            f"offloading needs {format_bytes(needed_bytes * local)} of host memory "
+            f"({format_bytes(needed_bytes)} for each of {local} processes) and "
+            f"{format_bytes(available)} are available. Use offload.target=disk, offload.states="
+            "8bit, or a smaller offload.fraction."
+        )
+
+
+class Backlog:
+    """Keeps what is on its way small: who sends more than a slow disk takes has to wait.
+
+    Args:
+        limit_bytes: may be on the way at a time, beside the newest.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes, self._total_bytes = limit_bytes, 0
+        self._sent: deque[tuple[Ticket, int]] = deque()
+
+    def admit(self, ticket: Ticket, size_bytes: int) -> None:
+        """Count what was just sent; return when enough of the rest has arrived."""
+        while self._sent and self._total_bytes > self._limit_bytes:
+            oldest, size = self._sent.popleft()
+            oldest.wait_on_host()
+            self._total_bytes -= size
+        self._sent.append((ticket, size_bytes))
+        self._total_bytes += size_bytes
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A flat gradient on the host, to be read in parts.
+
+    Args:
+        part: (start, stop) -> elements as they are kept.
+        dtype: in which they are used.
+        factors: to multiply with, in order.
+    """
+
+    part: Callable[[int, int], Tensor]
+    dtype: torch.dtype
+    factors: tuple[float, ...] = ()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return elements as they are used; each once, for they may be scaled where they lie."""
+        values = self.part(start, stop).to(self.dtype)
+        for factor in self.factors:
+            values.mul_(factor)
+        return values
+
+
+class LeftGradient:
+    """The gradient of one parameter, which goes to the host as soon as it is produced.
+
+    Micro-batches are added up there, in fp32. `parameter.left_gradient` is this object.
+
+    Args:
+        parameter: loses its `.grad` after every backward.
+        engine: copies, and adds up on its thread.
+        backlog: how much may be on its way, shared by all.
+        disk: where to keep it; None keeps it in host memory.
+        label: for events.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        engine: CopyEngine,
+        backlog: Backlog,
+        disk: SpillFile | None = None,
+        label: str = "",
+    ) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._engine, self._label, self._backlog = engine, label, backlog
+        local = local_tensor(parameter.detach())
+        self.dtype = wide_dtype(local.dtype)
+        self._home = Home(local.numel(), dtype=self.dtype, disk=disk)
+        # What came first, as it came: a bf16 gradient is half as much to read.
+        self._first: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._factors: list[float] = []
+        self._count = 0
+        self._ticket: Ticket | None = None
+        target: Any = parameter
+        target.left_gradient = self
+        # Weakly: autograd keeps hooks where the garbage collector does not look.
+        leave = weakref.WeakMethod(self._leave)
+
+        def call(produced: Tensor) -> None:
+            if (method := leave()) is not None:
+                method(produced)
+
+        self._handle = parameter.register_post_accumulate_grad_hook(call)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a backward has produced something since `clear`."""
+        return self._count > 0
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of what has come so far, scaled, on the parameter's device."""
+        assert self._ticket is not None
+        self._ticket.wait_on_host()
+        assert self._norm is not None
+        norm = self._norm
+        for factor in self._factors:
+            norm = norm * factor
+        return norm
+
+    def scale_(self, factor: float) -> None:
+        """Multiply by `factor` when it is used."""
+        self._factors.append(factor)
+
+    def take(self) -> Gradient:
+        """Return the sum, to be read after what was asked for so far."""
+        if self._count == 1 and not self._home.is_on_disk:
+            assert self._first is not None
+            flat = self._first
+            return Gradient(lambda start, stop: flat[start:stop], self.dtype, tuple(self._factors))
+        return Gradient(self._home.fetch, self.dtype, tuple(self._factors))
+
+    def clear(self) -> None:
+        """Begin a new sum; what was asked for before still sees the old one."""
+        self._count, self._factors, self._norm, self._first = 0, [], None, None
+
+    def close(self) -> None:
+        """Let gradients stay at the parameter again."""
+        self._handle.remove()
+        if (parameter := self._parameter()) is not None:
+            del parameter.left_gradient  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _leave(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = local_tensor(parameter.grad).detach()
+        is_first = self._count == 0
+        self._count += 1
+        if is_first:  # more micro-batches make the norm of the sum, on the host
+            self._norm = torch.linalg.vector_norm(gradient, dtype=self.dtype)
+        staging = self._engine.new_host(tuple(gradient.shape), gradient.dtype)
+        copied = self._engine.copy_(staging, gradient, f"gradient of {self._label}")
+        parameter.grad = None
+        before = self._first
+        self._first = staging.view(-1) if is_first else None
+
+        def add() -> None:
+            copied.wait_on_host()
+            self._add(staging.view(-1), is_first, before)
+
+        self._ticket = self._engine.run(add, f"sum of {self._label}")
+        self._backlog.admit(self._ticket, staging.numel() * staging.element_size())
+
+    def _add(self, values: Tensor, is_first: bool, before: Tensor | None) -> None:
+        if is_first:
+            if self._home.is_on_disk:
+                self._home.put(0, values)
+            return
+        if before is not None and not self._home.is_on_disk:
+            self._home.put(0, before)
+        total = self._home.fetch().add_(values.to(self.dtype))
+        self._home.put(0, total)
+        self._norm = torch.linalg.vector_norm(total, dtype=self.dtype)
+
+
+def left_gradient(parameter: Tensor) -> LeftGradient | None:
+    """Return the gradient of `parameter` that has left, if one has."""
+    left: LeftGradient | None = getattr(parameter, "left_gradient", None)
+    return left if left is not None and left.is_here else None
+
+
+def wait_before_use(
+    model: nn.Module, wait: Callable[[Iterable[nn.Parameter]], None]
+) -> list[RemovableHandle]:
+    """Have `wait` called with the parameters that a module is about to use, before it does.
+
+    Units wait for their own and for those of the next ones, which they gather ahead; the model
+    waits for what is in no unit.
+
+    Returns:
+        handles that end it.
+    """
+    units = _units(model)
+    ahead = 1 + getattr(model, "prefetch", 1)
+    owned = [list(unit.parameters()) for unit in units]
+    inside = {id(parameter) for part in owned for parameter in part}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    handles = [_hook(model, rest, wait)]
+    for index, unit in enumerate(units):
+        needed = [parameter for part in owned[index : index + ahead] for parameter in part]
+        handles.append(_hook(unit, needed, wait))
+    return handles
+
+
+def _hook(
+    module: nn.Module,
+    needed: list[nn.Parameter],
+    wait: Callable[[Iterable[nn.Parameter]], None],
+) -> RemovableHandle:
+    # Before FSDP2's own hook, which gathers the parameters.
+    return module.register_forward_pre_hook(lambda *args: wait(needed), prepend=True)
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """Return what is used as a whole, in the order of the model."""
+    sharded = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    inner = {id(m) for outer in sharded for m in outer.modules() if m is not outer}
+    outermost: list[nn.Module] = [m for m in sharded if id(m) not in inner]
+    return outermost or list(find_repeated_blocks(model).values())

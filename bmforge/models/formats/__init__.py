@@ -1,0 +1,1 @@
+"""Checkpoints as others write them: Hugging Face, Megatron, ModelCenter; see `convert.py`."""

@@ -1,0 +1,217 @@
+"""Reading and writing Hugging Face weight files, one tensor (or one slice of it) at a time.
+
+Only safetensors is written. `pytorch_model.bin` is read with `weights_only=True`, so nothing in a
+file can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError
+from bmforge.models.formats.megatron import MegatronShards, holds_shards
+from bmforge.models.formats.safe_file import Read, SafeFile, TensorFile, run_reads, write_file
+
+__all__ = [
+    "WeightFiles",
+    "has_all_weights",
+    "has_weights",
+    "plan_files",
+    "read_pickle",
+    "write_file",
+    "write_index",
+]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_BROKEN = (RuntimeError, EOFError, ValueError, AttributeError)
+_PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_MODEL_CENTER = "pytorch_model.pt"  # other names in it; see `model_center.py`
+
+
+def has_weights(directory: Path) -> bool:
+    """Tell whether a directory already holds model weights."""
+    return any((directory / name).exists() for name in (_INDEX, _SINGLE, *_PICKLED))
+
+
+def has_all_weights(directory: Path) -> bool:
+    """Tell whether a directory holds a model's weights, and all files that an index names."""
+    try:
+        return bool(_find_files(directory))
+    except CheckpointError:
+        return False
+
+
+def read_pickle(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a flat pickle, mapped from the file where it is a zip archive.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds something else than tensors by name.
+    """
+    try:
+        # Files older than torch 1.6 are not zip archives and cannot be mapped.
+        mmap = zipfile.is_zipfile(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (UnpicklingError, *_BROKEN) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is damaged or not a weight file: {error}. Download it anew."
+        ) from error
+    is_flat = isinstance(loaded, dict) and all(isinstance(t, Tensor) for t in loaded.values())
+    if not is_flat or not loaded:
+        raise CheckpointError(f"{str(path)!r} does not hold tensors by name.")
+    return loaded
+
+
+class _PickledFile:
+    """The tensors of one `pytorch_model.bin`; see `TensorFile`."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = read_pickle(path)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def map_tensor(self, name: str) -> Tensor | None:
+        """None: tensors in a pickle may share memory."""
+
+    def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
+        target.copy_(self._tensors[name][slices])
+
+
+def _read_index(index: Path) -> list[str]:
+    """Return the names of the files that an index lists."""
+    try:
+        files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        files = set()
+    if files and all(isinstance(file, str) for file in files):
+        return sorted(files)
+    raise CheckpointError(
+        f"{str(index)!r} is damaged: it must be JSON with a 'weight_map' from tensors to files. "
+        "Download it anew."
+    )
+
+
+def _find_files(directory: Path) -> list[Path]:
+    """Return the files that hold the weights; see `WeightFiles`."""
+    for name in (_INDEX, _PICKLED[0]):
+        index = directory / name
+        if index.exists():
+            paths = [directory / Path(file).name for file in _read_index(index)]
+            missing = [p.name for p in paths if not p.exists()]
+            if missing:
+                raise CheckpointError(
+                    f"{str(directory)!r} lacks {missing}, which {name} names. "
+                    "Copy the missing files there, or download the model anew."
+                )
+            return paths
+        single = directory / (_SINGLE if name == _INDEX else _PICKLED[1])
+        if single.exists():
+            return [single]
+    live = [path for path in directory.glob("*.pt") if path.name != _MODEL_CENTER]
+    if len(live) == 1:
+        return live
+    raise CheckpointError(
+        f"{str(directory)!r} holds no weights: "
+        f"needed {_SINGLE}, {_INDEX}, {_PICKLED[1]}, or a single .pt file as CPM-Live has."
+    )
+
+
+class WeightFiles:
+    """The tensors of a checkpoint directory by name, read lazily.
+
+    Args:
+        directory: holds `model.safetensors`, a sharded one with its index, `pytorch_model.bin`, a
+            single `.pt` file under any name (CPM-Live), or Megatron's shards.
+
+    Raises:
+        CheckpointError: no weights, a file named in the index is missing, or a file is damaged.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, TensorFile] = {}
+        for file in self._open_files():
+            self.shapes.update(file.shapes)
+            self._files.update(dict.fromkeys(file.shapes, file))
+
+    def _open_files(self) -> list[TensorFile]:
+        if holds_shards(self.directory) and not has_weights(self.directory):
+            return [MegatronShards(self.directory)]
+        return [
+            SafeFile(path) if path.suffix == ".safetensors" else _PickledFile(path)
+            for path in _find_files(self.directory)
+        ]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype a tensor is stored with."""
+        return self._files[name].dtype(name)
+
+    def map_tensor(self, name: str) -> Tensor | None:
+        """Return a tensor whose memory is the file's; see `SafeFile.map_tensor`."""
+        return self._files[name].map_tensor(name)
+
+    def plan_read(self, name: str, slices: tuple[slice, ...], target: Tensor) -> Read:
+        """Return the work of filling `target` with a slice of a tensor, for `run_reads`."""
+        return Read(self._files[name], name, slices, target)
+
+    def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
+        """Return a tensor, or a slice of its first dims, in memory of its own."""
+        rest = (slice(0, n) for n in self.shapes[name][len(slices) :])
+        whole = (*slices, *rest)
+        out = torch.empty([s.stop - s.start for s in whole], dtype=self.dtype(name))
+        run_reads([self.plan_read(name, whole, out)])
+        return out
+
+
+def plan_files(
+    sizes: dict[str, int], max_file_bytes: int, homes: dict[str, int] | None = None
+) -> dict[str, list[str]]:
+    """Divide tensors over files.
+
+    Args:
+        sizes: tensor name -> bytes, in the order of writing.
+        max_file_bytes: a file holds at most this much, or one tensor.
+        homes: tensors with different numbers are in different files.
+
+    Returns:
+        file name -> tensor names, in transformers' naming.
+    """
+    homes = homes or {}
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name in sorted(sizes, key=lambda name: homes.get(name, 0)):
+        size = sizes[name]
+        moves = bool(groups[-1]) and homes.get(name, 0) != homes.get(groups[-1][-1], 0)
+        if moves or (groups[-1] and used + size > max_file_bytes):
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    if len(groups) == 1:
+        return {_SINGLE: groups[0]}
+    count = len(groups)
+    return {f"model-{i + 1:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups)}
+
+
+def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) -> None:
+    """Write the index of several files; a single one needs none.
+
+    What an earlier save left beside them is removed: a reader might take it for the model.
+    """
+    for stale in set(directory.glob("model*.safetensors")) - {directory / name for name in files}:
+        stale.unlink()
+    if len(files) == 1:
+        (directory / _INDEX).unlink(missing_ok=True)
+    else:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")

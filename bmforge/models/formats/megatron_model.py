@@ -1,0 +1,172 @@
+"""Models out of Megatron's shards and into them; the shards themselves are `megatron.py`'s.
+
+Shards come without a config.json: the sizes tell which preset they are. A `config.json` beside them
+(the original program's, with its own fields) is used instead, and models of other sizes need one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.models.base import Model
+from bmforge.models.config import ModelConfig, read_config_file
+from bmforge.models.cpm1 import CPM1
+from bmforge.models.cpm2 import CPM2
+from bmforge.models.eva import EVA
+from bmforge.models.formats.hf_format import WeightFiles, has_weights
+from bmforge.models.formats.megatron import holds_shards, write_shards
+from bmforge.models.load import load_weights_
+from bmforge.models.weights import assemble_source, expand_rules, group_by_source
+
+__all__ = ["is_megatron", "load_megatron", "reshard_megatron", "save_megatron"]
+
+# Their training computed the tanh form of GELU.
+_AS_TRAINED = {"EVA": {"activation": "gelu_new"}}
+_Family = type[CPM1] | type[CPM2] | type[EVA]
+
+
+def is_megatron(directory: Path) -> bool:
+    """Tell whether a directory's weights are Megatron's shards."""
+    return holds_shards(directory) and not has_weights(directory)
+
+
+def load_megatron(
+    directory: str | Path,
+    *,
+    preset: str | None = None,
+    dtype: torch.dtype | None = None,
+    allow_unknown: tuple[str, ...] = (),
+) -> Model:
+    """Open shards of any degree as a model.
+
+    Args:
+        directory: holds the shards, or the tracker file beside the directory that does.
+        preset: which model it is, where neither a config.json nor the sizes tell.
+        dtype: of the parameters; None takes the shards'.
+        allow_unknown: fields of config.json to accept unread.
+
+    Raises:
+        CheckpointError: shards missing, damaged, of different degrees, or not of this model.
+        ConfigError: it is not known which model this is.
+    """
+    files = WeightFiles(directory)
+    family = _tell_family(files)
+    stored = files.dtype(next(iter(files.shapes)))
+    config = _find_config(family, files, preset, allow_unknown)
+    model = family.from_config(config, device="meta", dtype=dtype or stored)
+    return load_weights_(model, files).eval()
+
+
+def _tell_family(files: WeightFiles) -> _Family:
+    if "word_embeddings.weight" in files.shapes:
+        return CPM1
+    if "word_embeds.weight" in files.shapes:
+        return EVA if "role_embeds.weight" in files.shapes else CPM2
+    raise CheckpointError(
+        f"the shards in {str(files.directory)!r} have neither word_embeddings.weight (CPM-1) nor "
+        "word_embeds.weight (CPM-2, EVA); others cannot be read."
+    )
+
+
+def _find_config(
+    family: _Family, files: WeightFiles, preset: str | None, allow_unknown: tuple[str, ...]
+) -> ModelConfig:
+    """Return the config by the preset's name, from config.json, or of the preset that fits."""
+    config_class, trained = family.config_class, _AS_TRAINED.get(family.__name__, {})
+    if preset is not None:
+        return config_class.preset(preset, **trained)
+    if (files.directory / "config.json").is_file():
+        raw = read_config_file(files.directory)
+        config = config_class.from_hf(raw, allow_unknown)
+        vocab_size = files.shapes[_embedding(files)][0]
+        changes = {} if config_class.hf_names.get("activation", "") in raw else trained
+        return config.replace(vocab_size=raw.get("vocab_size") or vocab_size, **changes)
+    fitting = [n for n in config_class.presets if _fits(family, n, files.shapes)]
+    if len(fitting) == 1:
+        return config_class.preset(fitting[0], **trained)
+    found = f"fit the presets {', '.join(fitting)}" if fitting else "fit no preset"
+    raise ConfigError(
+        f"the shards in {str(files.directory)!r} are a {family.__name__}, but their sizes {found}: "
+        "say which with preset=..., or put the model's config.json there."
+    )
+
+
+def _embedding(files: WeightFiles) -> str:
+    return next(n for n in ("word_embeddings.weight", "word_embeds.weight") if n in files.shapes)
+
+
+def _fits(family: _Family, preset: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    model = family.from_config(family.config_class.preset(preset), device="meta")
+    return _shard_shapes(model).items() <= shapes.items()
+
+
+def _shard_shapes(model: CPM1 | CPM2 | EVA) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's whole tensors under their names in shards."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    rules = expand_rules(model.megatron_rules(), shapes)
+    return {rule.theirs: rule.source_shape(shapes[rule.ours]) for rule in rules}
+
+
+def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
+    """Write a plain model as shards, for the original programs, with its config.json.
+
+    Args:
+        model: a CPM1, CPM2 (without experts) or EVA.
+        directory: made when it does not exist.
+        degree: number of shards.
+
+    Raises:
+        ConfigError: a model that was never published in shards.
+        CheckpointError: the directory has shards already, or `degree` does not divide the model.
+    """
+    has_experts = isinstance(model, CPM2) and model.config.num_experts > 0
+    if not isinstance(model, CPM1 | CPM2 | EVA) or has_experts:
+        raise ConfigError(
+            f"{type(model).__name__} has no form in Megatron's shards; CPM1, EVA and CPM2 without "
+            "experts have."
+        )
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    rules = expand_rules(
+        model.megatron_rules(), {name: tuple(p.shape) for name, p in parameters.items()}
+    )
+    groups = group_by_source(rules)
+    write_shards(
+        _shard_shapes(model),
+        lambda name: assemble_source(groups[name], parameters.__getitem__),
+        Path(directory),
+        degree,
+        model.tied_copies(),
+    )
+    text = json.dumps(model.config.to_hf(), indent=2) + "\n"
+    (Path(directory) / "config.json").write_text(text, encoding="utf-8")
+
+
+def reshard_megatron(source: str | Path, target: str | Path, degree: int) -> None:
+    """Divide shards anew, tensor by tensor: any degree into any other, bit for bit.
+
+    Args:
+        source: as in `load_megatron`.
+        target: directory to make.
+        degree: number of shards to write.
+
+    Raises:
+        CheckpointError: as `load_megatron` and `save_megatron`.
+    """
+    files = WeightFiles(source)
+    copies = {
+        f"{stack}.{name}.weight": f"{name}.weight"
+        for stack in ("encoder", "decoder")
+        for name in ("word_embeds", "role_embeds")
+    }
+    copies = {copy: name for copy, name in copies.items() if copy in files.shapes}
+    shapes = {name: shape for name, shape in files.shapes.items() if name not in copies}
+    write_shards(shapes, files.read, Path(target), degree, copies)
+    config = files.directory / "config.json"
+    if config.is_file():
+        shutil.copyfile(config, Path(target) / "config.json")

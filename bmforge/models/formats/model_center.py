@@ -1,0 +1,282 @@
+"""Reading checkpoints of ModelCenter: `config.json` with its field names, and `pytorch_model.pt`.
+
+The file is one flat pickle of tensors, usually fp16; it is read with `weights_only=True`, mapped.
+Source: ModelCenter's layers, and its converters from Hugging Face, which this inverts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.logging import get_logger, track
+from bmforge.models.base import Model
+from bmforge.models.config import ModelConfig, read_config_file
+from bmforge.models.formats.hf_format import read_pickle
+from bmforge.models.formats.model_center_config import (
+    OLD_FAMILIES,
+    is_padded,
+    read_old_config,
+    tell_family,
+)
+from bmforge.models.hub import FAMILIES
+from bmforge.models.init import materialize_
+
+__all__ = ["is_model_center", "load_model_center"]
+
+_WEIGHTS = "pytorch_model.pt"
+_T5_FACTOR = 100.0
+# The root mean square of T5's embeddings, published and divided, lies on either side of this.
+_SMALL_EMBEDDING = 0.3
+_ROWS = 4096
+_LISTED = 20
+
+# Our names -> theirs, applied one after the other; {up} is w_1 beside a gate, else w.
+_NAMES = (
+    (r"\.attn\.([qkv])_global_proj\.", r".self_att.self_attention.project_\1_global."),
+    (r"\.attn\.([qkv])_proj\.", r".self_att.self_attention.project_\1."),
+    (r"\.attn\.o_proj\.", r".self_att.self_attention.attention_out."),
+    (r"\.cross_attn\.([qkv])_proj\.", r".cross_att.self_attention.project_\1."),
+    (r"\.cross_attn\.o_proj\.", r".cross_att.self_attention.attention_out."),
+    (r"\.cross_attn_norm\.", r".cross_att.layernorm_before_attention."),
+    (r"\.attn_norm\.", r".self_att.layernorm_before_attention."),
+    (r"\.mlp_norm\.", r".ffn.layernorm_before_ffn."),
+    (r"\.mlp\.gate_proj\.", r".ffn.ffn.w_in.w_0."),
+    (r"\.mlp\.up_proj\.", r".ffn.ffn.w_in.{up}."),
+    (r"\.mlp\.down_proj\.", r".ffn.ffn.w_out."),
+    (r"^(enc|dec)oder\.rel_bias\.weight$", r"position_bias_\1.relative_attention_bias"),
+    (r"^norm\.", r"encoder.norm."),
+    (r"^(encoder|decoder)\.norm\.", r"\1.output_layernorm."),
+    (r"^layers\.", r"encoder.layers."),
+    (r"^lm_head\.", r"output_projection."),
+    (r"^mlm_head\.norm\.", r"lm_head.layer_norm."),
+    (r"^mlm_head\.", r"lm_head."),
+    (r"^embed\.", r"input_embedding."),
+    (r"^embed_positions\.", r"position_embedding."),
+    (r"^embed_segments\.", r"token_type_embedding."),
+    (r"^embed_blocks\.", r"block_position_embedding."),
+    (r"^embed_patches\.", r"patch_embed.proj."),
+    (r"^embed_class$", r"patch_embed.cls_token"),
+    (r"^embed_positions$", r"patch_embed.pos_embed"),
+    (r"^pooler\.", r"pooler.dense."),
+    (r"^classifier\.", r"cls_projection."),
+)
+# Names that changed over ModelCenter's versions, and those of its ViT -> the form used here.
+_OLD_NAMES = (
+    (r"^(model|bert|roberta|longformer)\.", ""),
+    (r"^output_projection\.w\.", "output_projection."),
+    (r"^blocks\.", "encoder."),
+    (r"^head\.", "cls_projection."),
+)
+
+
+def is_model_center(directory: Path) -> bool:
+    """Tell whether a directory holds a ModelCenter checkpoint."""
+    return (directory / _WEIGHTS).is_file()
+
+
+def load_model_center(
+    directory: Path,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    allow_unknown: tuple[str, ...] = (),
+) -> Model:
+    """Open a ModelCenter checkpoint as a model of ours, on the CPU.
+
+    Args:
+        directory: holds `config.json` and `pytorch_model.pt`.
+        family: a name in `FAMILIES`; None tells it from the tensors' names.
+        dtype: of the parameters; None takes the file's, and fp32 for a T5 whose weights were
+            divided to fit fp16.
+        allow_unknown: config fields to accept unread.
+
+    Raises:
+        ConfigError: a family or fields that are not understood.
+        CheckpointError: tensors missing, unexpected or wrongly shaped; all listed.
+    """
+    raw = read_config_file(directory)
+    tensors = _rename(read_pickle(directory / _WEIGHTS), _OLD_NAMES)
+    family = family or tell_family(tensors, raw)
+    if family not in OLD_FAMILIES or family not in FAMILIES:
+        known = sorted(OLD_FAMILIES.keys() & FAMILIES.keys())
+        raise ConfigError(f"family={family!r} cannot be read; these can: {', '.join(known)}.")
+    if family != "T5":  # one stack, named "decoder" first and "encoder" later
+        tensors = _rename(tensors, ((r"^decoder\.", "encoder."),))
+    values = read_old_config(family, raw, tensors, allow_unknown)
+    factor = 1.0
+    if family == "T5":
+        factor = _t5_factor(raw, tensors)
+        values |= _settle_t5(values, raw, tensors, factor)
+    _drop_padding(family, tensors)
+    config = _make_config(family, values)
+    stored = next(iter(tensors.values())).dtype
+    dtype = dtype or (stored if factor == 1.0 else torch.float32)
+    model = FAMILIES[family].from_config(config, device="meta", dtype=dtype)
+    if config.head == "token_classification":
+        tensors.setdefault("cls_projection.bias", torch.zeros(config.num_labels))
+    sources = {name: _their_name(model, family, name) for name, _ in model.named_parameters()}
+    _check_fit(model, sources, tensors, directory)
+    materialize_(model)
+    with torch.no_grad():
+        for name, parameter in track(list(model.named_parameters()), "load weights"):
+            source, undo = tensors[sources[name]], _undo_factor(name, factor)
+            parameter.copy_(source if undo == 1.0 else source.float() * undo)
+    return model.eval()
+
+
+def _rename(tensors: Mapping[str, Tensor], pairs: tuple[tuple[str, str], ...]) -> dict[str, Tensor]:
+    out = {}
+    for name, tensor in tensors.items():
+        for old, new in pairs:
+            name = re.sub(old, new, name)
+        out[name] = tensor
+    return out
+
+
+def _drop_padding(family: str, tensors: dict[str, Tensor]) -> None:
+    """Take the row off GPT-2's vocabulary that made it even and never had a probability."""
+    if family == "GPT2" and is_padded(tensors["input_embedding.weight"]):
+        for name in ("input_embedding.weight", "output_projection.weight"):
+            if name in tensors:
+                tensors[name] = tensors[name][:-1]
+
+
+def _make_config(family: str, values: Mapping[str, Any]) -> ModelConfig:
+    """Return our config of the values that it has fields for."""
+    config_class = FAMILIES[family].config_class
+    if values.get("head", "") not in ("", *config_class.heads):
+        raise ConfigError(f"cls_head: {family} has no head that classifies every token.")
+    known = {f.name for f in fields(config_class) if f.init}
+    return config_class(**{name: value for name, value in values.items() if name in known})
+
+
+def _their_name(model: Model, family: str, name: str) -> str:
+    """Return ModelCenter's name of a parameter of ours."""
+    if OLD_FAMILIES[family].needed.get("post_layer_norm"):
+        name = _place_post_norm(name, model.config.num_layers)
+    for ours, theirs in _NAMES:
+        name = re.sub(ours, theirs, name)
+    return name.replace("{up}", "w_1" if model.config.is_gated else "w")
+
+
+def _place_post_norm(name: str, num_layers: int) -> str:
+    """Return the pre-norm name of a post-norm model's norm, as ModelCenter kept them.
+
+    There every norm belongs to the part after it: the embedding's to the first attention, that
+    after attention to the MLP, and that after the MLP to the next layer, or to the end.
+    """
+    found = re.fullmatch(r"(?:layers\.(\d+)\.(attn|mlp)|embed)_norm\.(\w+)", name)
+    if found is None:
+        return name
+    layer, part, kind = found.groups()
+    if part == "attn":
+        return f"layers.{layer}.mlp_norm.{kind}"
+    following = 0 if layer is None else int(layer) + 1
+    return f"norm.{kind}" if following == num_layers else f"layers.{following}.attn_norm.{kind}"
+
+
+def _check_fit(
+    model: Model, sources: Mapping[str, str], tensors: Mapping[str, Tensor], directory: Path
+) -> None:
+    """Raise with all that is missing, unexpected or wrongly shaped; tell what is left out."""
+    shapes = {sources[name]: tuple(p.shape) for name, p in model.named_parameters()}
+    missing = [name for name in shapes if name not in tensors]
+    wrong = [
+        f"{name} is {tuple(tensors[name].shape)}, the config needs {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    rest = [name for name in tensors if name not in shapes and not _is_copy(name, tensors)]
+    no_words = model.config.head in ("none", "token_classification")
+    others = ("pooler.", "lm_head.", "output_projection.") if no_words else ("pooler.",)
+    extra = [name for name in rest if not name.startswith(others)]
+    if missing or wrong or extra:
+        parts = (("missing", missing), ("unexpected", extra), ("wrong shape", wrong))
+        text = "; ".join(f"{title}: {', '.join(n[:_LISTED])}" for title, n in parts if n)
+        raise CheckpointError(
+            f"{str(directory / _WEIGHTS)!r} does not fit {type(model).__name__}: {text}."
+        )
+    if rest:
+        get_logger().info("head %r leaves out: %s", model.config.head, ", ".join(rest))
+
+
+def _is_copy(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """True for a tensor that equals the one it copies: a tied head, GPT-J's one norm of a layer."""
+    if name in ("output_projection.weight", "lm_head.decoder.weight"):
+        original = "input_embedding.weight"
+    else:
+        original = name.replace("ffn.layernorm_before_ffn", "self_att.layernorm_before_attention")
+    if original == name or original not in tensors:
+        return False
+    return torch.equal(tensors[name], tensors[original])
+
+
+def _t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
+    """Return what the residual stream was divided by, so that fp16 held its sums.
+
+    Norms make up for it, so no field need tell. The embedding does: published ones have values of
+    1 and more. (FLAN-T5 was kept in fp32 and not divided.)
+    """
+    embed = tensors["input_embedding.weight"][:_ROWS].float()
+    is_small = embed.square().mean().sqrt().item() < _SMALL_EMBEDDING
+    return _T5_FACTOR if raw.get("scale") or is_small else 1.0
+
+
+def _undo_factor(name: str, factor: float) -> float:
+    """Return what a parameter of a rescaled T5 is multiplied by.
+
+    Divided by 100 was what writes to the residual stream: the embedding and attention's output
+    outright, the MLP's two matrices by 10 each, which a ReLU and the ungated half let through.
+    """
+    if name == "embed.weight" or name.endswith("attn.o_proj.weight"):
+        return factor
+    return math.sqrt(factor) if name.endswith(("up_proj.weight", "down_proj.weight")) else 1.0
+
+
+def _settle_t5(
+    values: Mapping[str, Any], raw: Mapping[str, Any], tensors: dict[str, Tensor], factor: float
+) -> dict[str, Any]:
+    """Bring relative positions and head of a T5 into the published form; return fields of both.
+
+    T5 1.0, which has no gate, has the logits D^-0.5 h E'. ModelCenter kept either the divided E
+    alone and the factor 100 D^-0.5 (`scale`), or a copy of E as the head. Later T5s do not scale,
+    and have a head of their own.
+    """
+    heads, buckets = values["num_heads"], values.get("num_buckets", 32)
+    for name in ("position_bias_enc", "position_bias_dec"):
+        bias = tensors.get(f"{name}.relative_attention_bias")
+        # Early versions kept it the other way round; a square one is taken for a later version's.
+        if bias is not None and bias.shape == (heads, buckets) and heads != buckets:
+            tensors[f"{name}.relative_attention_bias"] = bias.t()
+    embed, own = tensors["input_embedding.weight"], tensors.get("output_projection.weight")
+    scale = _T5_FACTOR / math.sqrt(embed.shape[1]) if raw.get("scale") else 1.0
+    if own is None:
+        is_tied = bool(values["tie_word_embeddings"])
+        if is_tied and scale == 1.0 and factor != 1.0:
+            tensors["output_projection.weight"] = embed
+            return {"tie_word_embeddings": False, "scale_head": False}
+        return {"tie_word_embeddings": is_tied, "scale_head": is_tied and scale != 1.0}
+    is_copy = _are_near(own, embed, factor if scale == 1.0 else 1.0)
+    if is_copy:
+        del tensors["output_projection.weight"]
+    elif scale != 1.0:
+        tensors["output_projection.weight"] = own.float() * scale
+    is_first = values["feed_forward"] == "relu" or scale != 1.0
+    return {"tie_word_embeddings": is_copy, "scale_head": is_copy and is_first}
+
+
+def _are_near(own: Tensor, embed: Tensor, factor: float) -> bool:
+    """True where `own` is `factor` times `embed` but for fp16's rounding of both."""
+    if own.shape != embed.shape:
+        return False
+    pieces = zip(own.split(_ROWS), embed.split(_ROWS), strict=True)
+    return all(torch.allclose(a.float(), b.float() * factor, 2e-3, 1e-3) for a, b in pieces)

@@ -1,0 +1,335 @@
+"""Attention in blocks whose results are merged, so that no process needs all keys, or all scores.
+
+Softmax over all keys is the mean of softmaxes over some of them, weighed by the exponentials of
+their log-sum-exps. With the log-sum-exp of all keys, backward takes every block alone.
+
+On a CPU a fused kernel does the blocks that have neither mask nor bias; all others exist as scores,
+one block at a time.
+
+Source: Dao, "FlashAttention-2" (2023) for the blocks' backward; Liu et al., "Ring attention"
+(2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import causal_lower_right
+
+from bmforge.parallel.context.token_share import Chunk, TokenShare
+
+__all__ = ["attend_causally", "attend_in_ring", "attend_to_ends"]
+
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _Block(NamedTuple):
+    """Queries of one chunk and keys at hand that they look at.
+
+    Args:
+        mine: the queries' chunk.
+        keys: the keys, among those at hand.
+        columns: the same keys' places in the row.
+        diagonal: queries and keys are the same tokens, and each sees up to itself; else all.
+    """
+
+    mine: Chunk
+    keys: slice
+    columns: slice
+    diagonal: bool
+
+
+class _Scores(NamedTuple):
+    """What the scores of a block are made of."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    scale: float
+
+    @property
+    def is_plain(self) -> bool:
+        """A fused kernel can do it."""
+        return self.query.is_cpu and self.mask is None and self.bias is None
+
+    def make(self) -> Tensor:
+        """Return the scores, (B, N, T, S), of a block that no fused kernel can do."""
+        wide = torch.promote_types(self.query.dtype, torch.float32)
+        scores = (self.query @ self.key.transpose(-1, -2)).to(wide) * self.scale
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.mask is not None:
+            scores = scores.masked_fill(~self.mask, -torch.inf)
+        if self.causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return scores
+
+
+def _finite(total: Tensor) -> Tensor:
+    """Replace -inf, the log-sum-exp of no key at all, where a difference is to be taken."""
+    return total.masked_fill(total == -torch.inf, 0.0)
+
+
+def _attend(s: _Scores) -> tuple[Tensor, Tensor]:
+    """Return (B, N, T, H) and the log-sum-exp of the scores (B, N, T)."""
+    if s.is_plain:
+        return _cpu_forward(s.query, s.key, s.value, 0.0, s.causal, scale=s.scale)
+    scores = s.make()
+    total = scores.logsumexp(-1)
+    weights = (scores - _finite(total)[..., None]).exp()
+    return weights.to(s.value.dtype) @ s.value, total
+
+
+def _attend_backward(
+    s: _Scores, grad: Tensor, out: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value and scores, given results over all keys."""
+    if s.is_plain:
+        back = _cpu_backward(
+            grad, s.query, s.key, s.value, out, total, 0.0, s.causal, scale=s.scale
+        )
+        return *back, None
+    weights = (s.make() - _finite(total)[..., None]).exp()
+    pulled = (grad @ s.value.transpose(-1, -2)).to(weights.dtype)
+    pulled = weights * (pulled - (grad * out).to(weights.dtype).sum(-1, keepdim=True))
+    value = weights.to(grad.dtype).transpose(-1, -2) @ grad
+    scores = (pulled * s.scale).to(s.query.dtype)
+    return scores @ s.key, scores.transpose(-1, -2) @ s.query, value, pulled
+
+
+class _Work:
+    """One process's queries against keys and values that come bit by bit.
+
+    Shape:
+        query: (B, N, T here, H); mask: (B or 1, 1, T here or 1, T); bias: (B or 1, N, T here, T);
+        keys and values: (B, K, keys, 2 H), side by side
+    """
+
+    def __init__(
+        self, query: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float
+    ) -> None:
+        self.query, self.mask, self.bias, self.scale = query, mask, bias, scale
+        self.wide = torch.promote_types(query.dtype, torch.float32)
+        self.out = torch.zeros_like(query, dtype=self.wide, memory_format=torch.contiguous_format)
+        self.total = self.out.new_full(query.shape[:3], -torch.inf)
+
+    def _scores(self, block: _Block, pair: Tensor) -> _Scores:
+        own = block.mine.own
+        # The kernels want as many heads of keys as of queries.
+        pair = pair[:, :, block.keys].repeat_interleave(self.query.shape[1] // pair.shape[1], 1)
+        key, value = pair.chunk(2, -1)
+        mask, bias = self.mask, self.bias
+        if mask is not None:
+            mask = mask[:, :, own if mask.shape[2] > 1 else slice(None), block.columns]
+        if bias is not None:
+            bias = bias[:, :, own, block.columns]
+        query = self.query[:, :, own]
+        return _Scores(query, key, value, mask, bias, block.diagonal, self.scale)
+
+    def add(self, block: _Block, pair: Tensor) -> None:
+        """Merge what the queries find in a block into what they have found."""
+        out, total = _attend(self._scores(block, pair))
+        own = block.mine.own
+        before = self.total[:, :, own]
+        both = torch.logaddexp(before, total.to(self.wide))
+        kept, new = ((t - _finite(both)).exp()[..., None] for t in (before, total.to(self.wide)))
+        self.out[:, :, own] = self.out[:, :, own] * kept + out * new
+        self.total[:, :, own] = both
+
+    def start_backward(self, grad: Tensor, out: Tensor, total: Tensor) -> None:
+        """Take the results over all keys and their gradient."""
+        self.grad, self.out, self.total = grad, out, total
+        self.grad_query = torch.zeros_like(self.query, dtype=self.wide)
+        self.grad_bias = None if self.bias is None else torch.zeros_like(self.bias, dtype=self.wide)
+
+    def add_backward(self, block: _Block, pair: Tensor, grad_pair: Tensor) -> None:
+        """Add a block's gradients, those of its keys and values to `grad_pair`."""
+        own = block.mine.own
+        results = (t[:, :, own] for t in (self.grad, self.out, self.total))
+        query, key, value, scores = _attend_backward(self._scores(block, pair), *results)
+        self.grad_query[:, :, own] += query
+        found = torch.cat((key, value), -1).unflatten(1, (pair.shape[1], -1)).sum(2)
+        grad_pair[:, :, block.keys] += found
+        if self.grad_bias is not None and scores is not None:
+            place = self.grad_bias[:, :, own, block.columns]
+            place += scores if place.shape[0] > 1 else scores.sum(0, keepdim=True)
+
+
+def _blocks_of(share: TokenShare, source: int, causal: bool) -> Iterator[_Block]:
+    """Pair this process's queries with the keys of another one, or its own."""
+    for mine in share.mine:
+        for theirs in share.chunks_of(source):
+            if not causal or theirs.number <= mine.number:
+                columns = slice(theirs.start, theirs.end)
+                yield _Block(mine, theirs.own, columns, causal and theirs.number == mine.number)
+
+
+def _causal_blocks(share: TokenShare) -> Iterator[_Block]:
+    """Pair this process's queries with all keys before their chunk, and with the chunk's own."""
+    for mine in share.mine:
+        for keys, diagonal in (
+            (slice(0, mine.start), False),
+            (slice(mine.start, mine.end), True),
+        ):
+            if keys.stop > keys.start:
+                yield _Block(mine, keys, keys, diagonal)
+
+
+def attend_causally(query: Tensor, pair: Tensor, share: TokenShare, scale: float | None) -> Tensor:
+    """Weigh all values for this process's queries, each of which sees up to itself.
+
+    Shape:
+        query: (B, N, T here, H); pair: keys and values side by side, (B, K, T, 2 H);
+        returns (B, N, T here, H)
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if query.is_cpu:
+        return _Causal.apply(query, pair, share, scale)
+    return attend_to_ends(query, pair, share, scale)
+
+
+def attend_to_ends(query: Tensor, pair: Tensor, share: TokenShare, scale: float) -> Tensor:
+    """As `attend_causally`, by kernels that align the last query with the last key.
+
+    Accelerators have them; on a CPU they would make the whole mask.
+    """
+    key, value = pair.chunk(2, -1)
+    parts = [
+        F.scaled_dot_product_attention(
+            query[:, :, mine.own],
+            key[:, :, : mine.end],
+            value[:, :, : mine.end],
+            causal_lower_right(mine.end - mine.start, mine.end),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for mine in share.mine
+    ]
+    return torch.cat(parts, 2)
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, pair: Tensor, share: TokenShare, scale: float) -> Tensor:
+        work = _Work(query, None, None, scale)
+        for block in _causal_blocks(share):
+            work.add(block, pair)
+        out = work.out.to(query.dtype)
+        ctx.save_for_backward(query, pair, out, work.total)
+        ctx.share, ctx.scale = share, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        query, pair, out, total = ctx.saved_tensors
+        work = _Work(query, None, None, ctx.scale)
+        work.start_backward(grads[0], out, total)
+        grad_pair = torch.zeros_like(pair, dtype=work.wide)
+        for block in _causal_blocks(ctx.share):
+            work.add_backward(block, pair, grad_pair)
+        return work.grad_query.to(query.dtype), grad_pair.to(pair.dtype), None, None
+
+
+def attend_in_ring(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    share: TokenShare,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Weigh all values for this process's queries; keys and values go from process to process.
+
+    Shape:
+        query: (B, N, T here, H); key, value: (B, K, T here, H); mask: (B or 1, 1, T here or 1, T);
+        bias: (B or 1, N, T here, T); returns (B, N, T here, H)
+
+    Memory: keys and values of two processes, and one block of scores where there is a mask or bias.
+    Comm: with R processes, R - 1 messages of the keys and values forward; backward as many again,
+        and R of their gradients, in fp32 or wider.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    pair = share.pad(torch.cat((key, value), -1), 2)
+    return _Ring.apply(query, pair, bias, mask, share, causal, scale)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        pair: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        share: TokenShare,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        work, moving = _Work(query, mask, bias, scale), pair
+        for step in range(share.size):
+            coming = _Message(moving, share) if step + 1 < share.size else None
+            for block in _blocks_of(share, (share.rank - step) % share.size, causal):
+                work.add(block, moving)
+            moving = moving if coming is None else coming.wait()
+        out = work.out.to(query.dtype)
+        ctx.save_for_backward(query, pair, bias, mask, out, work.total)
+        ctx.share, ctx.causal, ctx.scale = share, causal, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, moving, bias, mask, out, total = ctx.saved_tensors
+        share, pair = ctx.share, moving
+        work = _Work(query, mask, bias, ctx.scale)
+        work.start_backward(grads[0], out, total)
+        arriving: _Message | None = None
+        for step in range(share.size):
+            coming = _Message(moving, share) if step + 1 < share.size else None
+            found = torch.zeros_like(pair, dtype=work.wide)
+            for block in _blocks_of(share, (share.rank - step) % share.size, ctx.causal):
+                work.add_backward(block, moving, found)
+            # What the processes before this one found follows its keys and values.
+            found = found if arriving is None else found + arriving.wait()
+            arriving = _Message(found, share)
+            moving = moving if coming is None else coming.wait()
+        assert arriving is not None
+        grad_bias = None if work.grad_bias is None else work.grad_bias.to(bias.dtype)
+        grad_pair = arriving.wait().to(pair.dtype)
+        return work.grad_query.to(query.dtype), grad_pair, grad_bias, None, None, None, None
+
+
+class _Message:
+    """A tensor on its way to the next process, and another one's from the process before."""
+
+    def __init__(self, tensor: Tensor, share: TokenShare) -> None:
+        ranks = dist.get_process_group_ranks(share.group)
+        after, before = (ranks[(share.rank + n) % share.size] for n in (1, -1))
+        self.sent, self.received = tensor.contiguous(), torch.empty_like(tensor)
+        self.works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self.sent, after, share.group),
+                dist.P2POp(dist.irecv, self.received, before, share.group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """Return what has come."""
+        for work in self.works:
+            work.wait()
+        return self.received

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, schedules and messages; start reading at `model.py`."""

@@ -1,0 +1,331 @@
+"""Tuples of tensors between neighbouring stages: any dtype, any shape, None allowed.
+
+A message is a header and its tensors. The header, one int64 host tensor of fixed length, says
+dtype, shape and whether a gradient is wanted, so shapes may change with every message and nobody
+has to agree on anything first. It costs one host message of 1.2 kB (tens of microseconds, at the
+speed of the hosts and not of the devices) per (micro-batch, edge, direction); a gradient that does
+not exist is a word in it and no zeros. Headers are matched by tag, as gloo does and as the process
+groups that `init_distributed` makes do for host tensors.
+
+Tensors may travel over a backend that ignores tags and runs the operations between two ranks one
+after the other, a send ending only when its receive has begun. There, two neighbours that both
+send first hang: in 1F1B the one sends its next activation while the other sends a gradient. So
+both ends keep to one order of all messages between them, `order_messages`: a rank that is about to
+send first posts the receives that come before it in this order. That blocks for a header at most,
+whose sender is earlier in an order in which all actions could be done one by one, so no circle of
+waiting can close. Each pair connects before the first step, pairs in sorted order, since a first
+contact blocks both ends. The alternative, batch_isend_irecv of the sends and receives that meet,
+would need both ends to know which ones meet, and the shapes before the batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bmforge.errors import DistributedError, ShapeError
+from bmforge.parallel.pipeline.replay import order_messages
+from bmforge.parallel.pipeline.schedules import Message, Schedule
+
+__all__ = ["MAX_DIMS", "MAX_TENSORS", "Link", "Route", "Tensors", "Wire", "share_from"]
+
+Tensors = tuple[Tensor | None, ...]
+
+MAX_TENSORS, MAX_DIMS = 16, 6
+_ROW = 3 + MAX_DIMS  # dtype, wants gradient, number of dims, shape
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class Link:
+    """How this process reaches the other ranks of its pipeline.
+
+    Args:
+        group: its processes, rank of the pipeline = rank of the group; it must carry host tensors
+            as well as the device's. None: all processes, or this one alone.
+        device: where received tensors lie.
+        slice_group: processes that hold the same activations (tensor parallel). Each sends its part
+            of every float tensor whose size they divide, and the receivers gather it.
+    """
+
+    group: dist.ProcessGroup | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    slice_group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank of the pipeline."""
+        return dist.get_rank(self.group) if dist.is_initialized() else 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the pipeline."""
+        return dist.get_world_size(self.group) if dist.is_initialized() else 1
+
+    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Exchange one byte with every neighbour, pairs in sorted order."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        for low, high in sorted(pair for pair in pairs if self.rank in pair):
+            if self.rank == low:
+                dist.send(byte, group=self.group, group_dst=high)
+            else:
+                dist.recv(byte, group=self.group, group_src=low)
+
+    def parts(self, spec: _Spec) -> int:
+        """Into how many parts a tensor is cut to be sent."""
+        if self.slice_group is None or not spec.dtype.is_floating_point:
+            return 1
+        size = dist.get_world_size(self.slice_group)
+        return size if spec.numel and spec.numel % size == 0 else 1
+
+
+@dataclass(frozen=True)
+class _Spec:
+    dtype: torch.dtype
+    requires_grad: bool
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def _encode(tensors: Tensors, what: object) -> Tensor:
+    """Write the header of a message; `what` names it in errors."""
+    if len(tensors) > MAX_TENSORS:
+        raise ShapeError(f"{what}: {len(tensors)} tensors; at most {MAX_TENSORS} cross a stage")
+    numbers = [0] * (1 + MAX_TENSORS * _ROW)
+    numbers[0] = len(tensors)
+    for index, tensor in enumerate(tensors):
+        row = [_NONE] if tensor is None else _encode_one(tensor, f"{what}, tensor {index}")
+        numbers[1 + index * _ROW : 1 + index * _ROW + len(row)] = row
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _encode_one(tensor: Tensor, what: str) -> list[int]:
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        raise ShapeError(f"{what} is a {type(tensor).__name__}; plain tensors and None cross")
+    if tensor.dtype not in _DTYPES or tensor.dim() > MAX_DIMS:
+        raise ShapeError(
+            f"{what} is {tensor.dtype} with {tensor.dim()} dims; at most {MAX_DIMS} dims of one of "
+            f"{', '.join(str(d).removeprefix('torch.') for d in _DTYPES)} cross a stage"
+        )
+    return [_DTYPES.index(tensor.dtype), tensor.requires_grad, tensor.dim(), *tensor.shape]
+
+
+def _decode(header: Tensor) -> list[_Spec | None]:
+    count, *numbers = header.tolist()
+    specs: list[_Spec | None] = []
+    for index in range(count):
+        code, requires_grad, dims, *shape = numbers[index * _ROW : (index + 1) * _ROW]
+        known = code != _NONE
+        specs.append(
+            _Spec(_DTYPES[code], bool(requires_grad), tuple(shape[:dims])) if known else None
+        )
+    return specs
+
+
+class Route:
+    """Which messages cross between which ranks, and when; worked out once per schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.messages = order_messages(schedule)
+        self._index = {
+            action._replace(kind="backward") if action.kind == "backward_input" else action: index
+            for order in schedule.orders
+            for index, action in enumerate(order)
+            if action.kind != "backward_weight"
+        }
+
+    def made_at(self, message: Message) -> int:
+        """Index of the sending action in its rank's order."""
+        return self._index[tuple(message)]  # type: ignore[index]
+
+    def used_at(self, message: Message) -> int:
+        """Index of the action that needs the message, in its rank's order."""
+        return self._index[tuple(message._replace(stage=message.receiver))]  # type: ignore[index]
+
+    def peer(self, rank: int, message: Message) -> int:
+        """The rank at the other end of a message."""
+        ranks = self.schedule.stage_ranks
+        sender, receiver = ranks[message.stage], ranks[message.receiver]
+        return receiver if rank == sender else sender
+
+    def tag(self, message: Message) -> int:
+        """First of the message's tags: one for the header, one for every tensor."""
+        stages = self.schedule.num_stages
+        number = (message.micro_batch * stages + message.stage) * 2 + (message.kind == "backward")
+        return number * (1 + MAX_TENSORS)
+
+
+@dataclass
+class _Incoming:
+    """A message whose receives are posted."""
+
+    specs: list[_Spec | None]
+    buffers: list[Tensor | None]
+    works: list[dist.Work] = field(default_factory=list)
+
+
+@dataclass
+class _Outgoing:
+    """A message on its way; the tensors must live until it has arrived."""
+
+    message: Message
+    tensors: list[Tensor]
+    works: list[dist.Work]
+
+
+class Wire:
+    """Sends and receives the messages of one run of a schedule.
+
+    Sends return at once. What has been sent is kept until the receiver is known to have it, that
+    is, until something comes from the same rank that it did later; so at most what the schedule has
+    in flight is kept.
+    """
+
+    def __init__(self, route: Route, link: Link) -> None:
+        self._route, self._link, self._rank = route, link, link.rank
+        self._done: dict[int, int] = defaultdict(int)  # messages posted, per peer
+        self._incoming: dict[Message, _Incoming] = {}
+        self._outgoing: dict[int, list[_Outgoing]] = defaultdict(list)
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        """Send; nobody may change the tensors in place afterwards."""
+        peer = self._route.peer(self._rank, message)
+        header = _encode(tensors, message)
+        self._post_until(peer, message)
+        self._done[peer] += 1
+        parcel = [header, *(self._cut(tensor) for tensor in tensors if tensor is not None)]
+        tag = self._route.tag(message)
+        with self._named(message, peer):
+            works = [
+                dist.isend(tensor, group=self._link.group, group_dst=peer, tag=tag + index)
+                for index, tensor in enumerate(parcel)
+                if tensor.numel()
+            ]
+        self._outgoing[peer].append(_Outgoing(message, parcel, works))
+
+    def receive(self, message: Message) -> Tensors:
+        """Wait for a message; its float tensors require a gradient where the sender's did."""
+        peer = self._route.peer(self._rank, message)
+        self._post_until(peer, message)
+        if message not in self._incoming:
+            self._post(peer, message)
+        incoming = self._incoming.pop(message)
+        with self._named(message, peer):
+            for work in incoming.works:
+                work.wait()
+        made_at = self._route.made_at(message)
+        arrived = [o for o in self._outgoing[peer] if self._route.used_at(o.message) <= made_at]
+        self._release(peer, arrived)
+        pairs = zip(incoming.specs, incoming.buffers, strict=True)
+        return tuple(self._join(spec, buffer) for spec, buffer in pairs)
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for peer, outgoing in self._outgoing.items():
+            self._release(peer, list(outgoing))
+
+    def _post_until(self, peer: int, message: Message) -> None:
+        """Post the receives that come before `message` between these two ranks."""
+        order = self._route.messages[min(peer, self._rank), max(peer, self._rank)]
+        while message not in self._incoming and order[self._done[peer]] != message:
+            self._post(peer, order[self._done[peer]])
+
+    def _post(self, peer: int, message: Message) -> None:
+        header = torch.empty(1 + MAX_TENSORS * _ROW, dtype=torch.int64)
+        tag = self._route.tag(message)
+        with self._named(message, peer):
+            dist.recv(header, group=self._link.group, group_src=peer, tag=tag)
+            specs = _decode(header)
+            incoming = _Incoming(specs, [self._room(spec) for spec in specs])
+            present = [buffer for buffer in incoming.buffers if buffer is not None]
+            incoming.works += [
+                dist.irecv(buffer, group=self._link.group, group_src=peer, tag=tag + index)
+                for index, buffer in enumerate(present, start=1)
+                if buffer.numel()
+            ]
+        self._incoming[message] = incoming
+        self._done[peer] += 1
+
+    def _release(self, peer: int, outgoing: list[_Outgoing]) -> None:
+        for each in outgoing:
+            with self._named(each.message, peer):
+                for work in each.works:
+                    work.wait()
+        gone = {each.message for each in outgoing}
+        self._outgoing[peer] = [o for o in self._outgoing[peer] if o.message not in gone]
+
+    @contextmanager
+    def _named(self, message: Message, peer: int) -> Iterator[None]:
+        """Say in errors of the backend which message they happened to."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise DistributedError(
+                f"pipeline rank {self._rank} lost rank {peer} at the {message.kind} message of "
+                f"stage {message.stage}, micro-batch {message.micro_batch}. Look for that rank's "
+                f"own error first; if it has none, it hangs or was killed. ({error})"
+            ) from error
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        """Return what this process sends of a tensor."""
+        tensor = tensor.detach().contiguous()
+        parts = self._link.parts(_Spec(tensor.dtype, False, tuple(tensor.shape)))
+        if parts == 1:
+            return tensor
+        return tensor.view(-1).chunk(parts)[dist.get_rank(self._link.slice_group)]
+
+    def _room(self, spec: _Spec | None) -> Tensor | None:
+        if spec is None:
+            return None
+        parts = self._link.parts(spec)
+        shape = spec.shape if parts == 1 else (spec.numel // parts,)
+        return torch.empty(shape, dtype=spec.dtype, device=self._link.device)
+
+    def _join(self, spec: _Spec | None, buffer: Tensor | None) -> Tensor | None:
+        if spec is None or buffer is None:
+            return None
+        if self._link.parts(spec) > 1:
+            whole = buffer.new_empty(spec.numel)
+            dist.all_gather_into_tensor(whole, buffer, group=self._link.slice_group)
+            buffer = whole.view(spec.shape)
+        return buffer.requires_grad_(spec.requires_grad)
+
+
+def share_from(owner: int, tensors: Tensors | None, link: Link) -> Tensors:
+    """Give every rank of the pipeline what the rank `owner` has.
+
+    Comm: one broadcast of a header and one of every tensor.
+    """
+    if link.size == 1:
+        assert tensors is not None
+        return tensors
+    header = torch.empty(1 + MAX_TENSORS * _ROW, dtype=torch.int64)
+    if tensors is not None:
+        header = _encode(tensors, "a shared output")
+    dist.broadcast(header, group=link.group, group_src=owner)
+    shared: list[Tensor | None] = []
+    for index, spec in enumerate(_decode(header)):
+        tensor: Tensor | None = None
+        if tensors is not None and (mine := tensors[index]) is not None:
+            tensor = mine.detach().contiguous()
+        elif spec is not None:
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=link.device)
+        if tensor is not None and tensor.numel():
+            dist.broadcast(tensor, group=link.group, group_src=owner)
+        shared.append(tensor)
+    return tuple(shared)

@@ -1,0 +1,300 @@
+"""A model as a pipeline: its stages on this rank, training steps, plain calls, and what is shared.
+
+The model stays one module with its names, of which this rank has its blocks. Every stage runs the
+model's own forward; `span`, set on each stack, says which blocks it runs, and `arrived` what the
+stage before carried on. Outside of a training step a call of the model runs all stages and gives
+the result to every rank, so evaluating and generating need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from bmforge.batch import Batch
+from bmforge.errors import ConfigError
+from bmforge.parallel.pipeline.messages import Link
+from bmforge.parallel.pipeline.run import Pipeline
+from bmforge.parallel.pipeline.schedules import Schedule, build_schedule, problems
+from bmforge.parallel.pipeline.stages import Cutting
+from bmforge.parallel.zero import groups_of_state
+from bmforge.shards import local_tensor
+
+__all__ = ["PipelinedModel", "Run", "pipeline_of", "reduce_gradients_", "run_step"]
+
+# What a stage does with a micro-batch: call the model in some way; returns the loss on the last.
+Run = Callable[[Batch], Any]
+
+
+@dataclass
+class _Stage:
+    """One stage of the model; see `pipeline.Stage`."""
+
+    owner: PipelinedModel
+    number: int
+
+    def forward(self, carry: tuple[Tensor, ...] | None, micro_batch: Batch) -> Any:
+        """Run the model with this stage's blocks."""
+        model = self.owner.model
+        self.owner.show_stage(self.number)
+        model.arrived = carry or ()
+        result = self.owner.run(micro_batch)
+        carried = self.owner.output.carry
+        self.owner.output = None
+        return result if carried is None else carried
+
+
+class PipelinedModel:
+    """Runs a cut model.
+
+    Args:
+        model: with this rank's blocks.
+        cutting: what lies where.
+        mesh: of all axes.
+        schedule: name of the schedule and stages per rank.
+        shared: parameters that other stages have too, see `stages.drop_the_rest_`.
+        slices: cut what crosses stages over the axis `tp`.
+        splits: backwards may come in halves; not where blocks are sharded, compiled or recomputed.
+        frees: gathered parameters are freed after every backward, not only at the step's end.
+
+    Attributes:
+        rank: this process's rank of the pipeline.
+        size: how many there are.
+        copied: names of the parameters that an earlier rank has as well: there they count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cutting: Cutting,
+        mesh: DeviceMesh,
+        schedule: tuple[str, int | None],
+        shared: Mapping[str, Sequence[int]],
+        *,
+        slices: bool = False,
+        frees: bool = True,
+        splits: bool = True,
+    ) -> None:
+        self.model, self.cutting, self.mesh, self.schedule = model, cutting, mesh, schedule
+        self.frees, self._splits = frees, splits
+        self.run: Run = self._refuse
+        self.output: Any = None
+        self._pipelines: dict[int, Pipeline] = {}
+        slice_group = mesh["tp"].get_group() if slices and mesh["tp"].size() > 1 else None
+        device = torch.device(mesh.device_type)
+        self._link = Link(mesh["pp"].get_group(), device, slice_group)
+        self._inner = model.forward
+        self._is_inside = False
+        self.rank, self.size = mesh.get_local_rank("pp"), mesh["pp"].size()
+        self._owners = owners = self._build(num_micro_batches=None).stage_ranks
+        self.show_stage(owners.index(self.rank))
+        ranks = {name: sorted({owners[s] for s in stages}) for name, stages in shared.items()}
+        self.copied = frozenset(n for n, found in ranks.items() if found[0] != self.rank)
+        self._groups = _build_groups(mesh, {tuple(r) for r in self._all_sets(owners)})
+        self._shared = {n: tuple(found) for n, found in ranks.items() if len(found) > 1}
+        model.forward = self._forward  # type: ignore[method-assign]
+        model.register_forward_hook(self._note_output)
+
+    @property
+    def stages_here(self) -> tuple[int, ...]:
+        """The stages on this rank."""
+        return tuple(s for s, owner in enumerate(self._owners) if owner == self.rank)
+
+    @property
+    def shared_names(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients are summed over ranks at a step's end."""
+        return tuple(sorted(self._shared))
+
+    def show_stage(self, number: int) -> None:
+        """Let every stack know which blocks run."""
+        for stack, span in self.cutting.spans[number].items():
+            self.model.get_submodule(stack).span = span  # type: ignore[assignment]
+
+    def rank_of(self, name: str) -> int:
+        """Return the first rank of the pipeline that has a parameter or a buffer.
+
+        Buffers of the modules that hold the stacks are on every rank.
+        """
+        homes = self.cutting.homes
+        found = (h for n, h in homes.items() if name == n or name.startswith(f"{n}."))
+        return min(self._owners[stage] for stage in next(found, range(self.cutting.num_stages)))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The processes of this pipeline."""
+        return self.mesh["pp"].get_group()
+
+    def _all_sets(self, owners: Sequence[int]) -> list[list[int]]:
+        """Return the sets of ranks that share something, the same list on every rank."""
+        sets = {tuple(sorted({owners[s] for s in homes})) for homes in self.cutting.homes.values()}
+        return [list(ranks) for ranks in sorted(sets) if len(ranks) > 1]
+
+    def step(self, run: Run, micro_batches: Sequence[Batch]) -> list[Tensor]:
+        """Run forward and backward of a step's micro-batches; return their losses on the last rank.
+
+        Args:
+            run: calls the model once on a micro-batch and returns the loss it gets.
+            micro_batches: the same ones on every rank of the pipeline.
+
+        Raises:
+            ConfigError: fewer micro-batches than the schedule needs.
+        """
+        pipeline = self._pipeline(len(micro_batches))
+        sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+        for module in sharded:
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_is_last_backward(False)
+            module.set_reshard_after_backward(self.frees, recurse=False)
+        self.run, self._is_inside = run, True
+        try:
+            losses = pipeline.step(micro_batches)
+        finally:
+            self.run, self._is_inside = self._refuse, False
+            self.model.arrived = ()  # type: ignore[assignment]
+        reduce_gradients_(self.model, sharded)
+        self._sum_shared_gradients_()
+        return losses
+
+    def _run_forward(self, run: Run, micro_batches: Sequence[Batch], share: bool) -> list[Any]:
+        pipeline = next(iter(self._pipelines.values()), None) or self._pipeline(self._least())
+        self.run, self._is_inside = run, True
+        try:
+            return pipeline.run_forward_only(micro_batches, share=share)
+        finally:
+            self.run, self._is_inside = self._refuse, False
+            self.model.arrived = ()  # type: ignore[assignment]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward: of one stage inside a step, else of all of them."""
+        if self._is_inside:
+            return self._inner(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "a pipelined model trains whole steps: use the Trainer, or run_step. For a plain "
+                "call, switch gradients off (torch.no_grad)."
+            )
+        if kwargs.get("output_hidden_states"):
+            raise ConfigError(
+                "output_hidden_states: hidden states do not cross a pipeline's stages. Record them "
+                "with train.inspect_activations, or use a layout with pp=1."
+            )
+        kind: list[Any] = []
+
+        def run(inputs: Batch) -> Any:
+            self.output = self._inner(*args, **inputs)
+            kind.append(self.output)
+            if self.output.carry is not None:
+                return None
+            return tuple(v if isinstance(v, Tensor) else None for v in self.output)
+
+        (found,) = self._run_forward(run, [kwargs], share=True)
+        return type(kind[-1])(*found)
+
+    def _note_output(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._is_inside:
+            self.output = out
+
+    def _refuse(self, micro_batch: Batch) -> Any:
+        raise AssertionError("a stage runs outside of a step")
+
+    def _least(self) -> int:
+        """The smallest number of micro-batches that the schedule takes."""
+        name, per_rank = self.schedule
+        size = self.mesh["pp"].size()
+        return next(n for n in range(1, 8 * size) if not problems(name, size, n, per_rank))
+
+    def _build(self, num_micro_batches: int | None) -> Schedule:
+        name, per_rank = self.schedule
+        count = self._least() if num_micro_batches is None else num_micro_batches
+        return build_schedule(name, self.mesh["pp"].size(), count, per_rank)
+
+    def _pipeline(self, num_micro_batches: int) -> Pipeline:
+        if num_micro_batches not in self._pipelines:
+            schedule = self._build(num_micro_batches)
+            here = schedule.stages_of(self._link.rank)
+            stages = {number: _Stage(self, number) for number in here}
+            # The loss turns its gradient over in place, so its backward cannot come in halves.
+            halves = set(here) - {schedule.num_stages - 1} if self._splits else ()
+            pipeline = Pipeline(schedule, stages, self._link, split=halves)
+            self._pipelines[num_micro_batches] = pipeline
+        return self._pipelines[num_micro_batches]
+
+    def _sum_shared_gradients_(self) -> None:
+        """Sum the gradients of parameters that several stages have; all have the sum then."""
+        parameters = dict(self.model.named_parameters())
+        for name, ranks in sorted(self._shared.items()):
+            parameter = parameters[name]
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local_tensor(parameter.grad), group=self._groups[ranks])
+
+
+def run_step(model: nn.Module, run: Run, micro_batches: Sequence[Batch]) -> list[Tensor]:
+    """Run forward and backward of a step's micro-batches on a model of any layout.
+
+    Args:
+        model: gets the gradients.
+        run: calls the model once on a micro-batch and returns the loss it gets, which a pipeline's
+            earlier stages do not have.
+        micro_batches: of this process's rows.
+
+    Returns:
+        the losses that are here, detached: all, or in a pipeline none but on the last stage's rank.
+    """
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        return pipeline.step(run, micro_batches)
+    losses = []
+    for micro_batch in micro_batches:
+        loss = run(micro_batch)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def pipeline_of(model: nn.Module) -> PipelinedModel | None:
+    """Return what runs a pipelined model; None for any other."""
+    return getattr(model, "pipeline", None)
+
+
+def _build_groups(
+    mesh: DeviceMesh, sets: set[tuple[int, ...]]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make a group for every set of pipeline ranks, in each of the pipelines side by side."""
+    groups = {}
+    axis = (mesh.mesh_dim_names or ()).index("pp")
+    lines = mesh.mesh.movedim(axis, 0).flatten(1).T.tolist()
+    for ranks in sorted(sets):
+        members = [[line[rank] for rank in ranks] for line in lines]
+        group, _ = dist.new_subgroups_by_enumeration(members)
+        if group is not None:
+            groups[ranks] = group
+    return groups
+
+
+def reduce_gradients_(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
+    """Let FSDP2 reduce what all backwards of the step have left, and shard parameters again.
+
+    As torch's own pipelining does at the end of a step: the schedule calls autograd on stages, so
+    there is no backward after which FSDP2 could know that a module's gradients are complete.
+    """
+    if not sharded:
+        return
+    for module in sharded:
+        module.set_requires_gradient_sync(True, recurse=False)
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True, recurse=False)
+    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    for state in root._state_ctx.all_states:
+        for group in groups_of_state(state):
+            group.post_backward()
+    root._root_post_backward_final_callback()

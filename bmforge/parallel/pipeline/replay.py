@@ -1,0 +1,147 @@
+"""A schedule run on paper: how long it takes, how idle it leaves the ranks, what it keeps alive.
+
+The same walk gives the order of the messages between two ranks, which both of them keep to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from bmforge.errors import ConfigError
+from bmforge.parallel.pipeline.schedules import Action, Kind, Message, Schedule
+
+__all__ = ["Replay", "order_messages", "replay"]
+
+_UNIT_TIMES: Mapping[Kind, float] = {
+    "forward": 1.0,
+    "backward": 2.0,
+    "backward_input": 1.0,
+    "backward_weight": 1.0,
+}
+# What an action adds to the activations that are alive.
+_ALIVE: Mapping[Kind, int] = {
+    "forward": 1,
+    "backward": -1,
+    "backward_input": 0,
+    "backward_weight": -1,
+}
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a schedule costs.
+
+    Args:
+        total: time from the first action to the end of the last.
+        bubble_ratios: per rank, the part of `total` in which it does nothing.
+        peak_micro_batches: per rank, the most (stage, micro-batch) pairs whose activations are
+            alive at once: from the start of forward to the end of the backward, or, where it is
+            split, of its weight half.
+    """
+
+    total: float
+    bubble_ratios: tuple[float, ...]
+    peak_micro_batches: tuple[int, ...]
+
+
+def replay(
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    backward_input: float | None = None,
+) -> Replay:
+    """Run a schedule on paper: every action as early as its rank and its inputs allow.
+
+    Args:
+        schedule: what to run.
+        forward: time of one stage's forward of one micro-batch.
+        backward: time of its backward.
+        backward_input: the part of `backward` that makes the input's gradient; None: a half.
+
+    Raises:
+        ConfigError: the order deadlocks; names what every rank waits for.
+    """
+    first_half = backward / 2 if backward_input is None else backward_input
+    durations: dict[Kind, float] = {
+        "forward": forward,
+        "backward": backward,
+        "backward_input": first_half,
+        "backward_weight": backward - first_half,
+    }
+    finished = _finish_times(schedule, durations)
+    total = max(finished.values(), default=0.0)
+    idle = tuple(
+        1.0 - sum(durations[a.kind] for a in order) / total if total else 0.0
+        for order in schedule.orders
+    )
+    return Replay(total, idle, tuple(_peak(order) for order in schedule.orders))
+
+
+def _peak(order: tuple[Action, ...]) -> int:
+    alive = peak = 0
+    for action in order:
+        alive += _ALIVE[action.kind]
+        peak = max(peak, alive)
+    return peak
+
+
+def _input_half(action: Action) -> Action:
+    """Return the action that others wait for: of a whole backward, its input half."""
+    return action._replace(kind="backward_input") if action.kind == "backward" else action
+
+
+def _needs(action: Action, last_stage: int) -> list[Action]:
+    """What must be finished before an action, whole backwards under their input half."""
+    kind, stage, micro_batch = action
+    if kind == "forward":
+        return [Action("forward", stage - 1, micro_batch)] if stage else []
+    if kind == "backward_weight":
+        return [Action("backward_input", stage, micro_batch)]
+    after = [Action("backward_input", stage + 1, micro_batch)] if stage < last_stage else []
+    return [Action("forward", stage, micro_batch), *after]
+
+
+def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[Action, float]:
+    """Return when every action ends, in an order that one process could do them in."""
+    finished: dict[Action, float] = {}
+    ready: dict[Action, float] = {}  # the same, whole backwards under their input half
+    clocks = [0.0] * schedule.num_ranks
+    todo = [list(reversed(order)) for order in schedule.orders]
+    while any(todo):
+        moved = False
+        for rank, order in enumerate(todo):
+            while order and all(n in ready for n in _needs(order[-1], schedule.num_stages - 1)):
+                action = order.pop()
+                needs = [ready[n] for n in _needs(action, schedule.num_stages - 1)]
+                clocks[rank] = max([clocks[rank], *needs]) + durations[action.kind]
+                finished[action] = clocks[rank]
+                ready[_input_half(action)] = clocks[rank]
+                moved = True
+        if not moved:
+            waiting = [f"rank {r} at {order[-1]}" for r, order in enumerate(todo) if order]
+            raise ConfigError(f"the schedule {schedule.name} deadlocks: {'; '.join(waiting)}")
+    return finished
+
+
+def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
+    """Return, per pair of ranks (lower first), all their messages in one order for both ends.
+
+    The order is that in which the senders finish at unit times. It agrees with the order of
+    actions of every rank, so whoever waits for a message waits for work that needs nothing later.
+    """
+    found: dict[tuple[int, int], list[Message]] = {}
+    times = _finish_times(schedule, _UNIT_TIMES)
+    for action in sorted(times, key=lambda a: times[a]):
+        if action.kind == "backward_weight":
+            continue
+        kind: Literal["forward", "backward"]
+        kind = "forward" if action.kind == "forward" else "backward"
+        message = Message(kind, action.stage, action.micro_batch)
+        if 0 <= message.receiver < schedule.num_stages:
+            ends = schedule.stage_ranks[message.stage], schedule.stage_ranks[message.receiver]
+            if ends[0] != ends[1]:
+                found.setdefault((min(ends), max(ends)), []).append(message)
+    return found

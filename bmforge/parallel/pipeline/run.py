@@ -1,0 +1,267 @@
+"""Running a pipeline: one optimizer step's micro-batches through this rank's stages.
+
+Start at `Pipeline`. The order comes from `schedules.py`, the tensors travel by `messages.py`,
+backwards in halves are `split_backward.py`. Stages on one rank hand tensors over without sending
+them. A stage gets its inputs as leaves of its own graph; only the edges of its outputs are kept
+until backward, so an activation that backward does not need is freed once it has been sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from bmforge.batch import Batch
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.parallel.pipeline.messages import Link, Route, Tensors, Wire, share_from
+from bmforge.parallel.pipeline.schedules import Action, Message, Schedule, forward_only
+from bmforge.parallel.pipeline.split_backward import WeightBackward, backward_input
+
+__all__ = ["Pipeline", "Stage", "Sync"]
+
+Sync = Callable[[int, bool], None]
+
+
+class Stage(Protocol):
+    """One part of a model."""
+
+    def forward(self, carry: Tensors | None, micro_batch: Batch) -> Tensors | Tensor:
+        """Compute this part.
+
+        Args:
+            carry: what the stage before returned; None for the first stage. Not to be changed in
+                place: a rank that sent it may still be sending.
+            micro_batch: the whole micro-batch; every stage takes from it what it needs.
+
+        Returns:
+            what the next stage gets: up to 16 plain tensors of any dtype and shape, or None in
+            their places. The last stage returns the loss, a scalar, already scaled; in
+            `run_forward_only` whatever it likes, as one tensor or a tuple.
+        """
+        ...
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward."""
+
+    inputs: list[Tensor | None]  # those that want a gradient, None in the others' places
+    outputs: list[GradientEdge | None]
+
+
+@dataclass
+class _Run:
+    """The state of one run of a schedule."""
+
+    wire: Wire
+    micro_batches: Sequence[Batch]
+    handed: dict[Message, Tensors] = field(default_factory=dict)
+    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    weights: dict[tuple[int, int], WeightBackward] = field(default_factory=dict)
+    results: dict[int, Tensors] = field(default_factory=dict)
+
+
+class Pipeline:
+    """This rank's stages and the order in which they run.
+
+    Args:
+        schedule: from `build_schedule`.
+        stages: the stages that the schedule places on this rank, by their number.
+        link: the way to the other ranks.
+        sync: called as sync(stage, is_last) before each backward of a stage; `is_last` is true once
+            per step, before the one that completes the stage's gradients. There modules that
+            reduce gradients in backward are told to (FSDP2: set_requires_gradient_sync,
+            set_reshard_after_backward, set_is_last_backward). Where backwards are split, the last
+            one then runs whole, so that such modules see one: one more input gradient per stage and
+            step.
+        split: stages whose backward comes in halves where the schedule has it so; None: all. The
+            others run a whole backward where the schedule has the input's half, and nothing where
+            it has the weights'. Needed where blocks are sharded or compiled, or where a backward
+            works in place (the loss); cheaper where blocks recompute.
+
+    Comm: per (micro-batch, edge, direction) one header and one message per tensor. `messages.py`
+    says why no order of sends and receives can hang.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        link: Link,
+        *,
+        sync: Sync | None = None,
+        split: Collection[int] | None = None,
+    ) -> None:
+        wanted = schedule.stages_of(link.rank)
+        if link.size != schedule.num_ranks or set(stages) != set(wanted):
+            raise ConfigError(
+                f"rank {link.rank} of {link.size} was given the stages {sorted(stages)}; "
+                f"{schedule.name} is for {schedule.num_ranks} ranks and has {list(wanted)} here."
+            )
+        self.schedule, self.link = schedule, link
+        self._stages, self._sync = dict(stages), sync
+        self._split = set(stages if split is None else split)
+        self._last = schedule.num_stages - 1
+        self._route = Route(schedule)
+        self._completing = self._find_completing()
+        self._connected = False
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the last stage, which has the losses."""
+        return self.schedule.stage_ranks[-1]
+
+    def step(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
+        """Run forward and backward of every micro-batch; gradients add up in `.grad`.
+
+        Args:
+            micro_batches: the same ones on every rank.
+
+        Returns:
+            the losses in the order of the micro-batches, detached, on `last_rank`; [] elsewhere.
+
+        Raises:
+            ConfigError: not as many micro-batches as the schedule has.
+            DistributedError: another rank failed or hangs; says which, and at what.
+        """
+        if len(micro_batches) != self.schedule.num_micro_batches:
+            raise ConfigError(
+                f"{len(micro_batches)} micro-batches were given; this {self.schedule.name} "
+                f"schedule is for {self.schedule.num_micro_batches}."
+            )
+        run = self._start(self._route, micro_batches)
+        for action in self.schedule.orders[self.link.rank]:
+            if action.kind == "forward":
+                self._forward(run, action.stage, action.micro_batch)
+            else:
+                self._backward(run, action)
+        run.wire.finish()
+        return [loss for _, (loss,) in sorted(run.results.items()) if loss is not None]
+
+    def run_forward_only(
+        self, micro_batches: Sequence[Batch], *, share: bool = False
+    ) -> list[Tensors]:
+        """Run forward without gradients, for evaluation and generation.
+
+        Args:
+            micro_batches: any number, the same ones on every rank.
+            share: give the results to every rank.
+
+        Returns:
+            the last stage's outputs per micro-batch, always as tuples, on `last_rank`, or with
+            `share` on every rank; [] elsewhere.
+        """
+        schedule = forward_only(self.schedule, len(micro_batches))
+        run = self._start(Route(schedule), micro_batches)
+        with torch.no_grad():
+            for _, stage, micro_batch in schedule.orders[self.link.rank]:
+                self._forward(run, stage, micro_batch)
+        run.wire.finish()
+        if share:
+            numbers = range(len(micro_batches))
+            return [share_from(self.last_rank, run.results.get(n), self.link) for n in numbers]
+        return [outputs for _, outputs in sorted(run.results.items())]
+
+    def _start(self, route: Route, micro_batches: Sequence[Batch]) -> _Run:
+        if not self._connected:
+            self.link.connect(list(self._route.messages))
+            self._connected = True
+        return _Run(Wire(route, self.link), micro_batches)
+
+    def _find_completing(self) -> set[Action]:
+        """Return, per stage of this rank, the action that completes its gradients."""
+        last: dict[int, Action] = {}
+        for action in self.schedule.orders[self.link.rank]:
+            half = "backward_weight" if action.stage in self._split else "backward_input"
+            if action.kind in ("backward", half):
+                last[action.stage] = action
+        return set(last.values())
+
+    def _forward(self, run: _Run, stage: int, micro_batch: int) -> None:
+        message = Message("forward", stage, micro_batch)
+        carry = self._take(run, message._replace(stage=stage - 1)) if stage else None
+        result = self._stages[stage].forward(carry, run.micro_batches[micro_batch])
+        outputs = (result,) if isinstance(result, Tensor) else result
+        training = torch.is_grad_enabled()
+        if training:
+            run.kept[stage, micro_batch] = _Kept(
+                [t if t is not None and t.requires_grad else None for t in carry or ()],
+                [get_gradient_edge(t) if _wants_gradient(t) else None for t in outputs],
+            )
+        if stage < self._last:
+            self._give(run, message, outputs)
+        else:
+            if training:
+                _check_loss(result, stage)
+            run.results[micro_batch] = tuple(t if t is None else t.detach() for t in outputs)
+
+    def _backward(self, run: _Run, action: Action) -> None:
+        kind, stage, micro_batch = action
+        is_whole = kind == "backward" or stage not in self._split
+        if kind == "backward_weight" and is_whole:
+            return
+        completes = action in self._completing
+        if self._sync is not None:
+            self._sync(stage, completes)
+        if kind == "backward_weight":
+            weights = run.weights.pop((stage, micro_batch))
+            weights.run(whole=completes and self._sync is not None)
+            return
+        edges, grads, inputs = self._gather(run, stage, micro_batch)
+        if is_whole:
+            if edges:
+                torch.autograd.backward(edges, grads)
+        else:
+            wanted = [t for t in inputs if t is not None]
+            run.weights[stage, micro_batch] = backward_input(edges, grads, wanted)
+        if stage:
+            mine = tuple(None if t is None else t.grad for t in inputs)
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.grad = None  # on its way; a later half must not add to it
+            self._give(run, Message("backward", stage, micro_batch), mine)
+
+    def _gather(
+        self, run: _Run, stage: int, micro_batch: int
+    ) -> tuple[list[GradientEdge], list[Tensor], list[Tensor | None]]:
+        """Return the outputs that have a gradient, these gradients, and the inputs."""
+        kept = run.kept.pop((stage, micro_batch))
+        grads: Tensors
+        if stage == self._last:
+            grads = tuple(torch.ones_like(t) for t in run.results[micro_batch] if t is not None)
+        else:
+            grads = self._take(run, Message("backward", stage + 1, micro_batch))
+        pairs = zip(kept.outputs, grads, strict=True)
+        found = [(e, g) for e, g in pairs if e is not None and g is not None]
+        return [edge for edge, _ in found], [grad for _, grad in found], kept.inputs
+
+    def _give(self, run: _Run, message: Message, tensors: Tensors) -> None:
+        if self.schedule.stage_ranks[message.receiver] != self.link.rank:
+            run.wire.send(message, tensors)
+            return
+        run.handed[message] = tuple(
+            None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors
+        )
+
+    def _take(self, run: _Run, message: Message) -> Tensors:
+        if message in run.handed:
+            return run.handed.pop(message)
+        return run.wire.receive(message)
+
+
+def _wants_gradient(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _check_loss(result: object, stage: int) -> None:
+    if not _wants_gradient(result) or result.dim() != 0:  # type: ignore[attr-defined]
+        given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ShapeError(
+            f"the last stage ({stage}) returned {given}; it must return the loss, a scalar that "
+            "requires a gradient."
+        )

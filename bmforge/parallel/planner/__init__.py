@@ -1,0 +1,1 @@
+"""What a layout would need on machines that are not here; start reading at `search.py`."""

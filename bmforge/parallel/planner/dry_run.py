@@ -1,0 +1,142 @@
+"""Laying a model out over processes that are not here: what each would hold, and what does not fit.
+
+A fake process group stands for the others and a model on meta for the weights, so a layout for
+hundreds of devices is built on a laptop, by the same code that will build it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from bmforge.errors import ConfigError
+from bmforge.parallel.layout import Layout, build_mesh
+from bmforge.parallel.parallelize import parallelize
+from bmforge.parallel.pipeline.model import pipeline_of
+from bmforge.shards import local_tensor
+
+__all__ = ["DryRun", "Share", "dry_run", "join_fakes"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process holds.
+
+    Args:
+        rank: its global rank.
+        stages: its stages of the pipeline.
+        blocks: how many blocks it runs.
+        parameters: numbers of its own shards.
+        parameter_bytes: their size.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    blocks: int
+    parameters: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A layout as it would be.
+
+    Args:
+        axes: length of every mesh axis, slowest first.
+        parameters: of the whole model, tied ones once.
+        shares: of the first process of every pipeline rank; the others beside it hold as much, give
+            or take a row.
+    """
+
+    axes: dict[str, int]
+    parameters: int
+    shares: tuple[Share, ...]
+
+
+def dry_run(
+    build_model: Callable[[], nn.Module], layout: Layout, world_size: int, **options: Any
+) -> DryRun:
+    """Build a layout for `world_size` processes in this one.
+
+    Args:
+        build_model: makes the model on meta; called once per pipeline rank.
+        layout: which axes.
+        world_size: number of processes.
+        options: further arguments of `parallelize`.
+
+    Raises:
+        ConfigError: everything that does not fit, in one message; or this process has joined others
+            already.
+    """
+    if dist.is_initialized():
+        raise ConfigError("a dry run needs a process of its own: this one has joined a group.")
+    beside = world_size // layout.pp if layout.pp and world_size % layout.pp == 0 else world_size
+    shares, axes, total = [], {}, 0
+    for stage in range(max(1, world_size // beside)):
+        model = build_model()
+        total = sum(p.numel() for p in model.parameters())
+        join_fakes(stage * beside, world_size)
+        try:
+            mesh = build_mesh(layout)
+            with _join_meshes_once():
+                parallelize(model, layout, mesh=mesh, **options)
+            axes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+            shares.append(_measure(model, stage * beside))
+        finally:
+            dist.destroy_process_group()
+    return DryRun(axes, total, tuple(shares))
+
+
+@contextmanager
+def _join_meshes_once() -> Iterator[None]:
+    """Let torch join the same two meshes once.
+
+    `fully_shard` does it anew for every parameter, which is a third of a dry run's time. This is
+    for processes that are not there; a real start leaves torch as it is.
+    """
+    join = DeviceMesh._concatenate
+    joined: dict[tuple[int, ...], tuple[list[DeviceMesh], DeviceMesh]] = {}
+
+    def join_once(meshes: list[DeviceMesh]) -> DeviceMesh:
+        key = tuple(map(id, meshes))
+        if key not in joined:
+            joined[key] = meshes, join(meshes)  # kept as well: nothing else gets their ids
+        return joined[key][1]
+
+    DeviceMesh._concatenate = staticmethod(join_once)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign]
+
+
+def join_fakes(rank: int, world_size: int) -> None:
+    """Make this process one of `world_size` that are not there."""
+    # The group without communication that torch keeps for its own tests and for estimating memory.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+def _measure(model: nn.Module, rank: int) -> Share:
+    pipeline = pipeline_of(model)
+    stages: tuple[int, ...] = (0,)
+    if pipeline is not None:
+        stages = pipeline.stages_here
+    rules: Any = getattr(model, "layout_rules", None)
+    stacks = rules().stacks if callable(rules) else ()
+    blocks = sum(len(list(model.get_submodule(name).children())) for name in stacks)
+    local = [local_tensor(parameter) for parameter in model.parameters()]
+    return Share(
+        rank,
+        stages,
+        blocks,
+        sum(tensor.numel() for tensor in local),
+        sum(tensor.numel() * tensor.element_size() for tensor in local),
+    )

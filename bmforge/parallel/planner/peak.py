@@ -1,0 +1,171 @@
+"""From a trace of three blocks to the peak of a model of any depth, by part.
+
+Between the start of one block and the start of the next, a middle block adds the same bytes every
+time. So a deeper model's curve is the short one's with that difference put in once per further
+block: in forward where the second block has ended, in backward where it has. In between the curve
+is linear in the block's number, hence its highest point is at one of the ends, which were traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.parallel.planner.follow import FIRST_END, INSIDE, LAST_END, PARTS
+from bmforge.parallel.planner.trace import BLOCKS, Mark, StepTrace
+
+__all__ = ["Memory", "Share", "count_work", "peak_memory"]
+
+Curve = NDArray[np.float64]
+_INDEX = {name: index for index, name in enumerate(PARTS)}
+# AdamW's two states, as large as the parameters.
+_STATES = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a process has at its fullest moment, in bytes by part."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the model a process has, and of what it has only a part.
+
+    Args:
+        depth: blocks per stack of the whole model.
+        stages: ranks of the pipeline; each has depth / stages blocks of every stack.
+        in_flight: micro-batches whose activations are alive at once on this rank.
+        first, last: whether what stands before the blocks, or behind them, is here.
+        shard_ratio: shards in the trace over shards in the plan.
+        offloaded: fraction of the optimizer's states and master weights that is off the device.
+        half: parameters are computed with in 2 bytes; of offloaded ones the device keeps those.
+        gradients_leave: what is offloaded takes its gradients with it.
+    """
+
+    depth: int
+    stages: int = 1
+    in_flight: float = 1
+    first: bool = True
+    last: bool = True
+    shard_ratio: float = 1.0
+    offloaded: float = 0.0
+    half: bool = True
+    gradients_leave: bool = True
+
+    @property
+    def blocks(self) -> float:
+        """Blocks of every stack that are here."""
+        return self.depth / self.stages
+
+
+def peak_memory(trace: StepTrace, share: Share) -> Memory:
+    """Return the fullest moment of a process.
+
+    Args:
+        trace: of the model with three blocks.
+        share: what the process has.
+    """
+    here = {INSIDE} | ({FIRST_END} if share.first else set())
+    here |= {LAST_END} if share.last else set()
+    live = np.zeros((len(trace.events) + 1, len(PARTS)))
+    for row, (change, part, end) in enumerate(trace.events, start=1):
+        live[row, part] = change if end in here else 0
+    live = live.cumsum(0)
+    # The middle block once as the first of its kind and once as the last: it gathers ahead, which
+    # the blocks at the ends do not.
+    curves = [_whole_curve(live, trace, share, last) for last in (False, True)]
+    at = max((curve[int(curve.sum(1).argmax())] for curve in curves), key=lambda row: row.sum())
+    parts = dict(zip(PARTS, at.tolist(), strict=True))
+    parts["gradients"] += parts.pop("whole gradients")
+    return Memory(parts)
+
+
+def _whole_curve(live: Curve, trace: StepTrace, share: Share, last: bool) -> Curve:
+    curve = live + _of_more_blocks(live, trace, share.blocks - BLOCKS, last)
+    curve[:, _INDEX["activations"]] += _held_in_flight(curve, trace, share)
+    _add_static(curve, trace, share)
+    _offload(curve, trace, share)
+    return curve
+
+
+def _of_more_blocks(live: Curve, trace: StepTrace, extra: float, last: bool) -> Curve:
+    """Return what `extra` further blocks per stack add, before or after the middle one."""
+    added = np.zeros_like(live)
+    for earlier, later in _steps(trace):
+        difference = live[later.event] - live[earlier.event]
+        added[(earlier if last else later).event :] += extra * difference
+    return added
+
+
+def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
+    """Yield begin and end of every middle block's forward and backward."""
+    known = {(m.micro_batch, m.stack, m.kind, m.block): m for m in trace.marks}
+    for (number, stack, kind, block), mark in known.items():
+        if block == 1:
+            yield mark, known[number, stack, kind, 2 if kind == "forward" else 0]
+
+
+def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
+    """Return the activations of the micro-batches that wait for their backward, and messages.
+
+    A rank that is not the first keeps what it received with each; one message beside is on its way.
+    """
+    number = trace.micro_batches - 1
+    start, *others = (m.event for m in trace.marks if m.micro_batch == number and not m.stack)
+    assert not others
+    backward = (m.event for m in trace.marks if m.micro_batch == number and m.kind == "backward")
+    column = curve[:, _INDEX["activations"]]
+    held = (column[next(backward)] - column[start]) * (share.in_flight - 1)
+    if share.first and share.last:
+        return held
+    return held + trace.carry_bytes * (1 + (0 if share.first else share.in_flight))
+
+
+def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
+    """Add parameters and the optimizer's states, and shard all three kinds further."""
+    static = trace.static + (share.blocks - BLOCKS) * sum(trace.block_static.values())
+    first, last = trace.ends_static
+    static -= (0 if share.first else first) + (0 if share.last else last)
+    live[:, _INDEX["parameters"]] += static
+    if trace.has_gradients:
+        live[:, _INDEX["gradients"]] += (share.blocks - BLOCKS) * sum(trace.block_static.values())
+    live[:, _INDEX["optimizer"]] += _STATES * static
+    for name in ("parameters", "gradients", "optimizer"):
+        live[:, _INDEX[name]] *= share.shard_ratio
+
+
+def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
+    """Take off the device what is offloaded; two blocks' gradients are on their way at a time."""
+    if not share.offloaded:
+        return
+    left = 1.0 - share.offloaded
+    live[:, _INDEX["optimizer"]] *= left
+    live[:, _INDEX["parameters"]] *= left + share.offloaded * (0.5 if share.half else 1.0)
+    if not share.gradients_leave:
+        return
+    live[:, _INDEX["gradients"]] *= left
+    block = max(trace.block_static.values()) * share.shard_ratio
+    live[:, _INDEX["communication"]] += 2 * block * share.offloaded
+
+
+def count_work(trace: StepTrace, blocks: float) -> tuple[float, float]:
+    """Return (matrix FLOPs, bytes of everything else) of one micro-batch through `blocks` blocks.
+
+    Of several micro-batches in the trace the last is looked at.
+    """
+    flops, traffic = trace.flops / trace.micro_batches, trace.traffic_bytes / trace.micro_batches
+    for earlier, later in _steps(trace):
+        if later.micro_batch == trace.micro_batches - 1:
+            flops += (blocks - BLOCKS) * (later.flops - earlier.flops)
+            traffic += (blocks - BLOCKS) * (later.traffic_bytes - earlier.traffic_bytes)
+    return flops, traffic

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism; start reading at `cuts.py`."""

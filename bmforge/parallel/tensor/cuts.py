@@ -1,0 +1,194 @@
+"""Tensor and sequence parallelism: every block's projections cut over processes.
+
+Parameters become DTensors on the `tp` axis, so that initialising, loading, saving and ZeRO see what
+is where; computing uses this process's part of them and explicit collectives (`collectives.py`),
+one where a part of a block begins and one where it ends. With sequence parallelism the tokens
+between parts are divided as well.
+
+Source: Shoeybi et al., "Megatron-LM" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from bmforge.errors import BmforgeError
+from bmforge.parallel.tensor.parts import APPLY, TensorGroup, is_mixture, view_here
+from bmforge.parallel.tensor.sequence import divide_tokens_
+from bmforge.surgery import match_names
+
+__all__ = ["Cut", "apply_tensor_parallel_", "compute_on_views_", "find_cuts", "tensor_problems"]
+
+View = Callable[[Tensor], Tensor]
+
+
+class Cut(Protocol):
+    """How the modules of a glob are cut; `models.TensorCut` is one and says what the words mean."""
+
+    @property
+    def glob(self) -> str:
+        """Names of modules."""
+
+    @property
+    def style(self) -> str:
+        """How they are cut."""
+
+    @property
+    def units(self) -> int:
+        """How many pieces cannot be cut further."""
+
+
+# style -> parameter -> the dim that is cut. What is not named stays whole on every process.
+_DIMS: dict[str, dict[str, int]] = {
+    "part": {},
+    "column": {"weight": 0, "bias": 0},
+    "key_value": {"weight": 0, "bias": 0},
+    "row": {"weight": 1},
+    "bias": {"weight": 1},
+    "head_norm": {},
+    "embedding": {"weight": 0},
+    "head": {"weight": 0, "bias": 0},
+    "experts": {"gate_proj": 1, "up_proj": 1, "down_proj": 2},
+}
+
+
+def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[str]:
+    """Return everything that keeps a model from being cut into `size`."""
+    if size == 1:
+        return []
+    if not cuts:
+        return [f"tp={size}: {type(model).__name__} has no rules by which it could be cut"]
+    found, modules = [], dict(model.named_modules())
+    for cut in cuts:
+        try:
+            names = match_names(modules, (cut.glob,))
+        except BmforgeError as error:
+            found.append(f"tensor_parallel: {error}")
+            continue
+        if cut.style not in _DIMS:
+            found.append(f"tensor_parallel: {cut.glob} has the unknown style {cut.style!r}")
+            continue
+        shares = cut.style == "key_value" and cut.units and size % cut.units == 0
+        if cut.units % size and not shares:
+            found.append(f"tp={size} does not divide the {cut.units} heads of {cut.glob}")
+        found += [
+            f"tp={size}: {name}.{key} has only {tuple(parameter.shape)}, too few to cut"
+            for name in names
+            for key, parameter in modules[name].named_parameters(recurse=False)
+            if _leaves_empty(parameter, _DIMS[cut.style].get(key), size) and not shares
+        ]
+    return found
+
+
+def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
+    """Tell whether cutting `dim` into `size` equal parts, the last ones shorter, leaves none."""
+    if dim is None:
+        return False
+    length = parameter.shape[dim]
+    return -(-length // size) * (size - 1) >= length
+
+
+def find_cuts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, Cut]:
+    """Return how each module is cut, by its name; of several cuts of one the last holds."""
+    names = [name for name, _ in model.named_modules()]
+    return {name: cut for cut in cuts for name in match_names(names, (cut.glob,))}
+
+
+def apply_tensor_parallel_(
+    model: nn.Module,
+    styles: Mapping[str, Cut],
+    stacks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    sequence: bool = False,
+) -> None:
+    """Cut a model over the axis `tp`, in place.
+
+    Args:
+        model: any model with rules.
+        styles: how modules are cut, by their names; of the whole model, see `find_cuts`.
+        stacks: containers of blocks that run one after the other.
+        mesh: of one dim.
+        sequence: divide tokens between parts as well.
+
+    Comm: per block and part (attention, MLP) one all-reduce of the hidden states forward and one
+        backward; with `sequence`, an all-gather and a reduce-scatter each way instead. The
+        embedding one all-reduce forward, the head one backward.
+    """
+    tensor, whole = TensorGroup(mesh), TensorGroup(mesh)
+    blocks = {id(module) for stack in stacks for module in stack.modules()}
+    mixtures = tuple(
+        f"{n}." for n, module in model.named_modules() if n in styles and is_mixture(module)
+    )
+    new: dict[int, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        cut = styles.get(name)
+        # Inside a mixture of experts all processes have all tokens.
+        inside = name.startswith(mixtures)
+        here = whole if inside else tensor
+        between = here.view_between if id(module) in blocks and not inside else view_here
+        views = dict(_cut_parameters_(module, cut, here, between, new))
+        if cut is not None and cut.style in APPLY:
+            APPLY[cut.style](module, here)
+        if views:
+            compute_on_views_(module, views)
+    if sequence:
+        for stack in stacks:
+            divide_tokens_(stack, tensor)
+
+
+def _cut_parameters_(
+    module: nn.Module,
+    cut: Cut | None,
+    tensor: TensorGroup,
+    between: View,
+    new: dict[int, nn.Parameter],
+) -> Iterator[tuple[str, View]]:
+    """Make a module's own parameters DTensors; yield how computing sees each."""
+    dims = {} if cut is None else _DIMS[cut.style]
+    shared = cut is not None and cut.style == "key_value" and bool(cut.units % tensor.size)
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        dim = None if shared else dims.get(key)
+        if id(parameter) not in new:
+            placement = Replicate() if dim is None else Shard(dim)
+            new[id(parameter)] = _distribute(parameter, tensor.mesh, placement)
+        # A tied parameter stays one.
+        module._parameters[key] = new[id(parameter)]
+        if dim is not None:
+            yield key, view_here
+        elif shared and cut is not None:
+            yield key, partial(tensor.view_shared_head, cut.units)
+        elif cut is not None and cut.style == "head_norm":
+            yield key, tensor.view_of_heads
+        else:
+            yield key, between
+
+
+def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
+    """Return the parameter as a DTensor; every process has the same values before."""
+    data = parameter.detach()
+    made = distribute_tensor(data, mesh, [placement], src_data_rank=None)
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def compute_on_views_(module: nn.Module, views: dict[str, View]) -> None:
+    """Let a module's forward see what is here of its parameters."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = module._parameters
+        whole = {key: own[key] for key in views}
+        try:
+            for key, view in views.items():
+                own[key] = view(whole[key])  # type: ignore[assignment]
+            return inner(*args, **kwargs)
+        finally:
+            own.update(whole)
+
+    module.forward = forward  # type: ignore[method-assign]

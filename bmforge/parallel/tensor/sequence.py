@@ -1,0 +1,62 @@
+"""Sequence parallelism: between the parts that are cut, each process keeps its share of the tokens.
+
+Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmforge.parallel.tensor.parts import TensorGroup, draw_apart_
+
+__all__ = ["divide_tokens_"]
+
+
+def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
+    """Give each process its tokens in front of the first block, and all of them after the last.
+
+    Where there is no backward to save memory for, as in generation, all keep all.
+    """
+    blocks = list(stack.children())
+    now: dict[str, int | None] = {}
+
+    def span() -> tuple[nn.Module, nn.Module]:
+        """The first and the last block of a call; a pipeline's stage runs some of them."""
+        found = getattr(stack, "span", None)
+        if found is None:
+            return blocks[0], blocks[-1]
+        return stack.get_submodule(str(found.first)), stack.get_submodule(str(found.last - 1))
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module is span()[0]:
+            now["tokens"] = args[0].shape[1] if torch.is_grad_enabled() else None
+            if now["tokens"] is not None:
+                args = (tensor.take(args[0]), *args[1:])
+        return args, {**kwargs, "tokens": now["tokens"]}
+
+    def end(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        if now["tokens"] is None or module is not span()[1]:
+            return out
+        return (tensor.restore(out[0]), *out[1:]) if isinstance(out, tuple) else tensor.restore(out)
+
+    for block in blocks:
+        # A block that is left out at random is left out by all processes.
+        if getattr(block, "dropout", 0.0) and not getattr(block, "layer_drop", 0.0):
+            draw_apart_(block, tensor)
+        _note_tokens_(block, tensor)
+        block.register_forward_pre_hook(begin, with_kwargs=True)
+        block.register_forward_hook(end)
+
+
+def _note_tokens_(block: nn.Module, tensor: TensorGroup) -> None:
+    """Let a block's parts know how many tokens a row has; an argument, so recomputing knows too."""
+    inner = block.forward
+
+    def forward(*args: Any, tokens: int | None = None, **kwargs: Any) -> Any:
+        tensor.tokens = tokens
+        return inner(*args, **kwargs)
+
+    block.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""What runs read: prepared corpora, examples, pieces of documents; start at `corpus.py`."""

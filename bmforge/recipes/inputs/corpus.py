@@ -1,0 +1,202 @@
+"""Opening prepared text for a run: directories of `bmforge prepare`, or bare token stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bmforge.data import (
+    Batch,
+    DataLoader,
+    Mixture,
+    PackedDataset,
+    PrepareReport,
+    TokenStore,
+    check_vocabulary,
+    iter_once,
+)
+from bmforge.data.prepare.record import RECORD_NAME, read_record
+from bmforge.errors import ConfigError, DataError
+from bmforge.parallel import World, run_on_first
+from bmforge.recipes.inputs.splitting import StorePart, check_split
+from bmforge.recipes.inputs.vocabulary import check_tokenizers
+
+__all__ = [
+    "Corpus",
+    "CorpusConfig",
+    "open_corpus",
+    "read_report",
+    "train_prefix",
+]
+
+
+@dataclass(kw_only=True)
+class CorpusConfig:
+    """What a run reads.
+
+    Args:
+        paths: directories made by `bmforge prepare`, or prefixes of .bin/.idx token stores; several
+            are mixed.
+        weights: share of each path, relative; empty weighs all the same.
+        seq_len: tokens per row.
+        global_batch_size: rows per optimizer step over all processes.
+        grad_accum_steps: passes that an optimizer step adds up; sets global_batch_size to
+            micro_batch_size x this x processes / tp / pp / cp. None takes what global_batch_size
+            needs.
+        micro_batch_size: rows per forward pass on one process.
+        reset_at_documents: attention and positions start anew at every document.
+        eos_id: token behind every document; None takes the prepared directory's.
+        validation: prefix of a validation store; None takes the first prepared directory's.
+        split: shares of a bare store's documents to learn from, to validate on and to leave out,
+            such as 949 50 1; empty learns from all.
+        validation_batches: stop an evaluation after so many micro-batches; None reads all.
+        seed: of the sample order.
+        prefetch_steps: optimizer steps that are made ready ahead.
+    """
+
+    paths: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    seq_len: int = 512
+    global_batch_size: int = 32
+    micro_batch_size: int = 8
+    grad_accum_steps: int | None = None
+    reset_at_documents: bool = False
+    eos_id: int | None = None
+    validation: str | None = None
+    split: tuple[float, ...] = ()
+    validation_batches: int | None = None
+    seed: int = 0
+    prefetch_steps: int = 2
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """An opened corpus: its loader, held-out rows, tokenizer, and what a document ends with."""
+
+    loader: DataLoader
+    validation: PackedDataset | None
+    validation_text_bytes: int | None
+    tokenizer_dir: Path | None
+    eos_id: int | None
+    config: CorpusConfig
+
+    def held_out_batches(self, world: World) -> Iterator[Batch]:
+        """Yield this process's batches of one pass over the held-out rows."""
+        assert self.validation is not None
+        return iter_once(
+            self.validation,
+            self.config.micro_batch_size,
+            world.rank,
+            world.size,
+            self.config.validation_batches,
+            reset_at_documents=self.config.reset_at_documents,
+        )
+
+
+def open_corpus(
+    config: CorpusConfig, vocab_size: int, world: World, init_from: str | None = None
+) -> Corpus:
+    """Open the token stores of a run and check that the model can read them.
+
+    Args:
+        config: what is read.
+        vocab_size: of the model.
+        world: this process's place among those that read different rows.
+        init_from: the model that it starts from; its tokenizer must be the corpora's.
+
+    Raises:
+        ConfigError: nothing to read, weights that do not fit the paths, or corpora of different
+            tokenizers.
+        DataError: a store is missing, damaged, too short, or has ids beyond `vocab_size`.
+    """
+    _check_paths(config)
+    run_on_first(lambda: _check_stores(config, vocab_size, init_from))
+    first = read_report(config.paths[0])
+    eos_id = config.eos_id if config.eos_id is not None or first is None else first.eos_id
+    weights = config.weights or (1.0,) * len(config.paths)
+    stores = [_open_store(path, config) for path in config.paths]
+    datasets = [PackedDataset(store, config.seq_len, eos_id) for store in stores]
+    # The order follows from these names, and a corpus may move: its path is no part of them.
+    names = [f"data.paths[{number}]" for number in range(len(datasets))]
+    parts = dict(zip(names, zip(datasets, weights, strict=True), strict=True))
+    loader = DataLoader(
+        datasets[0] if len(datasets) == 1 else Mixture(parts),
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch_size,
+        rank=world.rank,
+        world=world.size,
+        seed=config.seed,
+        reset_at_documents=config.reset_at_documents,
+        prefetch_steps=config.prefetch_steps,
+    )
+    held_out = _validation_prefix(config)
+    validation = None
+    if held_out is not None:
+        validation = PackedDataset(TokenStore(held_out), config.seq_len, eos_id)
+    elif any(config.split[1:2]):
+        part = StorePart(config.paths[0], config.split, 1)
+        validation = PackedDataset(part, config.seq_len, eos_id)
+    own = first is not None and config.validation is None
+    return Corpus(
+        loader,
+        validation,
+        first.validation.text_bytes if own and first is not None else None,
+        None if first is None else first.tokenizer_dir,
+        eos_id,
+        config,
+    )
+
+
+def _open_store(path: str, config: CorpusConfig) -> TokenStore:
+    """Open what is learned from of a path."""
+    return StorePart(path, config.split, 0) if config.split else TokenStore(train_prefix(path))
+
+
+def _check_paths(config: CorpusConfig) -> None:
+    if not config.paths:
+        raise ConfigError(
+            "data.paths is empty. Prepare a corpus with `bmforge prepare TEXT... --out DIR`, then "
+            "give --data.paths DIR."
+        )
+    if len(set(config.paths)) != len(config.paths):
+        raise ConfigError(f"data.paths={list(config.paths)} names a path twice; raise its weight.")
+    check_split(config.split, config.validation, config.paths)
+    if config.weights and (len(config.weights) != len(config.paths) or len(config.paths) == 1):
+        raise ConfigError(
+            f"data.weights has {len(config.weights)} numbers for {len(config.paths)} paths; "
+            "several paths need one each, a single path none."
+        )
+
+
+def _check_stores(config: CorpusConfig, vocab_size: int, init_from: str | None) -> None:
+    """Check every store against the vocabulary; a prepared directory has its size on record."""
+    check_tokenizers(config.paths, init_from)
+    for path in config.paths:
+        report = read_report(path)
+        if report is None or report.vocab_size > vocab_size:
+            check_vocabulary(TokenStore(train_prefix(path)), vocab_size)
+    held_out = _validation_prefix(config)
+    if held_out is not None:
+        store = TokenStore(held_out)
+        check_vocabulary(store, vocab_size)
+        if store.num_tokens < 2:
+            raise DataError(f"validation store {held_out!r} has fewer than 2 tokens to predict.")
+
+
+def read_report(path: str) -> PrepareReport | None:
+    """Return the record of a prepared directory; None for a bare token store."""
+    return read_record(Path(path))[0] if (Path(path) / RECORD_NAME).exists() else None
+
+
+def train_prefix(path: str) -> Path:
+    """Return the token store of a prepared directory, or the bare one that `path` is."""
+    return Path(path) / "train" / "tokens" if Path(path).is_dir() else Path(path)
+
+
+def _validation_prefix(config: CorpusConfig) -> str | None:
+    if config.validation is not None:
+        return config.validation
+    report = read_report(config.paths[0])
+    prefix = None if report is None else report.validation_prefix
+    return None if prefix is None else str(prefix)

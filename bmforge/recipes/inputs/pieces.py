@@ -1,0 +1,162 @@
+"""Pieces of prepared documents: what a run reads that looks at texts one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.data import TokenStore, check_vocabulary
+from bmforge.data.load.example import fingerprint_of
+from bmforge.errors import ConfigError
+from bmforge.models.hub import find_model
+from bmforge.parallel import run_on_first
+from bmforge.recipes.inputs.corpus import read_report, train_prefix
+from bmforge.recipes.inputs.examples import ExampleConfig, digest_stores
+from bmforge.recipes.inputs.splitting import StorePart, check_split
+from bmforge.recipes.inputs.vocabulary import check_tokenizers
+from bmforge.tokenizers import AutoTokenizer
+
+__all__ = ["Pieces", "find_tokenizer", "open_pieces", "open_tokenizer"]
+
+
+class Pieces(Sequence[NDArray[np.int64]]):
+    """The documents of token stores, the longer ones cut; short ones are left out.
+
+    Args:
+        stores: opened, or their paths without ``.bin`` or ``.idx``.
+        shortest: tokens of the shortest piece.
+        longest: tokens of the longest one.
+        end_id: a token that ends documents in the store, and is no part of a piece.
+
+    Memory: 16 bytes a piece.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[TokenStore | Path],
+        shortest: int,
+        longest: int,
+        end_id: int | None = None,
+    ) -> None:
+        self._stores = [s if isinstance(s, TokenStore) else TokenStore(s) for s in stores]
+        spans = [list(_cut(store, shortest, longest, end_id)) for store in self._stores]
+        self._bounds = [0, *accumulate(map(len, spans))]
+        self._spans = np.array([span for part in spans for span in part]).reshape(-1, 2)
+        sizes = [store.num_tokens for store in self._stores]
+        self.fingerprint = fingerprint_of(sizes, shortest, longest, end_id)
+        self.content = digest_stores(self._stores)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the tokens of piece `index`, from 0 on."""
+        number = next(i for i, (a, b) in enumerate(pairwise(self._bounds)) if a <= index < b)
+        start, stop = self._spans[index].tolist()
+        return self._stores[number].tokens[start:stop].astype(np.int64)
+
+
+def _cut(store: TokenStore, shortest: int, longest: int, end_id: int | None) -> Any:
+    """Yield (first token, one past the last) of every piece."""
+    for first, end in store.documents():
+        if end > first and store.tokens[end - 1] == end_id:
+            end -= 1
+        for start in range(first, end, longest):
+            if min(start + longest, end) - start >= shortest:
+                yield start, min(start + longest, end)
+
+
+def open_pieces(
+    config: ExampleConfig, vocab_size: int, shortest: int, longest: int, end_id: int | None
+) -> tuple[Pieces, Pieces | None]:
+    """Open the stores of a run, to learn from and held out; both are checked.
+
+    A prepared directory's own held-out part is used where `config.validation` names none.
+
+    Raises:
+        ConfigError: a row is too short for a piece, or there is nothing to read.
+        DataError: a store is missing or damaged, or has ids beyond `vocab_size`.
+    """
+    config.check()
+    if longest < shortest:
+        raise ConfigError(
+            f"data.seq_len={config.seq_len} leaves {longest} tokens of text a row; needed are at "
+            f"least {shortest}."
+        )
+    check_split(config.split, config.validation, config.paths)
+    train = [train_prefix(path) for path in config.paths]
+    held_out = [train_prefix(path) for path in config.validation]
+    reports = [] if held_out else [read_report(path) for path in config.paths]
+    for report in reports:
+        if report is not None and report.validation_prefix is not None:
+            held_out.append(report.validation_prefix)
+
+    def check() -> None:
+        for prefix in (*train, *held_out):
+            check_vocabulary(TokenStore(prefix), vocab_size)
+
+    run_on_first(check)
+    learned: list[TokenStore | Path] = [*train]
+    rest: list[TokenStore | Path] = [*held_out]
+    if config.split:
+        learned = [StorePart(prefix, config.split, 0) for prefix in train]
+        if any(config.split[1:2]):
+            rest = [StorePart(prefix, config.split, 1) for prefix in train]
+    held = Pieces(rest, shortest, longest, end_id) if rest else None
+    return Pieces(learned, shortest, longest, end_id), held
+
+
+def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
+    """Open a run's tokenizer: ``data.tokenizer``'s, that of the prepared text, or `init_from`'s.
+
+    Args:
+        config: a `RunConfig` with `data` and `model`.
+        kind: what it has to be; None takes any.
+
+    Raises:
+        ConfigError: there is none, it is of another kind, it has more tokens than the model, or the
+            text was prepared with another one.
+    """
+    folder = find_tokenizer(config)
+    data = config.data
+    run_on_first(
+        lambda: check_tokenizers((*data.paths, *data.validation), config.init_from, data.tokenizer)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if kind is not None and not isinstance(tokenizer, kind):
+        raise ConfigError(
+            f"{str(folder)!r} has a {type(tokenizer).__name__}, needed is a {kind.__name__}."
+        )
+    if len(tokenizer) > config.model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, the model vocab_size="
+            f"{config.model.vocab_size}. Give the model's own tokenizer, or a larger vocab_size."
+        )
+    return tokenizer
+
+
+def find_tokenizer(config: Any) -> Path:
+    """Return the directory of a run's tokenizer; see `open_tokenizer`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    report = read_report(config.data.paths[0]) if config.data.paths else None
+    folder: Path | None = None
+    if config.data.tokenizer is not None:
+        folder = Path(config.data.tokenizer)
+    elif report is not None:
+        folder = report.tokenizer_dir
+    elif config.init_from is not None:
+        folder = find_model(config.init_from)
+    if folder is None:
+        raise ConfigError(
+            "data.tokenizer is not set. Give the directory of the model's tokenizer, or start from "
+            "a model that has it with --init-from."
+        )
+    return folder

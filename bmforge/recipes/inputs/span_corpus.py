@@ -1,0 +1,164 @@
+"""CPM-Pretrain's preprocessed T5 corpora: texts whose spans were cut out when they were tokenised.
+
+There are three token stores: ``PREFIX_context`` has the texts with a sentinel for every span,
+``PREFIX_target`` the spans, each behind its sentinel, and ``PREFIX_target_offset`` where each lies.
+Sentinel k of a text is stored as the vocabulary's size + k. A row is `seq_len` tokens of the
+contexts, whatever texts they are of; its sentinels are numbered anew.
+
+Source: ``megatron/data/T5_dataset.py`` of TsinghuaAI/CPM-1-Pretrain, which reads texts in an order
+drawn for every epoch and cuts rows then; here rows are cut once, and their order is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.data import TokenStore
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.store.token_store import store_paths
+from bmforge.errors import ConfigError, DataError
+from bmforge.recipes.inputs.examples import digest_stores
+
+__all__ = ["SpanCorpus", "is_span_corpus"]
+
+
+def is_span_corpus(prefix: str) -> bool:
+    """Tell whether a path is the prefix of such a corpus."""
+    return store_paths(f"{prefix}_context")[1].is_file()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some texts of a corpus.
+
+    Args:
+        prefix: its path.
+        contexts, targets, offsets: its stores.
+        starts: where every text begins among the tokens of `contexts`.
+        first: the first token of these texts.
+        rows: how many rows they make.
+    """
+
+    prefix: str
+    contexts: TokenStore
+    targets: TokenStore
+    offsets: TokenStore
+    starts: NDArray[np.int64]
+    first: int
+    rows: int
+
+
+class SpanCorpus:
+    """Rows of preprocessed corpora; an `ExampleSource`.
+
+    Args:
+        prefixes: paths without ``_context.idx`` and so on.
+        split: shares of the texts, as in `data.split`; empty takes all.
+        index: which share.
+        config: with `data.seq_len`, `target_len` and `model`.
+        sentinels: ids of the sentinels.
+        vocab_size: what is stored from here on are sentinels.
+
+    Raises:
+        ConfigError: `target_len` is not set.
+        DataError: a store is missing or damaged, or there is not one whole row.
+    """
+
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        split: Sequence[float],
+        index: int,
+        config: Any,
+        sentinels: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        if config.target_len is None:
+            raise ConfigError(
+                "target_len is not set. Preprocessed spans are packed, so say how long a target "
+                "may be (CPM-Pretrain's --dec-seq-length): --target-len 384."
+            )
+        self._length, self._longest = config.data.seq_len, config.target_len
+        self._sentinels, self._vocab_size = sentinels, vocab_size
+        self._parts = [self._open(prefix, split, index) for prefix in prefixes]
+        self._bounds = [0, *accumulate(part.rows for part in self._parts)]
+        if self._bounds[-1] == 0:
+            raise DataError(
+                f"{list(prefixes)} hold no whole row of data.seq_len={self._length} tokens."
+            )
+        self.columns: Mapping[str, tuple[int, int]] = {
+            "input_ids": (self._length, config.model.pad_token_id),
+            "labels": (self._longest, IGNORE_INDEX),
+        }
+        sizes = [(part.contexts.num_tokens, part.first, part.rows) for part in self._parts]
+        self.fingerprint = fingerprint_of(sizes, self._length, self._longest)
+        stores = [(part.contexts, part.targets, part.offsets) for part in self._parts]
+        self.content = digest_stores(list(chain.from_iterable(stores)))
+
+    def _open(self, prefix: str, split: Sequence[float], index: int) -> _Part:
+        contexts, targets, offsets = (
+            TokenStore(f"{prefix}_{name}") for name in ("context", "target", "target_offset")
+        )
+        if not len(contexts) == len(targets) == len(offsets):
+            raise DataError(
+                f"{prefix!r}: its stores have {len(contexts)} contexts, {len(targets)} targets and "
+                f"{len(offsets)} offsets, which must be as many; copy all three again."
+            )
+        shares = split or (1,)
+        bounds = [0, *accumulate(round(len(contexts) * s / sum(shares)) for s in shares)]
+        first, last = (min(bound, len(contexts)) for bound in bounds[index : index + 2])
+        starts = np.asarray(contexts.pointers) // contexts.dtype.itemsize
+        ends = np.append(starts, contexts.num_tokens)
+        rows = int(ends[last] - ends[first]) // self._length
+        return _Part(prefix, contexts, targets, offsets, starts, int(ends[first]), rows)
+
+    def __len__(self) -> int:
+        return self._bounds[-1]
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
+        """Return row `index`; nothing is drawn."""
+        number = next(i for i, (a, b) in enumerate(pairwise(self._bounds)) if a <= index < b)
+        part = self._parts[number]
+        begin = part.first + (index - self._bounds[number]) * self._length
+        source = part.contexts.tokens[begin : begin + self._length].tolist()
+        target: list[int] = []
+        count = 0
+        for place, token in enumerate(source):
+            if token >= self._vocab_size:
+                source[place] = self._sentinel(count, part)
+                target += [source[place], *self._span(part, begin + place, token)]
+                count += 1
+        target.append(self._sentinel(count, part))
+        return {"input_ids": source, "labels": target[: self._longest]}
+
+    def _sentinel(self, count: int, part: _Part) -> int:
+        if count >= len(self._sentinels):
+            raise DataError(
+                f"a row of {part.prefix!r} has more spans than the tokenizer's "
+                f"{len(self._sentinels)} sentinels; shorten data.seq_len={self._length}."
+            )
+        return self._sentinels[count]
+
+    def _span(self, part: _Part, place: int, token: int) -> list[int]:
+        """Return what stands for a sentinel of the text that token `place` is of."""
+        text = int(np.searchsorted(part.starts, place, side="right")) - 1
+        number = token - self._vocab_size
+        found: list[int] = []
+        if 2 * number + 2 <= int(part.offsets.sizes[text]):
+            offset, length = part.offsets.get(text, 2 * number, 2).tolist()
+            if length > 0 and offset + length <= int(part.targets.sizes[text]):
+                found = part.targets.get(text, offset, length).tolist()
+        if found[:1] != [token] or max(found[1:], default=0) >= self._vocab_size:
+            raise DataError(
+                f"{part.prefix!r}, text {text}: span {number} is not where its offset says. The "
+                "three stores must be of one corpus, made with this tokenizer of "
+                f"{self._vocab_size} tokens."
+            )
+        return found[1:]

@@ -1,0 +1,77 @@
+"""Whether the ids of prepared text mean to a model what they meant to the text's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bmforge.data import load_tokenizer
+from bmforge.data.prepare.record import RECORD_NAME, read_record
+from bmforge.errors import ConfigError, DataError
+from bmforge.logging import get_logger
+from bmforge.models.hub import find_model
+from bmforge.tokenizers import AutoTokenizer
+
+__all__ = ["check_tokenizers"]
+
+_FILE = "tokenizer.json"
+
+
+def check_tokenizers(
+    paths: Sequence[str], init_from: str | None = None, tokenizer: str | None = None
+) -> None:
+    """Check that prepared directories share one tokenizer, and that it is the run's.
+
+    Every token of a corpus must have the same id there. Bare token stores name no tokenizer and are
+    left alone, as is a model without one.
+
+    Args:
+        paths: what is read; directories of `bmforge prepare` are checked.
+        init_from: the model that learns it; see `RunConfig`.
+        tokenizer: directory of the tokenizer that is used instead of the model's.
+
+    Raises:
+        ConfigError: a corpus was prepared with another tokenizer.
+    """
+    prepared = [path for path in paths if (Path(path) / RECORD_NAME).exists()]
+    folders = [read_record(Path(path))[0].tokenizer_dir for path in prepared]
+    if not folders:
+        return
+    for path, folder in zip(prepared[1:], folders[1:], strict=True):
+        if (found := _find_difference(folder, folders[0])) is not None:
+            raise ConfigError(
+                f"the corpora {prepared[0]!r} and {path!r} have different tokenizers, so their "
+                f"token ids do not mean the same ({found}). Prepare the later ones with "
+                f"`--tokenizer {folders[0]}`."
+            )
+    wanted = tokenizer if tokenizer is not None else init_from
+    if wanted is None:
+        return
+    name = "init_from" if tokenizer is None else "data.tokenizer"
+    own = find_model(wanted) if tokenizer is None else Path(wanted)
+    if (found := _find_difference(folders[0], own)) is not None:
+        raise ConfigError(
+            f"{prepared[0]!r} was prepared with another tokenizer than {name}={wanted!r} has: "
+            f"{found}. Prepare the text for it: `bmforge prepare TEXT... --out DIR --tokenizer "
+            f"{own}`."
+        )
+
+
+def _find_difference(corpus: Path, own: Path) -> str | None:
+    """Return a token that has another id in `own` than in `corpus`; None where there is none."""
+    if not own.is_dir():
+        return None  # said by who opens it
+    file = own / _FILE
+    if file.is_file() and file.read_bytes() == (corpus / _FILE).read_bytes():
+        return None
+    try:
+        ids = AutoTokenizer.from_pretrained(own)
+    except DataError as error:
+        get_logger().warning(
+            "whether the text was prepared with the tokenizer of %s is not known: %s", own, error
+        )
+        return None
+    for token, id in load_tokenizer(corpus).get_vocab().items():
+        if (there := ids.token_to_id(token)) != id:
+            return f"{token!r} is {id} in the text, {there} there"
+    return None

@@ -1,0 +1,179 @@
+"""From a task mixture to the micro-batches of an optimizer step.
+
+Instances go into open rows by best fit; a step takes the oldest rows as soon as there are more than
+it needs. What stands in the open rows is part of the state, as sample numbers, so a run goes on
+exactly where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.tokenizers.cpm_bee.batch import (
+    BestFit,
+    Instance,
+    RowBatch,
+    build_instance,
+    collate_rows,
+)
+from bmforge.tokenizers.cpm_bee.mixture import TaskMixture
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
+
+__all__ = ["DocumentLoader", "iter_documents"]
+
+
+class DocumentLoader:
+    """Yield, for one optimizer step after the other without end, this rank's micro-batches.
+
+    Each is a dict of the tensors that `collate_rows` lists, rows padded to the mixture's window.
+    Every rank packs all rows and keeps its own, so the rows do not depend on the world size.
+
+    Args:
+        mixture: where the instances come from.
+        global_batch_size: rows per optimizer step over all ranks.
+        micro_batch_size: rows per forward pass on one rank.
+        rank: this data-parallel rank.
+        world: number of data-parallel ranks.
+
+    Raises:
+        ConfigError: the sizes do not fit each other.
+    """
+
+    def __init__(
+        self,
+        mixture: TaskMixture,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        if min(global_batch_size, micro_batch_size, world) < 1 or not 0 <= rank < world:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size}, "
+                f"rank={rank}, world={world}: needed are sizes from 1 on and a rank below world"
+            )
+        if global_batch_size % (micro_batch_size * world):
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is no multiple of micro_batch_size="
+                f"{micro_batch_size} times world={world}: change one of them"
+            )
+        self.mixture = mixture
+        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._rank, self._world = rank, world
+        self._fingerprint = mixture.fingerprint()
+        self._step = self._next = 0
+        self._open = BestFit(mixture.max_length)
+        self._instances: dict[int, Instance] = {}
+
+    def __iter__(self) -> Iterator[list[dict[str, Tensor]]]:
+        return self
+
+    def __next__(self) -> list[dict[str, Tensor]]:
+        """Return the micro-batches of the next optimizer step."""
+        return [
+            {name: torch.from_numpy(values) for name, values in batch.inputs.items()}
+            for batch in self.next_rows()
+        ]
+
+    def next_rows(self) -> list[RowBatch]:
+        """Return them as arrays, with the task that every token belongs to."""
+        barren = 0
+        while len(self._open.rows) <= self._global_batch_size:
+            barren = 0 if self._add_next() else barren + 1
+            if barren >= self.mixture.samples_per_epoch:
+                raise DataError(
+                    f"a whole epoch of {barren} samples was left out, the documents being bad or "
+                    f"longer than max_length={self.mixture.max_length}: raise it, or mend them"
+                )
+        rows = [
+            [self._instances.pop(number) for number in row]
+            for row in self._open.take(self._global_batch_size)
+        ]
+        self._step += 1
+        stride, size = self._micro_batch_size * self._world, self._micro_batch_size
+        starts = range(self._rank * size, len(rows), stride)
+        return [
+            collate_rows(
+                rows[start : start + size], self.mixture.tokenizer, self.mixture.max_length
+            )
+            for start in starts
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands; the same on every rank."""
+        return {
+            "step": self._step,
+            "samples": self._next,
+            "open_rows": [list(row) for row in self._open.rows],
+            "seed": self.mixture.seed,
+            "dataset": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state` was taken, on any world size.
+
+        Raises:
+            ConfigError: the state is of another seed, mixture or window, or lacks an entry.
+        """
+        ours = self.state_dict()
+        missing = [key for key in ours if key not in state]
+        if missing:
+            raise ConfigError(f"loader state {sorted(state)} lacks {missing}: give the saved state")
+        for key in ("seed", "dataset"):
+            if state[key] != ours[key]:
+                raise ConfigError(
+                    f"loader state has {key}={state[key]}, this loader has {key}={ours[key]}: the "
+                    "documents, tasks, window or seed changed, so the order cannot go on; restore "
+                    "them or start a new run"
+                )
+        self._step, self._next = int(state["step"]), int(state["samples"])
+        self._open, self._instances = BestFit(self.mixture.max_length), {}
+        for row in state["open_rows"]:
+            made = [(int(number), self.mixture.instance(int(number))) for number in row]
+            self._instances.update({n: instance for n, instance in made if instance is not None})
+            self._open.restore([(n, len(instance)) for n, instance in made if instance is not None])
+
+    def _add_next(self) -> bool:
+        """Put the next sample into a row; return False if it is left out."""
+        number, self._next = self._next, self._next + 1
+        instance = self.mixture.instance(number)
+        if instance is None:
+            return False
+        self._instances[number] = instance
+        self._open.add(number, len(instance))
+        return True
+
+
+def iter_documents(
+    documents: Sequence[Mapping[str, Any]],
+    tokenizer: CPMBeeTokenizer,
+    *,
+    max_length: int,
+    batch_size: int,
+    task: str = "",
+) -> Iterator[RowBatch]:
+    """Yield every document once, in order, packed; the last batch may have fewer rows.
+
+    Raises:
+        DataError: see `encode_document`; longer ones are not left out here.
+    """
+    open_rows, instances = BestFit(max_length), {}
+    for i, document in enumerate(documents):
+        instances[i] = build_instance(document, tokenizer, max_length=max_length, task=task)
+        open_rows.add(i, len(instances[i]))
+        if len(open_rows.rows) > batch_size:
+            yield _collate(open_rows.take(batch_size), instances, tokenizer)
+    while open_rows.rows:
+        yield _collate(open_rows.take(batch_size), instances, tokenizer)
+
+
+def _collate(
+    rows: Sequence[Sequence[int]], instances: dict[int, Instance], tokenizer: CPMBeeTokenizer
+) -> RowBatch:
+    return collate_rows([[instances.pop(i) for i in row] for row in rows], tokenizer)

@@ -1,0 +1,243 @@
+"""Questions to CPM-Bee: a document whose answers are to be written, as the decoding step takes it.
+
+The prompt is all of the document but the answers. They are written one slot after the other, each
+beginning with ``<s>`` at position 0 in its own segment and ending with ``</s>``.
+
+Source: ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. There the steps take the segment count of
+the last in-context example; here that of the document itself, as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.tokenizers.cpm_bee.batch import (
+    Instance,
+    extension_inputs,
+    extension_rows,
+    join_examples,
+    pad_relations,
+)
+from bmforge.tokenizers.cpm_bee.document import (
+    EncodedDocument,
+    Extension,
+    Token,
+    decode_document,
+    encode_document,
+    encode_text,
+)
+from bmforge.tokenizers.cpm_bee.tasks import find_constraints
+from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
+
+__all__ = ["Prompt", "PromptBatch", "collate_prompts", "encode_prompt"]
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question.
+
+    Attributes:
+        document: as given.
+        encoded: its encoding; its `answers` are the slots to write, in order.
+        instance: what is read before the first answer, examples included.
+        allowed: for every slot the token sequences that it may hold, without ``</s>``; None where
+            anything may stand.
+    """
+
+    document: Mapping[str, Any]
+    encoded: EncodedDocument
+    instance: Instance
+    allowed: tuple[tuple[tuple[Token, ...], ...] | None, ...]
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of the document itself, for the tokens that are written."""
+        return self.encoded.n_segments
+
+    @property
+    def extension(self) -> Extension:
+        """What document and examples have beyond the vocabulary."""
+        return self.instance.extension
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Questions side by side.
+
+    Attributes:
+        prompts: one for every row.
+        inputs: the arguments of CPM-Bee's ``inference`` by name, see `collate_prompts`.
+        ext_rows: (base id, sub id) of every output from `vocab_size` on.
+        banned: for every row the outputs that it must not write.
+        allowed: for every row and slot the output sequences, each ending with ``</s>``; None where
+            anything may stand.
+    """
+
+    prompts: tuple[Prompt, ...]
+    inputs: dict[str, NDArray[Any]]
+    ext_rows: tuple[Token, ...]
+    banned: tuple[tuple[int, ...], ...]
+    allowed: tuple[tuple[tuple[tuple[int, ...], ...] | None, ...], ...]
+
+    def decode(
+        self, row: int, answers: Sequence[Iterable[int] | None], tokenizer: CPMBeeTokenizer
+    ) -> dict[str, Any]:
+        """Return the document of `row` with the outputs written for its slots."""
+        prompt = self.prompts[row]
+        encoded = prompt.encoded._replace(extension=prompt.extension)
+        return decode_document(prompt.document, encoded, answers, tokenizer, self.ext_rows)
+
+
+def encode_prompt(
+    document: Mapping[str, Any],
+    tokenizer: CPMBeeTokenizer,
+    examples: Sequence[Mapping[str, Any]] = (),
+    *,
+    max_length: int | None = None,
+    constraints: Mapping[Path, Collection[str]] | None = None,
+) -> Prompt:
+    """Encode a question: whatever stands under ``<ans>`` is still to be written.
+
+    Args:
+        document: nested dict of texts with ``<ans>``.
+        tokenizer: CPM-Bee's.
+        examples: documents with their answers, to look at.
+        max_length: the window in tokens; None sets no limit.
+        constraints: keys under ``<ans>`` that lead to a slot -> the texts that it may hold; None
+            takes `find_constraints`.
+
+    Raises:
+        ConfigError: a constraint for a slot that is not there, or that allows nothing.
+        DataError: see `encode_document`; an allowed answer that cannot be written; examples and
+            document are together longer than the window.
+    """
+    encoded = [encode_document(document, tokenizer, max_length=max_length, blank_answers=True)]
+    for example in examples:
+        extension = encoded[-1].extension
+        encoded.append(encode_document(example, tokenizer, extension=extension))
+    instance = _without_answers(join_examples(encoded))
+    if max_length is not None and len(instance) > max_length:
+        raise DataError(
+            f"the document and its {len(examples)} examples have {len(instance)} tokens, which is "
+            f"more than the window max_length={max_length}: give fewer or shorter examples"
+        )
+    constraints = find_constraints(document) if constraints is None else constraints
+    slots = [slot.path for slot in encoded[0].answers]
+    unknown = [path for path in constraints if path not in slots]
+    if unknown:
+        raise ConfigError(f"constraints name the slots {unknown}, the document has {slots}")
+    allowed = tuple(
+        _tokens_of(constraints[path], path, tokenizer, instance.extension)
+        if path in constraints
+        else None
+        for path in slots
+    )
+    return Prompt(document, encoded[0], instance, allowed)
+
+
+def collate_prompts(prompts: Sequence[Prompt], tokenizer: CPMBeeTokenizer) -> PromptBatch:
+    """Put questions side by side, padded on the left.
+
+    Shape:
+        input, input_sub, position, sample_ids, num_segments, segment, segment_rel_offset: (B, T)
+        int32; num_segments is 0 in padding
+        context: (B, T) bool, False in padding
+        segment_rel: (B, R) int32
+        ext_table_ids, ext_table_sub: (E,) int32
+    """
+    instances = [prompt.instance for prompt in prompts]
+    tokens = extension_rows(instances)
+    columns: dict[str, Sequence[NDArray[Any]]] = {
+        "input": [instance.ids for instance in instances],
+        "input_sub": [instance.subs for instance in instances],
+        "position": [np.arange(len(instance), dtype=np.int32) for instance in instances],
+        "context": [instance.context for instance in instances],
+        "sample_ids": [instance.sample_ids for instance in instances],
+        "num_segments": [instance.num_segments for instance in instances],
+        "segment": [instance.segs for instance in instances],
+        "segment_rel_offset": [instance.segment_rel_offset for instance in instances],
+    }
+    inputs = {name: _pad_left(values) for name, values in columns.items()}
+    inputs["segment_rel"] = pad_relations([instance.segment_rel for instance in instances])
+    inputs.update(extension_inputs(tokens))
+    numbers = {token: len(tokenizer) + i for i, token in enumerate(tokens)}
+    count = len(inputs["ext_table_ids"])
+    return PromptBatch(
+        tuple(prompts), inputs, tuple(tokens),
+        tuple(_banned(prompt.extension, tokenizer, numbers, count) for prompt in prompts),
+        tuple(_outputs(prompt, tokenizer, numbers) for prompt in prompts),
+    )  # fmt: skip
+
+
+def _without_answers(instance: Instance) -> Instance:
+    """Return the instance without the tokens that are written: the ``<s>`` of every answer."""
+    kept = instance.context
+    names = (
+        "ids", "subs", "context", "segs", "sample_ids", "num_segments", "segment_rel_offset",
+    )  # fmt: skip
+    return replace(instance, **{name: getattr(instance, name)[kept] for name in names})
+
+
+def _tokens_of(
+    texts: Collection[str], path: Path, tokenizer: CPMBeeTokenizer, extension: Extension
+) -> tuple[tuple[Token, ...], ...]:
+    """Return the tokens of every text that a slot may hold."""
+    where = ".".join(("<ans>", *path))
+    if not texts or isinstance(texts, str):
+        raise ConfigError(f"the constraint of {where} is {texts!r}: needed are texts, at least one")
+    found = []
+    for text in texts:
+        tokens, more = encode_text(text, tokenizer, extension)
+        if len(more.texts) != len(extension.texts):
+            unseen = [name for id, name in more.texts.items() if id not in extension.texts]
+            raise DataError(
+                f"the allowed answer {text!r} of {where} has {unseen[0]!r}, which the vocabulary "
+                "cannot spell and the document does not show, so it cannot be written: show it in "
+                "the document, for example as an option, or allow another"
+            )
+        found.append(tuple(tokens))
+    return tuple(found)
+
+
+def _banned(
+    extension: Extension, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int], count: int
+) -> tuple[int, ...]:
+    """Return ``<unk>`` where nothing is called so, marks, and the rows that others brought."""
+    own = extension.names
+    out = {tokenizer.pad_id, tokenizer.bos_id}
+    if (tokenizer.unk_id, 0) not in own:
+        out.add(tokenizer.unk_id)
+    rows = {numbers[token] for token in own if token in numbers}
+    out |= set(range(len(tokenizer), len(tokenizer) + count)) - rows
+    return tuple(sorted(out))
+
+
+def _outputs(
+    prompt: Prompt, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int]
+) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+    """Return for every slot the allowed output sequences with ``</s>``."""
+    return tuple(
+        None
+        if slot is None
+        else tuple(
+            (*(numbers[token] if token[1] else token[0] for token in tokens), tokenizer.eos_id)
+            for tokens in slot
+        )
+        for slot in prompt.allowed
+    )
+
+
+def _pad_left(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    width = max(map(len, values))
+    padded = np.zeros((len(values), width), dtype=values[0].dtype)
+    for row, value in zip(padded, values, strict=True):
+        row[width - len(value) :] = value
+    return padded

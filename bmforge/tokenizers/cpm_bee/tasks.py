@@ -1,0 +1,154 @@
+"""The tasks that CPM-Bee's documents are made for, and what their answers may be.
+
+The functions write documents in the shapes of CPM-Bee's own overview. A document needs none of
+them: `find_constraints` reads from any document whether its answer is one of a few, so that the
+decoding step can hold to it.
+
+Source of the shapes: README of OpenBMB/CPM-Bee.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bmforge.errors import DataError
+from bmforge.tokenizers.cpm_bee.segments import ANSWER_KEY, MAX_NESTING
+
+__all__ = [
+    "answer_question",
+    "choose_option",
+    "extract_entities",
+    "fill_blanks",
+    "find_constraints",
+    "generate_text",
+    "rate_text",
+    "translate_text",
+]
+
+Document = dict[str, Any]
+
+_BLANK = re.compile(r"<mask(?:_\d+)?>")
+_OPTION = re.compile(r"<option_\d+>")
+_RANGE = re.compile(r"[(（]\s*(\d{1,3})\s*[-–—~～到至]\s*(\d{1,3})\s*[)）]")
+_ASKING_KEYS = ("question", "prompt")
+_MOST_RATINGS = 11
+
+
+def generate_text(text: str, prompt: str = "往后写两句话", answer: str = "") -> Document:
+    """Continue `text`, where ``<mask>`` may stand for what is to come."""
+    return {"input": text, "prompt": prompt, ANSWER_KEY: answer}
+
+
+def translate_text(text: str, prompt: str = "中翻英", answer: str = "") -> Document:
+    """Translate; `prompt` says from what to what: 中翻英 into English, 英翻中 into Chinese."""
+    return {"input": text, "prompt": prompt, ANSWER_KEY: answer}
+
+
+def rate_text(
+    text: str, question: str = "评分是多少？", lowest: int = 1, highest: int = 5, answer: str = ""
+) -> Document:
+    """Give `text` a rating from `lowest` to `highest`.
+
+    Raises:
+        DataError: not a range of 2 to 11 ratings, or `answer` lies outside of it.
+    """
+    if not (0 <= lowest < highest < lowest + _MOST_RATINGS):
+        raise DataError(
+            f"ratings from lowest={lowest} to highest={highest}: needed are 2 to {_MOST_RATINGS} "
+            "ratings from 0 on"
+        )
+    _check_answer(answer, [str(rating) for rating in range(lowest, highest + 1)])
+    return {"input": text, "question": f"{question}({lowest}-{highest})", ANSWER_KEY: answer}
+
+
+def choose_option(
+    text: str, options: Sequence[str], question: str, answer: int | None = None
+) -> Document:
+    """Choose one of `options`; `answer` is the number of the right one, from 0 on.
+
+    Raises:
+        DataError: fewer than two options, or `answer` is none of them.
+    """
+    if len(options) < 2 or isinstance(options, str):
+        raise DataError(f"options={options!r}: needed are at least two texts")
+    names = [f"<option_{i}>" for i in range(len(options))]
+    if answer is not None and not 0 <= answer < len(names):
+        raise DataError(f"answer={answer} is none of the options 0 to {len(names) - 1}")
+    return {
+        "input": text,
+        "options": dict(zip(names, options, strict=True)),
+        "question": question,
+        ANSWER_KEY: "" if answer is None else names[answer],
+    }
+
+
+def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document:
+    """Fill every ``<mask_0>``, ``<mask_1>``, ... of `text`; `answers` maps them to what is there.
+
+    Raises:
+        DataError: `text` has no blank, or the answers are for others.
+    """
+    blanks = list(dict.fromkeys(_BLANK.findall(text.replace("<<", ""))))
+    if not blanks:
+        raise DataError(f"the text {text[:40]!r} has no blank: write <mask_0> where one is")
+    if answers is not None and set(answers) != set(blanks):
+        raise DataError(f"answers for {sorted(answers)} were given, the text has {blanks}")
+    return {"input": text, ANSWER_KEY: {blank: (answers or {}).get(blank, "") for blank in blanks}}
+
+
+def answer_question(text: str, question: str, answer: str = "") -> Document:
+    """Answer a question about `text`."""
+    return {"input": text, "question": question, ANSWER_KEY: answer}
+
+
+def extract_entities(
+    text: str, kinds: Sequence[str], answers: Mapping[str, str] | None = None
+) -> Document:
+    """Find the entities of every kind in `text`, one answer for each kind.
+
+    Raises:
+        DataError: no kind, or the answers are for others.
+    """
+    if not kinds or isinstance(kinds, str):
+        raise DataError(f"kinds={kinds!r}: needed are the names of what to find, at least one")
+    if answers is not None and set(answers) != set(kinds):
+        raise DataError(f"answers for {sorted(answers)} were given, the kinds are {list(kinds)}")
+    return {"input": text, ANSWER_KEY: {kind: (answers or {}).get(kind, "") for kind in kinds}}
+
+
+def find_constraints(document: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return what the answer of a document may be: slot path -> texts; nothing where all is open.
+
+    Only a plain text under ``<ans>`` is ever held to something: to the keys of the one dict of
+    ``<option_0>``, ``<option_1>``, ... or else to the ratings that ``question`` or ``prompt`` asks
+    for in brackets, such as (1-5).
+    """
+    if isinstance(document.get(ANSWER_KEY), Mapping):
+        return {}
+    choices = _find_options({k: v for k, v in document.items() if k != ANSWER_KEY})
+    if choices:
+        return {(): choices[0]} if len(choices) == 1 else {}
+    for key in _ASKING_KEYS:
+        asked = document.get(key)
+        found = _RANGE.findall(asked) if isinstance(asked, str) else []
+        if len(found) == 1:
+            lowest, highest = map(int, found[0])
+            if lowest < highest < lowest + _MOST_RATINGS:
+                return {(): tuple(str(rating) for rating in range(lowest, highest + 1))}
+    return {}
+
+
+def _find_options(data: Any, depth: int = 0) -> list[tuple[str, ...]]:
+    """Return the keys of every dict that has nothing but options."""
+    if not isinstance(data, Mapping) or depth > MAX_NESTING:
+        return []
+    if data and all(isinstance(key, str) and _OPTION.fullmatch(key) for key in data):
+        return [tuple(data)]
+    return [found for value in data.values() for found in _find_options(value, depth + 1)]
+
+
+def _check_answer(answer: str, allowed: Sequence[str]) -> None:
+    if answer and answer not in allowed:
+        raise DataError(f"answer={answer!r} is none of {', '.join(allowed)}")

@@ -1,0 +1,208 @@
+"""CPM-Bee's tokenizer: greedy longest match, ``<...>`` specials, and an extension table per text.
+
+A text is written in a small language: ``<<`` is the character ``<``, and ``<name>`` or
+``<name_3>`` is a special token. What the vocabulary lacks, an unseen special or a run of characters
+that it cannot spell, gets an id from `vocab_size` on in the extension table of that text, so that
+decoding gives every text back exactly.
+
+Source: ``cpm_live/tokenizers/bee.py`` of OpenBMB/CPM-Bee. Here ``<>`` is refused (there it opens a
+special token that runs to the next ``>``), and an unknown ``<`` is kept as ``<<``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.tokenizers.base import VOCABULARY_FILE, save_files
+from bmforge.tokenizers.longest_match import LongestMatcher
+from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
+
+__all__ = ["CPMBeeTokenizer", "is_special"]
+
+_NEEDED = ("<pad>", "<unk>", "<mask>", "</n>", "</_>", "<s>", "</s>", "<root>", "<ans>", "<option>")
+_MARK = re.compile(r"<<|<[^<>]+>|<")
+_WRITTEN_AS = {"</n>": "\n", "</_>": " "}
+
+
+class CPMBeeTokenizer:
+    """Text to ids and back, exactly.
+
+    Args:
+        tokens: the vocabulary in the order of its ids.
+
+    Attributes:
+        special_tokens: the specials of the vocabulary and their ids.
+
+    Raises:
+        ConfigError: a token is there twice, or one that CPM-Bee needs is missing.
+        MissingDependencyError: ``ahocorasick_rs`` is not installed.
+    """
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        ids = {_WRITTEN_AS.get(token, token): i for i, token in enumerate(tokens)}
+        missing = [token for token in _NEEDED if _WRITTEN_AS.get(token, token) not in ids]
+        if missing:
+            raise ConfigError(
+                f"the vocabulary of {len(tokens)} tokens lacks {missing}, which CPM-Bee needs: "
+                "give the vocab.txt of a CPM-Bee model"
+            )
+        if len(ids) != len(tokens):
+            raise ConfigError(
+                f"the vocabulary has {len(tokens) - len(ids)} tokens that are there twice (a line "
+                "break is '</n>', a space is '</_>'); leave one of each"
+            )
+        self._tokens, self._ids = list(tokens), ids
+        self._decoder = list(ids)
+        self.special_tokens = {token: i for token, i in ids.items() if is_special(token)}
+        plain = {token: i for token, i in ids.items() if token not in self.special_tokens}
+        self._matcher = LongestMatcher(plain)
+        self.unk_id, self.mask_id = ids["<unk>"], ids["<mask>"]
+        self.bos_id, self.eos_id, self.pad_id = ids["<s>"], ids["</s>"], ids["<pad>"]
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str]) -> CPMBeeTokenizer:
+        """Read ``vocab.txt`` of a directory, or the file `path`: one token a line.
+
+        Raises:
+            DataError: there is no such file, or it is not UTF-8 text.
+        """
+        file = Path(path)
+        file = file / VOCABULARY_FILE if file.is_dir() else file
+        try:
+            text = file.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"cannot read the vocabulary {str(file)!r} ({error}): needed is a UTF-8 text file "
+                f"with one token a line, or a directory that holds one as {VOCABULARY_FILE!r}"
+            ) from error
+        return cls([line for line in text.replace("\r\n", "\n").split("\n") if line])
+
+    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
+        """Write ``vocab.txt`` into the directory `path`, so that `AutoTokenizer` opens it.
+
+        Raises:
+            ConfigError: a file is there with other contents; nothing is written then.
+        """
+        config = json.dumps({"tokenizer_class": type(self).__name__}, indent=2) + "\n"
+        vocabulary = "\n".join(self._tokens) + "\n"
+        save_files(path, {CONFIG_FILE: config.encode(), VOCABULARY_FILE: vocabulary.encode()})
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Role -> id, as every tokenizer here has it."""
+        return {
+            "pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id, "unk": self.unk_id,
+            "mask": self.mask_id,
+        }  # fmt: skip
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of one token as the vocabulary file writes it, or None."""
+        return self._ids.get(_WRITTEN_AS.get(token, token))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the vocabulary has; extension ids begin here."""
+        return len(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @staticmethod
+    def escape(text: str) -> str:
+        """Return `text` so that `encode` reads every ``<`` in it as a character."""
+        return text.replace("<", "<<")
+
+    def encode(
+        self, text: str, ext_table: Mapping[int, str] | None = None
+    ) -> tuple[list[int], dict[int, str]]:
+        """Return the ids of `text` and the extension table: id -> unseen special or unknown text.
+
+        Args:
+            text: ``<<`` is ``<``, ``<name>`` a special token.
+            ext_table: the table of earlier texts of the same sample; a copy of it is extended.
+
+        Raises:
+            DataError: a ``<`` that begins no special token.
+        """
+        table = dict(ext_table or {})
+        numbers = {token: i for i, token in table.items()}
+        ids: list[int] = []
+        for part, special in _split(text):
+            if special:
+                known = self.special_tokens.get(part)
+                ids.append(_extend(part, table, numbers, len(self)) if known is None else known)
+                continue
+            for piece, id in self._matcher.match(part):
+                if id is None:
+                    id = _extend(self.escape(piece), table, numbers, len(self))
+                ids.append(id)
+        return ids, table
+
+    def decode(self, ids: Iterable[int], ext_table: Mapping[int, str] | None = None) -> str:
+        """Return the text of `ids`, escaped as `encode` reads it.
+
+        Args:
+            ids: token ids, extension ids among them.
+            ext_table: id -> text; it goes before the vocabulary, so it may also name ids below
+                `vocab_size`.
+
+        Raises:
+            DataError: an id that neither the vocabulary nor the table has.
+        """
+        table = ext_table or {}
+        return "".join([table[id] if id in table else self._piece(id) for id in ids])
+
+    def _piece(self, id: int) -> str:
+        if not 0 <= id < len(self):
+            raise DataError(
+                f"id={id} is neither in the vocabulary (0 to {len(self) - 1}) nor in the extension "
+                "table: give the table that encode returned with these ids"
+            )
+        token = self._decoder[id]
+        return token if token in self.special_tokens else self.escape(token)
+
+
+def is_special(token: str) -> bool:
+    """Tell whether `token`, of a vocabulary or an extension table, is a special one."""
+    return token.startswith("<") and token.endswith(">") and not token.startswith("<<")
+
+
+def _extend(token: str, table: dict[int, str], numbers: dict[str, int], vocab_size: int) -> int:
+    """Return the extension id of `token`, a new one if it has none yet."""
+    if token not in numbers:
+        numbers[token] = vocab_size + len(numbers)
+        table[numbers[token]] = token
+    return numbers[token]
+
+
+def _split(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield (plain text without escapes, False) and (special token, True) in order."""
+    if "<" not in text:
+        yield text, False
+        return
+    plain, at = "", 0
+    for mark in _MARK.finditer(text):
+        found = mark.group()
+        if found == "<":
+            raise DataError(
+                f"'<' at character {mark.start()} of {_shorten(text)!r} begins no special token "
+                "such as <mask_0>: write << for the character itself"
+            )
+        plain += text[at : mark.start()]
+        at = mark.end()
+        if found == "<<":
+            plain += "<"
+        else:
+            yield plain, False
+            yield found, True
+            plain = ""
+    yield plain + text[at:], False
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

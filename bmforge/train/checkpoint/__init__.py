@@ -1,0 +1,1 @@
+"""Checkpoints: the resumable state of a run; start reading at `checkpointer.py`."""

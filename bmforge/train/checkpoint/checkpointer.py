@@ -1,0 +1,303 @@
+"""Saving and loading the resumable state of a run: start reading here.
+
+A checkpoint is written beside, synced, hashed and renamed; `latest` moves only after it is durable;
+a damaged one is refused before any state is touched and the newest sound one is used instead. It
+holds parameters, buffers, optimizer state, the caller's state and every random generator, and loads
+on any number of processes in any layout.
+
+The parts: `checkpoint_format` (files, hashes), `checkpoint_state` (which tensors),
+`checkpoint_rng`, `checkpoint_write` (publishing), `checkpoint_read` (fitting and copying),
+`checkpoint_peers`.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.logging import get_logger
+from bmforge.parallel import run_on_first
+from bmforge.train.checkpoint.format import (
+    MANIFEST_NAME,
+    DamagedCheckpointError,
+    find_checkpoints,
+    find_damage,
+    read_manifest,
+    step_name,
+    step_of,
+    verify_checkpoint,
+)
+from bmforge.train.checkpoint.peers import Peers
+from bmforge.train.checkpoint.read import apply_checkpoint, check_fit, restore_generators
+from bmforge.train.checkpoint.state import Optimizers, Snapshot, list_optimizers, take_snapshot
+from bmforge.train.checkpoint.write import (
+    FAULT_POINTS,
+    Fault,
+    clean_leftovers,
+    no_fault,
+    publish,
+    remove_old,
+)
+
+__all__ = [
+    "FAULT_POINTS",
+    "Checkpointer",
+    "DamagedCheckpointError",
+    "find_checkpoints",
+    "load_checkpoint",
+    "save_checkpoint",
+    "verify_checkpoint",
+]
+
+
+def save_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    step: int,
+    state: dict[str, Any] | None = None,
+    blocking: bool = True,
+) -> Path:
+    """Save one checkpoint as ``directory/step-XXXXXXXX``; the same one that is there stays.
+
+    Collective: every process of the run calls it. Nothing is ever overwritten in place.
+
+    Args:
+        directory: the folder that holds the step directories; made if missing.
+        model: parameters and persistent buffers are saved, under their names.
+        optimizer: one optimizer, several, or None to save none.
+        step: optimizer steps done.
+        state: anything JSON can carry; the same on every process (rank 0's is kept). An integer
+            ``state["seed"]`` seeds the generators where the world size changes.
+        blocking: False returns once the tensors are copied and writes in a thread, where a failure
+            is logged; use `Checkpointer` to be told.
+
+    Returns:
+        The step directory.
+
+    Raises:
+        CheckpointError: it could not be written, or a sound one of this step is there that holds
+            something else; older checkpoints are as they were.
+    """
+    peers = Peers()
+    folder = Path(directory)
+    snapshot = take_snapshot(model, optimizer, step=step, state=state, rank=peers.rank)
+    if blocking or snapshot.is_late:
+        try:
+            publish(folder, snapshot, peers)
+        finally:
+            peers.close()
+    else:
+        given = (folder, snapshot, peers)
+        threading.Thread(target=_publish_or_warn, args=given, name="save checkpoint").start()
+    return folder / step_name(step)
+
+
+def _publish_or_warn(directory: Path, snapshot: Snapshot, peers: Peers) -> None:
+    try:
+        publish(directory, snapshot, peers)
+    except Exception as error:
+        get_logger().warning("%s", error)
+    finally:
+        peers.close()
+
+
+def load_checkpoint(
+    path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, strict: bool = True
+) -> dict[str, Any]:
+    """Load a checkpoint into the model, the optimizer and the random generators. Collective.
+
+    Everything is verified before anything is changed. Generators are restored last: whatever draws
+    random numbers (making a loader's iterator, for example) belongs before this call.
+
+    Args:
+        path: one step directory; or a folder of them (or the run directory above it), of which the
+            newest sound one is taken.
+        model: of the same parameters, on any layout and any number of processes.
+        optimizer: one, several, or None to leave the saved optimizer state out.
+        strict: False lets tensors be missing, unexpected or of another dtype, with a warning.
+
+    Returns:
+        The `state` that was saved.
+
+    Raises:
+        CheckpointError: there is none, none is sound, it is of a newer format, or it belongs to
+            another model (everything that differs is listed). Nothing was changed then.
+    """
+    peers = Peers()
+    try:
+        one, candidates = peers.broadcast(run_on_first(lambda: _candidates(Path(path))))
+        if not candidates:
+            raise CheckpointError(
+                f"no checkpoint in {path}. Needed: a directory named like {step_name(1000)}, or a "
+                "folder that holds some"
+            )
+        if one:
+            return _load_one(candidates[0], model, optimizer, peers, strict)[1]
+        return _load_newest_sound(candidates, model, optimizer, peers, strict)[1]
+    finally:
+        peers.close()
+
+
+def _candidates(path: Path) -> tuple[bool, list[Path]]:
+    """Return (is it one checkpoint?, what to try in order)."""
+    if path.is_dir() and (step_of(path) is not None or (path / MANIFEST_NAME).exists()):
+        return True, [path]
+    return False, find_checkpoints(path) or find_checkpoints(path / "checkpoints")
+
+
+def _load_newest_sound(
+    candidates: list[Path], model: nn.Module, optimizers: Optimizers, peers: Peers, strict: bool
+) -> tuple[int, dict[str, Any]]:
+    """Load the first sound one; only damage moves on to the next, a misfit is raised."""
+    for path in candidates:
+        try:
+            return _load_one(path, model, optimizers, peers, strict)
+        except DamagedCheckpointError as error:
+            if peers.rank == 0:
+                get_logger().warning("%s; trying the next older one", error)
+    raise CheckpointError(
+        f"all {len(candidates)} checkpoints in {candidates[0].parent} are damaged (see the "
+        "warnings). Restore one from a copy, or start over in another directory."
+    )
+
+
+def _load_one(
+    path: Path, model: nn.Module, optimizers: Optimizers, peers: Peers, strict: bool
+) -> tuple[int, dict[str, Any]]:
+    listed = list_optimizers(optimizers)
+    manifest = _verify_together(path, peers)
+    check_fit(path, manifest, model, listed, peers, strict)
+    apply_checkpoint(path, manifest, model, listed)
+    restore_generators(path, manifest, peers)
+    return int(manifest["step"]), manifest["state"]
+
+
+def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
+    """Verify one checkpoint, sharing out the hashing; every process gets the same verdict."""
+    manifest: dict[str, Any] = peers.broadcast(run_on_first(lambda: read_manifest(path)))
+    found = peers.gather(find_damage(path, manifest, peers.rank, peers.world_size))
+    problems = [problem for part in found for problem in part]
+    if problems:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: " + "; ".join(problems))
+    return manifest
+
+
+class Checkpointer:
+    """Saves a run's checkpoints in the background and keeps the ones that retention asks for.
+
+    Making, saving, loading and closing are collective. A save that fails (full disk, ...) is logged
+    and kept in `last_error`; the run goes on and the last good checkpoint stays. Use as a context
+    manager, or call `close`.
+
+    Args:
+        directory: the folder that holds the step directories.
+        keep_last: how many of the newest to keep, at least 1.
+        keep_every: also keep every step that this divides; None keeps no others.
+        asynchronous: write in a thread; False writes before `save` returns, as happens anyway where
+            optimizer states live on disk.
+        fault: called with each name of `FAULT_POINTS` as it is passed (for kill tests).
+
+    Memory:
+        Between `save` and the end of writing: one host copy of this process's share.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        asynchronous: bool = True,
+        fault: Fault = no_fault,
+    ) -> None:
+        if keep_last < 1:
+            raise ConfigError(f"keep_last={keep_last}; needed: 1 or more checkpoints to keep")
+        if keep_every is not None and keep_every < 1:
+            raise ConfigError(f"keep_every={keep_every}; needed: a number of steps >= 1, or None")
+        self.directory = Path(directory)
+        self.last_error: Exception | None = None
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._asynchronous = asynchronous
+        self._fault = fault
+        self._thread: threading.Thread | None = None
+        run_on_first(lambda: clean_leftovers(self.directory))
+        self._peers = Peers()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers = None,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        """Copy this process's share to the host and have it written; waits for an earlier save.
+
+        Args:
+            step: optimizer steps done.
+            model: its tensors may be changed as soon as this returns.
+            optimizers: one, several, or None.
+            state: anything JSON can carry, the same on every process.
+        """
+        self.wait()
+        snapshot = take_snapshot(model, optimizers, step=step, state=state, rank=self._peers.rank)
+        self._fault("snapshot")
+        if not self._asynchronous or snapshot.is_late:
+            self._write(snapshot)
+            return
+        # Not a daemon: the interpreter waits for it at its end, so a last save is never cut off.
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot,), name="bmforge-checkpoint"
+        )
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            publish(self.directory, snapshot, self._peers, self._fault)
+            self.last_error = None
+            if self._peers.rank == 0:
+                remove_old(
+                    self.directory, snapshot.step, self._keep_last, self._keep_every, self._fault
+                )
+        except Exception as error:
+            self.last_error = error
+            if self._peers.rank == 0:
+                get_logger().warning("%s (the run goes on; older checkpoints stay)", error)
+
+    def load_newest(
+        self, model: nn.Module, optimizers: Optimizers = None
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest sound checkpoint; return (step, state), or None where there is none yet.
+
+        Raises:
+            CheckpointError: as `load_checkpoint` does; also when all that are there are damaged.
+        """
+        self.wait()
+        peers = self._peers
+        found = peers.broadcast(run_on_first(lambda: find_checkpoints(self.directory)))
+        if not found:
+            return None
+        return _load_newest_sound(found, model, optimizers, peers, strict=True)
+
+    def wait(self) -> None:
+        """Return once no save is under way; `last_error` then tells how the last one went."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Wait for the last save and give the process group back."""
+        self.wait()
+        self._peers.close()

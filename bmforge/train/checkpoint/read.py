@@ -1,0 +1,332 @@
+"""Reading a verified checkpoint into a model on any layout: everything is checked, then copied."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from bmforge.errors import CheckpointError
+from bmforge.logging import get_logger
+from bmforge.shards import Box, is_streamed, laid_out_like, local_box, local_tensor
+from bmforge.train.checkpoint.format import shard_name
+from bmforge.train.checkpoint.peers import Peers
+from bmforge.train.checkpoint.rng import reseed_rng, restore_rng
+from bmforge.train.checkpoint.state import (
+    NOT_SETTINGS,
+    kind_of,
+    master_of,
+    model_tensors,
+    optimizer_parameters,
+    state_tensor_name,
+    write_state,
+)
+
+__all__ = ["ChunkReader", "apply_checkpoint", "check_fit", "restore_generators"]
+
+_LISTED_PROBLEMS = 20
+
+
+class ChunkReader:
+    """Reads any box of any saved tensor, opening only the shards that hold a part of it.
+
+    Use as a context manager.
+
+    Args:
+        path: a verified checkpoint directory.
+        manifest: its manifest.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self._path = path
+        self._tensors: dict[str, Any] = manifest["tensors"]
+        self._files: dict[str, Any] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> ChunkReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def file(self, name: str) -> Any:
+        """Return the open safetensors file of that name."""
+        if name not in self._files:
+            handle = safe_open(self._path / name, framework="pt")
+            self._files[name] = self._stack.enter_context(handle)
+        return self._files[name]
+
+    def whole_box(self, name: str) -> Box:
+        """Return the box that covers the whole tensor."""
+        shape = tuple(self._tensors[name]["shape"])
+        return Box((0,) * len(shape), shape)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return the box `box` of the saved tensor `name` as a host tensor of the saved dtype."""
+        record = self._tensors[name]
+        result = torch.empty(box.lengths, dtype=getattr(torch, record["dtype"]))
+        missing = box.numel
+        for chunk in record["chunks"]:
+            source = Box(tuple(chunk["offsets"]), tuple(chunk["lengths"]))
+            common = source.intersect(box)
+            if common is None:
+                continue
+            part = self._slice(chunk, source, common)
+            result[common.relative_to(box).slices] = part
+            missing -= common.numel
+        if missing:
+            raise CheckpointError(f"{self._path}: {missing} elements of {name} are in no shard")
+        return result
+
+    def _slice(self, chunk: dict[str, Any], source: Box, common: Box) -> Tensor:
+        file = self.file(chunk["file"])
+        if common == source:
+            return file.get_tensor(chunk["key"])
+        return file.get_slice(chunk["key"])[common.relative_to(source).slices]
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What one process found when it compared the model with the manifest."""
+
+    names: set[str]
+    parameters: set[str]
+    problems: list[_Problem]
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """One difference; a fatal one cannot be overlooked even where strict=False."""
+
+    text: str
+    fatal: bool = False
+
+
+def check_fit(
+    path: Path,
+    manifest: dict[str, Any],
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    peers: Peers,
+    strict: bool,
+) -> None:
+    """Raise, the same on every process, unless the checkpoint belongs to this model.
+
+    With ``strict=False`` only shapes must agree; what else differs is named in a warning.
+
+    Raises:
+        CheckpointError: lists what is missing, unexpected or of another shape or dtype.
+    """
+    fits: list[_Fit | str] = peers.gather(_compare(manifest, model, optimizers, strict))
+    failures = [fit for fit in fits if isinstance(fit, str)]
+    if failures:
+        raise CheckpointError(failures[0])
+    compared = [fit for fit in fits if isinstance(fit, _Fit)]
+    problems = list(dict.fromkeys(problem for fit in compared for problem in fit.problems))
+    saved = {name for name in manifest["tensors"] if name.startswith("model/")}
+    extra = saved.difference(*(fit.names for fit in compared))
+    problems += [
+        _Problem(f"unexpected in the checkpoint: {name.removeprefix('model/')}")
+        for name in sorted(extra)
+    ]
+    # One process of several may have no optimizer: a stage of a pipeline that trains nothing.
+    if manifest["optimizer"] is not None and any(fit.parameters for fit in compared):
+        held = set(manifest["optimizer"]).difference(*(fit.parameters for fit in compared))
+        problems += [
+            _Problem(f"no optimizer holds {name}, which one did when saved")
+            for name in sorted(held)
+        ]
+    if not problems:
+        return
+    if strict or any(problem.fatal for problem in problems):
+        raise CheckpointError(_misfit_message(path, problems))
+    if peers.rank == 0:
+        get_logger().warning("%s", _misfit_message(path, problems))
+
+
+def _misfit_message(path: Path, problems: list[_Problem]) -> str:
+    shown = [problem.text for problem in problems[:_LISTED_PROBLEMS]]
+    if len(problems) > len(shown):
+        shown.append(f"and {len(problems) - _LISTED_PROBLEMS} more")
+    return (
+        f"checkpoint {path} does not fit this model and optimizer "
+        f"({len(problems)} differences):\n  "
+        + "\n  ".join(shown)
+        + "\nBuild them with the configuration that the run was started with, or choose another "
+        "output directory."
+    )
+
+
+def _compare(
+    manifest: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], strict: bool
+) -> _Fit | str:
+    """Compare this process's part; an error becomes text, for the others wait for the result."""
+    tensors = model_tensors(model)
+    problems: list[_Problem] = []
+    for name, tensor in tensors.items():
+        problem = _compare_tensor(name, tensor, manifest["tensors"].get(name))
+        problems += [problem] if problem else []
+    parameters: set[str] = set()
+    saved = manifest["optimizer"]
+    if optimizers and saved is None:
+        problems.append(_Problem("the checkpoint holds no optimizer state"))
+    try:
+        for name, _, _, optimizer in optimizer_parameters(model, optimizers):
+            parameters.add(name)
+            kind = kind_of(optimizer)
+            if saved is None:
+                continue
+            if name not in saved:
+                problems.append(_Problem(f"no optimizer state in the checkpoint for {name}"))
+            elif saved[name]["optimizer"] != kind:
+                was = saved[name]["optimizer"]
+                problems.append(_Problem(f"{name} was trained by {was}, now by {kind}"))
+    except CheckpointError as error:
+        return str(error)
+    return _Fit(set(tensors), parameters, problems)
+
+
+def _compare_tensor(name: str, tensor: Tensor, record: dict[str, Any] | None) -> _Problem | None:
+    shown = name.removeprefix("model/")
+    if record is None:
+        return _Problem(f"missing in the checkpoint: {shown}")
+    if local_tensor(tensor.detach()).is_meta:
+        return _Problem(f"{shown} is on the meta device: call to_empty first", fatal=True)
+    saved_shape, shape = tuple(record["shape"]), tuple(tensor.shape)
+    if saved_shape != shape:
+        return _Problem(f"{shown}: shape {saved_shape} saved, {shape} in the model", fatal=True)
+    master = master_of(tensor)
+    dtype = str(tensor.dtype if master is None else master.dtype).removeprefix("torch.")
+    if record["dtype"] != dtype:
+        return _Problem(f"{shown}: dtype {record['dtype']} saved, {dtype} in the model")
+    return None
+
+
+@torch.no_grad()
+def apply_checkpoint(
+    path: Path, manifest: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
+    """Copy a checkpoint that fits into the model and the optimizers.
+
+    Memory:
+        One tensor of this process's share at a time, on the host.
+    """
+    with ChunkReader(path, manifest) as reader:
+        for name, tensor in model_tensors(model).items():
+            box = local_box(tensor)
+            if name in manifest["tensors"] and box.numel:
+                value, master = reader.read(name, box), master_of(tensor)
+                if not is_streamed(tensor):
+                    local_tensor(tensor).copy_(value)
+                if master is not None:
+                    master.put(0, value)
+        saved = manifest["optimizer"] or {}
+        for name, parameter, group, optimizer in optimizer_parameters(model, optimizers):
+            entry = saved.get(name)
+            if entry is None or entry["optimizer"] != kind_of(optimizer):
+                continue
+            values = dict(entry["values"])
+            for key in entry["tensors"]:
+                values[key] = _state_tensor(reader, name, key, parameter, group, optimizer)
+            write_state(optimizer, parameter, values)
+        _restore_groups(model, optimizers, saved)
+    streamer = getattr(model, "streamer", None)
+    if streamer is not None:
+        streamer.forget()  # blocks that are here are those of before
+
+
+def _state_tensor(
+    reader: ChunkReader,
+    name: str,
+    key: str,
+    parameter: Tensor,
+    group: dict[str, Any],
+    optimizer: Optimizer,
+) -> Tensor:
+    """Make one tensor of a parameter's optimizer state, laid out and placed as the optimizer would.
+
+    A tensor of the parameter's shape is cut like the parameter; any other is whole everywhere. A
+    `step` counter lives on the host unless the optimizer runs fused or capturable.
+    """
+    saved_name = state_tensor_name(name, key)
+    whole = reader.whole_box(saved_name)
+    present = optimizer.state.get(parameter, {}).get(key)
+    if isinstance(present, DTensor):
+        return _read_like(reader, saved_name, present)
+    if key != "step" and whole.lengths == tuple(parameter.shape):
+        return _read_like(reader, saved_name, parameter)
+    value = reader.read(saved_name, whole)
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return value if on_host else value.to(local_tensor(parameter).device)
+
+
+def _read_like(reader: ChunkReader, name: str, pattern: Tensor) -> Tensor:
+    """Read this process's box of `name` into a new tensor with the layout of `pattern`."""
+    value = reader.read(name, local_box(pattern))
+    local = local_tensor(pattern)
+    result = torch.empty_like(local, dtype=value.dtype, requires_grad=False)
+    result.copy_(value.reshape(local.shape))
+    return laid_out_like(result, pattern)
+
+
+def _restore_groups(
+    model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]
+) -> None:
+    """Give each parameter group the hyper-parameters that its parameters were saved with."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    for name, _, group, optimizer in optimizer_parameters(model, optimizers):
+        entry = saved.get(name)
+        if entry is not None and entry["optimizer"] == kind_of(optimizer):
+            groups[id(group)] = group
+            found.setdefault(id(group), []).append(entry["group"])
+    for key, group in groups.items():
+        first = found[key][0]
+        if any(other != first for other in found[key]):
+            get_logger().warning(
+                "a parameter group now joins parameters that were saved with different settings; "
+                "it keeps its own"
+            )
+            continue
+        for name, value in first.items():
+            _restore_setting(group, name, value)
+
+
+def _restore_setting(group: dict[str, Any], name: str, value: Any) -> None:
+    if name in NOT_SETTINGS:
+        return
+    current = group.get(name)
+    if isinstance(current, Tensor):
+        current.fill_(value)
+    elif isinstance(value, list) and not isinstance(current, list):
+        group[name] = tuple(value)
+    else:
+        group[name] = value
+
+
+def restore_generators(path: Path, manifest: dict[str, Any], peers: Peers) -> None:
+    """Restore this process's generators; on another world size seed them anew, with a warning."""
+    if manifest["world_size"] == peers.world_size:
+        with ChunkReader(path, manifest) as reader:
+            file = reader.file(shard_name(peers.rank, peers.world_size))
+            keys = [key for key in file.keys() if key.startswith("rng/")]  # noqa: SIM118
+            restore_rng({key: file.get_tensor(key) for key in keys})
+        return
+    if peers.rank == 0:
+        get_logger().warning(
+            "saved by %d processes, loaded by %d: random generators are seeded from "
+            "(seed=%d, step=%d, rank)",
+            manifest["world_size"],
+            peers.world_size,
+            manifest["seed"],
+            manifest["step"],
+        )
+    reseed_rng(manifest["seed"], manifest["step"], peers.rank)

@@ -1,0 +1,341 @@
+"""What goes into a checkpoint: a model's and its optimizers' tensors under parameter names.
+
+Optimizer state is kept per parameter name, not per position, so it survives another grouping,
+another order and another layout. A tied parameter is kept once, under its first name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from bmforge.errors import CheckpointError
+from bmforge.memory.homes import Home
+from bmforge.parallel import counts_here, pipeline_of
+from bmforge.shards import Box, is_first_replica, is_streamed, local_box, local_tensor
+from bmforge.train.checkpoint.format import DTYPE_CODES, LateTensor
+from bmforge.train.checkpoint.rng import capture_rng
+
+__all__ = [
+    "NOT_SETTINGS",
+    "Optimizers",
+    "Snapshot",
+    "check_json",
+    "kind_of",
+    "list_optimizers",
+    "master_of",
+    "model_tensors",
+    "optimizer_parameters",
+    "read_state",
+    "state_tensor_name",
+    "take_snapshot",
+    "write_state",
+]
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
+
+# Entries of a parameter group that are no hyper-parameters: who is in it, which the names tell, and
+# how a step is computed, which belongs to the machine that runs. They are neither saved nor loaded.
+NOT_SETTINGS = frozenset(
+    {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
+)
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one process contributes to a checkpoint, on the host and independent of the model.
+
+    Args:
+        step: optimizer steps done.
+        tensors: this process's chunks by tensor name; what lives on disk is read as it is written.
+        boxes: where each chunk lies in its whole tensor.
+        records: dtype and whole shape of every tensor this process knows, its own or not.
+        optimizer: per parameter: optimizer class, hyper-parameters, python values, tensor keys;
+            None when no optimizer was given.
+        state: the caller's state as JSON text.
+        seed: from which generators are seeded when the world size changes.
+        rng: this process's generators.
+    """
+
+    step: int
+    tensors: dict[str, Tensor | LateTensor]
+    boxes: dict[str, Box]
+    records: dict[str, dict[str, Any]]
+    optimizer: dict[str, Any] | None
+    state: str
+    seed: int
+    rng: dict[str, Tensor]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether something is yet to be read, so that training must wait for the writing."""
+        return any(isinstance(tensor, LateTensor) for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A tensor that is laid out like `pattern` and kept by a home outside the device."""
+
+    pattern: Tensor
+    home: Home
+
+
+Kept: TypeAlias = Tensor | Elsewhere
+
+
+def list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
+    """Return the optimizers as a list: None gives an empty one."""
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, Sequence):
+        return list(optimizers)
+    return [optimizers]
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """Return by which name a checkpoint knows an optimizer: where its state lives is no matter."""
+    return str(getattr(optimizer, "saved_as", type(optimizer).__name__))
+
+
+def read_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return a parameter's optimizer state; what lives outside the device as `Elsewhere`."""
+    reader = getattr(optimizer, "read_state", None)
+    values = optimizer.state.get(parameter, {}) if reader is None else reader(parameter)
+    return {k: Elsewhere(parameter, v) if isinstance(v, Home) else v for k, v in values.items()}
+
+
+def write_state(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> None:
+    """Give an optimizer what `read_state` had."""
+    writer = getattr(optimizer, "write_state", None)
+    if writer is None:
+        optimizer.state[parameter] = values
+    else:
+        writer(parameter, values)
+
+
+def master_of(parameter: Tensor) -> Home | None:
+    """Return where a parameter's wider copy lives, if it has one."""
+    home: Home | None = getattr(parameter, "master", None)
+    return home
+
+
+def state_tensor_name(parameter_name: str, key: str) -> str:
+    """Return the checkpoint's name for one tensor of an optimizer's state."""
+    return f"optim/{parameter_name}/{key}"
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by checkpoint name, each tensor once.
+
+    FSDP2 modules are resharded first: after a forward pass without a backward one they would show
+    gathered parameters that no optimizer knows.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in _all_tensors(model):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found["model/" + _plain_name(name)] = tensor
+    return found
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        if not is_streamed(parameter) or master_of(parameter) is not None:
+            yield name, parameter  # what streams and is not trained stays where it comes from
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _plain_name(name: str) -> str:
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def optimizer_parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, Tensor, dict[str, Any], Optimizer]]:
+    """Yield (name, parameter, its group, its optimizer) for everything the optimizers hold.
+
+    Raises:
+        CheckpointError: an optimizer holds a parameter that the model does not have.
+    """
+    names = {id(tensor): name for name, tensor in model_tensors(model).items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not in the model. Make the optimizer "
+                        "from the model's parameters, after parallelize."
+                    )
+                yield name.removeprefix("model/"), parameter, group, optimizer
+
+
+def take_snapshot(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    step: int,
+    state: dict[str, Any] | None,
+    rank: int,
+) -> Snapshot:
+    """Copy this process's share of everything to the host; training may go on afterwards.
+
+    Raises:
+        CheckpointError: a tensor or a value of a kind that no checkpoint can hold.
+
+    Memory:
+        The bytes of this process's share of parameters, buffers and optimizer state.
+    """
+    state = dict(state or {})
+    check_json(state, "state")
+    mesh, pipeline = getattr(model, "mesh", None), pipeline_of(model)
+    leads = rank == 0 if mesh is None else counts_here(mesh, "pp")
+
+    def is_first_stage(name: str) -> bool:
+        """Of what several stages have, the first of them writes."""
+        plain = name.removeprefix("model/")
+        return pipeline is None or pipeline.rank_of(plain) == pipeline.rank
+
+    owned: dict[str, tuple[Kept, bool]] = {
+        name: (
+            _widest(tensor),
+            is_first_replica(tensor, leads) and is_first_stage(name),
+        )
+        for name, tensor in model_tensors(model).items()
+    }
+    listed = list_optimizers(optimizers)
+    described: dict[str, Any] | None = {} if listed else None
+    for name, parameter, group, optimizer in optimizer_parameters(model, listed):
+        values = read_state(optimizer, parameter)
+        assert described is not None
+        described[name] = _describe(name, values, group, optimizer)
+        for key in described[name]["tensors"]:
+            writes = _writes_state(values[key], parameter, leads) and is_first_stage(name)
+            owned[state_tensor_name(name, key)] = (values[key], writes)
+    seed = state.get("seed")
+    own = {
+        name: tensor
+        for name, (tensor, writes) in owned.items()
+        if writes and local_tensor(_pattern(tensor)).numel() > 0
+    }
+    return Snapshot(
+        step=step,
+        records={name: _record(name, tensor) for name, (tensor, _) in owned.items()},
+        boxes={name: local_box(_pattern(tensor)) for name, tensor in own.items()},
+        tensors={name: _to_host(tensor) for name, tensor in own.items()},
+        optimizer=described,
+        state=json.dumps(state),
+        seed=seed if isinstance(seed, int) else torch.initial_seed(),
+        rng=capture_rng(),
+    )
+
+
+def _describe(
+    name: str, values: dict[str, Any], group: dict[str, Any], optimizer: Optimizer
+) -> dict[str, Any]:
+    """Return what the manifest keeps of one parameter's optimizer state, tensors apart."""
+    plain = {key: value for key, value in values.items() if not isinstance(value, Kept)}
+    check_json(plain, f"optimizer.state[{name!r}]")
+    hyper = {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key not in NOT_SETTINGS
+    }
+    check_json(hyper, f"the parameter group of {name!r}")
+    return {
+        "optimizer": kind_of(optimizer),
+        "group": hyper,
+        "values": plain,
+        "tensors": [key for key, value in values.items() if isinstance(value, Kept)],
+    }
+
+
+def _pattern(kept: Kept) -> Tensor:
+    """Return the tensor that tells how something is laid out."""
+    return kept.pattern if isinstance(kept, Elsewhere) else kept
+
+
+def _widest(tensor: Tensor) -> Kept:
+    """Return a parameter's wider copy where it has one: that is what training knows."""
+    home = master_of(tensor)
+    return tensor if home is None else Elsewhere(tensor, home)
+
+
+def _writes_state(value: Kept, parameter: Tensor, leads: bool) -> bool:
+    """True on the one process that writes this tensor of `parameter`'s state."""
+    if isinstance(value, Elsewhere):
+        return is_first_replica(parameter, leads)
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return is_first_replica(value, leads)
+    coordinate = parameter.device_mesh.get_coordinate()
+    return coordinate is not None and not any(coordinate)
+
+
+def _record(name: str, tensor: Kept) -> dict[str, Any]:
+    if isinstance(tensor, Elsewhere):
+        dtype = str(tensor.home.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": list(tensor.pattern.shape)}
+    local = local_tensor(tensor.detach())
+    if (
+        local.dtype not in DTYPE_CODES
+        or local.layout != torch.strided
+        or local.is_meta
+        or hasattr(local, "__tensor_flatten__")
+    ):
+        raise CheckpointError(
+            f"{name} cannot be saved: {type(local).__name__} of dtype={local.dtype}, "
+            f"layout={local.layout}, device={local.device}. Needed: a plain dense tensor that has "
+            "memory (not on the meta device)."
+        )
+    return {"dtype": str(local.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+
+def _to_host(tensor: Kept) -> Tensor | LateTensor:
+    if isinstance(tensor, Elsewhere):
+        home, shape = tensor.home, tuple(local_tensor(tensor.pattern).shape)
+        if home.is_on_disk:
+            return LateTensor(shape, home.dtype, lambda: home.fetch().view(shape))
+        return home.fetch().view(shape).clone()
+    local = local_tensor(tensor.detach())
+    host = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+    return host.copy_(local)
+
+
+def check_json(value: Any, where: str) -> None:
+    """Raise unless `value` comes back from JSON as the same thing (tuples become lists).
+
+    Raises:
+        CheckpointError: names the place and the type that JSON does not carry.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{where} has the key {key!r}; only text keys can be saved")
+            check_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_json(item, f"{where}[{index}]")
+    elif not isinstance(value, str | int | float | bool | None):
+        raise CheckpointError(
+            f"{where} is of type {type(value).__name__}; only numbers, text, lists, dicts and None "
+            "can be saved"
+        )

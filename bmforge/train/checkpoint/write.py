@@ -1,0 +1,302 @@
+"""Publishing a checkpoint: written beside, synced, hashed, renamed; never half there.
+
+A directory with its final name is complete at every instant. Whatever fails on any process fails
+on all of them, with one reason, and leaves the older checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmforge.errors import CheckpointError
+from bmforge.logging import get_logger
+from bmforge.train.checkpoint.format import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    LATEST_NAME,
+    MANIFEST_HASH_NAME,
+    MANIFEST_NAME,
+    TEMPORARY_PREFIX,
+    DamagedCheckpointError,
+    LateTensor,
+    find_checkpoints,
+    hash_line,
+    read_manifest,
+    shard_name,
+    step_name,
+    step_of,
+    sync_directory,
+    verify_checkpoint,
+    write_durably,
+    write_shard,
+)
+from bmforge.train.checkpoint.peers import Peers
+from bmforge.train.checkpoint.read import ChunkReader
+from bmforge.train.checkpoint.state import Snapshot
+
+__all__ = ["FAULT_POINTS", "Fault", "clean_leftovers", "no_fault", "publish", "remove_old"]
+
+Fault = Callable[[str], None]
+
+FAULT_POINTS = (
+    "snapshot",
+    "shard-open",
+    "shard-half",
+    "shard-written",
+    "shard-synced",
+    "exchanged",
+    "manifest-written",
+    "manifest-hash-written",
+    "directory-synced",
+    "renamed",
+    "parent-synced",
+    "latest-tmp",
+    "latest-renamed",
+    "retention-renamed",
+    "retention-deleted",
+)
+"""Every phase of a save, in order; a `fault` hook is called with each name (for kill tests)."""
+
+
+def no_fault(phase: str) -> None:
+    """Do nothing: the hook of every real run."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a step on one process gave, or why it failed: the thing that processes exchange."""
+
+    value: Any = None
+    error: str | None = None
+
+
+def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
+    """Call `function`; a failure becomes text, for the others wait in the next collective."""
+    try:
+        return _Outcome(function(*args))
+    except Exception as error:
+        get_logger().debug("checkpoint step failed", exc_info=True)
+        return _Outcome(error=f"{type(error).__name__}: {error}")
+
+
+def publish(directory: Path, snapshot: Snapshot, peers: Peers, fault: Fault = no_fault) -> None:
+    """Write one checkpoint, or nothing if the same one is there already. Collective.
+
+    Args:
+        directory: the folder that holds the step directories; made if missing.
+        snapshot: this process's share.
+        peers: all processes that save; they call this together.
+        fault: called with the name of each phase.
+
+    Raises:
+        CheckpointError: it could not be written (full disk, ...), or a sound one of this step is
+            there that holds something else; the same on every process.
+
+    Comm:
+        Two small broadcasts and one gather of the tensor index.
+    """
+    first = peers.rank == 0
+    final = directory / step_name(snapshot.step)
+    opened = peers.broadcast(_attempt(_open_temporary, final) if first else None)
+    _raise_failure(final, opened)
+    if opened.value is None:
+        _keep_the_same(final, snapshot, peers)
+        return
+    temporary = directory / opened.value
+    outcomes = peers.gather(_attempt(_write_own_share, temporary, snapshot, peers, fault))
+    verdict = _Outcome()
+    if first:
+        verdict = _attempt(_finish, temporary, final, outcomes, snapshot, fault)
+        shutil.rmtree(temporary, ignore_errors=True)
+    _raise_failure(final, peers.broadcast(verdict))
+
+
+def _raise_failure(final: Path, outcome: _Outcome) -> None:
+    if outcome.error is not None:
+        raise CheckpointError(f"saving checkpoint {final} failed: {outcome.error}")
+
+
+def _open_temporary(final: Path) -> str | None:
+    """Make the directory to write into and return its name; None if `final` is sound already."""
+    if final.exists():
+        try:
+            verify_checkpoint(final)
+            return None
+        except DamagedCheckpointError as error:
+            get_logger().warning("%s; it will be moved aside and saved anew", error)
+    temporary = final.parent / f"{TEMPORARY_PREFIX}{final.name}-{os.urandom(4).hex()}"
+    temporary.mkdir(parents=True)
+    return temporary.name
+
+
+def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
+    """Leave the sound checkpoint that is there; raise if what is to be saved differs from it."""
+    compared = peers.gather(_attempt(_find_difference, final, snapshot))
+    differences = [o.error or o.value for o in compared if o.error or o.value]
+    if differences:
+        raise CheckpointError(
+            f"saving checkpoint {final} failed: one of this step is there already, and it differs "
+            f"in {differences[0]}. It stays as it is; save into another directory, or remove it."
+        )
+    get_logger().debug("checkpoint %s is there already, the same", final)
+    verdict = _attempt(_move_latest, final, no_fault) if peers.rank == 0 else None
+    _raise_failure(final, peers.broadcast(verdict))
+
+
+def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
+    """Return what of this process's share is not as a sound checkpoint has it, or None.
+
+    Generators are left out: another number of processes has others.
+    """
+    manifest = read_manifest(path)
+    if json.dumps(manifest["state"]) != snapshot.state:
+        return "its state"
+    saved = manifest["optimizer"] or {}
+    for name, entry in json.loads(json.dumps(snapshot.optimizer or {})).items():
+        if saved.get(name) != entry:
+            return f"how the optimizer has {name}"
+    for name, record in snapshot.records.items():
+        known = manifest["tensors"].get(name, {})
+        if any(known.get(key) != value for key, value in record.items()):
+            return f"dtype or shape of {name}"
+    with ChunkReader(path, manifest) as reader:
+        for name, box in snapshot.boxes.items():
+            kept = snapshot.tensors[name]
+            mine = kept.load() if isinstance(kept, LateTensor) else kept
+            bits = [t.reshape(-1).view(torch.uint8) for t in (mine, reader.read(name, box))]
+            if not torch.equal(*bits):
+                return f"the values of {name}"
+    return None
+
+
+def _write_own_share(
+    temporary: Path, snapshot: Snapshot, peers: Peers, fault: Fault
+) -> dict[str, Any]:
+    """Write this process's shard and return its entry for the manifest."""
+    name = shard_name(peers.rank, peers.world_size)
+    record = write_shard(temporary / name, {**snapshot.tensors, **snapshot.rng}, fault)
+    return {
+        "file": name,
+        "file_record": record,
+        "boxes": {key: (box.offsets, box.lengths) for key, box in snapshot.boxes.items()},
+        "records": snapshot.records,
+        "optimizer": snapshot.optimizer,
+    }
+
+
+def _finish(
+    temporary: Path, final: Path, outcomes: list[_Outcome], snapshot: Snapshot, fault: Fault
+) -> None:
+    """On rank 0: write the manifest, publish the directory, then move `latest`."""
+    failures = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
+    if failures:
+        raise CheckpointError("; ".join(failures))
+    fault("exchanged")
+    manifest = _build_manifest([outcome.value for outcome in outcomes], snapshot)
+    content = json.dumps(manifest, separators=(",", ":")).encode()
+    write_durably(temporary / MANIFEST_NAME, content)
+    fault("manifest-written")
+    write_durably(temporary / MANIFEST_HASH_NAME, hash_line(content))
+    fault("manifest-hash-written")
+    sync_directory(temporary)
+    fault("directory-synced")
+    if final.exists():
+        final.rename(final.parent / f"damaged-{final.name}-{os.urandom(4).hex()}")
+    temporary.rename(final)
+    fault("renamed")
+    sync_directory(final.parent)
+    fault("parent-synced")
+    _move_latest(final, fault)
+
+
+def _move_latest(final: Path, fault: Fault) -> None:
+    pointer = final.parent / f"{TEMPORARY_PREFIX}{LATEST_NAME}"
+    write_durably(pointer, f"{final.name}\n".encode())
+    fault("latest-tmp")
+    pointer.replace(final.parent / LATEST_NAME)
+    fault("latest-renamed")
+    sync_directory(final.parent)
+
+
+def _build_manifest(entries: list[dict[str, Any]], snapshot: Snapshot) -> dict[str, Any]:
+    """Join all processes' entries; raises CheckpointError if any part of a tensor is missing."""
+    tensors: dict[str, Any] = {}
+    optimizer: dict[str, Any] | None = None
+    for entry in entries:
+        for name, record in entry["records"].items():
+            tensors.setdefault(name, {**record, "chunks": []})
+        for name, (offsets, lengths) in entry["boxes"].items():
+            chunk = {
+                "file": entry["file"],
+                "key": name,
+                "offsets": list(offsets),
+                "lengths": list(lengths),
+            }
+            tensors[name]["chunks"].append(chunk)
+        if entry["optimizer"] is not None:
+            optimizer = {**(optimizer or {}), **entry["optimizer"]}
+    for name, record in tensors.items():
+        held = sum(_product(chunk["lengths"]) for chunk in record["chunks"])
+        if held != _product(record["shape"]):
+            raise CheckpointError(
+                f"{name} has {_product(record['shape'])} elements but the processes together wrote "
+                f"{held}"
+            )
+    return {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "step": snapshot.step,
+        "world_size": len(entries),
+        "byte_order": sys.byteorder,
+        "seed": snapshot.seed,
+        "files": {entry["file"]: entry["file_record"] for entry in entries},
+        "tensors": tensors,
+        "optimizer": optimizer,
+        "state": json.loads(snapshot.state),
+    }
+
+
+def _product(lengths: list[int]) -> int:
+    count = 1
+    for length in lengths:
+        count *= length
+    return count
+
+
+def remove_old(
+    directory: Path, step: int, keep_last: int, keep_every: int | None, fault: Fault = no_fault
+) -> None:
+    """Remove checkpoints that retention does not keep; `step` is published and stays.
+
+    Directories of a later step than `step` are left alone: the run has yet to come there again.
+    """
+    past = [path for path in find_checkpoints(directory) if (step_of(path) or 0) <= step]
+    for path in past[keep_last:]:
+        if keep_every is not None and (step_of(path) or 0) % keep_every == 0:
+            continue
+        doomed = directory / f"{TEMPORARY_PREFIX}removing-{path.name}-{os.urandom(4).hex()}"
+        path.rename(doomed)
+        fault("retention-renamed")
+        shutil.rmtree(doomed)
+        fault("retention-deleted")
+
+
+def clean_leftovers(directory: Path) -> None:
+    """Remove what a killed process left half written or half removed."""
+    if not directory.is_dir():
+        return
+    for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
+        get_logger().debug("removing the leftover %s", path)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,306 @@
+"""Sending optimizer state away from the device: what, where to, and whether there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from bmforge.device import is_host, memory_room_bytes, wide_dtype
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+from bmforge.memory.copies import CopyEngine, make_copy_engine
+from bmforge.memory.gradients import (
+    Backlog,
+    LeftGradient,
+    OffloadConfig,
+    check_room,
+    choose_parameters,
+    wait_before_use,
+)
+from bmforge.memory.homes import Home, home_bytes
+from bmforge.memory.spill import SpillFile, format_bytes
+from bmforge.parallel import pipeline_of, reshard_, run_everywhere
+from bmforge.parallel.zero import change_dtype_, half_units
+from bmforge.shards import is_streamed, local_tensor
+from bmforge.train.offload.optimizers import Away, OffloadedAdamW, OffloadedMuon
+
+__all__ = ["Offloader"]
+
+# Name of a state -> whether it may be negative.
+_STATES: dict[type[Optimizer], dict[str, bool]] = {
+    OffloadedAdamW: {"exp_avg": True, "exp_avg_sq": False},
+    OffloadedMuon: {"momentum_buffer": True},
+}
+# Gradients on their way may always take so much, however small the model.
+_SMALLEST_BACKLOG_BYTES = 64 << 20
+
+
+class Offloader:
+    """Decides which parameters' optimizer state leaves the device, and sends it there.
+
+    Args:
+        model: laid out and in memory.
+        optimizers: from ``build_optimizers(..., offloaded=True)``.
+        config: how much, and where to.
+
+    Raises:
+        ConfigError: an optimizer cannot be offloaded, or host or disk have no room; the same on
+            every process.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], config: OffloadConfig
+    ) -> None:
+        self.config, self._model = config, model
+        self._homes: dict[int, tuple[OffloadedAdamW | OffloadedMuon, dict[str, bool]]] = {}
+        for optimizer in optimizers:
+            self._note(optimizer)
+        reshard_(model)
+        self._parameters = [p for p in model.parameters() if id(p) in self._homes]
+        _refuse_narrow(model, self._parameters)
+        # A stage of a pipeline may have nothing that is trained.
+        self._device = local_tensor(next(iter(self._parameters or model.parameters()))).device
+        self._away: dict[int, Away] = {}
+        streamer = getattr(model, "streamer", None)
+        self._leaves = config.leaves(self._device) or streamer is not None
+        self._narrow: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+        self._disk: SpillFile | None = None
+        self.engine: CopyEngine = make_copy_engine(self._device, "bmforge-offload")
+        self.is_settled = False
+        if config.fraction != "auto":
+            self._send(config.fraction)
+            return
+        for optimizer in self._optimizers():
+            optimizer.is_waiting = True
+
+    def _note(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, (OffloadedAdamW, OffloadedMuon)):
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot be offloaded; adamw and muon can. Set "
+                "offload.fraction=0 or another optim.name."
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._homes[id(parameter)] = (optimizer, _STATES[type(optimizer)])
+
+    def settle(self) -> None:
+        """With fraction "auto", send away what does not fit; call it before the first step.
+
+        A forward and a backward have been run then, so what is left of the device is known.
+        """
+        if self.is_settled:
+            return
+        total = sum(self._state_bytes(p, everywhere=False) for p in self._parameters)
+        room = memory_room_bytes(self._device)
+        excess = 1.0 - room / total if total else 0.0
+        fraction = torch.tensor(min(1.0, max(0.0, excess)))
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            fraction = fraction.to(self._device)
+            dist.all_reduce(fraction, op=dist.ReduceOp.MAX)
+        get_logger().info(
+            "offload: optimizer states take %s, the device has room for %s",
+            format_bytes(total),
+            format_bytes(max(0, room)),
+        )
+        self._send(fraction.item())
+
+    def wait(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Return when the last step is in these parameters, or in all of them."""
+        if parameters is None:
+            for one in self._away.values():
+                one.wait()
+            return
+        for parameter in parameters:
+            waited = self._away.get(id(parameter))
+            if waited is not None:
+                waited.wait()
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Finish the last step and give all parameters their full width, as the run's end wants.
+
+        The optimizers cannot be used any more.
+        """
+        self.wait()
+        reshard_(self._model)
+        for one in self._away.values():
+            if one.left is not None:
+                one.left.close()
+                one.left = None
+        change_dtype_(self._model, self._narrow, torch.float32)
+        for key, one in self._away.items():
+            if one.master is None or is_streamed(one.parameter):
+                continue
+            if key in self._narrow:
+                local = local_tensor(one.parameter)
+                local.copy_(one.master.fetch().view(local.shape))
+            del one.parameter.master  # type: ignore[attr-defined]
+            one.master = None
+        self._narrow = set()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def close(self) -> None:
+        """Give disk and thread back; parameters that stream cannot be read any more."""
+        self.restore_()
+        self.engine.close()
+        if self._disk is not None:
+            self._disk.close()
+
+    def _send(self, fraction: float) -> None:
+        self.is_settled = True
+        chosen = choose_parameters(self._parameters, fraction)
+        chosen |= {id(p) for p in self._parameters if is_streamed(p)}
+        moved = [p for p in self._parameters if id(p) in chosen]
+        self._narrow = self._find_narrow(chosen)
+        needed = sum(self._state_bytes(p, everywhere=True) for p in moved)
+        run_everywhere(lambda: self._make_room(needed, moved))
+        for order, parameter in enumerate(self._parameters):
+            if id(parameter) in chosen:
+                self._away[id(parameter)] = self._send_one(order, parameter)
+        for key in self._narrow:
+            gradient = self._away[key].parameter.grad  # another dtype would drop it
+            self._away[key].early = None if gradient is None else local_tensor(gradient).detach()
+        change_dtype_(self._model, self._narrow, torch.bfloat16)
+        if self._leaves and self._away:
+            self._let_gradients_leave()
+        for optimizer in self._optimizers():
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            optimizer.send_away(one for key, one in self._away.items() if key in held)
+        self._take_over_streaming()
+        if self._away:
+            self._hooks = wait_before_use(self._model, self.wait)
+        get_logger().info(
+            "offload: the states of %d of %d parameters, %s, live on the %s",
+            len(moved),
+            len(self._parameters),
+            format_bytes(needed),
+            self.config.target,
+        )
+
+    def _optimizers(self) -> list[OffloadedAdamW | OffloadedMuon]:
+        return list({id(o): o for o, _ in self._homes.values()}.values())
+
+    def _make_room(self, needed: int, moved: Sequence[nn.Parameter]) -> None:
+        if self.config.target == "disk":
+            self._disk = SpillFile(self.config.directory, needed)
+            needed = 0
+        if self._leaves:
+            # Where gradients come to, and where micro-batches are added up.
+            needed += sum(8 * local_tensor(p).numel() for p in moved if not is_streamed(p))
+        check_room(needed)
+
+    def _send_one(self, order: int, parameter: nn.Parameter) -> Away:
+        local = local_tensor(parameter.detach())
+        _, states = self._homes[id(parameter)]
+        homes = {name: self._home(local, signed) for name, signed in states.items()}
+        one = Away(parameter, order, self.engine, homes)
+        if self._has_master(parameter):
+            one.master = Home(local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk)
+            one.master.put(0, _read_weights(parameter))
+            parameter.master = one.master  # type: ignore[attr-defined]
+        return one
+
+    def _has_master(self, parameter: Tensor) -> bool:
+        """Whether weights are stepped in a copy: where the kernel cannot reach, or wider ones."""
+        elsewhere = id(parameter) in self._narrow or is_streamed(parameter)
+        return elsewhere or not is_host(local_tensor(parameter).device)
+
+    def _take_over_streaming(self) -> None:
+        """From now on blocks stream from where their weights are stepped."""
+        streamer = getattr(self._model, "streamer", None)
+        if streamer is None:
+            return
+        named = {name: self._away.get(id(p)) for name, p in self._model.named_parameters()}
+        before = streamer.read
+
+        def read(name: str, target: Tensor) -> None:
+            one = named[name]
+            if one is None or one.master is None:
+                before(name, target)  # it is not trained
+                return
+            one.wait()
+            one.master.fill(target)
+
+        streamer.forget()
+        streamer.read = read
+        for one in self._away.values():
+            if is_streamed(one.parameter):
+                one.changed = streamer.forget
+
+    def _find_narrow(self, chosen: set[int]) -> set[int]:
+        """Return the parameters of which the device keeps bfloat16 only.
+
+        Of units that compute in it and go away whole. Not where gradients stay: they would be added
+        up in bfloat16 as well.
+        """
+        if not self._leaves:
+            return set()
+        units = half_units(self._model, torch.bfloat16)
+        ids = ({id(p) for p in unit} for unit in units)
+        return {key for unit in ids if unit <= chosen for key in unit}
+
+    def _let_gradients_leave(self) -> None:
+        late = self._summed_late()
+        largest = max(local_tensor(one.parameter).numel() for one in self._away.values())
+        self._backlog = Backlog(max(_SMALLEST_BACKLOG_BYTES, 8 * largest))
+        for key, one in self._away.items():
+            if key not in late:
+                label = f"parameter {one.order}"
+                disk = self._disk if is_streamed(one.parameter) else None
+                one.left = LeftGradient(one.parameter, self.engine, self._backlog, disk, label)
+
+    def _home(self, local: Tensor, signed: bool) -> Home:
+        kind = self.config.states
+        return Home(
+            local.numel(), kind, dtype=wide_dtype(local.dtype), disk=self._disk, signed=signed
+        )
+
+    def _state_bytes(self, parameter: Tensor, everywhere: bool) -> int:
+        """Return bytes of a parameter's states: on the device, or `everywhere` they may go."""
+        local = local_tensor(parameter)
+        count, width = len(self._homes[id(parameter)][1]), wide_dtype(local.dtype)
+        if not everywhere:
+            return count * local.numel() * width.itemsize
+        sizes = [home_bytes(local.numel(), self.config.states, width)] * count
+        if self._has_master(parameter):
+            sizes.append(home_bytes(local.numel(), "fp32", width))
+        if is_streamed(parameter):
+            sizes.append(home_bytes(local.numel(), "fp32", width))  # its gradient
+        return sum(SpillFile.rounded(size) for size in sizes)
+
+    def _summed_late(self) -> set[int]:
+        """Return the ids of parameters whose gradients are summed over a pipeline at the end."""
+        pipeline = pipeline_of(self._model)
+        named = dict(self._model.named_parameters())
+        return set() if pipeline is None else {id(named[n]) for n in pipeline.shared_names}
+
+
+def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Raise for parameters that are kept in half precision: states are of fp32 weights."""
+    held = {id(p) for p in parameters}
+    narrow = [
+        n for n, p in model.named_parameters() if id(p) in held and p.dtype != wide_dtype(p.dtype)
+    ]
+    if narrow:
+        raise ConfigError(
+            f"offloading needs fp32 parameters; {len(narrow)} are narrower, {narrow[0]} first. "
+            "Load the model in fp32 and let it compute in half precision (train.precision=bf16): "
+            "the device then keeps bf16 ones by itself."
+        )
+
+
+def _read_weights(parameter: Tensor) -> Tensor:
+    """Return this process's part of a parameter, on the host."""
+    local = local_tensor(parameter.detach())
+    if not is_streamed(parameter):
+        return local.cpu()
+    values = torch.empty(local.shape, dtype=local.dtype)
+    parameter.read_streamed(values)  # type: ignore[attr-defined]
+    return values

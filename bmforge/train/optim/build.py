@@ -1,0 +1,350 @@
+"""Optimizers: which parameter goes into which group, AdamW, SGD and Muon, and gradient clipping.
+
+Start at `build_optimizers`. Everything works on plain parameters and on sharded ones (DTensor) and
+gives the same numbers on both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from bmforge.device import wide_dtype
+from bmforge.errors import ConfigError, DistributedError, suggest
+from bmforge.parallel import left_gradient, pipeline_of
+from bmforge.shards import local_tensor
+from bmforge.train.offload.optimizers import OffloadedAdamW, OffloadedMuon
+from bmforge.train.optim.muon import Muon
+
+__all__ = ["Muon", "OptimConfig", "build_optimizers", "clip_grad_norm_", "param_groups"]
+
+_NAMES = ("adamw", "muon", "sgd")
+_NOT_HIDDEN = ("embed*", "*_head", "classifier*", "rel_bias")
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Which optimizer, and its numbers.
+
+    Args:
+        name: adamw, muon (hidden matrices by Muon, the rest by AdamW) or sgd.
+        lr: peak learning rate; the schedule multiplies it.
+        weight_decay: decoupled for adamw and muon; norms, biases and other vectors get none.
+        betas, eps: AdamW's (for muon those of its AdamW remainder).
+        momentum: Muon's (None takes 0.95) or SGD's (None takes 0.9).
+        muon_lr: muon only: another peak rate for the hidden matrices; None takes `lr`. The update
+            is scaled to the size of an AdamW update, so that AdamW's rate fits.
+        ns_steps: muon only: Newton-Schulz iterations (None takes 5).
+    """
+
+    name: str = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float | None = None
+    muon_lr: float | None = None
+    ns_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number out of range or one that has no effect."""
+        if self.name not in _NAMES:
+            raise ConfigError(
+                f"optim.name={self.name!r} is unknown; the optimizers are {', '.join(_NAMES)}."
+                + suggest(self.name, _NAMES)
+            )
+        for field in ("lr", "weight_decay", "eps", "muon_lr"):
+            value = getattr(self, field)
+            if value is not None and not (value >= 0.0 and math.isfinite(value)):
+                raise ConfigError(f"optim.{field}={value} must be finite and at least 0.")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"optim.betas={self.betas} must be two, at least 0 and below 1.")
+        if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"optim.momentum={self.momentum} must be at least 0 and below 1.")
+        if self.ns_steps is not None and not 1 <= self.ns_steps < 100:
+            raise ConfigError(f"optim.ns_steps={self.ns_steps} must be between 1 and 99.")
+        unused = {
+            "adamw": ("momentum", "muon_lr", "ns_steps"),
+            "muon": (),
+            "sgd": ("betas", "eps", "muon_lr", "ns_steps"),
+        }[self.name]
+        for field in unused:
+            if getattr(self, field) != type(self).__dataclass_fields__[field].default:
+                raise ConfigError(
+                    f"optim.{field}={getattr(self, field)} has no effect with "
+                    f"optim.name={self.name!r}. Leave it out or choose another optimizer."
+                )
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
+    """Return the trainable parameters in one group with weight decay and one without.
+
+    Vectors, scalars and everything called a bias get none. A tied parameter is there once, under
+    its first name. ``params`` holds (name, parameter) pairs, of which torch's optimizers make
+    ``params`` and ``param_names``. A group that would be empty is left out.
+    """
+    return _decay_groups(_trainable(model), weight_decay)
+
+
+def build_optimizers(
+    model: nn.Module, config: OptimConfig, *, offloaded: bool = False
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a run; call it after `parallelize`, and step all of them.
+
+    Each parameter group carries its peak rate in ``base_lr`` and its parameters' names in
+    ``param_names``. In a pipeline a process has those of its own stages' parameters: fewer than
+    others, or none, where nothing of them is trained.
+
+    Args:
+        model: laid out.
+        config: which optimizer.
+        offloaded: of the kind whose state may leave the device, see `Offloader`.
+
+    Raises:
+        ConfigError: nothing is trainable, name="muon" and there is no hidden matrix, or the
+            optimizer cannot be offloaded; the same on every process.
+
+    Comm: in a pipeline one all-reduce of two integers over it.
+    """
+    if config.name == "sgd" and offloaded:
+        raise ConfigError(
+            "optim.name='sgd' cannot be offloaded; adamw and muon can. Set offload.fraction=0 "
+            "or another optimizer."
+        )
+    named = _trainable(model)
+    hidden = _hidden_matrices(model, named) if config.name == "muon" else []
+    _check_trainable(model, config, named, hidden)
+    taken = {name for name, _ in hidden}
+    rest = [(name, parameter) for name, parameter in named if name not in taken]
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        optimizers.append(_muon(hidden, config, offloaded))
+    if rest and config.name == "sgd":
+        momentum = 0.9 if config.momentum is None else config.momentum
+        groups = _with_base(_decay_groups(rest, config.weight_decay), config.lr)
+        optimizers.append(torch.optim.SGD(groups, momentum=momentum))
+    elif rest:
+        optimizers.append(_adamw(rest, config, offloaded))
+    return optimizers
+
+
+def _check_trainable(
+    model: nn.Module,
+    config: OptimConfig,
+    named: list[tuple[str, nn.Parameter]],
+    hidden: list[tuple[str, nn.Parameter]],
+) -> None:
+    """Raise where nothing is to be trained, here and on all other stages of a pipeline."""
+    found, pipeline = [len(named), len(hidden)], pipeline_of(model)
+    if pipeline is not None:
+        counts = torch.tensor(found, device=pipeline.mesh.device_type)
+        dist.all_reduce(counts, group=pipeline.group)
+        found = counts.tolist()
+    if not found[0]:
+        raise ConfigError("The model has no trainable parameter: every requires_grad is False.")
+    if config.name == "muon" and not found[1]:
+        raise ConfigError(
+            "optim.name='muon' needs hidden matrices (2-dim parameters outside embeddings and "
+            "heads) and this model has none that is trainable. Use optim.name='adamw'."
+        )
+
+
+def _muon(
+    hidden: list[tuple[str, nn.Parameter]], config: OptimConfig, offloaded: bool
+) -> torch.optim.Optimizer:
+    lr = config.lr if config.muon_lr is None else config.muon_lr
+    return (OffloadedMuon if offloaded else Muon)(
+        _with_base([{"params": hidden}], lr),
+        weight_decay=config.weight_decay,
+        momentum=0.95 if config.momentum is None else config.momentum,
+        ns_steps=5 if config.ns_steps is None else config.ns_steps,
+    )
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _decay_groups(named: list[tuple[str, nn.Parameter]], weight_decay: float) -> list[Group]:
+    """Split (name, parameter) pairs into those that decay and those that do not."""
+    plain = {name for name, p in named if p.dim() <= 1 or name.endswith(("_bias", ".bias"))}
+    groups: list[Group] = [
+        {"params": [(n, p) for n, p in named if n not in plain], "weight_decay": weight_decay},
+        {"params": [(n, p) for n, p in named if n in plain], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _with_base(groups: list[Group], lr: float) -> list[Group]:
+    return [{**group, "lr": lr, "base_lr": lr} for group in groups]
+
+
+def _by_mesh(groups: list[Group]) -> list[Group]:
+    """Split groups further, so that none mixes plain and sharded parameters or two meshes.
+
+    The fused kernel raises on such a mix.
+    """
+    split: list[Group] = []
+    for group in groups:
+        parts: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in group["params"]:
+            mesh = p.device_mesh if isinstance(p, DTensor) else None
+            parts.setdefault(mesh, []).append((name, p))
+        split += [{**group, "params": part} for part in parts.values()]
+    return split
+
+
+def _adamw(
+    named: list[tuple[str, nn.Parameter]], config: OptimConfig, offloaded: bool
+) -> torch.optim.Optimizer:
+    """Build AdamW: fused, or torch's default form where the device or dtype has no fused one."""
+    groups = _by_mesh(_with_base(_decay_groups(named, config.weight_decay), config.lr))
+    settings = {"betas": config.betas, "eps": config.eps}
+    kind = OffloadedAdamW if offloaded else torch.optim.AdamW
+    try:
+        return kind([dict(group) for group in groups], fused=True, **settings)
+    except RuntimeError:
+        return kind(groups, **settings)
+
+
+def _hidden_matrices(
+    model: nn.Module, named: list[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return what Muon takes: matrices that are no embedding, no head and no bias."""
+    embeddings = {
+        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(False)
+    }
+    return [
+        (name, p)
+        for name, p in named
+        if p.dim() == 2
+        and id(p) not in embeddings
+        and not name.endswith(("_bias", ".bias"))
+        and not any(fnmatchcase(part, glob) for part in name.split(".") for glob in _NOT_HIDDEN)
+    ]
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | None) -> Tensor:
+    """Scale all gradients down to a global norm of at most `max_norm`; return the norm before.
+
+    Plain and sharded parameters and several meshes may be mixed. A plain gradient counts once: it
+    must already be the same on every process.
+
+    Args:
+        parameters: the same parameters in the same order on every process; of a pipelined model
+            the model itself, as processes have different ones.
+        max_norm: largest norm, above 0; None only measures.
+
+    Returns:
+        The 2-norm over all gradients, a plain 0-dim tensor, the same on every process: float64
+        where a gradient is float64, else float32.
+
+    Comm: one all-reduce of one number per mesh axis on which something is sharded, and one of two
+        numbers over a pipeline.
+    """
+    if max_norm is not None and not max_norm > 0.0:
+        raise ConfigError(f"max_norm={max_norm} must be above 0, or None for no clipping.")
+    pipeline, elsewhere = None, set()
+    if isinstance(parameters, nn.Module):
+        pipeline = pipeline_of(parameters)
+        if pipeline is not None:
+            named = dict(parameters.named_parameters())
+            elsewhere = {id(named[name]) for name in pipeline.copied}
+        parameters = parameters.parameters()
+    parameters = [p for p in parameters if p.requires_grad]
+    if parameters:
+        device = local_tensor(parameters[0]).device
+    elif pipeline is not None:
+        device = torch.device(pipeline.mesh.device_type)  # others of it may train something
+    else:
+        return torch.zeros(())
+    # Norms of what is here and counts here: what pipeline stages share counts once.
+    buckets: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:  # by parameter, so that all processes make the same buckets
+        bucket = buckets.setdefault(_sharded_over(parameter), [])
+        norm = _gradient_norm(parameter)
+        if norm is not None and id(parameter) not in elsewhere:
+            bucket.append(norm)
+    total = _sum_squares(buckets, device)
+    wide = any(norm.dtype == torch.float64 for bucket in buckets.values() for norm in bucket)
+    if pipeline is not None:
+        both = torch.stack([total, total.new_tensor(wide)])
+        dist.all_reduce(both, group=pipeline.group)
+        total, wide = both[0], bool(both[1])
+    total = total.sqrt()
+    coefficient = 1.0 if max_norm is None else float(max_norm / (total + 1e-6))
+    if coefficient < 1.0:
+        _scale_gradients_(parameters, coefficient)
+    return total if wide else total.float()
+
+
+def _sum_squares(buckets: Mapping[Any, Sequence[Tensor]], device: torch.device) -> Tensor:
+    """Return the sum of the squares of norms, each over the axes on which its gradients are cut."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for key, bucket in buckets.items():
+        square = torch.zeros_like(total)
+        if bucket:
+            norms = torch.stack([norm.to(device, torch.float64) for norm in bucket])
+            square = norms.square().sum()
+        if key is not None:
+            mesh, axes = key
+            for axis in axes:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        total += square
+    return total
+
+
+def _gradient_norm(parameter: Tensor) -> Tensor | None:
+    """Return the 2-norm of this process's part of a gradient, in float32 at least."""
+    left = left_gradient(parameter)
+    if left is not None:
+        return left.norm()
+    if parameter.grad is None:
+        return None
+    _sharded_over(parameter.grad)  # raises for one that is not summed up yet
+    grad = local_tensor(parameter.grad)
+    dtype = wide_dtype(grad.dtype)
+    return torch.linalg.vector_norm(grad, dtype=dtype)
+
+
+def _scale_gradients_(parameters: Iterable[Tensor], coefficient: float) -> None:
+    here = []
+    for parameter in parameters:
+        left = left_gradient(parameter)
+        if left is not None:
+            left.scale_(coefficient)
+        elif parameter.grad is not None:
+            here.append(local_tensor(parameter.grad))
+    for same_kind in _by_kind(here):
+        torch._foreach_mul_(same_kind, coefficient)
+
+
+def _sharded_over(tensor: Tensor) -> Any:
+    """Return (mesh, axes on which it is sharded), or None for a tensor that is whole everywhere."""
+    if not isinstance(tensor, DTensor):
+        return None
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise DistributedError(
+            f"A gradient has placements={tensor.placements}: it is not summed up yet. Reduce it "
+            "before clip_grad_norm_."
+        )
+    axes = tuple(i for i, p in enumerate(tensor.placements) if not isinstance(p, Replicate))
+    return (tensor.device_mesh, axes) if axes else None
+
+
+def _by_kind(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Group tensors by device and dtype, as the foreach operations want them."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds.values()

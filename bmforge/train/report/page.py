@@ -1,0 +1,376 @@
+"""The report of a run: one self-contained HTML page, made from what the run directory holds.
+
+Reads ``metrics.jsonl`` (needed) and, where they are, ``run.toml``, ``results.json``,
+``samples.jsonl`` and ``checkpoints/``. The curves are inline SVG, so the page needs no network, no
+script and no other package, and follows the reader's light or dark setting.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import DataError
+from bmforge.train.report.metrics import Row, read_metrics
+
+__all__ = ["write_report"]
+
+_WIDTH, _HEIGHT = 640, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 40
+_MAX_POINTS = 4000
+_MAX_DOTS = 300
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """One line of a chart: its name, (step, value) points and colour class c1 .. c4."""
+
+    name: str
+    points: list[Point]
+    colour: str
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write ``run_dir/report.html`` and return its path.
+
+    ``results.json`` is an object of numbers, or of objects of numbers such as
+    ``{"bits per byte": {"model": 1.9, "unigram": 4.5}}``; ``samples.jsonl`` has
+    ``{"step": 100, "prompt": "...", "text": "..."}`` on each line.
+
+    Raises:
+        DataError: the run has no metrics yet, or a file of it is damaged.
+    """
+    run_dir = Path(run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    if not rows:
+        raise DataError(
+            f"{run_dir} has no metrics yet ({metrics.name} is missing or empty). Give the "
+            "directory of a run that has trained for at least one step."
+        )
+    results = _read_results(run_dir / "results.json")
+    name = run_dir.resolve().name
+    body = [
+        f"<header><h1>{escape(name)}</h1><p>Training report, bmforge</p></header>",
+        _tiles(rows, results),
+        '<section class="charts">' + "".join(_charts(rows)) + "</section>",
+        _results_section(results),
+        _samples_section(run_dir / "samples.jsonl"),
+        _skips_section(rows),
+        _checkpoints_section(run_dir / "checkpoints"),
+        _config_section(run_dir / "run.toml"),
+    ]
+    page = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}: training report</title><style>{_STYLE}</style></head>"
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+    path = run_dir / "report.html"
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(page, encoding="utf-8")
+    os.replace(beside, path)
+    return path
+
+
+# What is on the page
+
+
+def _points(rows: Sequence[Row], key: str) -> list[Point]:
+    """Return (step, value) of every row that has a number under `key`."""
+    found = []
+    for row in rows:
+        value = row.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            found.append((float(row["step"]), float(value)))
+    return found
+
+
+def _charts(rows: Sequence[Row]) -> list[str]:
+    """Return the four charts; one without data says so."""
+    skips = [float(row["step"]) for row in rows if row.get("skipped")]
+    loss = [_Curve("training", _points(rows, "loss"), "c1")]
+    validation = _points(rows, "val_loss")
+    if validation:
+        loss.append(_Curve("validation", validation, "c2"))
+    return [
+        _chart("Loss", loss, skips),
+        _chart("Learning rate", [_Curve("learning rate", _points(rows, "lr"), "c3")]),
+        _chart("Gradient norm", [_Curve("norm", _points(rows, "grad_norm"), "c4")], skips),
+        _chart("Tokens per second", [_Curve("tokens/s", _points(rows, "tokens_per_s"), "c1")]),
+    ]
+
+
+def _tiles(rows: Sequence[Row], results: dict[str, Any]) -> str:
+    """Return the row of headline numbers."""
+    loss, validation = _points(rows, "loss"), _points(rows, "val_loss")
+    speed = [value for _, value in _points(rows, "tokens_per_s")]
+    tiles = [("steps", f"{max(row['step'] for row in rows):,}")]
+    if loss:
+        tiles.append(("training loss", f"{loss[-1][1]:.4f}"))
+    if validation:
+        tiles.append(("best validation loss", f"{min(v for _, v in validation):.4f}"))
+    for key, value in results.items():
+        model = value.get("model") if isinstance(value, dict) else None
+        if isinstance(model, int | float):
+            tiles.append((key.replace("_", " "), _number(float(model))))
+    if speed:
+        tiles.append(("median tokens/s", f"{sorted(speed)[len(speed) // 2]:,.0f}"))
+    tiles.append(("skipped steps", str(sum(1 for row in rows if row.get("skipped")))))
+    cells = "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in tiles)
+    return f'<section class="tiles">{cells}</section>'
+
+
+def _results_section(results: dict[str, Any]) -> str:
+    """Return the evaluation as tables; numbers that belong together get bars."""
+    flat = {k: v for k, v in results.items() if not isinstance(v, dict)}
+    tables = [(k, v) for k, v in results.items() if isinstance(v, dict) and v]
+    if flat:
+        tables.append(("other", flat))
+    if not tables:
+        return ""
+    parts = []
+    for title, entries in tables:
+        numbers = [abs(v) for v in entries.values() if _is_number(v)]
+        largest = max(numbers, default=0.0) if title != "other" else 0.0
+        lines = "".join(_result_row(k, v, largest) for k, v in entries.items())
+        parts.append(f"<h3>{escape(title.replace('_', ' '))}</h3><table>{lines}</table>")
+    return "<section><h2>Evaluation</h2>" + "".join(parts) + "</section>"
+
+
+def _result_row(name: str, value: Any, largest: float) -> str:
+    """Return one table row, with a bar where there is something to compare with."""
+    text = _number(float(value)) if _is_number(value) else str(value)
+    bar = ""
+    if largest > 0 and _is_number(value):
+        bar = f'<td class="bar"><i style="width:{100 * abs(value) / largest:.1f}%"></i></td>'
+    return f"<tr><th>{escape(name)}</th><td class='num'>{escape(text)}</td>{bar}</tr>"
+
+
+def _samples_section(path: Path) -> str:
+    """Return the samples, newest first."""
+    if not path.is_file():
+        return ""
+    samples = []
+    for row in reversed(read_metrics(path)):
+        prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
+        if prompt and text.startswith(prompt):
+            text = text[len(prompt) :]
+        samples.append(
+            f"<figure><figcaption>step {row['step']:,}</figcaption>"
+            f"<pre><mark>{escape(prompt)}</mark>{escape(text)}</pre></figure>"
+        )
+    return "<section><h2>Samples</h2>" + "".join(samples) + "</section>" if samples else ""
+
+
+def _skips_section(rows: Sequence[Row]) -> str:
+    """Return the list of skipped steps."""
+    lines = [
+        f"<tr><th>{row['step']:,}</th><td>{escape(str(row['skipped']))}</td></tr>"
+        for row in rows
+        if row.get("skipped")
+    ]
+    if not lines:
+        return ""
+    return f"<section><h2>Skipped steps</h2><table>{''.join(lines)}</table></section>"
+
+
+def _checkpoints_section(directory: Path) -> str:
+    """Return the checkpoints that are there, with their size."""
+    if not directory.is_dir():
+        return ""
+    lines = []
+    for path in sorted(p for p in directory.iterdir() if re.fullmatch(r"step-\d+", p.name)):
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        lines.append(
+            f"<tr><th>{escape(path.name)}</th><td class='num'>{size / 1e6:,.1f} MB</td></tr>"
+        )
+    if not lines:
+        return ""
+    return f"<section><h2>Checkpoints</h2><table>{''.join(lines)}</table></section>"
+
+
+def _config_section(path: Path) -> str:
+    """Return the resolved configuration."""
+    if not path.is_file():
+        return ""
+    text = escape(path.read_text(encoding="utf-8"))
+    return (
+        f"<section><h2>Configuration</h2><details open><summary>{path.name}</summary>"
+        f"<pre>{text}</pre></details></section>"
+    )
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    """Return results.json, or nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}. Remove it or evaluate again.") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} must hold a JSON object of numbers, not {type(found).__name__}.")
+    return found
+
+
+# How a chart is drawn
+
+
+def _chart(title: str, curves: list[_Curve], skips: Sequence[float] = ()) -> str:
+    """Return one figure: a title with legend, and the curves over the step."""
+    points = [point for curve in curves for point in curve.points]
+    legend = "".join(f'<span class="{c.colour}">{escape(c.name)}</span>' for c in curves)
+    if skips:
+        legend += '<span class="skip">skipped step</span>'
+    head = f"<figcaption><b>{escape(title)}</b>{legend}</figcaption>"
+    if not points:
+        return f'<figure class="chart">{head}<p class="none">no values recorded</p></figure>'
+    steps = [x for x, _ in points] + list(skips)
+    x_ticks = _ticks(min(steps), max(steps), whole=True)
+    y_ticks = _ticks(min(y for _, y in points), max(y for _, y in points))
+    x_range = (min(steps), max(steps)) if min(steps) < max(steps) else (x_ticks[0], x_ticks[-1])
+    place = _Scale(x_range, (y_ticks[0], y_ticks[-1]))
+    inside = [x for x in x_ticks if x_range[0] <= x <= x_range[1]]
+    drawn = [_axes(place, inside, y_ticks)]
+    drawn += [
+        f'<line class="skipline" x1="{place.x(s):.1f}" x2="{place.x(s):.1f}" y1="{_TOP}" '
+        f'y2="{_HEIGHT - _BOTTOM}"><title>step {s:.0f} skipped</title></line>'
+        for s in skips
+    ]
+    drawn += [_line(curve, place) for curve in curves if curve.points]
+    return (
+        f'<figure class="chart">{head}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{escape(title)} over steps">{"".join(drawn)}</svg></figure>'
+    )
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Maps (step, value) to the coordinates of the drawing."""
+
+    x_range: Point
+    y_range: Point
+
+    def x(self, step: float) -> float:
+        low, high = self.x_range
+        return _LEFT + (step - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def _axes(place: _Scale, x_ticks: list[float], y_ticks: list[float]) -> str:
+    """Return grid lines, tick labels and the name of the x axis."""
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = [
+        f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{place.y(y):.1f}" '
+        f'y2="{place.y(y):.1f}"/>'
+        f'<text x="{_LEFT - 8}" y="{place.y(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>'
+        for y in y_ticks
+    ]
+    parts += [
+        f'<line class="grid" x1="{place.x(x):.1f}" x2="{place.x(x):.1f}" y1="{bottom}" '
+        f'y2="{bottom + 4}"/><text x="{place.x(x):.1f}" y="{bottom + 18}" '
+        f'text-anchor="middle">{_number(x)}</text>'
+        for x in x_ticks
+    ]
+    middle = (_LEFT + right) / 2
+    return "".join(parts) + (
+        f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">step</text>'
+    )
+
+
+def _line(curve: _Curve, place: _Scale) -> str:
+    """Return one curve and its dots, each with its numbers as a tooltip."""
+    points = _thin(curve.points, _MAX_POINTS)
+    path = " ".join(f"{place.x(x):.1f},{place.y(y):.1f}" for x, y in points)
+    radius = 3 if len(points) <= 60 else 2
+    shown = "dot" if len(points) <= 30 else "dot hidden"
+    dots = "".join(
+        f'<circle class="{shown}" cx="{place.x(x):.1f}" cy="{place.y(y):.1f}" r="{radius}">'
+        f"<title>{escape(curve.name)} {_number(y)} at step {x:,.0f}</title></circle>"
+        for x, y in _thin(points, _MAX_DOTS)
+    )
+    name = escape(curve.name)
+    return f'<g class="{curve.colour}"><polyline data-curve="{name}" points="{path}"/>{dots}</g>'
+
+
+def _thin(points: list[Point], most: int) -> list[Point]:
+    """Return at most about `most` points, evenly taken, the last one always among them."""
+    every = max(1, math.ceil(len(points) / most))
+    kept = points[::every]
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """Return about five round numbers that enclose low .. high (seven whole ones for steps)."""
+    if high <= low:
+        pad = 1.0 if whole else abs(low) * 0.1 or 1.0
+        low, high = low - pad, high + pad
+    raw = (high - low) / (6 if whole else 4)
+    size = 10.0 ** math.floor(math.log10(raw))
+    unit = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= raw * 0.999)
+    if whole:
+        unit = max(1.0, math.ceil(unit))
+    first, last = math.floor(low / unit + 1e-9), math.ceil(high / unit - 1e-9)
+    digits = max(0, 12 - math.floor(math.log10(unit)))
+    return [round(i * unit, digits) for i in range(first, last + 1)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(value: float) -> str:
+    """Return a short text for a number: 1,200 or 0.0003 or 2.5e-07."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+_STYLE = """
+:root{--bg:#f6f7f9;--card:#fff;--ink:#1c2430;--soft:#667085;--rule:#e3e7ee;--c1:#2563eb;
+--c2:#e07b00;--c3:#0f9d76;--c4:#8b5cf6;--bad:#dc2626;--mark:#fff1c9}
+@media(prefers-color-scheme:dark){:root{--bg:#11151b;--card:#1a2029;--ink:#e6eaf0;--soft:#94a0b3;
+--rule:#2b3442;--c1:#6ea8fe;--c2:#ffb057;--c3:#4fd1a5;--c4:#b79bff;--bad:#ff7b7b;--mark:#4a3d14}}
+*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","Noto Sans CJK SC",sans-serif}
+main{max-width:1240px;margin:0 auto;padding:28px 20px 60px}h1{font-size:26px;margin:0}
+header p{color:var(--soft);margin:2px 0 20px}h2{font-size:18px;margin:34px 0 10px}
+h3{font-size:14px;margin:14px 0 6px;color:var(--soft);font-weight:600}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:12px}
+.tiles div,figure,table,details{background:var(--card);border:1px solid var(--rule);
+border-radius:10px}.tiles div{padding:12px 14px}.tiles b{display:block;font-size:20px;
+font-variant-numeric:tabular-nums}.tiles span{color:var(--soft);font-size:13px}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:16px;
+margin-top:16px}figure{margin:0 0 12px;padding:14px 16px}.chart{margin:0}
+figcaption{color:var(--soft);font-size:13px;margin-bottom:6px}
+figcaption b{color:var(--ink);font-size:15px;margin-right:14px}
+.chart figcaption span{margin-right:12px}.chart figcaption span::before{content:"";display:
+inline-block;width:14px;height:3px;border-radius:2px;background:var(--c);vertical-align:middle;
+margin-right:6px}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}.c4{--c:var(--c4)}
+.skip{--c:var(--bad)}svg{display:block;width:100%;height:auto}svg text{fill:var(--soft);
+font-size:12px}.grid{stroke:var(--rule)}polyline{fill:none;stroke:var(--c);stroke-width:1.8;
+stroke-linejoin:round}.dot{fill:var(--c)}.dot.hidden{opacity:0;r:5px}.dot.hidden:hover{opacity:1}
+.skipline{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:4 3;opacity:.75}.none{color:
+var(--soft);text-align:center;padding:60px 0}table{border-collapse:separate;border-spacing:0;
+overflow:hidden;min-width:min(100%,420px)}th,td{padding:7px 14px;text-align:left;font-weight:400}
+tr+tr th,tr+tr td{border-top:1px solid var(--rule)}.num{text-align:right;
+font-variant-numeric:tabular-nums}.bar{width:260px}.bar i{display:block;height:9px;
+border-radius:5px;background:var(--c1)}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;
+font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}mark{background:var(--mark);
+color:inherit;border-radius:3px}details{padding:12px 16px}summary{cursor:pointer;color:var(--soft);
+margin-bottom:6px}
+"""
