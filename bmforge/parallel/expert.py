@@ -104,7 +104,7 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
         _divide_parameters_(mixture.experts, mesh)
         view = partial(_view_shared, share)
         keys = [key for key, _ in mixture.experts.named_parameters(recurse=False)]
-        compute_on_views_(mixture.experts, dict.fromkeys(keys, view))
+        compute_on_views_(mixture.experts, dict.fromkeys(keys, view), "experts")
         mixture.dispatch = partial(_dispatch_far, mixture.dispatch, group)
     return [mixture.experts for mixture in mixtures]
 

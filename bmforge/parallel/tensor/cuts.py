@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from bmforge.errors import BmforgeError
 from bmforge.parallel.tensor.parts import APPLY, TensorGroup, is_mixture, view_here
 from bmforge.parallel.tensor.sequence import divide_tokens_
-from bmforge.surgery import match_names
+from bmforge.surgery import match_names, wrap_forward_
 
 __all__ = ["Cut", "apply_tensor_parallel_", "compute_on_views_", "find_cuts", "tensor_problems"]
 
@@ -137,7 +137,7 @@ def apply_tensor_parallel_(
         if cut is not None and cut.style in APPLY:
             APPLY[cut.style](module, here)
         if views:
-            compute_on_views_(module, views)
+            compute_on_views_(module, views, "views")
     if sequence:
         for stack in stacks:
             divide_tokens_(stack, tensor)
@@ -177,18 +177,24 @@ def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
-def compute_on_views_(module: nn.Module, views: dict[str, View]) -> None:
+def compute_on_views_(module: nn.Module, views: dict[str, View], place: str) -> None:
     """Let a module's forward see what is here of its parameters."""
-    inner = module.forward
+    wrap_forward_(module, partial(_on_views, module, views), place)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        own = module._parameters
-        whole = {key: own[key] for key in views}
-        try:
-            for key, view in views.items():
-                own[key] = view(whole[key])  # type: ignore[assignment]
-            return inner(*args, **kwargs)
-        finally:
-            own.update(whole)
 
-    module.forward = forward  # type: ignore[method-assign]
+def _on_views(
+    module: nn.Module,
+    views: dict[str, View],
+    inner: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    own = module._parameters
+    whole = {key: own[key] for key in views}
+    try:
+        for key, view in views.items():
+            own[key] = view(whole[key])  # type: ignore[assignment,arg-type]
+        return inner(*args, **kwargs)
+    finally:
+        own.update(whole)
