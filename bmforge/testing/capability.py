@@ -26,6 +26,21 @@ CAPABILITIES = (
     "offload",
     "meta init",
     "compile",
+    "low-rank",
+    "int8",
+    "changed: save",
+    "changed: checkpoint",
+    "changed: generate",
+    "changed: recompute",
+    "changed: stream",
+    "changed: compile",
+    "changed: zero-2",
+    "changed: zero-3",
+    "changed: tensor",
+    "changed: sequence",
+    "changed: pipeline",
+    "changed: context",
+    "changed: combined",
 )
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
