@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
 
@@ -26,6 +26,7 @@ __all__ = [
     "freeze_",
     "match_glob",
     "match_names",
+    "persistent_tensors",
     "replace_module_",
     "unwrap_forward_",
     "wrap_forward_",
@@ -108,6 +109,23 @@ def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Param
     """
     parameters = dict(root.named_parameters())
     return {name: parameters[name] for name in match_names(parameters, globs, "parameter")}
+
+
+def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
+    """Return everything that a model holds and a file of it must: name -> tensor.
+
+    Parameters, then persistent buffers; a tied one comes once, under its first name. This is the
+    one list that drawing, loading, saving, checkpoints and plans walk, so none leaves out a tensor
+    that another knows.
+    """
+    found: dict[str, Tensor] = dict(root.named_parameters())
+    seen = {id(tensor) for tensor in found.values()}
+    for prefix, module in root.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[f"{prefix}.{key}" if prefix else key] = buffer
+    return found
 
 
 def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:

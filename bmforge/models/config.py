@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.models.changes import CHANGES_KEY, Change, changes_from_json, changes_to_json
 from bmforge.models.heads import Head, check_head
 
 __all__ = ["ModelConfig", "read_config_file"]
@@ -63,6 +64,8 @@ class ModelConfig:
         head: what the hidden states are turned into; a name in `heads`, "" takes the first.
         num_labels: classes of a classifier.
         problem_type: of a sequence classifier; see `heads.classification_loss`.
+        changes: what was changed in the model after it was built, in this order; see
+            `Model.change_`.
         raw: the config.json this came from, written back on saving.
     """
 
@@ -94,6 +97,7 @@ class ModelConfig:
     head: str = ""
     num_labels: int = 2
     problem_type: str = ""
+    changes: tuple[Change, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -148,7 +152,9 @@ class ModelConfig:
         Raises:
             ConfigError: fields not understood, or values this family cannot compute; all listed.
         """
-        values, rest = cls._take_special(dict(raw))
+        values, rest = cls._take_special({k: v for k, v in raw.items() if k != CHANGES_KEY})
+        if CHANGES_KEY in raw:
+            values["changes"] = changes_from_json(raw[CHANGES_KEY], cls.__name__)
         values = {**cls._take_head(raw), **values}
         theirs = {their: our for our, their in cls.hf_names.items()}
         problems = []
@@ -209,7 +215,9 @@ class ModelConfig:
         """Return the config under transformers' names; what was read and not changed is kept."""
         named = {their: getattr(self, our) for our, their in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
-        return {**self.raw, **fixed, **self._give_head(), **named, **self._give_special()}
+        out = {**self.raw, **fixed, **self._give_head(), **named, **self._give_special()}
+        out.pop(CHANGES_KEY, None)
+        return {**out, CHANGES_KEY: changes_to_json(self.changes)} if self.changes else out
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, allow_unknown: tuple[str, ...] = ()) -> Self:

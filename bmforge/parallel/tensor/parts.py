@@ -25,7 +25,7 @@ from bmforge.parallel.collectives import (
 )
 from bmforge.surgery import wrap_forward_
 
-__all__ = ["APPLY", "TensorGroup", "draw_apart_", "is_mixture", "view_here"]
+__all__ = ["APPLY", "TensorGroup", "draw_apart_", "hide", "is_mixture", "view_here"]
 
 
 class TensorGroup:
@@ -155,31 +155,39 @@ def _draw_apart(
         return inner(*args, **kwargs)
 
 
+def hide(parameter: Tensor) -> None:
+    """What a module sees of its bias where the bias is added after the processes' sum."""
+
+
 def _apply_row_(module: Any, tensor: TensorGroup) -> None:
-    """Sum the processes' products, then add the bias once."""
-    wrap_forward_(module, partial(_sum_products, module, tensor), "part")
+    """Sum the processes' products, then add the bias once.
+
+    The module makes its product itself, however its weight is kept, without its bias (`hide`); what
+    stands beside it has joined the product when this hook, the last one, runs.
+    """
+    module.register_forward_hook(partial(_sum_products, tensor))
 
 
-def _sum_products(module: Any, tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -> Tensor:
-    out = tensor.leave(F.linear(x, module.weight.to(x.dtype)))
-    return out if module.bias is None else out + module.bias
+def _sum_products(tensor: TensorGroup, module: Any, args: Any, out: Tensor) -> Tensor:
+    out = tensor.leave(out)
+    return out if module.bias is None else out + tensor.view_between(module.bias)
 
 
 def _apply_embedding_(module: nn.Embedding, tensor: TensorGroup) -> None:
     """Look up the rows that are here; the others' are zeros."""
-    first = tensor.rank * -(-module.num_embeddings // tensor.size)
+    width = -(-module.num_embeddings // tensor.size)
+    first = tensor.rank * width
+    padding = module.padding_idx
+    if padding is not None:
+        module.padding_idx = padding - first if first <= padding < first + width else None
     wrap_forward_(module, partial(_look_up_here, module, tensor, first), "part")
 
 
 def _look_up_here(
     module: nn.Embedding, tensor: TensorGroup, first: int, inner: Callable[..., Any], ids: Tensor
 ) -> Tensor:
-    rows = module.weight.shape[0]
-    here = (ids >= first) & (ids < first + rows)
-    padding = module.padding_idx
-    if padding is not None:
-        padding = padding - first if first <= padding < first + rows else None
-    found = F.embedding((ids - first).where(here, 0), module.weight, padding)
+    here = (ids >= first) & (ids < first + module.weight.shape[0])
+    found = inner((ids - first).where(here, 0))
     return tensor.sum_forward(found * here[..., None])
 
 
