@@ -7,6 +7,7 @@ made from weights that are there. The same streamer serves training and inferenc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from bmforge.device import is_host
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, Ticket, make_copy_engine
 from bmforge.memory.recompute import apply_recompute_
+from bmforge.records import note_, record_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import find_repeated_blocks, persistent_tensors, wrap_forward_
 
@@ -250,13 +252,28 @@ def stream_blocks_(
             _give_device_(module, own, parameter, device)
     streamer = Streamer(found, read, device, engine)
     apply_recompute_([module for _, module in found])
-    owner: Any = model
-    owner.streamer = streamer
+    record_of(model).streamer = streamer
     for block in streamer.blocks:
         for name, parameter in block.parameters.items():
-            target: Any = parameter
-            target.read_streamed = lambda out, name=name: streamer.read(name, out)
+            note_(parameter, origin=_Streamed(streamer, name, parameter.dtype))
     return streamer
+
+
+class _Streamed:
+    """Keeps a parameter's values as far as others see: reads them where the streamer does."""
+
+    is_on_disk = True
+
+    def __init__(self, streamer: Streamer, name: str, dtype: torch.dtype) -> None:
+        self._streamer, self._name, self.dtype = weakref.ref(streamer), name, dtype
+
+    def fill(self, target: Tensor) -> None:
+        streamer = self._streamer()
+        assert streamer is not None, f"{self._name} outlived what it streams from"
+        streamer.read(self._name, target)
+
+    def put(self, start: int, values: Tensor) -> None:
+        raise AssertionError(f"{self._name} is read from where it lives, not written")
 
 
 def _give_device_(module: nn.Module, name: str, parameter: Tensor, device: torch.device) -> None:

@@ -28,6 +28,7 @@ from bmforge.nn import (
 )
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.cuts import Pass, pass_on
+from bmforge.records import Stack
 
 __all__ = ["CausalLM", "DecoderSpec"]
 
@@ -105,7 +106,7 @@ class CausalLM(Model):
         self.norm = build_norm(spec.block.norm, config.hidden_size) if spec.final_norm else None
         self._build_head(size)
 
-    def _build_layers(self) -> nn.ModuleDict:
+    def _build_layers(self) -> Stack:
         spec = self.spec
         return build_layers(spec.block, self.config.num_layers, spec.windows, spec.mlps)
 

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
@@ -24,6 +24,7 @@ from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, NormSpec
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.segment import BucketBias
+from bmforge.records import Stack
 
 __all__ = ["CPMLive", "CPMLiveConfig", "read_masks"]
 
@@ -219,14 +220,14 @@ class CPMLive(CausalLM):
     def _shrink(config: CPMLiveConfig, width: int) -> float:
         return 1 / math.sqrt(width) if config.scales_weights else 1.0
 
-    def _build_layers(self) -> nn.ModuleDict:
+    def _build_layers(self) -> Stack:
         """Leave out what `mask_modules` names; the layers with attention take the cache's last
         places, so that the last of them moves it on.
         """
         config, spec = self.config, self.spec.block
         masks = config.mask_modules or ((False, False),) * config.num_layers
         place = config.num_layers - config.count_parts()[0]
-        layers = nn.ModuleDict()
+        layers = Stack()
         for number, (no_attn, no_mlp) in enumerate(masks):
             mine = replace(
                 spec, attn=None if no_attn else spec.attn, mlp=None if no_mlp else spec.mlp

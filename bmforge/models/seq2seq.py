@@ -18,10 +18,11 @@ from bmforge.models.encoder import DeepClassifier
 from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
-from bmforge.models.stack import Span, build_layers, check_ids, run_layers, span_of
+from bmforge.models.stack import build_layers, check_ids, run_layers, span_of
 from bmforge.nn import BlockSpec, LMHead, build_mask, build_norm
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.relative import RelativeBias
+from bmforge.records import Span
 
 __all__ = ["Seq2Seq", "Seq2SeqSpec", "Stack", "shift_right"]
 

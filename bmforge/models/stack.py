@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.nn import Block, BlockSpec, MLPSpec, MoESpec
 from bmforge.nn.cuts import TokenCut, TokenShare
+from bmforge.records import Span, Stack
 
-__all__ = ["Span", "build_layers", "check_ids", "run_layers", "span_of"]
-
-
-class Span(NamedTuple):
-    """Which blocks of a stack run in a call: from `first` to before `last`, of `total`.
-
-    A pipeline's stage runs some of them; what comes before arrives, what comes after is carried on.
-    """
-
-    first: int
-    last: int
-    total: int
+__all__ = ["build_layers", "check_ids", "run_layers", "span_of"]
 
 
-def span_of(layers: nn.ModuleDict) -> Span:
-    """Return which blocks run: those that a layout has set as `layers.span`, or all."""
-    return getattr(layers, "span", None) or Span(0, len(layers), len(layers))
+def span_of(layers: Stack) -> Span:
+    """Return which blocks run: those that a layout says, or all."""
+    return layers.span or Span(0, len(layers), len(layers))
 
 
 def build_layers(
@@ -37,20 +27,20 @@ def build_layers(
     num_layers: int,
     windows: tuple[int | None, ...] = (),
     mlps: tuple[MLPSpec | MoESpec, ...] = (),
-) -> nn.ModuleDict:
+) -> Stack:
     """Return `num_layers` blocks keyed "0", "1", ...
 
     `windows` gives each its own window, `mlps` its own feed-forward part.
     """
     specs = [replace(spec, mlp=mlp) for mlp in mlps] or [spec] * num_layers
-    layers = nn.ModuleDict({str(i): Block(s, i) for i, s in enumerate(specs)})
+    layers = Stack({str(i): Block(s, i) for i, s in enumerate(specs)})
     for layer, window in zip(layers.values(), windows, strict=bool(windows)):
         layer.attn.window = window
     return layers
 
 
 def run_layers(
-    layers: nn.ModuleDict,
+    layers: Stack,
     x: Tensor,
     masks: dict[int | None, Tensor | None],
     keep_states: bool,
@@ -70,7 +60,7 @@ def run_layers(
     A layout that divides tokens gives the blocks a `token_cut`. With a cache all processes have all
     tokens.
     """
-    cut: TokenCut | None = getattr(layers, "token_cut", None)
+    cut: TokenCut | None = layers.token_cut
     share = None if cut is None or inputs.get("cache") is not None else cut(x.shape[1])
     if share is not None:
         x, masks, inputs = share.enter(x, masks, inputs)
