@@ -30,6 +30,7 @@ class WeightRule:
         theirs: published name.
         transpose: theirs is stored (in, out).
         part: (first row, all rows) of the fused tensor, in our orientation; None: it is all ours.
+            In layers of other sizes than the usual the parts' own rows count, in the same order.
         index: theirs is this entry of our stacked tensor; `expand_rules` sets it.
     """
 
@@ -94,6 +95,7 @@ def expand_rules(
     Raises:
         TypeError: a parameter that no rule names, which saving would lose.
     """
+    fused: dict[str, list[int]] = {}
     patterns = [
         (re.compile(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)")), rule) for rule in rules
     ]
@@ -106,12 +108,26 @@ def expand_rules(
             theirs = rule.theirs
             for number in match.groups():
                 theirs = theirs.replace("{i}", number)
+            if match.groups() and rule.part is not None:
+                fused.setdefault(theirs, []).append(len(out))
             count = range(shape[0]) if "{e}" in theirs else (None,)
             out += [
                 replace(rule, ours=name, theirs=theirs.replace("{e}", str(e)), index=e)
                 for e in count
             ]
+    for places in fused.values():
+        _fit_parts_(out, places, shapes)
     return out
+
+
+def _fit_parts_(
+    rules: list[WeightRule], places: list[int], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Give the parts of a layer's fused tensor, one behind the other, the rows that ours have."""
+    total, first = sum(shapes[rules[place].ours][0] for place in places), 0
+    for place in sorted(places, key=lambda place: (rules[place].part or (0, 0))[0]):
+        rules[place] = replace(rules[place], part=(first, total))
+        first += shapes[rules[place].ours][0]
 
 
 def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
