@@ -26,6 +26,7 @@ from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
+from bmforge.models.stack import find_heads
 from bmforge.models.weights import WeightRule, expand_rules
 from bmforge.records import laid_out
 from bmforge.surgery import persistent_tensors
@@ -183,7 +184,10 @@ class Model(nn.Module):
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
         """Return how tensor parallelism cuts this family."""
         names = [name for name, _ in self.named_modules()]
-        return default_cuts(names, self.config.num_heads, self.config.num_kv_heads)
+        heads = dict(find_heads(self))
+        usual = next(iter(heads.values()), (self.config.num_heads, self.config.num_kv_heads))
+        others = {name: count for name, count in heads.items() if count != usual}
+        return default_cuts(names, usual[0], usual[1], differing=others)
 
     def init_std(self, name: str) -> float:
         """Return the standard deviation a parameter is drawn with."""
