@@ -13,6 +13,7 @@ from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.llama import llama_heads, llama_rules
 from bmforge.models.rotary import RotaryConfig
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 
@@ -177,6 +178,7 @@ class Mixtral(CausalLM):
     """Mixtral with a language-model head."""
 
     config_class = MixtralConfig
+    family_traits = Traits("left", "next token", "rotary")
     hf_prefix = "model."
 
     def __init__(self, config: MixtralConfig) -> None:

@@ -19,6 +19,7 @@ from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
 from bmforge.models.stack import Span, build_layers, check_ids, run_layers, span_of
+from bmforge.models.traits import Traits
 from bmforge.nn import BlockSpec, LMHead, build_mask, build_norm
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.relative import RelativeBias
@@ -133,6 +134,7 @@ class Seq2Seq(Model):
         encoder_heads: heads that read the encoder; there is no decoder then.
     """
 
+    family_traits = Traits("apart", "spans", "relative")
     encoder_heads: ClassVar[tuple[str, ...]] = ("token_classification", "encoder")
 
     def __init__(self, config: ModelConfig, spec: Seq2SeqSpec) -> None:
@@ -150,11 +152,6 @@ class Seq2Seq(Model):
             decoder = replace(encoder, attn=replace(attn, causal=True), cross_attn=encoder.attn)
             self.decoder = Stack(decoder, spec.num_decoder_layers, spec)
         self._build_head()
-
-    @property
-    def position_limit(self) -> int | None:
-        """The longest input: relative positions go on."""
-        return None
 
     def _build_head(self) -> None:
         config, size = self.config, self.config.hidden_size

@@ -12,6 +12,7 @@ from bmforge.errors import ConfigError
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head
 from bmforge.models.seq2seq import Seq2Seq, Seq2SeqSpec
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
@@ -268,6 +269,7 @@ class T5(Seq2Seq):
     """T5 with a sequence-to-sequence head."""
 
     config_class = T5Config
+    family_traits = Traits("apart", "spans", "relative", sentinel="<extra_id_{}>")
 
     def __init__(self, config: T5Config) -> None:
         heads, dropout = config.num_heads, config.dropout
