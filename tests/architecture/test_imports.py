@@ -98,6 +98,16 @@ def test_every_room_is_known_and_says_what_it_is():
         assert ast.get_docstring(ast.parse(init.read_text())), f"{init} has no docstring"
 
 
+@pytest.mark.parametrize(
+    "folder", sorted({p.parent for p in FILES}), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_where_to_start_reading_is_there(folder):
+    """Files that a room's docstring names lie in it."""
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", said):
+        assert (folder / name).exists() or (PACKAGE / name).exists(), f"{folder.name} speaks of {name}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_sizes(path):
     text = path.read_text()
