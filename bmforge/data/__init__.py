@@ -3,7 +3,7 @@
 Start reading at `prepare/run.py` (the whole way from files to token stores), then
 `load/packing.py` and `load/loader.py` (from a store to batches). `sources`, `clean` and
 `prepare/tokenise.py` are the steps of the preparation; `store` is the file format; `load/order.py`,
-`load/mixture.py` and `load/prefetch.py` serve the loader; `tasks` are labelled sets to fine-tune on.
+`load/mixture.py` and `load/prefetch.py` serve the loader; `tasks` are sets to fine-tune on.
 """
 
 from __future__ import annotations
