@@ -99,6 +99,17 @@ def test_every_room_is_known_and_says_what_it_is():
         assert ast.get_docstring(ast.parse(init.read_text())), f"{init} has no docstring"
 
 
+@pytest.mark.parametrize(
+    "folder", sorted({p.parent for p in FILES}), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_where_to_start_reading_is_there(folder):
+    """Files that a room's docstring names lie in it."""
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", said):
+        there = (folder / name).exists() or (PACKAGE / name).exists()
+        assert there, f"{folder.name} speaks of {name}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_sizes(path):
     text = path.read_text()
@@ -297,7 +308,7 @@ def test_nothing_unpickles_what_can_run_code(path):
                 assert called not in ("pickle.load", "pickle.loads"), f"line {node.lineno}"
 
 
-# Whoever may ask for a family's class: its own room, the tests of families, and old programs' names.
+# Whoever may ask for a family's class: its room, the tests of families, old programs' names.
 KNOWS_FAMILIES = {"models", "testing", "compat"}
 
 
