@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from bmforge.models.hub import FAMILIES
-from bmforge.testing.capability import ROOMS, find_capabilities
+from bmforge.testing.capability import CAPABILITIES, ROOMS, find_capabilities
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "capabilities.md"
@@ -32,11 +32,13 @@ def collect() -> dict[str, tuple[str, dict[str, str]]]:
     found: dict[str, tuple[str, dict[str, str]]] = {}
     for file in sorted(TESTS.glob("test_*.py")):
         for suite in _suites(file):
-            tests = {name: f"`{test}`" for name, test in find_capabilities(suite).items()}
+            lacks = _reasons(suite)
+            proofs = find_capabilities(suite).items()
+            tests = {name: f"`{test}`" for name, test in proofs if name not in lacks}
             name = suite.model_class.__name__
             first, cells = found.get(name, (file.name, {}))
             known = {n: text for n, text in cells.items() if not text.startswith("(")}
-            found[name] = (first, _reasons(suite) | cells | tests | known)
+            found[name] = (first, lacks | cells | tests | known)
     return found
 
 
@@ -45,6 +47,9 @@ def _reasons(suite: type) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for parent in reversed(suite.__mro__):
         reasons |= vars(parent).get("not_applicable", {})
+    reasons |= {
+        f"changed: {n}": why for n, why in reasons.items() if f"changed: {n}" in CAPABILITIES
+    }
     return {name: f"({why})" for name, why in reasons.items()}
 
 

@@ -6,6 +6,7 @@ then `base.py` (building, loading, saving) and `hub.py` (finding a model by name
 
 from bmforge.models import families
 from bmforge.models.base import Model
+from bmforge.models.changes import Change, freeze_base_
 from bmforge.models.config import ModelConfig
 from bmforge.models.families import *  # noqa: F403
 from bmforge.models.hub import AutoModel
@@ -16,10 +17,12 @@ from bmforge.models.rules import LayoutRules
 
 __all__ = [
     "AutoModel",
+    "Change",
     "LayoutRules",
     "Model",
     "ModelConfig",
     "ModelOutput",
+    "freeze_base_",
     "init_weights_",
     "load_weights_",
     "weight_drawer",

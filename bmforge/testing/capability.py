@@ -23,6 +23,25 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "expert",
         "combined",
     ),
+    "nn": ("low-rank", "int8", "resize"),
+    # Changed in all three ways at once: what the other rooms do with it.
+    "changed models": (
+        "changed: save",
+        "changed: checkpoint",
+        "changed: generate",
+        "changed: compile",
+        "changed: recompute",
+        "changed: stream",
+        "changed: offload",
+        "changed: zero-2",
+        "changed: zero-3",
+        "changed: tensor",
+        "changed: sequence",
+        "changed: pipeline",
+        "changed: context",
+        "changed: expert",
+        "changed: combined",
+    ),
 }
 CAPABILITIES = tuple(name for names in ROOMS.values() for name in names)
 _Test = TypeVar("_Test", bound=Callable[..., None])
