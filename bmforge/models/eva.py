@@ -17,8 +17,10 @@ from bmforge.models.cpm2 import megatron_rules
 from bmforge.models.heads import Head
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
+from bmforge.models.sizes import sizes_of
+from bmforge.models.stack import find_block, width_into
 from bmforge.models.traits import Traits
-from bmforge.models.weights import WeightRule, expand_rules, linear_rules
+from bmforge.models.weights import WeightRule, linear_rules
 
 __all__ = ["EVA", "EVAConfig"]
 
@@ -104,11 +106,9 @@ class EVA(Seq2Seq):
             return float(config.init_std)
         width = config.hidden_size
         if name.endswith("q_proj.weight"):
-            width *= config.head_dim
-        elif name.endswith("o_proj.weight"):
-            width = config.num_heads * config.head_dim
-        elif name.endswith("down_proj.weight"):
-            width = config.intermediate_size
+            width *= sizes_of(find_block(self, name).spec).head_dim
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            width = width_into(self, name)
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
@@ -128,8 +128,7 @@ class EVA(Seq2Seq):
         """Return the rules of a checkpoint with these names: the class's or Megatron's."""
         if "word_embeds.weight" not in names:
             return super().rules_for(names)
-        shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        return expand_rules(self.megatron_rules(), shapes)
+        return self.expand(self.megatron_rules())
 
     def megatron_rules(self) -> list[WeightRule]:
         """Return the map to the names in Megatron shards, the head's included."""

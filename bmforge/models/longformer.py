@@ -13,6 +13,7 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
 from bmforge.models.encoder_config import EncoderConfig, encoder_heads, encoder_size
 from bmforge.models.heads import Head
+from bmforge.models.stack import differing
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn.window_mask import build_window_mask
@@ -122,9 +123,10 @@ class Longformer(EncoderModel):
     )
 
     def __init__(self, config: LongformerConfig) -> None:
+        blocks = [encoder_block(config, global_tokens=True, window=w) for w in config.windows]
         spec = EncoderSpec(
-            encoder_block(config, global_tokens=True),
-            windows=config.windows,
+            blocks[0],
+            differing(blocks[0], blocks),
             position_offset=config.position_offset,
             embed_dropout=config.dropout,
             classifier_dropout=config.dropout,
@@ -169,7 +171,7 @@ class Longformer(EncoderModel):
                 document_ids=document_ids,
                 max_global_tokens=max_global_tokens,
             )
-            for window in set(self.config.windows)
+            for window in {layer.attn.window for layer in self.layers.values() if layer.attn}
         }
 
     def _default_globals(self, input_ids: Tensor) -> Tensor | None:

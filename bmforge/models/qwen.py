@@ -220,12 +220,11 @@ class Qwen(CausalLM):
             qk_norm_eps=None if is_qwen2 else config.norm_eps,
         )
         mlp = MLPSpec(config.intermediate_size, config.activation, gated=True, bias=False)
-        norm = NormSpec("rms", config.norm_eps)
-        slides = set(config.window_layers)
-        windows = tuple(config.window if i in slides else None for i in range(config.num_layers))
+        block = BlockSpec(config.hidden_size, attn, mlp, norm=NormSpec("rms", config.norm_eps))
+        slides = replace(block, attn=replace(attn, window=config.window))
         spec = DecoderSpec(
-            BlockSpec(config.hidden_size, attn, mlp, norm=norm),
-            windows=windows if slides else (),
+            block,
+            dict.fromkeys(config.window_layers, slides),
             rope=config.rope_spec(),
             padding_id=config.pad_token_id,
         )

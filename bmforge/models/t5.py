@@ -5,13 +5,16 @@ mT5 (Xue et al. 2021) is T5 1.1 with another vocabulary; its published `model_ty
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head
-from bmforge.models.seq2seq import Seq2Seq, Seq2SeqSpec
+from bmforge.models.seq2seq import Seq2Seq
+from bmforge.models.seq2seq_stack import Seq2SeqSpec
+from bmforge.models.sizes import LayerSizes, sizes_of
+from bmforge.models.stack import find_block, width_into
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
@@ -246,14 +249,15 @@ class T5Config(ModelConfig):
         That is one token of the source, through the encoder, and one of the target, through the
         decoder and the head, in a row of `seq_len` of each. Counted as in `ModelConfig`.
         """
-        width = self.num_heads * self.head_dim
-        attention = 4 * self.hidden_size * width
-        mlp = self.hidden_size * self.intermediate_size * (3 if self.is_gated else 2)
-        encoder = self.num_layers * (attention + mlp)
-        decoder = self.num_decoder_layers * (2 * attention + mlp)
-        products = (self.num_layers + 2 * self.num_decoder_layers) * width * seq_len
-        head = self.vocab_size * self.hidden_size
-        return 6.0 * (encoder + decoder + head) + 12.0 * products
+        return super().flops_per_token(seq_len)
+
+    def own_sizes(self) -> dict[str, list[LayerSizes]]:
+        """Both stacks' layers; the decoder's attend to the source as well."""
+        layer = self.layer_sizes()
+        return {
+            "encoder.layers": [layer] * self.num_layers,
+            "decoder.layers": [replace(layer, cross=True)] * self.num_decoder_layers,
+        }
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
         """Bytes of keys and values that one pair of tokens leaves in the cache.
@@ -261,8 +265,7 @@ class T5Config(ModelConfig):
         The target's token leaves its own in every layer, the source's token those that the decoder
         attends to.
         """
-        width = self.num_heads * self.head_dim
-        return 4 * self.num_decoder_layers * width * bytes_per_element
+        return super().kv_bytes_per_token(bytes_per_element)
 
 
 class T5(Seq2Seq):
@@ -316,11 +319,9 @@ class T5(Seq2Seq):
             return float(config.init_std)
         width = config.hidden_size
         if name.endswith("q_proj.weight"):
-            width *= config.head_dim
-        elif name.endswith("o_proj.weight"):
-            width = config.num_heads * config.head_dim
-        elif name.endswith("down_proj.weight"):
-            width = config.intermediate_size
+            width *= sizes_of(find_block(self, name).spec).head_dim
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            width = width_into(self, name)
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from bmforge.parallel.collectives import all_gather, exchange_rows, sum_both_ways
 from bmforge.parallel.layout import axis_group, axis_size
 from bmforge.parallel.tensor.cuts import compute_on_views_
+from bmforge.records import fill_slot_
 
 __all__ = [
     "apply_expert_parallel_",
@@ -101,10 +102,11 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
     mixtures = find_mixtures(model).values()
     group, share = axis_group(mesh, "ep"), 1 / axis_size(mesh, "ep")
     for mixture in mixtures:
-        _divide_parameters_(mixture.experts, mesh)
         view = partial(_view_shared, share)
-        keys = [key for key, _ in mixture.experts.named_parameters(recurse=False)]
-        compute_on_views_(mixture.experts, dict.fromkeys(keys, view))
+        for module in mixture.experts.modules():  # the experts, and what stands beside them
+            _divide_parameters_(module, mesh)
+            keys = [key for key, _ in module.named_parameters(recurse=False)]
+            compute_on_views_(module, dict.fromkeys(keys, view), "experts")
         mixture.dispatch = partial(_dispatch_far, mixture.dispatch, group)
     return [mixture.experts for mixture in mixtures]
 
@@ -195,7 +197,7 @@ def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
     by_rows = _groups_of(mesh, *_ROW_AXES)
     # Behind the blocks all processes have all tokens of a row again.
     if by_rows and hasattr(model, "sum_statistics"):
-        model.sum_statistics = partial(_sum_over, by_rows)  # type: ignore[assignment]
+        fill_slot_(model, "sum_statistics", partial(_sum_over, by_rows))
     by_tokens = _groups_of(mesh, "cp", *_ROW_AXES)
     for mixture in find_mixtures(model).values() if by_tokens else ():
         mixture.assign = partial(_assign_together, mixture.assign, by_tokens)

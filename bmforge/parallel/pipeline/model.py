@@ -25,7 +25,9 @@ from bmforge.parallel.pipeline.run import Pipeline
 from bmforge.parallel.pipeline.schedules import Schedule, build_schedule, problems
 from bmforge.parallel.pipeline.stages import Cutting
 from bmforge.parallel.zero import groups_of_state
+from bmforge.records import as_stack_, fill_slot_, laid_out
 from bmforge.shards import local_tensor
+from bmforge.surgery import wrap_forward_
 
 __all__ = ["PipelinedModel", "Run", "pipeline_of", "reduce_gradients_", "run_step"]
 
@@ -44,7 +46,7 @@ class _Stage:
         """Run the model with this stage's blocks."""
         model = self.owner.model
         self.owner.show_stage(self.number)
-        model.arrived = carry or ()
+        fill_slot_(model, "arrived", carry or ())
         result = self.owner.run(micro_batch)
         carried = self.owner.output.carry
         self.owner.output = None
@@ -90,7 +92,6 @@ class PipelinedModel:
         slice_group = mesh["tp"].get_group() if slices and mesh["tp"].size() > 1 else None
         device = torch.device(mesh.device_type)
         self._link = Link(mesh["pp"].get_group(), device, slice_group)
-        self._inner = model.forward
         self._is_inside = False
         self.rank, self.size = mesh.get_local_rank("pp"), mesh["pp"].size()
         self._owners = owners = self._build(num_micro_batches=None).stage_ranks
@@ -99,7 +100,7 @@ class PipelinedModel:
         self.copied = frozenset(n for n, found in ranks.items() if found[0] != self.rank)
         self._groups = _build_groups(mesh, {tuple(r) for r in self._all_sets(owners)})
         self._shared = {n: tuple(found) for n, found in ranks.items() if len(found) > 1}
-        model.forward = self._forward  # type: ignore[method-assign]
+        wrap_forward_(model, self._forward, "stages")
         model.register_forward_hook(self._note_output)
 
     @property
@@ -115,7 +116,7 @@ class PipelinedModel:
     def show_stage(self, number: int) -> None:
         """Let every stack know which blocks run."""
         for stack, span in self.cutting.spans[number].items():
-            self.model.get_submodule(stack).span = span  # type: ignore[assignment]
+            as_stack_(self.model.get_submodule(stack)).span = span
 
     def rank_of(self, name: str) -> int:
         """Return the first rank of the pipeline that has a parameter or a buffer.
@@ -157,7 +158,7 @@ class PipelinedModel:
             losses = pipeline.step(micro_batches)
         finally:
             self.run, self._is_inside = self._refuse, False
-            self.model.arrived = ()  # type: ignore[assignment]
+            fill_slot_(self.model, "arrived", ())
         reduce_gradients_(self.model, sharded)
         self._sum_shared_gradients_()
         return losses
@@ -169,12 +170,12 @@ class PipelinedModel:
             return pipeline.run_forward_only(micro_batches, share=share)
         finally:
             self.run, self._is_inside = self._refuse, False
-            self.model.arrived = ()  # type: ignore[assignment]
+            fill_slot_(self.model, "arrived", ())
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The model's forward: of one stage inside a step, else of all of them."""
         if self._is_inside:
-            return self._inner(*args, **kwargs)
+            return inner(*args, **kwargs)
         if torch.is_grad_enabled():
             raise ConfigError(
                 "a pipelined model trains whole steps: use the Trainer, or run_step. For a plain "
@@ -188,7 +189,7 @@ class PipelinedModel:
         kind: list[Any] = []
 
         def run(inputs: Batch) -> Any:
-            self.output = self._inner(*args, **inputs)
+            self.output = inner(*args, **inputs)
             kind.append(self.output)
             if self.output.carry is not None:
                 return None
@@ -263,7 +264,8 @@ def run_step(model: nn.Module, run: Run, micro_batches: Sequence[Batch]) -> list
 
 def pipeline_of(model: nn.Module) -> PipelinedModel | None:
     """Return what runs a pipelined model; None for any other."""
-    return getattr(model, "pipeline", None)
+    record = laid_out(model)
+    return None if record is None else record.pipeline
 
 
 def _build_groups(

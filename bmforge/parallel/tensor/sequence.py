@@ -5,12 +5,16 @@ Source: Korthikanti et al., "Reducing activation recomputation in large transfor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from bmforge.parallel.tensor.parts import TensorGroup, draw_apart_
+from bmforge.records import as_stack_
+from bmforge.surgery import wrap_forward_
 
 __all__ = ["divide_tokens_"]
 
@@ -25,7 +29,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
 
     def span() -> tuple[nn.Module, nn.Module]:
         """The first and the last block of a call; a pipeline's stage runs some of them."""
-        found = getattr(stack, "span", None)
+        found = as_stack_(stack).span
         if found is None:
             return blocks[0], blocks[-1]
         return stack.get_submodule(str(found.first)), stack.get_submodule(str(found.last - 1))
@@ -53,10 +57,16 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
 
 def _note_tokens_(block: nn.Module, tensor: TensorGroup) -> None:
     """Let a block's parts know how many tokens a row has; an argument, so recomputing knows too."""
-    inner = block.forward
+    wrap_forward_(block, partial(_note_tokens, tensor), "tokens")
 
-    def forward(*args: Any, tokens: int | None = None, **kwargs: Any) -> Any:
-        tensor.tokens = tokens
-        return inner(*args, **kwargs)
 
-    block.forward = forward  # type: ignore[method-assign]
+def _note_tokens(
+    tensor: TensorGroup,
+    inner: Callable[..., Any],
+    /,
+    *args: Any,
+    tokens: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    tensor.tokens = tokens
+    return inner(*args, **kwargs)
