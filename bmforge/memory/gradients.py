@@ -17,7 +17,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from bmforge.device import is_host, wide_dtype
@@ -26,9 +25,8 @@ from bmforge.host_memory import available_host_bytes
 from bmforge.memory.copies import CopyEngine, Ticket
 from bmforge.memory.homes import Home, StateDtype
 from bmforge.memory.spill import SpillFile, format_bytes
-from bmforge.records import laid_out, note_, side_of
+from bmforge.records import laid_out, note_, side_of, units_of
 from bmforge.shards import local_tensor
-from bmforge.surgery import find_repeated_blocks
 
 __all__ = [
     "Backlog",
@@ -309,7 +307,7 @@ def wait_before_use(
     Returns:
         handles that end it.
     """
-    units = _units(model)
+    units = _outermost(unit.module for unit in units_of(model) if unit.is_gathered)
     record = laid_out(model)
     ahead = 1 + (1 if record is None else record.prefetch)
     owned = [list(unit.parameters()) for unit in units]
@@ -331,9 +329,8 @@ def _hook(
     return module.register_forward_pre_hook(lambda *args: wait(needed), prepend=True)
 
 
-def _units(model: nn.Module) -> list[nn.Module]:
-    """Return what is used as a whole, in the order of the model."""
-    sharded = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
-    inner = {id(m) for outer in sharded for m in outer.modules() if m is not outer}
-    outermost: list[nn.Module] = [m for m in sharded if id(m) not in inner]
-    return outermost or list(find_repeated_blocks(model).values())
+def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are in no other of them."""
+    found = list(modules)
+    inner = {id(m) for outer in found for m in outer.modules() if m is not outer}
+    return [module for module in found if id(module) not in inner]
