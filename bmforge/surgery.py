@@ -1,4 +1,4 @@
-"""The one tree tool: find, replace and freeze modules by type or by name glob.
+"""The one tree tool: find, replace, freeze and wrap modules by type or by name glob.
 
 A glob is matched against the whole dotted name of a module or parameter: `*` stands for any text
 without a dot, `**` for any text (`layers.*`, `layers.*.attn.q_proj`, `**.bias`). A glob that
@@ -8,22 +8,47 @@ matches nothing is an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
 
 __all__ = [
+    "PLACES",
+    "Wrapper",
     "find_modules",
     "find_parameters",
     "find_repeated_blocks",
     "freeze_",
     "match_glob",
     "match_names",
+    "persistent_tensors",
     "replace_module_",
+    "unwrap_forward_",
+    "wrap_forward_",
+    "wrappers_of",
 ]
+
+Wrapper = Callable[..., Any]
+"""Called as ``wrapper(inner, *args, **kwargs)``; runs `inner`, or not, and returns the result."""
+
+PLACES = (
+    "part",  # computes what is here of a module's product, and joins it over processes
+    "draws",  # draws random numbers of its own
+    "views",  # sees what is here of its parameters
+    "experts",  # sees the experts that are here
+    "tokens",  # knows how many tokens a row has that are divided
+    "window",  # sees all tokens where each process has a share
+    "weights",  # its weights come when it runs
+    "recompute",  # runs again in backward
+    "activations",  # what it keeps for backward goes away
+    "stages",  # all stages of a pipeline run
+)
+"""Where a wrapper of a module's forward stands, from the innermost to the outermost."""
 
 
 def match_glob(name: str, glob: str) -> bool:
@@ -86,6 +111,23 @@ def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Param
     return {name: parameters[name] for name in match_names(parameters, globs, "parameter")}
 
 
+def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
+    """Return everything that a model holds and a file of it must: name -> tensor.
+
+    Parameters, then persistent buffers; a tied one comes once, under its first name. This is the
+    one list that drawing, loading, saving, checkpoints and plans walk, so none leaves out a tensor
+    that another knows.
+    """
+    found: dict[str, Tensor] = dict(root.named_parameters())
+    seen = {id(tensor) for tensor in found.values()}
+    for prefix, module in root.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[f"{prefix}.{key}" if prefix else key] = buffer
+    return found
+
+
 def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
     """Put `new` where the descendant `name` stood and return the old one."""
     parent_name, _, child = name.rpartition(".")
@@ -120,3 +162,98 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
                 prefix = f"{name}." if name else ""
                 blocks.update({prefix + key: child for key, child in children.items()})
     return blocks
+
+
+@dataclass
+class _Wrapping:
+    """What stands around a module's forward.
+
+    Args:
+        own: what the module itself had in place of its class's forward, if anything.
+        found: place -> wrapper.
+        made: the forward that was made of them.
+    """
+
+    own: Callable[..., Any] | None
+    found: dict[str, Wrapper] = field(default_factory=dict)
+    made: Callable[..., Any] | None = None
+
+
+def wrap_forward_(module: nn.Module, wrapper: Wrapper, place: str) -> None:
+    """Put a wrapper around a module's forward; where it stands among others its place says.
+
+    Hooks, `module.compile()` and what shards a module stay outside of all wrappers, and copies of
+    the module have copies of them.
+
+    Args:
+        module: its class and its names stay.
+        wrapper: a module-level function, or a `partial` that binds what it takes before `inner`.
+        place: one of `PLACES`, each of which has room for one.
+
+    Raises:
+        ConfigError: the place is taken.
+    """
+    if place in (wrapping := _wrapping_of(module)).found:
+        raise ConfigError(
+            f"{type(module).__name__} is wrapped at place={place!r} already. Take the first one "
+            "off (unwrap_forward_), or lay out a fresh model."
+        )
+    wrapping.found[place] = wrapper
+    _compose_(module, wrapping)
+
+
+def unwrap_forward_(module: nn.Module, place: str) -> Wrapper:
+    """Take the wrapper at a place off and return it; after the last one all is as it was.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    wrapping = _wrapping_of(module)
+    if place not in wrapping.found:
+        raise ConfigError(
+            f"{type(module).__name__} is not wrapped at place={place!r}, only at "
+            f"{[name for name, _ in wrappers_of(module)]}."
+        )
+    wrapper = wrapping.found.pop(place)
+    _compose_(module, wrapping)
+    return wrapper
+
+
+def wrappers_of(module: nn.Module) -> list[tuple[str, Wrapper]]:
+    """Return (place, wrapper) of all that stands around a module's forward, the innermost first."""
+    wrapping = module.__dict__.get(_WRAPPING)
+    if wrapping is None:
+        return []
+    return [(place, wrapping.found[place]) for place in PLACES if place in wrapping.found]
+
+
+_WRAPPING = "_forward_wrapping"
+
+
+def _wrapping_of(module: nn.Module) -> _Wrapping:
+    now = module.__dict__.get("forward")
+    wrapping: _Wrapping | None = module.__dict__.get(_WRAPPING)
+    if wrapping is None:
+        return _Wrapping(own=now)
+    if wrapping.made is not now:
+        raise ConfigError(
+            f"the forward of a {type(module).__name__} was replaced from outside after it had been "
+            f"wrapped at {[name for name, _ in wrappers_of(module)]}. Replace it before the model "
+            "is laid out."
+        )
+    return wrapping
+
+
+def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
+    """Set the forward that the wrappers make; plain partials, which cost a call nothing."""
+    module.__dict__.pop("forward", None)
+    module.__dict__.pop(_WRAPPING, None)
+    if wrapping.own is not None:
+        module.__dict__["forward"] = wrapping.own
+    if not wrapping.found:
+        return
+    forward = module.forward
+    module.__dict__[_WRAPPING] = wrapping
+    for _, wrapper in wrappers_of(module):
+        forward = partial(wrapper, forward)
+    module.__dict__["forward"] = wrapping.made = forward

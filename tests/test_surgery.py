@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
+from functools import partial
+from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +17,16 @@ from torch import nn
 
 from bmforge.errors import ConfigError
 from bmforge.surgery import (
+    PLACES,
     find_modules,
     find_parameters,
     find_repeated_blocks,
     freeze_,
     match_glob,
     replace_module_,
+    unwrap_forward_,
+    wrap_forward_,
+    wrappers_of,
 )
 
 
@@ -118,3 +127,114 @@ def test_repeated_blocks() -> None:
     assert list(find_repeated_blocks(pair)) == names
     with torch.device("meta"):
         assert len(find_repeated_blocks(Model())) == 3
+
+
+class Scale(nn.Module):
+    """Multiplies by its factor, and by what `more` says."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: torch.Tensor, inner: float = 1.0) -> torch.Tensor:
+        return x * self.factor * inner
+
+
+def add(amount: float, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return inner(*args, **kwargs) + amount
+
+
+def double(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return 2 * inner(*args, **kwargs)
+
+
+def use_own_factor(module: Scale, inner: Callable[..., Any], /, x: torch.Tensor) -> Any:
+    return inner(x) + module.factor
+
+
+WRAPPERS = {"part": double, "views": partial(add, 3.0), "recompute": double}
+
+
+@pytest.mark.parametrize("order", list(permutations(WRAPPERS)), ids="-".join)
+def test_where_wrappers_stand_does_not_depend_on_who_came_first(order: tuple[str, ...]) -> None:
+    """((x * 5) * 2 + 3) * 2, whatever the order of the calls; arguments go through by any name."""
+    module = Scale(5.0)
+    for place in order:
+        wrap_forward_(module, WRAPPERS[place], place)
+    assert wrappers_of(module) == list(WRAPPERS.items())
+    assert [place for place, _ in wrappers_of(module)] == sorted(order, key=PLACES.index)
+    assert module(torch.tensor(1.0)).item() == 26.0
+    assert module(torch.tensor(1.0), inner=2.0).item() == 46.0
+
+
+@pytest.mark.parametrize("order", list(permutations(WRAPPERS)), ids="-".join)
+def test_wrappers_come_off_in_any_order(order: tuple[str, ...]) -> None:
+    """What is left computes alone; at the end nothing of it is in the module."""
+    module, left = Scale(5.0), dict(WRAPPERS)
+    before = set(vars(module))
+    for place, wrapper in WRAPPERS.items():
+        wrap_forward_(module, wrapper, place)
+    for place in order:
+        assert unwrap_forward_(module, place) is left.pop(place)
+        value = 5.0
+        for wrapper in left.values():
+            value = 2 * value if wrapper is double else value + 3.0
+        assert module(torch.tensor(1.0)).item() == value
+    assert wrappers_of(module) == []
+    assert set(vars(module)) == before
+    assert module.forward.__func__ is Scale.forward
+
+
+def test_a_forward_of_the_modules_own_comes_back() -> None:
+    """A patch that was there before stays inside, and is left when ours goes."""
+    module = Scale(5.0)
+    module.forward = own = lambda x: x + 1  # type: ignore[method-assign]
+    wrap_forward_(module, double, "part")
+    assert module(torch.tensor(1.0)).item() == 4.0
+    unwrap_forward_(module, "part")
+    assert module.forward is own
+
+
+def test_a_copy_has_wrappers_of_its_own() -> None:
+    """They work on the copy's parameters, and come off it alone."""
+    module = Scale(5.0)
+    wrap_forward_(module, partial(use_own_factor, module), "views")
+    wrap_forward_(module, double, "recompute")
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other.factor.fill_(7.0)
+    one = torch.tensor(1.0)
+    assert (module(one).item(), other(one).item()) == (20.0, 28.0)
+    unwrap_forward_(other, "recompute")
+    assert (module(one).item(), other(one).item()) == (20.0, 14.0)
+    module.to(torch.float64)
+    assert copy.deepcopy(Scale(2.0))(one).item() == 2.0
+
+
+def test_hooks_and_compiling_stay_outside() -> None:
+    """A hook sees what the outermost wrapper returns; a compiled module runs all of them."""
+    module, seen = Scale(5.0), []
+    module.register_forward_hook(lambda own, args, out: seen.append(out.item()))
+    wrap_forward_(module, partial(add, 3.0), "views")
+    wrap_forward_(module, double, "part")
+    assert module(torch.tensor(1.0)).item() == 13.0
+    assert seen == [13.0]
+    compiled = Scale(5.0)
+    wrap_forward_(compiled, partial(use_own_factor, compiled), "views")
+    wrap_forward_(compiled, partial(add, 3.0), "tokens")
+    compiled.compile(backend="eager", fullgraph=True)
+    assert compiled(torch.tensor(1.0)).item() == 13.0
+
+
+def test_what_cannot_be_wrapped_says_so() -> None:
+    """A place that is taken, one that is free, and a forward that somebody has replaced since."""
+    module = Scale(5.0)
+    wrap_forward_(module, double, "part")
+    with pytest.raises(ConfigError, match="Scale is wrapped at place='part' already"):
+        wrap_forward_(module, double, "part")
+    with pytest.raises(ConfigError, match=r"not wrapped at place='views', only at \['part'\]"):
+        unwrap_forward_(module, "views")
+    assert module(torch.tensor(1.0)).item() == 10.0
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="replaced from outside after it had been wrapped"):
+        wrap_forward_(module, double, "views")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bmforge.memory.copies import CopyEngine, Ticket
 from bmforge.shards import local_tensor
+from bmforge.surgery import wrap_forward_
 
 __all__ = ["apply_activation_offload_"]
 
@@ -117,42 +118,38 @@ class _Block:
 
 
 class _Offload:
-    """Wraps the forward of blocks; knows which call came before which."""
+    """Stands around the forward of blocks; knows which call came before which."""
 
     def __init__(self, engine: CopyEngine, smallest: int) -> None:
         self.engine, self._smallest = engine, smallest
         self._pool = _Pool(engine)
         self._last: _Block | None = None
 
-    def wrap(self, number: int, block: nn.Module) -> Callable[..., Any]:
-        """Return the block's forward; what it keeps goes to the host."""
-        inner = block.forward
-
-        @wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return inner(*args, **kwargs)
-            record = _Block(number, self._last)
-            if self._last is not None:
-                self._last.let_go()
-            self._last = record
-            seen: dict[tuple[Any, ...], _Slot] = {}
-            with saved_tensors_hooks(lambda t: self._pack(t, record, seen, block), _unpack):
-                return inner(*args, **kwargs)
-
-        return forward
-
-    def stay(self, block: nn.Module) -> Callable[..., Any]:
-        """Return the forward of a block whose activations stay."""
-        inner = block.forward
-
-        @wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._last is not None and torch.is_grad_enabled():
-                self._last.let_go()
+    def send(
+        self,
+        number: int,
+        block: nn.Module,
+        inner: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a block; what it keeps goes to the host."""
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        record = _Block(number, self._last)
+        if self._last is not None:
+            self._last.let_go()
+        self._last = record
+        seen: dict[tuple[Any, ...], _Slot] = {}
+        with saved_tensors_hooks(lambda t: self._pack(t, record, seen, block), _unpack):
             return inner(*args, **kwargs)
 
-        return forward
+    def stay(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a block whose activations stay."""
+        if self._last is not None and torch.is_grad_enabled():
+            self._last.let_go()
+        return inner(*args, **kwargs)
 
     def _pack(
         self, tensor: Tensor, record: _Block, seen: dict[tuple[Any, ...], _Slot], block: nn.Module
@@ -222,5 +219,5 @@ def apply_activation_offload_(
     offload = _Offload(engine, smallest_elements)
     sent = len(blocks) - keep_last
     for number, block in enumerate(blocks):
-        wrapped = offload.wrap(number, block) if number < sent else offload.stay(block)
-        block.forward = wrapped  # type: ignore[method-assign]
+        wrapper = partial(offload.send, number, block) if number < sent else offload.stay
+        wrap_forward_(block, wrapper, "activations")

@@ -1,8 +1,8 @@
 """Which optimizer state leaves the device, and how gradients and weights travel.
 
-The optimizers that use it are in `train/offload/optimizers.py`. What is chosen leaves from the end of the
-model: its gradients come first in backward and its weights are needed last in the next forward, so
-their way to the host and back has the most to hide behind.
+The optimizers that use it are in `train/offload/optimizers.py`. What is chosen leaves from the end
+of the model: its gradients come first in backward and its weights are needed last in the next
+forward, so their way to the host and back has the most to hide behind.
 """
 
 from __future__ import annotations

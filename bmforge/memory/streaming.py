@@ -8,7 +8,7 @@ made from weights that are there. The same streamer serves training and inferenc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, Ticket, make_copy_engine
 from bmforge.memory.recompute import apply_recompute_
 from bmforge.shards import local_tensor
-from bmforge.surgery import find_repeated_blocks
+from bmforge.surgery import find_repeated_blocks, wrap_forward_
 
 __all__ = ["ReadWeights", "Streamer", "stream_blocks_"]
 
@@ -118,7 +118,7 @@ class Streamer:
         self._slots = [_Slot(largest, device, self.engine) for _ in range(2)]
         for number, block in enumerate(self.blocks):
             block.hide()
-            block.module.forward = self._wrap(number, block.module)  # type: ignore[method-assign]
+            wrap_forward_(block.module, partial(self._run, number), "weights")
 
     @property
     def names(self) -> list[str]:
@@ -135,15 +135,9 @@ class Streamer:
         self.forget()
         self.engine.close()
 
-    def _wrap(self, number: int, module: nn.Module) -> Callable[..., Any]:
-        inner = module.forward
-
-        @wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self._enter(number)
-            return inner(*args, **kwargs)
-
-        return forward
+    def _run(self, number: int, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self._enter(number)
+        return inner(*args, **kwargs)
 
     def _enter(self, number: int) -> None:
         """Have block `number` here, and the one that is needed next on its way."""

@@ -7,35 +7,28 @@ part.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.errors import CheckpointError, ConfigError
-from bmforge.logging import track
+from bmforge.errors import ConfigError
+from bmforge.models.changes import Change, apply_change_, changed_modules
 from bmforge.models.config import ModelConfig
-from bmforge.models.formats.hf_format import (
-    WeightFiles,
-    has_weights,
-    plan_files,
-    write_file,
-    write_index,
-)
+from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.init import NoDrawing, init_weights_, materialize_
 from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
-from bmforge.models.stack import find_heads
-from bmforge.models.weights import WeightRule, assemble_source, expand_rules, group_by_source
-from bmforge.shards import is_streamed
+from bmforge.models.save import write_model
+from bmforge.models.stack import expert_names, find_heads
+from bmforge.models.weights import WeightRule, expand_rules
+from bmforge.surgery import persistent_tensors
 
 __all__ = ["Model"]
 
@@ -92,6 +85,8 @@ class Model(nn.Module):
             )
         with torch.device("meta"), NoDrawing():
             model = cls(config)
+            for change in config.changes:
+                apply_change_(model, change)
         model.to(dtype)
         if torch.device(device).type != "meta":
             materialize_(model, device)
@@ -137,6 +132,25 @@ class Model(nn.Module):
             model = cls.from_config(settled, device="meta", dtype=dtype)
         load_weights_(model, files, device=device, new_head=new_head)
         return model.eval()
+
+    def change_(self, change: Change, *, seed: int = 0) -> Self:
+        """Change the model in place and let its config remember it.
+
+        Args:
+            change: what to do where; see `Change`.
+            seed: of new tensors, which are drawn as their part says.
+
+        Raises:
+            ConfigError: the change does not fit the model, which is as it was then; or the model
+                is laid out already.
+        """
+        if any(isinstance(tensor, DTensor) for tensor in persistent_tensors(self).values()):
+            raise ConfigError(
+                f"{type(self).__name__} is laid out over processes: change it before parallelize."
+            )
+        apply_change_(self, change, seed)
+        self.config = self.config.replace(changes=(*self.config.changes, change))
+        return self
 
     def weight_rules(self) -> list[WeightRule]:
         """Return the name map of this family's body, with `{i}` for the layer number."""
@@ -208,9 +222,21 @@ class Model(nn.Module):
         return rules + [WeightRule(ours, theirs) for ours, theirs in head.names.items()]
 
     def active_rules(self) -> list[WeightRule]:
-        """Return the expanded rules of the parameters this model has (a tied one comes once)."""
-        shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        return expand_rules(self.all_rules(), shapes)
+        """Return the expanded rules of the tensors this model holds (a tied one comes once)."""
+        return self.expand(self.all_rules())
+
+    def expand(self, rules: Sequence[WeightRule]) -> list[WeightRule]:
+        """Return rules with numbers put in, for every tensor; changed ones have our names."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(self).items()}
+        own = self._own_names()
+        if not any(".mlp.experts." in rule.ours for rule in rules):
+            own |= expert_names(self)
+        return expand_rules(rules, shapes, own)
+
+    def _own_names(self) -> set[str]:
+        """Return the names of tensors that published checkpoints have no place for."""
+        changed = changed_modules(self)
+        return {name for name in persistent_tensors(self) if name.rpartition(".")[0] in changed}
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
         """Return the rules by which a checkpoint that holds these names is read.
@@ -225,7 +251,8 @@ class Model(nn.Module):
         """Write ``config.json`` and ``model.safetensors`` under Hugging Face names.
 
         On a layout every process must call this; each file is gathered on one process, tensor by
-        tensor, and written there.
+        tensor, and written there. What was changed in the model (`change_`) lies beside the rest
+        under our names, which transformers does not read; one line says so.
 
         Args:
             directory: made when it does not exist.
@@ -235,70 +262,4 @@ class Model(nn.Module):
         Raises:
             CheckpointError: the directory already holds weights and `overwrite` is off.
         """
-        out = Path(directory)
-        if has_weights(out) and not overwrite:
-            raise CheckpointError(
-                f"{str(out)!r} already holds a model. Name another, or pass overwrite=True."
-            )
-        rank, world = _rank_and_world()
-        if world > 1:
-            dist.barrier()  # nobody writes before all have looked
-        out.mkdir(parents=True, exist_ok=True)
-        parameters = dict(self.named_parameters())
-        gather, described = _Whole(parameters), dict(self.whole().named_parameters())
-        groups = group_by_source(self.whole().active_rules())
-        sizes = {
-            name: sum(_source_bytes(rule, described[rule.ours]) for rule in rules)
-            for name, rules in groups.items()
-        }
-        homes = {name: self._stage_rank(rules[0].ours) for name, rules in groups.items()}
-        files = plan_files(sizes, max_file_bytes, homes)
-        stage, members = self._stage_and_members(rank, world)
-        for number, (file, names) in enumerate(track(list(files.items()), "save weights")):
-            if homes[names[0]] != stage:
-                continue
-            mine = number % members == rank % members
-            tensors = {}
-            for name in names:
-                tensor = assemble_source(groups[name], gather)
-                if mine:
-                    tensors[name] = tensor.cpu()
-            if mine:
-                write_file(out / file, tensors)
-        if rank == 0:
-            dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
-            config = {**self.config.to_hf(), "dtype": dtype}
-            config.pop("torch_dtype", None)
-            (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            write_index(out, files, sum(sizes.values()))
-        if world > 1:
-            dist.barrier()
-
-
-def _rank_and_world() -> tuple[int, int]:
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def _source_bytes(rule: WeightRule, parameter: Tensor) -> int:
-    count = parameter.numel() // (1 if rule.index is None else parameter.shape[0])
-    return count * parameter.element_size()
-
-
-class _Whole:
-    """Gathers parameters by name; the last one is kept, for the many parts of a stacked one."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.last: tuple[str, Tensor] | None = None
-
-    def __call__(self, name: str) -> Tensor:
-        if self.last is None or self.last[0] != name:
-            parameter = self.parameters[name].detach()
-            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if is_streamed(self.parameters[name]):
-                tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
-                self.parameters[name].read_streamed(tensor)  # type: ignore[attr-defined]
-            self.last = (name, tensor)
-        return self.last[1]
+        write_model(self, Path(directory), overwrite, max_file_bytes)

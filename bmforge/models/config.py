@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
+from bmforge.models.changes import CHANGES_KEY, Change, changes_from_json, changes_to_json
 from bmforge.models.heads import Head, check_head
-from bmforge.models.sizes import LayerSizes
+from bmforge.models.sizes import LayerSizes, Sizes
+from bmforge.surgery import match_glob
 
 __all__ = ["ModelConfig", "read_config_file"]
 
@@ -64,6 +67,8 @@ class ModelConfig:
         head: what the hidden states are turned into; a name in `heads`, "" takes the first.
         num_labels: classes of a classifier.
         problem_type: of a sequence classifier; see `heads.classification_loss`.
+        changes: what was changed in the model after it was built, in this order; see
+            `Model.change_`.
         raw: the config.json this came from, written back on saving.
     """
 
@@ -95,6 +100,7 @@ class ModelConfig:
     head: str = ""
     num_labels: int = 2
     problem_type: str = ""
+    changes: tuple[Change, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -149,7 +155,9 @@ class ModelConfig:
         Raises:
             ConfigError: fields not understood, or values this family cannot compute; all listed.
         """
-        values, rest = cls._take_special(dict(raw))
+        values, rest = cls._take_special({k: v for k, v in raw.items() if k != CHANGES_KEY})
+        if CHANGES_KEY in raw:
+            values["changes"] = changes_from_json(raw[CHANGES_KEY], cls.__name__)
         values = {**cls._take_head(raw), **values}
         theirs = {their: our for our, their in cls.hf_names.items()}
         problems = []
@@ -210,7 +218,9 @@ class ModelConfig:
         """Return the config under transformers' names; what was read and not changed is kept."""
         named = {their: getattr(self, our) for our, their in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
-        return {**self.raw, **fixed, **self._give_head(), **named, **self._give_special()}
+        out = {**self.raw, **fixed, **self._give_head(), **named, **self._give_special()}
+        out.pop(CHANGES_KEY, None)
+        return {**out, CHANGES_KEY: changes_to_json(self.changes)} if self.changes else out
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, allow_unknown: tuple[str, ...] = ()) -> Self:
@@ -259,8 +269,21 @@ class ModelConfig:
         return sum(layer.kv_width for layer in layers) * bytes_per_element
 
     def stack_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the sizes of every layer, by the names of their stacks; the last one writes."""
-        return self.own_sizes()
+        """Return the sizes of every layer, by the names of their stacks; the last one writes.
+
+        They are what `own_sizes` says, changed by what `changes` holds.
+        """
+        stacks = self.own_sizes()
+        for change in self.changes:
+            if change.kind != "resize":
+                continue
+            sizes = config_from_dict(Sizes, dict(change.options), "options.")
+            for stack, layers in stacks.items():
+                for number, layer in enumerate(layers):
+                    name = f"{stack}.{number}"
+                    if any(match_glob(name, glob) for glob in change.where):
+                        layers[number] = layer.resized(sizes, name)
+        return stacks
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
         """Return the sizes that the family gives its layers; one with other ones overrides this."""

@@ -19,7 +19,7 @@ from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
 from bmforge.models.sizes import sizes_of
 from bmforge.models.stack import find_block, width_into
-from bmforge.models.weights import WeightRule, expand_rules, linear_rules
+from bmforge.models.weights import WeightRule, linear_rules
 
 __all__ = ["EVA", "EVAConfig"]
 
@@ -124,8 +124,7 @@ class EVA(Seq2Seq):
         """Return the rules of a checkpoint with these names: the class's or Megatron's."""
         if "word_embeds.weight" not in names:
             return super().rules_for(names)
-        shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        return expand_rules(self.megatron_rules(), shapes)
+        return self.expand(self.megatron_rules())
 
     def megatron_rules(self) -> list[WeightRule]:
         """Return the map to the names in Megatron shards, the head's included."""

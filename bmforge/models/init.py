@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from bmforge.nn.part import Derived, TensorNote, tensor_notes
 from bmforge.shards import is_streamed, local_box, local_tensor
+from bmforge.surgery import persistent_tensors
 
 __all__ = [
     "NoDrawing",
     "draw_normal_",
-    "init_parameter_",
+    "draw_tensor_",
+    "init_tensor_",
     "init_weights_",
     "materialize_",
     "weight_drawer",
@@ -47,8 +51,9 @@ class NoDrawing(TorchFunctionMode):
 
 def materialize_(model: nn.Module, device: torch.device | str | None = None) -> None:
     """Give memory to a model built on meta; ties, layouts and already real tensors stay."""
-    if any(p.is_meta for p in model.parameters()):
-        sharded = next((p for p in model.parameters() if hasattr(p, "device_mesh")), None)
+    tensors = persistent_tensors(model).values()
+    if any(tensor.is_meta for tensor in tensors):
+        sharded = next((p for p in tensors if isinstance(p, DTensor)), None)
         if device is None:
             device = sharded.device_mesh.device_type if sharded is not None else "cpu"
         ties = _tied_names(model)
@@ -82,42 +87,98 @@ def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | Non
         device: where a model on meta comes to live; None takes its layout's, else the CPU.
     """
     materialize_(model, device)
-    for name, parameter in model.named_parameters():
-        if not is_streamed(parameter):
-            init_parameter_(parameter, name, model.init_std(name), seed)
+    for name, tensor in persistent_tensors(model).items():
+        if not is_streamed(tensor):
+            init_tensor_(model, tensor, name, seed)
     return model
 
 
 def weight_drawer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
-    """Return what draws one parameter of `model` when it is asked for, as `init_weights_` does."""
-    return lambda name, target: init_parameter_(target, name, model.init_std(name), seed)
+    """Return what draws one tensor of `model` when it is asked for, as `init_weights_` does."""
+    return lambda name, target: init_tensor_(model, target, name, seed)
 
 
-def init_parameter_(parameter: Tensor, name: str, std: float, seed: int) -> None:
-    """Fill one parameter: norm weights with 1, biases with 0, matrices from N(0, std^2)."""
-    with torch.no_grad():
-        if name.endswith("norm.weight"):
-            local_tensor(parameter).fill_(1.0)
-        elif name.endswith("bias"):
-            local_tensor(parameter).zero_()
-        else:
-            draw_normal_(parameter, name, std, seed)
+def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
+    """Fill one tensor of a model: as its part says, else norm weights with 1, biases with 0 and
+    matrices from N(0, std^2).
+
+    Raises:
+        TypeError: a buffer that no part describes, which nobody knows how to fill.
+    """
+    owner, _, key = name.rpartition(".")
+    note = tensor_notes(model.get_submodule(owner)).get(key)
+    if note is not None:
+        base = f"{owner}.{note.draw.base}" if isinstance(note.draw, Derived) else name
+        draw_tensor_(tensor, name, note, model.init_std(base), seed)
+    elif not tensor.is_floating_point() or key in model.get_submodule(owner)._buffers:
+        raise TypeError(
+            f"nothing says how {name} is drawn: its module needs tensor_notes (docs/changes.md)."
+        )
+    elif name.endswith("norm.weight"):
+        _fill_(tensor, 1.0)
+    elif name.endswith("bias"):
+        _fill_(tensor, 0.0)
+    else:
+        draw_normal_(tensor, name, model.init_std(name), seed)
 
 
-def draw_normal_(parameter: Tensor, name: str, std: float, seed: int) -> None:
-    """Draw this process's part of a parameter from N(0, std^2)."""
-    box = local_box(parameter)
+def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: int) -> None:
+    """Fill this process's part of a part's tensor.
+
+    Args:
+        tensor: what is filled.
+        name: its whole name, which decides what is drawn.
+        note: what its part says of it.
+        std: of what it is derived from, where it is derived.
+        seed: decides the rest.
+    """
+    draw = note.draw
+    if isinstance(draw, Derived):
+        owner = name.rpartition(".")[0]
+        draw_normal_(tensor, f"{owner}.{draw.base}", std, seed, draw.shape, draw.turn)
+    elif isinstance(draw, float):
+        draw_normal_(tensor, name, draw, seed)
+    else:
+        _fill_(tensor, {"zeros": 0.0, "ones": 1.0}[draw])
+
+
+@torch.no_grad()
+def _fill_(tensor: Tensor, value: float) -> None:
+    local_tensor(tensor).fill_(value)
+
+
+@torch.no_grad()
+def draw_normal_(
+    tensor: Tensor,
+    name: str,
+    std: float,
+    seed: int,
+    shape: tuple[int, ...] | None = None,
+    turn: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Draw this process's part of a tensor from N(0, std^2).
+
+    Args:
+        tensor: what is filled.
+        name: decides with `seed` what is drawn.
+        std: standard deviation.
+        seed: likewise.
+        shape: of what is drawn, where that is turned into what is kept.
+        turn: some drawn rows -> as many rows of the tensor; None keeps them as they are.
+    """
+    box = local_box(tensor)
     if box.numel == 0:
         return
-    target = local_tensor(parameter)
-    width = max(1, math.prod(parameter.shape[1:]))
+    target, shape = local_tensor(tensor), tuple(tensor.shape) if shape is None else shape
+    width = max(1, math.prod(shape[1:]))
     rows = max(1, _BLOCK_ELEMENTS // width)
     first, last = box.offsets[0], box.offsets[0] + box.lengths[0]
     for block in range(first // rows, (last - 1) // rows + 1):
         start = block * rows
-        stop = min(start + rows, parameter.shape[0])
-        drawn = torch.empty(stop - start, *parameter.shape[1:])
+        stop = min(start + rows, shape[0])
+        drawn = torch.empty(stop - start, *shape[1:])
         drawn.normal_(0.0, std, generator=_generator(seed, name, block))
+        drawn = drawn if turn is None else turn(drawn)
         low, high = max(start, first), min(stop, last)
         piece = drawn[(slice(low - start, high - start), *box.slices[1:])]
         target[low - first : high - first].copy_(piece)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmforge.device import reads_are_free
 from bmforge.errors import CheckpointError
@@ -21,10 +21,10 @@ from bmforge.logging import get_logger
 from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import Read, run_reads
-from bmforge.models.init import init_parameter_, materialize_
-from bmforge.models.weights import WeightRule
+from bmforge.models.init import init_tensor_, materialize_
+from bmforge.models.weights import OWN_PREFIX, WeightRule
 from bmforge.shards import is_streamed, local_box, local_tensor
-from bmforge.surgery import match_glob
+from bmforge.surgery import match_glob, persistent_tensors
 
 __all__ = ["load_weights_", "settle_tie", "weight_reader"]
 
@@ -63,37 +63,37 @@ def load_weights_(
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
     pairs, fresh = _match_sources(model, files, new_head)
-    unborn = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    unborn = {name for name, tensor in persistent_tensors(model).items() if tensor.is_meta}
     materialize_(model, device)
-    parameters = dict(model.named_parameters())
-    if any(is_streamed(parameter) for parameter in parameters.values()):
+    tensors = persistent_tensors(model)
+    if any(is_streamed(tensor) for tensor in tensors.values()):
         unborn.clear()  # who streams has little memory, and a map counts as all of the file
     uses = Counter(name for _, name in pairs)
     reads = []
     for rule, name in pairs:
-        parameter = parameters[rule.ours]
-        if is_streamed(parameter):
+        tensor = tensors[rule.ours]
+        if is_streamed(tensor):
             continue
         may_map = rule.ours in unborn and rule.is_renaming and uses[name] == 1
-        if not (may_map and _map_(parameter, name, files)):
-            reads += _plan_reads(parameter, rule, name, files)
+        if not (may_map and _map_(tensor, name, files)):
+            reads += _plan_reads(tensor, rule, name, files)
     run_reads(reads, "load weights")
     for name in fresh:
-        init_parameter_(parameters[name], name, model.init_std(name), seed=0)
+        init_tensor_(model, tensors[name], name, seed=0)
     if fresh:
         get_logger().info("new head, drawn at random: %s", ", ".join(fresh))
     return model
 
 
 def weight_reader(model: Any, source: str | Path | WeightFiles) -> Callable[[str, Tensor], None]:
-    """Return what reads a parameter of `model` from a checkpoint, whole, when it is asked for.
+    """Return what reads a tensor of `model` from a checkpoint, whole, when it is asked for.
 
     Args:
         model: plain or on meta; what does not fit is found now.
         source: the directory that holds the weights, or its opened files.
 
     Returns:
-        fills a contiguous host tensor with the parameter of that name.
+        fills a contiguous host tensor with the model's of that name.
 
     Raises:
         CheckpointError: as `load_weights_` does.
@@ -110,23 +110,23 @@ def weight_reader(model: Any, source: str | Path | WeightFiles) -> Callable[[str
     return read
 
 
-def _map_(parameter: nn.Parameter, name: str, files: WeightFiles) -> bool:
-    """Let a parameter be the tensor in the file itself, where it can be; tell whether it is."""
-    if not reads_are_free(parameter.data) or files.dtype(name) != parameter.dtype:
+def _map_(tensor: Tensor, name: str, files: WeightFiles) -> bool:
+    """Let a tensor of ours be the one in the file itself, where it can be; tell whether it is."""
+    if not reads_are_free(tensor.data) or files.dtype(name) != tensor.dtype:
         return False
     mapped = files.map_tensor(name)
     if mapped is not None:
-        parameter.data = mapped
+        tensor.data = mapped
     return mapped is not None
 
 
-def _plan_reads(parameter: Tensor, rule: WeightRule, name: str, files: WeightFiles) -> list[Read]:
-    """Return what fills this process's part of a parameter; nothing where it has none of it."""
-    box = local_box(parameter)
+def _plan_reads(tensor: Tensor, rule: WeightRule, name: str, files: WeightFiles) -> list[Read]:
+    """Return what fills this process's part of a tensor; nothing where it has none of it."""
+    box = local_box(tensor)
     slices = rule.source_slices(box) if box.numel else None
     if slices is None:
         return []
-    target = rule.target(local_tensor(parameter.detach()), box)
+    target = rule.target(local_tensor(tensor.detach()), box)
     return [files.plan_read(name, slices, rule.source_view(target))]
 
 
@@ -134,11 +134,11 @@ def _match_sources(
     model: Any, files: WeightFiles, new_head: bool
 ) -> tuple[list[tuple[WeightRule, str]], list[str]]:
     """Pair every rule with a name in the files; raise with all that does not fit."""
-    shapes = {n: s for n, s in files.shapes.items() if not any(match_glob(n, g) for g in _DEAD)}
-    here = {name for name, _ in model.named_parameters()}
+    shapes = {n: s for n, s in files.shapes.items() if not _is_dead(n)}
+    here = set(persistent_tensors(model))
     # Of a pipeline each process has a part, but what does not fit must be the same on all.
     model = model.whole()
-    parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+    tensors = persistent_tensors(model)
     head = model.config.heads[model.config.head]
     pairs, missing, wrong, fresh = [], [], [], []
     for rule in model.rules_for(shapes):
@@ -149,7 +149,7 @@ def _match_sources(
             else:
                 missing.append(rule.theirs)
             continue
-        need = rule.source_shape(tuple(parameters[rule.ours].shape))
+        need = rule.source_shape(tuple(tensors[rule.ours].shape))
         if shapes[source] != need:
             wrong.append(f"{source} is {shapes[source]}, the config needs {need}")
         pairs.append((rule, source))
@@ -157,6 +157,10 @@ def _match_sources(
     if missing or wrong or extra:
         _refuse(model, files, missing, extra, wrong)
     return [(r, n) for r, n in pairs if r.ours in here], [name for name in fresh if name in here]
+
+
+def _is_dead(name: str) -> bool:
+    return not name.startswith(OWN_PREFIX) and any(match_glob(name, glob) for glob in _DEAD)
 
 
 def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
@@ -241,7 +245,8 @@ def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
     """
     config = model.config
     head, embed = (_their_name(model, ours) for ours in model.tied_head)
-    if head is None or embed is None:
+    is_changed = any(OWN_PREFIX + ours in files.shapes for ours in model.tied_head)
+    if head is None or embed is None or is_changed:
         return config
     bare = embed.removeprefix(model.hf_prefix)
     source = next((n for n in (embed, bare) if n in files.shapes), None)

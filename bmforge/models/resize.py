@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.models.init import NoDrawing, init_parameter_
+from bmforge.models.init import NoDrawing, init_tensor_
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
 from bmforge.models.stack import number_places_
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, MoESpec
@@ -217,7 +217,7 @@ def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
             continue
         if source is None or any(a > b for a, b in zip(parameter.shape, source.shape, strict=True)):
             whole = f"{name}.{key}"
-            init_parameter_(parameter, whole, model.init_std(whole), 0)
+            init_tensor_(model, parameter, whole, 0)
         if source is None:
             continue
         part, _, leaf = key.partition(".")

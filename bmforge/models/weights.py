@@ -8,7 +8,7 @@ parameter, in the other it saves.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,14 @@ from torch import Tensor
 
 from bmforge.shards import Box
 
-__all__ = ["WeightRule", "assemble_source", "expand_rules", "group_by_source", "linear_rules"]
+__all__ = [
+    "OWN_PREFIX",
+    "WeightRule",
+    "assemble_source",
+    "expand_rules",
+    "group_by_source",
+    "linear_rules",
+]
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,6 @@ class WeightRule:
         theirs: published name.
         transpose: theirs is stored (in, out).
         part: (first row, all rows) of the fused tensor, in our orientation; None: it is all ours.
-            In layers of other sizes than the usual the parts' own rows count, in the same order.
         index: theirs is this entry of our stacked tensor; `expand_rules` sets it.
     """
 
@@ -83,19 +89,51 @@ def linear_rules(
     return [WeightRule(f"{a}.{kind}", f"{b}.{kind}") for kind in kinds for a, b in pairs.items()]
 
 
+# What stands before the names of tensors that no published checkpoint has.
+OWN_PREFIX = "bmforge."
+
+
 def expand_rules(
-    rules: Iterable[WeightRule], shapes: Mapping[str, tuple[int, ...]]
+    rules: Iterable[WeightRule],
+    shapes: Mapping[str, tuple[int, ...]],
+    own: Collection[str] = (),
 ) -> list[WeightRule]:
-    """Return the rules of the parameters in `shapes`, in their order, with numbers put in.
+    """Return the rules of the tensors in `shapes`, in their order, with numbers put in.
 
     Args:
-        rules: of a family; those without a parameter are left out.
-        shapes: our parameters' names and whole shapes.
+        rules: of a family; those without a tensor are left out.
+        shapes: our tensors' names and whole shapes.
+        own: names of tensors that were changed, and what shares a published tensor with them:
+            published checkpoints have no place for them, and files have them under our names.
 
     Raises:
-        TypeError: a parameter that no rule names, which saving would lose.
+        TypeError: a tensor that no rule names, which saving would lose.
     """
-    fused: dict[str, list[int]] = {}
+    named = _expand_family(list(rules), {n: s for n, s in shapes.items() if n not in own})
+    broken = _incomplete_sources(named, shapes)
+    kept = [rule for rule in named if rule.theirs not in broken]
+    ours = {rule.ours for rule in kept}
+    alone = [WeightRule(name, OWN_PREFIX + name) for name in shapes if name not in ours]
+    places = {name: place for place, name in enumerate(shapes)}
+    return sorted([*kept, *alone], key=lambda rule: places[rule.ours])
+
+
+def _incomplete_sources(
+    rules: Iterable[WeightRule], shapes: Mapping[str, tuple[int, ...]]
+) -> set[str]:
+    """Return published fused tensors that what is left of the model does not fill."""
+    filled: dict[str, int] = {}
+    needed: dict[str, int] = {}
+    for rule in rules:
+        if rule.part is not None:
+            filled[rule.theirs] = filled.get(rule.theirs, 0) + shapes[rule.ours][0]
+            needed[rule.theirs] = rule.part[1]
+    return {name for name, rows in needed.items() if filled[name] != rows}
+
+
+def _expand_family(
+    rules: list[WeightRule], shapes: Mapping[str, tuple[int, ...]]
+) -> list[WeightRule]:
     patterns = [
         (re.compile(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)")), rule) for rule in rules
     ]
@@ -103,31 +141,17 @@ def expand_rules(
     for name, shape in shapes.items():
         found = [(match, rule) for pattern, rule in patterns if (match := pattern.fullmatch(name))]
         if not found:
-            raise TypeError(f"no weight rule for parameter {name}")
+            raise TypeError(f"no weight rule for {name}")
         for match, rule in found:
             theirs = rule.theirs
             for number in match.groups():
                 theirs = theirs.replace("{i}", number)
-            if match.groups() and rule.part is not None:
-                fused.setdefault(theirs, []).append(len(out))
             count = range(shape[0]) if "{e}" in theirs else (None,)
             out += [
                 replace(rule, ours=name, theirs=theirs.replace("{e}", str(e)), index=e)
                 for e in count
             ]
-    for places in fused.values():
-        _fit_parts_(out, places, shapes)
     return out
-
-
-def _fit_parts_(
-    rules: list[WeightRule], places: list[int], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Give the parts of a layer's fused tensor, one behind the other, the rows that ours have."""
-    total, first = sum(shapes[rules[place].ours][0] for place in places), 0
-    for place in sorted(places, key=lambda place: (rules[place].part or (0, 0))[0]):
-        rules[place] = replace(rules[place], part=(first, total))
-        first += shapes[rules[place].ours][0]
 
 
 def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:

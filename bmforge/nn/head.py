@@ -7,8 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
+from bmforge.errors import ConfigError
 from bmforge.nn.cuts import PickTokens, VocabCut
 from bmforge.nn.losses import check_classes, linear_cross_entropy
+from bmforge.nn.low_rank import LowRank
+from bmforge.nn.part import beside_parts
 
 __all__ = ["LMHead"]
 
@@ -26,6 +29,12 @@ class LMHead(nn.Linear):
 
     vocab: VocabCut | None = None
     pick_tokens: PickTokens | None = None
+    # Low-rank parts beside it go into the loss as well, where no hook could add them.
+    asks_parts = True
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return the rows that are here; those kept in another form as numbers of `dtype`."""
+        return self.weight
 
     def forward(
         self,
@@ -62,17 +71,42 @@ class LMHead(nn.Linear):
                 num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
             x, labels, num_items = self.pick_tokens(x, labels, num_items)
         x = x if vocab is None else vocab.enter(x)
-        weight, bias = self.weight, self.bias
+        weight, bias = self.matrix(x.dtype), self.bias
+        added = self._added(x)
         if more_rows is not None:
             if vocab is not None:
                 # They follow the last row of all; elsewhere none of them, which keeps their
                 # gradient's sum over the processes alive.
                 more_rows = vocab.enter(more_rows)[: None if vocab.is_last else 0]
             weight = torch.cat((weight, more_rows))
-        return linear_cross_entropy(x, weight, labels, bias, num_items, vocab)
+            added = [(low, _lengthen(up, weight)) for low, up in added]
+        return linear_cross_entropy(x, weight, labels, bias, num_items, vocab, added)
 
     def _score(self, x: Tensor, more_rows: Tensor | None) -> Tensor:
         x = x if self.vocab is None else self.vocab.enter(x)
-        logits = F.linear(x, self.weight, self.bias)
+        logits = F.linear(x, self.matrix(x.dtype), self.bias)
+        for low, up in self._added(x):
+            logits = logits + F.linear(low, up)
         logits = logits if self.vocab is None else self.vocab.gather(logits)
         return logits if more_rows is None else torch.cat((logits, F.linear(x, more_rows)), -1)
+
+    def _added(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the low-rank parts' own hidden states and rows: (..., R) and (V, R) of each.
+
+        Raises:
+            ConfigError: a part of another kind, which could not be in the loss.
+        """
+        found = []
+        for name, part in beside_parts(self):
+            if not isinstance(part, LowRank):
+                raise ConfigError(
+                    f"{name!r} beside a language model's head is a {type(part).__name__}: the loss "
+                    "is made inside the head, which takes low-rank parts only."
+                )
+            found.append(part.factors(x))
+        return found
+
+
+def _lengthen(up: Tensor, weight: Tensor) -> Tensor:
+    """Give `up` rows of zeros for what the head was given beyond its own."""
+    return F.pad(up, (0, 0, 0, weight.shape[0] - up.shape[0]))

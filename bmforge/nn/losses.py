@@ -8,6 +8,8 @@ recomputed.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,12 +39,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         scale: Tensor,
         vocab: VocabCut | None,
+        *added: Tensor,
     ) -> Tensor:
         # Of the widest part, so that all processes take equally many chunks.
         width = weight.shape[0] if vocab is None else vocab.width
         rows = max(1, _CHUNK_ELEMENTS // width)
         wide, is_fp16 = scale.dtype, hidden.dtype == torch.float16
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        more = _Added(added, ctx.needs_input_grad[6:], wide)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.empty_like(weight, dtype=wide) if need_weight else None
@@ -56,9 +60,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = torch.mm(piece, weight.t(), out=buffer[: piece.shape[0]])
             if bias is not None:
                 grad += bias
+            tokens = slice(start, start + rows)
+            more.add_to_(grad, tokens)
             logits = wide_buffer[: piece.shape[0]].copy_(grad)
             total += _softmax_loss_(logits, labels[start : start + rows], vocab)
-            if not (need_hidden or need_weight or need_bias):
+            if not any(ctx.needs_input_grad):
                 continue
             # fp16 takes the scale here, while the values are wide: most of them are far below its
             # smallest number, and a loss scale must reach them in time.
@@ -69,21 +75,49 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product_(grad_weight, grad.t(), piece, first=start == 0)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=wide)
+            more.collect_(grad, tokens)
         left = torch.ones_like(scale) if is_fp16 else scale
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, left)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, *more.grads, left)
         ctx.dtypes = hidden.dtype, weight.dtype, hidden.dtype if bias is None else bias.dtype
+        ctx.dtypes += tuple(tensor.dtype for tensor in added)
         return total * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *sums, scale = ctx.saved_tensors
         factor = grads[0] * scale
-        return (
-            *(_scale_(g, factor, dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)),
-            None,
-            None,
-            None,
-        )
+        found = [_scale_(g, factor, dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)]
+        return *found[:3], None, None, None, *found[3:]
+
+
+class _Added:
+    """Pairs of narrower hidden states and rows, whose products are added to the logits.
+
+    Args:
+        tensors: states (M, R) and rows (V, R) by turns.
+        needs: which of them want a gradient.
+        wide: what gradients of rows are summed in.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], needs: Sequence[bool], wide: torch.dtype) -> None:
+        self.pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
+        self.grads: list[Tensor | None] = [
+            torch.zeros_like(tensor, dtype=wide if number % 2 else tensor.dtype) if need else None
+            for number, (tensor, need) in enumerate(zip(tensors, needs, strict=True))
+        ]
+
+    def add_to_(self, logits: Tensor, tokens: slice) -> None:
+        for low, rows in self.pairs:
+            logits.addmm_(low[tokens], rows.t())
+
+    def collect_(self, grad: Tensor, tokens: slice) -> None:
+        """Take the gradients of some tokens, from that of their logits."""
+        for number, (low, rows) in enumerate(self.pairs):
+            grad_low, grad_rows = self.grads[2 * number : 2 * number + 2]
+            if grad_low is not None:
+                torch.mm(grad, rows, out=grad_low[tokens])
+            if grad_rows is not None:
+                _add_product_(grad_rows, grad.t(), low[tokens], first=False)
 
 
 def _softmax_loss_(logits: Tensor, target: Tensor, vocab: VocabCut | None) -> Tensor:
@@ -135,6 +169,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab: VocabCut | None = None,
+    added: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """Cross-entropy of ``hidden @ weight.T + bias`` against `labels`, without the full logits.
 
@@ -149,9 +184,11 @@ def linear_cross_entropy(
             here.
         vocab: how the rows of `weight` are divided over processes, all of which call this with the
             same hidden states and labels; the gradient of `hidden` is this process's part of it.
+        added: narrower hidden states and rows, whose products are added to the logits.
 
     Shape:
-        hidden: (M, D); weight: (V, D); labels: (M,); bias: (V,); returns a scalar in fp32 or wider
+        hidden: (M, D); weight: (V, D); labels: (M,); bias: (V,); added: (M, R) and (V, R);
+        returns a scalar in fp32 or wider
 
     Raises:
         ShapeError: a label is neither -100 nor a class, where looking costs no waiting.
@@ -165,11 +202,13 @@ def linear_cross_entropy(
         # torch tells a function what could want a gradient, not that none is being recorded.
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
+        added = [(low.detach(), rows.detach()) for low, rows in added]
     if num_items is None:
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
     wide = wide_dtype(hidden.dtype)
     scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, vocab)
+    flat = itertools.chain.from_iterable(added)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, vocab, *flat)
 
 
 def check_classes(labels: Tensor, count: int) -> None:

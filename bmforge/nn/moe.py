@@ -27,6 +27,7 @@ from bmforge.nn.balanced import assign_balanced
 from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.grouped import grouped_linear, take_rows
 from bmforge.nn.mlp import MLP, MLPSpec, get_activation
+from bmforge.nn.part import beside_parts
 from bmforge.nn.remake import call_and_drop
 
 __all__ = [
@@ -161,6 +162,9 @@ class Experts(nn.Module):
         x: (S, D), sorted by expert; ends: (E,) -> (S, D)
     """
 
+    # Parts beside it go into each of its products, where one hook around all could not add them.
+    asks_parts = True
+
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
         self.activation = get_activation(spec.activation)
@@ -176,13 +180,28 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Apply every expert to its rows."""
-        up = grouped_linear(x, self.up_proj, ends)
-        gate = None if self.gate_proj is None else grouped_linear(x, self.gate_proj, ends)
+        up = self.product("up_proj", x, ends)
+        gate = None if self.gate_proj is None else self.product("gate_proj", x, ends)
 
         def inner() -> Tensor:
             return self.activation(up) if gate is None else self.activation(gate) * up
 
-        return call_and_drop(lambda h: grouped_linear(h, self.down_proj, ends), inner(), inner)
+        return call_and_drop(lambda h: self.product("down_proj", h, ends), inner(), inner)
+
+    def product(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiply the rows of every expert by its matrix of that name, parts beside it included.
+
+        Shape:
+            x: (S, in) -> (S, out)
+        """
+        out = self.multiply(key, x, ends)
+        for _, part in beside_parts(self):
+            out = out + part(key, x, ends)
+        return out
+
+    def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
+        """The same of the matrices alone; a storage form puts its own here."""
+        return grouped_linear(x, getattr(self, key), ends)
 
     def extra_repr(self) -> str:
         """Show the sizes."""

@@ -101,10 +101,11 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
     mixtures = find_mixtures(model).values()
     group, share = axis_group(mesh, "ep"), 1 / axis_size(mesh, "ep")
     for mixture in mixtures:
-        _divide_parameters_(mixture.experts, mesh)
         view = partial(_view_shared, share)
-        keys = [key for key, _ in mixture.experts.named_parameters(recurse=False)]
-        compute_on_views_(mixture.experts, dict.fromkeys(keys, view))
+        for module in mixture.experts.modules():  # the experts, and what stands beside them
+            _divide_parameters_(module, mesh)
+            keys = [key for key, _ in module.named_parameters(recurse=False)]
+            compute_on_views_(module, dict.fromkeys(keys, view), "experts")
         mixture.dispatch = partial(_dispatch_far, mixture.dispatch, group)
     return [mixture.experts for mixture in mixtures]
 

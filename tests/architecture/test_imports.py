@@ -124,6 +124,53 @@ def test_devices_are_named_in_one_file(path):
             assert not DEVICE_WORDS.fullmatch(node.attr), f"line {node.lineno}"
 
 
+def assigned(tree: ast.AST) -> list[ast.Attribute]:
+    """Return the attributes that are assigned to, by a statement or by `setattr` with a name."""
+    found: list[ast.Attribute] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.append(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "setattr",
+            "object.__setattr__",
+        ):
+            owner, name = node.args[:2]
+            if isinstance(name, ast.Constant):
+                found.append(ast.Attribute(owner, name.value, lineno=node.lineno))
+    return found
+
+
+def forward_patches(tree: ast.AST) -> list[int]:
+    """Return the lines that replace a module's forward."""
+    lines = [node.lineno for node in assigned(tree) if node.attr == "forward"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            key = node.slice
+            if isinstance(key, ast.Constant) and key.value == "forward":
+                lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_forwards_are_replaced_in_one_file(path):
+    lines = forward_patches(ast.parse(path.read_text()))
+    assert path.name == "surgery.py" or not lines, f"use surgery.wrap_forward_: lines {lines}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "block.forward = partial(checkpoint, block.forward)",
+        "a.b.forward, x = f, 1",
+        'setattr(module, "forward", f)',
+        'module.__dict__["forward"] = f',
+    ],
+)
+def test_a_patched_forward_would_be_seen(line):
+    assert forward_patches(ast.parse(line))
+    assert not forward_patches(ast.parse("y = module.forward(x)"))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_public_names_are_listed_and_documented(path):
     tree = ast.parse(path.read_text())

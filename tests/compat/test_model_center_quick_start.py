@@ -108,6 +108,7 @@ def test_several_processes_train_as_one(folder: Path, world: int, rows: int) -> 
     results = run_distributed(run_in, world, str(folder), rows)
     wanted, wanted_accuracies = plain_loop(folder, rows, world)
     for losses, accuracies, counts in results:
-        assert losses == pytest.approx(wanted, rel=1e-5)
+        # fp32, and what the order of summation makes of it over 25 steps.
+        assert losses == pytest.approx(wanted, rel=1e-4)
         assert accuracies == pytest.approx(wanted_accuracies)
         assert counts == [14] * 5

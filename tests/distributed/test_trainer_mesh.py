@@ -18,7 +18,8 @@ from bmforge.errors import ConfigError, DistributedError, MissingDependencyError
 from bmforge.models import GPT2, GPT2Config
 from bmforge.parallel import Layout, parallelize, run_everywhere, run_on_first
 from bmforge.testing import run_distributed
-from bmforge.train import TrainConfig, Trainer, checkpoint
+from bmforge.train import TrainConfig, Trainer
+from bmforge.train.checkpoint import checkpointer as checkpoint
 
 SIZES = {"vocab_size": 17, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_seq_len": 8}
 

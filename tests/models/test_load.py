@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from bmforge.errors import CheckpointError
 from bmforge.host_memory import resident_bytes
-from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, load_weights_, safe_file
+from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, load_weights_
+from bmforge.models.formats import safe_file
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import Read, SafeFile, run_reads, write_file
 from bmforge.parallel import Layout, init_distributed, parallelize

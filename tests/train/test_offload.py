@@ -26,10 +26,10 @@ from bmforge.train import (
     Trainer,
     build_optimizers,
     load_checkpoint,
-    offloader,
     save_checkpoint,
 )
 from bmforge.train.checkpoint.state import read_state
+from bmforge.train.offload import offloader
 from bmforge.train.offload.offloader import Offloader
 
 LEAVING = OffloadConfig(1.0, gradients="leave")

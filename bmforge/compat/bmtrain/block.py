@@ -18,6 +18,7 @@ from bmforge.compat.bmtrain.module import DistributedModule, Facade, make_distri
 from bmforge.compat.bmtrain.parameter import gather, mark_, mesh_of, origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ConfigError
+from bmforge.surgery import wrap_forward_, wrappers_of
 
 __all__ = ["Block", "BlockError", "TransformerBlockList", "as_blocks"]
 
@@ -63,15 +64,13 @@ class Block(Facade):
         super().__init__()
         # The module's own tables: whatever looks at them or changes them sees the module.
         inner = vars(inner_module)
+        is_made = "recompute" in dict(wrappers_of(inner_module))
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = inner[table]
         self.__dict__.update(zero_level=level, use_checkpoint=use_checkpoint, mode=mode)
         self.__dict__["_module"] = inner_module
-        if "is_block" not in inner:
-            inner["is_block"] = True
-            inner_module.forward = partial(  # type: ignore[method-assign]
-                _run, inner_module.forward, use_checkpoint
-            )
+        if not is_made:  # the same module may be a block twice
+            wrap_forward_(inner_module, partial(_run, use_checkpoint), "recompute")
         if mode == "BLOCK" or config["pipe_size"] == 1:
             self.shard()
 
@@ -138,7 +137,7 @@ class Block(Facade):
         self._module._load_from_state_dict(*args, **kwargs)
 
 
-def _run(forward: Any, recomputes: bool, *args: Any, **kwargs: Any) -> Any:
+def _run(recomputes: bool, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run a module's own forward; what gathering hangs on its outputs must outlive `x += y`."""
     if not recomputes:
         return _no_views(forward(*args, **kwargs))

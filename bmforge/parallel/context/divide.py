@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bmforge.parallel.collectives import exchange_rows
 from bmforge.parallel.context.ring import attend_causally, attend_in_ring
 from bmforge.parallel.context.token_share import Rows, TokenCut, TokenShare
+from bmforge.surgery import wrap_forward_
 
 __all__ = ["METHODS", "apply_context_parallel_", "context_problems"]
 
@@ -205,18 +206,20 @@ def _see_everything_(attn: Any) -> None:
     Its blocks and global tokens reach across shares in ways of their own. Not divided: a projection
     and a window's width per token, beside the MLP's work, which is.
     """
-    inner, enter, pick_own = attn.forward, attn.enter, attn.pick_own
+    wrap_forward_(attn, partial(_on_all_tokens, attn), "window")
 
-    def forward(x: Tensor, mask: Any, *more: Any, **named: Any) -> Tensor:
-        if not isinstance(mask, Rows):
-            return inner(x, mask, *more, **named)
-        attn.enter, attn.pick_own = (lambda own: mask.share.gather(enter(own))), mask.share.take
-        try:
-            return inner(x, mask.mask, *more, **named)
-        finally:
-            attn.enter, attn.pick_own = enter, pick_own
 
-    attn.forward = forward
+def _on_all_tokens(
+    attn: Any, inner: Callable[..., Any], /, x: Tensor, mask: Any, *more: Any, **named: Any
+) -> Tensor:
+    if not isinstance(mask, Rows):
+        return inner(x, mask, *more, **named)
+    enter, pick_own = attn.enter, attn.pick_own
+    attn.enter, attn.pick_own = (lambda own: mask.share.gather(enter(own))), mask.share.take
+    try:
+        return inner(x, mask.mask, *more, **named)
+    finally:
+        attn.enter, attn.pick_own = enter, pick_own
 
 
 def _pick_tokens(

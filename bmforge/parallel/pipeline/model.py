@@ -26,6 +26,7 @@ from bmforge.parallel.pipeline.schedules import Schedule, build_schedule, proble
 from bmforge.parallel.pipeline.stages import Cutting
 from bmforge.parallel.zero import groups_of_state
 from bmforge.shards import local_tensor
+from bmforge.surgery import wrap_forward_
 
 __all__ = ["PipelinedModel", "Run", "pipeline_of", "reduce_gradients_", "run_step"]
 
@@ -90,7 +91,6 @@ class PipelinedModel:
         slice_group = mesh["tp"].get_group() if slices and mesh["tp"].size() > 1 else None
         device = torch.device(mesh.device_type)
         self._link = Link(mesh["pp"].get_group(), device, slice_group)
-        self._inner = model.forward
         self._is_inside = False
         self.rank, self.size = mesh.get_local_rank("pp"), mesh["pp"].size()
         self._owners = owners = self._build(num_micro_batches=None).stage_ranks
@@ -99,7 +99,7 @@ class PipelinedModel:
         self.copied = frozenset(n for n, found in ranks.items() if found[0] != self.rank)
         self._groups = _build_groups(mesh, {tuple(r) for r in self._all_sets(owners)})
         self._shared = {n: tuple(found) for n, found in ranks.items() if len(found) > 1}
-        model.forward = self._forward  # type: ignore[method-assign]
+        wrap_forward_(model, self._forward, "stages")
         model.register_forward_hook(self._note_output)
 
     @property
@@ -171,10 +171,10 @@ class PipelinedModel:
             self.run, self._is_inside = self._refuse, False
             self.model.arrived = ()  # type: ignore[assignment]
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The model's forward: of one stage inside a step, else of all of them."""
         if self._is_inside:
-            return self._inner(*args, **kwargs)
+            return inner(*args, **kwargs)
         if torch.is_grad_enabled():
             raise ConfigError(
                 "a pipelined model trains whole steps: use the Trainer, or run_step. For a plain "
@@ -188,7 +188,7 @@ class PipelinedModel:
         kind: list[Any] = []
 
         def run(inputs: Batch) -> Any:
-            self.output = self._inner(*args, **inputs)
+            self.output = inner(*args, **inputs)
             kind.append(self.output)
             if self.output.carry is not None:
                 return None

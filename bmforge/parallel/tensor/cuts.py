@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from bmforge.errors import BmforgeError
-from bmforge.parallel.tensor.parts import APPLY, TensorGroup, is_mixture, view_here
+from bmforge.parallel.tensor.parts import APPLY, TensorGroup, hide, is_mixture, view_here
 from bmforge.parallel.tensor.sequence import divide_tokens_
-from bmforge.surgery import match_names
+from bmforge.surgery import match_names, wrap_forward_
 
 __all__ = ["Cut", "apply_tensor_parallel_", "compute_on_views_", "find_cuts", "tensor_problems"]
 
@@ -81,9 +81,51 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
             f"tp={size}: {name}.{key} has only {tuple(parameter.shape)}, too few to cut"
             for name in names
             for key, parameter in modules[name].named_parameters(recurse=False)
-            if _leaves_empty(parameter, _DIMS[cut.style].get(key), size) and not shares
+            if _leaves_empty(parameter, _dims_of(modules[name], cut).get(key), size) and not shares
         ]
+    return found or _part_problems(model, find_cuts(model, cuts), size)
+
+
+def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> list[str]:
+    """Return what keeps the parts beside modules from being cut as those are."""
+    found = []
+    for name, module in model.named_modules():
+        if not is_beside(module):
+            continue
+        cut, known = _cut_around(name, module, styles), module.cut_styles
+        style = "" if cut is None else cut.style
+        if style not in known:
+            found.append(
+                f"tp={size}: {name}, a {type(module).__name__}, stands beside a module that is cut "
+                f"as {style!r}; it can follow {', '.join(map(repr, sorted(known - {''})))} only"
+            )
+        elif cut is not None:
+            found += [
+                f"tp={size}: {name}.{key} has only {tuple(parameter.shape)}, too few to cut"
+                for key, parameter in module.named_parameters(recurse=False)
+                if _leaves_empty(parameter, _dims_of(module, cut).get(key), size)
+            ]
     return found
+
+
+def is_beside(module: Any) -> bool:
+    """Tell a part that stands beside a module, and is cut as that is; `nn.BesidePart` is one."""
+    return callable(getattr(module, "tensor_notes", None)) and hasattr(module, "cut_styles")
+
+
+def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut | None:
+    """Return how a module is cut, or for a part the module beside which it stands."""
+    return styles.get(name.rpartition(".")[0] if is_beside(module) else name)
+
+
+def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
+    """Return which dim of which parameter is cut: the part says so, else the style."""
+    if cut is None:
+        return {}
+    if not callable(getattr(module, "tensor_notes", None)):
+        return _DIMS[cut.style]
+    notes = {key: note.cuts.get(cut.style) for key, note in module.tensor_notes().items()}
+    return {k: v for k, v in {**_DIMS[cut.style], **notes}.items() if v is not None}
 
 
 def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
@@ -128,16 +170,16 @@ def apply_tensor_parallel_(
     )
     new: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
-        cut = styles.get(name)
+        cut = _cut_around(name, module, styles)
         # Inside a mixture of experts all processes have all tokens.
         inside = name.startswith(mixtures)
         here = whole if inside else tensor
         between = here.view_between if id(module) in blocks and not inside else view_here
         views = dict(_cut_parameters_(module, cut, here, between, new))
-        if cut is not None and cut.style in APPLY:
+        if cut is not None and cut.style in APPLY and not is_beside(module):
             APPLY[cut.style](module, here)
         if views:
-            compute_on_views_(module, views)
+            compute_on_views_(module, views, "views")
     if sequence:
         for stack in stacks:
             divide_tokens_(stack, tensor)
@@ -151,9 +193,11 @@ def _cut_parameters_(
     new: dict[int, nn.Parameter],
 ) -> Iterator[tuple[str, View]]:
     """Make a module's own parameters DTensors; yield how computing sees each."""
-    dims = {} if cut is None else _DIMS[cut.style]
+    dims = _dims_of(module, cut)
+    follows = cut is not None and (cut.style == "head_norm" or is_beside(module))
     shared = cut is not None and cut.style == "key_value" and bool(cut.units % tensor.size)
     for key, parameter in list(module.named_parameters(recurse=False)):
+        takes_share = shared and dims.get(key) == 0
         dim = None if shared else dims.get(key)
         if id(parameter) not in new:
             placement = Replicate() if dim is None else Shard(dim)
@@ -162,10 +206,13 @@ def _cut_parameters_(
         module._parameters[key] = new[id(parameter)]
         if dim is not None:
             yield key, view_here
-        elif shared and cut is not None:
+        elif takes_share and cut is not None:
             yield key, partial(tensor.view_shared_head, cut.units)
-        elif cut is not None and cut.style == "head_norm":
+        elif follows:
+            # Whole, and used by each process for what it has: of its heads, or of its columns.
             yield key, tensor.view_of_heads
+        elif cut is not None and cut.style == "row" and key == "bias":
+            yield key, hide
         else:
             yield key, between
 
@@ -177,18 +224,24 @@ def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
-def compute_on_views_(module: nn.Module, views: dict[str, View]) -> None:
+def compute_on_views_(module: nn.Module, views: dict[str, View], place: str) -> None:
     """Let a module's forward see what is here of its parameters."""
-    inner = module.forward
+    wrap_forward_(module, partial(_on_views, module, views), place)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        own = module._parameters
-        whole = {key: own[key] for key in views}
-        try:
-            for key, view in views.items():
-                own[key] = view(whole[key])  # type: ignore[assignment]
-            return inner(*args, **kwargs)
-        finally:
-            own.update(whole)
 
-    module.forward = forward  # type: ignore[method-assign]
+def _on_views(
+    module: nn.Module,
+    views: dict[str, View],
+    inner: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    own = module._parameters
+    whole = {key: own[key] for key in views}
+    try:
+        for key, view in views.items():
+            own[key] = view(whole[key])  # type: ignore[assignment,arg-type]
+        return inner(*args, **kwargs)
+    finally:
+        own.update(whole)

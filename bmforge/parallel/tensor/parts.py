@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from bmforge.parallel.collectives import (
     sum_scatter_tokens,
     take_tokens,
 )
+from bmforge.surgery import wrap_forward_
 
-__all__ = ["APPLY", "TensorGroup", "draw_apart_", "is_mixture", "view_here"]
+__all__ = ["APPLY", "TensorGroup", "draw_apart_", "hide", "is_mixture", "view_here"]
 
 
 class TensorGroup:
@@ -128,15 +130,14 @@ def _apply_part_(module: Any, tensor: TensorGroup) -> None:
 def _apply_mixture_(module: Any, tensor: TensorGroup) -> None:
     """A mixture of experts routes all tokens alike on every process; only its experts are cut."""
     module.enter, module.leave = tensor.sum_backward, tensor.sum_forward
-    inner = module.forward
+    wrap_forward_(module, partial(_mix_all_tokens, tensor), "part")
 
-    def forward(x: Tensor) -> Any:
-        if tensor.tokens is None:
-            return inner(x)
-        out, logits = inner(tensor.restore(x))
-        return tensor.take(out), logits
 
-    module.forward = forward
+def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -> Any:
+    if tensor.tokens is None:
+        return inner(x)
+    out, logits = inner(tensor.restore(x))
+    return tensor.take(out), logits
 
 
 def draw_apart_(module: nn.Module, tensor: TensorGroup) -> None:
@@ -144,41 +145,52 @@ def draw_apart_(module: nn.Module, tensor: TensorGroup) -> None:
 
     The seed comes from the common generator, so recomputing draws the same again.
     """
-    inner = module.forward
+    wrap_forward_(module, partial(_draw_apart, module, tensor.rank), "draws")
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not module.training:
-            return inner(*args, **kwargs)
-        with fork_random(tensor.rank):
-            return inner(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+def _draw_apart(
+    module: nn.Module, rank: int, inner: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if not module.training:
+        return inner(*args, **kwargs)
+    with fork_random(rank):
+        return inner(*args, **kwargs)
+
+
+def hide(parameter: Tensor) -> None:
+    """What a module sees of its bias where the bias is added after the processes' sum."""
 
 
 def _apply_row_(module: Any, tensor: TensorGroup) -> None:
-    """Sum the processes' products, then add the bias once."""
+    """Sum the processes' products, then add the bias once.
 
-    def forward(x: Tensor) -> Tensor:
-        out = tensor.leave(F.linear(x, module.weight.to(x.dtype)))
-        return out if module.bias is None else out + module.bias
+    The module makes its product itself, however its weight is kept, without its bias (`hide`); what
+    stands beside it has joined the product when this hook, the last one, runs.
+    """
+    module.register_forward_hook(partial(_sum_products, tensor))
 
-    module.forward = forward
+
+def _sum_products(tensor: TensorGroup, module: Any, args: Any, out: Tensor) -> Tensor:
+    out = tensor.leave(out)
+    return out if module.bias is None else out + tensor.view_between(module.bias)
 
 
 def _apply_embedding_(module: nn.Embedding, tensor: TensorGroup) -> None:
     """Look up the rows that are here; the others' are zeros."""
-    first = tensor.rank * -(-module.num_embeddings // tensor.size)
+    width = -(-module.num_embeddings // tensor.size)
+    first = tensor.rank * width
+    padding = module.padding_idx
+    if padding is not None:
+        module.padding_idx = padding - first if first <= padding < first + width else None
+    wrap_forward_(module, partial(_look_up_here, module, tensor, first), "part")
 
-    def forward(ids: Tensor) -> Tensor:
-        rows = module.weight.shape[0]
-        here = (ids >= first) & (ids < first + rows)
-        padding = module.padding_idx
-        if padding is not None:
-            padding = padding - first if first <= padding < first + rows else None
-        found = F.embedding((ids - first).where(here, 0), module.weight, padding)
-        return tensor.sum_forward(found * here[..., None])
 
-    module.forward = forward  # type: ignore[method-assign]
+def _look_up_here(
+    module: nn.Embedding, tensor: TensorGroup, first: int, inner: Callable[..., Any], ids: Tensor
+) -> Tensor:
+    here = (ids >= first) & (ids < first + module.weight.shape[0])
+    found = inner((ids - first).where(here, 0))
+    return tensor.sum_forward(found * here[..., None])
 
 
 class _Vocab:

@@ -5,12 +5,15 @@ Source: Korthikanti et al., "Reducing activation recomputation in large transfor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from bmforge.parallel.tensor.parts import TensorGroup, draw_apart_
+from bmforge.surgery import wrap_forward_
 
 __all__ = ["divide_tokens_"]
 
@@ -53,10 +56,16 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
 
 def _note_tokens_(block: nn.Module, tensor: TensorGroup) -> None:
     """Let a block's parts know how many tokens a row has; an argument, so recomputing knows too."""
-    inner = block.forward
+    wrap_forward_(block, partial(_note_tokens, tensor), "tokens")
 
-    def forward(*args: Any, tokens: int | None = None, **kwargs: Any) -> Any:
-        tensor.tokens = tokens
-        return inner(*args, **kwargs)
 
-    block.forward = forward  # type: ignore[method-assign]
+def _note_tokens(
+    tensor: TensorGroup,
+    inner: Callable[..., Any],
+    /,
+    *args: Any,
+    tokens: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    tensor.tokens = tokens
+    return inner(*args, **kwargs)

@@ -1,0 +1,104 @@
+"""Saving a model of any layout as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bmforge.errors import CheckpointError
+from bmforge.logging import get_logger, track
+from bmforge.models.formats.hf_format import has_weights, plan_files, write_file, write_index
+from bmforge.models.weights import WeightRule, assemble_source, group_by_source
+from bmforge.shards import is_streamed
+from bmforge.surgery import persistent_tensors
+
+__all__ = ["write_model"]
+
+
+def write_model(model: Any, out: Path, overwrite: bool, max_file_bytes: int) -> None:
+    """Write a model; see `Model.save_pretrained`."""
+    if has_weights(out) and not overwrite:
+        raise CheckpointError(
+            f"{str(out)!r} already holds a model. Name another, or pass overwrite=True."
+        )
+    rank, world = _rank_and_world()
+    if world > 1:
+        dist.barrier()  # nobody writes before all have looked
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = persistent_tensors(model)
+    whole = model.whole()
+    gather, described = _Whole(tensors), persistent_tensors(whole)
+    groups = group_by_source(whole.active_rules())
+    sizes = {
+        name: sum(_source_bytes(rule, described[rule.ours]) for rule in rules)
+        for name, rules in groups.items()
+    }
+    homes = {name: model._stage_rank(rules[0].ours) for name, rules in groups.items()}
+    files = plan_files(sizes, max_file_bytes, homes)
+    stage, members = model._stage_and_members(rank, world)
+    for number, (file, names) in enumerate(track(list(files.items()), "save weights")):
+        if homes[names[0]] != stage:
+            continue
+        mine = number % members == rank % members
+        found = {}
+        for name in names:
+            tensor = assemble_source(groups[name], gather)
+            if mine:
+                found[name] = tensor.cpu()
+        if mine:
+            write_file(out / file, found)
+    if rank == 0:
+        _write_config(model, out, tensors)
+        write_index(out, files, sum(sizes.values()))
+    if world > 1:
+        dist.barrier()
+
+
+def _write_config(model: Any, out: Path, tensors: dict[str, Tensor]) -> None:
+    dtypes = (tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    dtype = str(next(dtypes, torch.float32)).removeprefix("torch.")
+    config = {**model.config.to_hf(), "dtype": dtype}
+    config.pop("torch_dtype", None)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if model.config.changes:
+        kinds = ", ".join(dict.fromkeys(change.kind for change in model.config.changes))
+        get_logger().info(
+            "%s holds a changed model (%s): bmforge opens it; transformers would leave out what "
+            "was changed",
+            *(out, kinds),
+        )
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _source_bytes(rule: WeightRule, parameter: Tensor) -> int:
+    count = parameter.numel() // (1 if rule.index is None else parameter.shape[0])
+    return count * parameter.element_size()
+
+
+class _Whole:
+    """Gathers parameters by name; the last one is kept, for the many parts of a stacked one."""
+
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
+        self.parameters = parameters
+        self.last: tuple[str, Tensor] | None = None
+
+    def __call__(self, name: str) -> Tensor:
+        if self.last is None or self.last[0] != name:
+            parameter = self.parameters[name].detach()
+            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if is_streamed(self.parameters[name]):
+                tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self.parameters[name].read_streamed(tensor)  # type: ignore[attr-defined]
+            self.last = (name, tensor)
+        return self.last[1]

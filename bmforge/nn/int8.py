@@ -1,0 +1,269 @@
+"""Linear layers, heads, embeddings and experts whose weights are kept as int8 rows.
+
+Every row of a matrix is kept as integers from -127 to 127 and one scale. Results are bit for bit
+those of the plain layer whose weight is ``rows * scale`` in the dtype that computes. The rows are
+plain parameters that want no gradient, so layouts, streaming and checkpoints move them as any other
+tensor; what goes in gets its gradient, which is what parts beside such a layer train by.
+
+Source: absmax quantisation by rows, as in Dettmers et al., "LLM.int8()" (2022), without outliers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.grouped import grouped_linear
+from bmforge.nn.head import LMHead
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.moe import Experts
+from bmforge.nn.part import Derived, TensorNote
+
+__all__ = ["Int8Embedding", "Int8Experts", "Int8Head", "Int8Linear", "RowStore", "store_int8"]
+
+_LARGEST = 127
+_EXPERT_KEYS = ("gate_proj", "up_proj", "down_proj")
+
+
+def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers and scales of a matrix's rows; a row of zeros has the scale 0.
+
+    Shape:
+        matrix: (..., rows, columns); returns (..., rows, columns) int8 and (..., rows) fp32
+    """
+    wide = matrix.detach().float()
+    scale = wide.abs().amax(-1) / _LARGEST
+    safe = scale.where(scale > 0, 1.0)
+    return (wide / safe[..., None]).round().to(torch.int8), scale
+
+
+def _rows_only(matrix: Tensor) -> Tensor:
+    return quantize_rows(matrix)[0]
+
+
+def _scales_only(matrix: Tensor) -> Tensor:
+    return quantize_rows(matrix)[1]
+
+
+def _dequantize(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.to(dtype) * scale.to(dtype)[..., None]
+
+
+class _Product(torch.autograd.Function):
+    """``x @ (rows * scale).T``, whose backward makes the matrix again instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, scale)
+        ctx.has_bias = bias is not None
+        return F.linear(x, _dequantize(rows, scale, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, scale = ctx.saved_tensors
+        grad, x_grad, bias_grad = grads[0], None, None
+        if ctx.needs_input_grad[0]:
+            x_grad = grad @ _dequantize(rows, scale, grad.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[3]:
+            bias_grad = grad.flatten(0, -2).sum(0)
+        return x_grad, None, None, bias_grad
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The same for stacked matrices; see `grouped_linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, scale, ends)
+        return grouped_linear(x, _dequantize(rows, scale, x.dtype), ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, scale, ends = ctx.saved_tensors
+        matrices = _dequantize(rows, scale, grads[0].dtype)
+        return grouped_linear(grads[0], matrices.transpose(1, 2), ends), None, None, None
+
+
+def _note_rows(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> TensorNote:
+    return TensorNote(Derived(base, shape, _rows_only), cuts, trains=False)
+
+
+def _note_scales(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> TensorNote:
+    """A scale is cut where its rows are, and whole where columns are cut."""
+    return TensorNote(Derived(base, shape, _scales_only), cuts, trains=False)
+
+
+_BY_ROWS = {"column": 0, "key_value": 0, "embedding": 0, "head": 0}
+
+
+class RowStore:
+    """What the storage forms of one matrix share: int8 `weight` and its `scale`."""
+
+    weight: Any
+    scale: nn.Parameter
+
+    def take_rows_(self, weight: Tensor, scale: Tensor) -> None:
+        """Keep these; tied layers are given the same parameters."""
+        self.weight = _frozen(weight)
+        self.scale = _frozen(scale)
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Rows are cut as the plain weight is."""
+        shape = tuple(self.weight.shape)
+        return {
+            "weight": _note_rows("weight", shape, _BY_ROWS | {"row": 1}),
+            "scale": _note_scales("weight", shape, _BY_ROWS),
+        }
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class Int8Linear(RowStore, nn.Linear):
+    """A linear layer; it computes in the dtype of what goes in.
+
+    Args:
+        in_features: of the layer.
+        out_features: of the layer.
+        bias: the plain layer's, or None.
+
+    Shape:
+        x: (..., in) -> (..., out)
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None) -> None:
+        super().__init__(in_features, out_features, bias=False, device="meta")
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the rows."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _Product.apply(x, self.weight, self.scale, bias)
+
+
+class Int8Head(RowStore, LMHead):
+    """A language model's head; its loss takes no gradient of the rows.
+
+    Args:
+        head: the plain one; layouts have not touched it yet.
+    """
+
+    def __init__(self, head: LMHead) -> None:
+        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
+        self.bias = head.bias
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return the rows that are here, as numbers."""
+        return _dequantize(self.weight, self.scale, dtype)
+
+
+class Int8Embedding(RowStore, nn.Embedding):
+    """A table of tokens.
+
+    Args:
+        table: the plain one.
+
+    Shape:
+        ids: (...) -> (..., D), in the dtype of the scales
+    """
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__(
+            table.num_embeddings, table.embedding_dim, table.padding_idx, device="meta"
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look rows up."""
+        return _dequantize(self.weight[ids], self.scale[ids], self.scale.dtype)
+
+
+class Int8Experts(Experts):
+    """Stacked experts, every row of every matrix with a scale of its own.
+
+    Args:
+        experts: the plain ones.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        nn.Module.__init__(self)
+        self.activation, self.active_share = experts.activation, experts.active_share
+        for key in _EXPERT_KEYS:
+            matrices = getattr(experts, key)
+            if matrices is None:
+                self.register_parameter(key, None)
+                continue
+            rows, scale = _quantize_like(matrices)
+            self.register_parameter(key, _frozen(rows))
+            self.register_parameter(f"{key}_scale", _frozen(scale))
+
+    def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiply the rows of every expert by its matrix."""
+        return _GroupedProduct.apply(x, getattr(self, key), getattr(self, f"{key}_scale"), ends)
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Each expert is cut by its width: rows of what goes in, columns of what goes out."""
+        notes = {}
+        for key in _EXPERT_KEYS:
+            if getattr(self, key) is None:
+                continue
+            shape, is_last = tuple(getattr(self, key).shape), key == "down_proj"
+            notes[key] = _note_rows(key, shape, {"experts": 2 if is_last else 1})
+            cuts = {} if is_last else {"experts": 1}
+            notes[f"{key}_scale"] = _note_scales(key, shape, cuts)
+        return notes
+
+
+def _quantize_like(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows and scales of a parameter, the scales in its dtype; of one on meta as well."""
+    if matrix.is_meta:
+        rows = torch.empty(matrix.shape, dtype=torch.int8, device="meta")
+        return rows, torch.empty(matrix.shape[:-1], dtype=matrix.dtype, device="meta")
+    rows, scale = quantize_rows(matrix)
+    return rows, scale.to(matrix.dtype)
+
+
+def store_int8(module: nn.Module, stored: dict[int, tuple[Tensor, Tensor]]) -> nn.Module:
+    """Return what holds a module's weights as int8 rows, to be put in its place.
+
+    Args:
+        module: a linear layer, a head, an embedding, or stacked experts.
+        stored: what tied weights have become, by the id of the plain one; is added to.
+
+    Raises:
+        ConfigError: no such module, or one that is stored otherwise already.
+    """
+    if isinstance(module, (RowStore, Int8Experts)):
+        raise ConfigError(f"a {type(module).__name__} is stored as int8 already.")
+    if isinstance(module, Experts):
+        return Int8Experts(module)
+    sizes = linear_sizes(module)
+    new: Any
+    if isinstance(module, LMHead):
+        new = Int8Head(module)
+    elif isinstance(module, nn.Embedding):
+        new = Int8Embedding(module)
+    elif sizes is not None and getattr(module, "weight", None) is not None:
+        bias: Any = module.bias
+        new = Int8Linear(*sizes, bias)
+    else:
+        raise ConfigError(
+            f"int8 rows hold linear layers, heads, embeddings and experts, not a "
+            f"{type(module).__name__}."
+        )
+    plain: Any = module.weight
+    key = id(plain)
+    if key not in stored:
+        matrix = plain.detach()
+        rows, scale = _quantize_like(matrix.t() if hasattr(module, "nf") else matrix)
+        stored[key] = _frozen(rows.contiguous()), _frozen(scale)
+    new.take_rows_(*stored[key])
+    new.train(module.training)
+    return new

@@ -1,0 +1,149 @@
+"""What a part that changes a model says of itself, and how a part comes to stand beside a module.
+
+A part *beside* a module (a low-rank part, an adapter) is a child of it, found by one forward hook:
+the module keeps its name, its class and its weights. A part *in the place of* a module (int8
+storage of a linear layer) keeps the name and answers the same calls. Either says how each of its
+tensors is drawn and cut, so that initialising, loading, saving and layouts need not know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+
+__all__ = [
+    "BesidePart",
+    "Derived",
+    "TensorNote",
+    "attach_part_",
+    "beside_parts",
+    "detach_part_",
+    "move_parts_",
+    "tensor_notes",
+]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A tensor that is made of another one, which the unchanged model would have.
+
+    Args:
+        base: that one's name within the module.
+        shape: its whole shape.
+        turn: any of its rows -> as many rows of this tensor.
+
+    Shape:
+        turn: (rows, ...) -> (rows, ...)
+    """
+
+    base: str
+    shape: tuple[int, ...]
+    turn: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TensorNote:
+    """What is to be known of one tensor of a part.
+
+    Args:
+        draw: "zeros", "ones", the standard deviation of N(0, std^2), or what it is made of.
+        cuts: how the module is cut that the part stands beside or in the place of (a style of
+            `models.TensorCut`) -> the dim in which this tensor is cut then. A style that is not
+            named leaves it whole on every process.
+        trains: whether training may change it.
+    """
+
+    draw: str | float | Derived
+    cuts: Mapping[str, int] = field(default_factory=dict)
+    trains: bool = True
+
+
+def tensor_notes(module: nn.Module) -> Mapping[str, TensorNote]:
+    """Return what a part says of its own tensors, by name; {} for any other module."""
+    notes = getattr(module, "tensor_notes", None)
+    return notes() if callable(notes) else {}
+
+
+class BesidePart(nn.Module):
+    """A part that stands beside a module.
+
+    Attributes:
+        cut_styles: how the module may be cut (a style of `models.TensorCut`); "" is not at all.
+        saved_alone: whether its tensors make sense in a file without the model's.
+    """
+
+    cut_styles: ClassVar[frozenset[str]] = frozenset({""})
+    saved_alone: ClassVar[bool] = True
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Say what is to be known of the part's own tensors, by name."""
+        raise TypeError(f"{type(self).__name__} defines no tensor_notes")
+
+    def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        """Return the module's result with this part in it.
+
+        Args:
+            inputs: what the module was given, by position.
+            out: what it, and the parts that came before, made of it.
+        """
+        raise TypeError(f"{type(self).__name__} defines no join")
+
+
+def beside_parts(module: nn.Module) -> Iterator[tuple[str, BesidePart]]:
+    """Yield name and part of all that stand beside a module, in the order in which they came."""
+    for name, child in module.named_children():
+        if isinstance(child, BesidePart):
+            yield name, child
+
+
+def join_parts(module: nn.Module, inputs: tuple[Any, ...], out: Any) -> Any:
+    """The one hook: let every part beside a module add what it adds."""
+    for _, part in beside_parts(module):
+        out = part.join(inputs, out)
+    return out
+
+
+def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
+    """Put a part beside a module, as its child `name`.
+
+    A module that asks its parts itself (it has `asks_parts`, as a head that makes its loss) gets no
+    hook.
+
+    Raises:
+        ConfigError: the module has something of that name.
+    """
+    if hasattr(module, name):
+        raise ConfigError(
+            f"a {type(module).__name__} already has {name!r}: give the change another name, or "
+            "take the other part away first."
+        )
+    is_first = not any(beside_parts(module))
+    module.add_module(name, part)
+    if is_first and not getattr(module, "asks_parts", False):
+        module.register_forward_hook(join_parts)
+
+
+def detach_part_(module: nn.Module, name: str) -> BesidePart:
+    """Take a part away again and return it; the module is what it was."""
+    part = module._modules.pop(name)
+    assert isinstance(part, BesidePart)
+    if not any(beside_parts(module)):
+        _drop_hook_(module)
+    return part
+
+
+def move_parts_(old: nn.Module, new: nn.Module) -> None:
+    """Let the parts beside `old` stand beside what takes its place."""
+    for name in [name for name, _ in beside_parts(old)]:
+        attach_part_(new, name, detach_part_(old, name))
+
+
+def _drop_hook_(module: nn.Module) -> None:
+    hooks = module._forward_hooks
+    for key in [key for key, hook in hooks.items() if hook is join_parts]:
+        del hooks[key]
