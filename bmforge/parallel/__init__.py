@@ -30,7 +30,7 @@ from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipeline.model import pipeline_of, run_step
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.parallel.planner.search import Plan, Request, plan
-from bmforge.parallel.planner.trace import Workload
+from bmforge.parallel.planner.workload import Workload
 from bmforge.parallel.roll_call import name_the_missing
 from bmforge.parallel.zero import reshard_
 
