@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from bmforge.config import config_to_dict
+from bmforge.models.config import ModelConfig
 from bmforge.models.hub import AutoModel, find_preset
 
 __all__ = ["describe_model"]
@@ -40,4 +42,13 @@ def describe_model(name: str, seq_len: int | None = None) -> str:
         f"  {'training FLOPs per token':<28}{flops:.4g} at {length} tokens",
         f"  {'KV-cache bytes per token':<28}{config.kv_bytes_per_token():,} in bf16",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_describe_layers(config)])
+
+
+def _describe_layers(config: ModelConfig) -> Iterator[str]:
+    """Yield which layers have which sizes, of stacks in which they are not all the same."""
+    for stack, layers in config.stack_sizes().items():
+        kinds = dict.fromkeys(layers)
+        for kind in kinds if len(kinds) > 1 else ():
+            numbers = ", ".join(str(i) for i, layer in enumerate(layers) if layer == kind)
+            yield f"  {stack} {numbers}: {kind}"

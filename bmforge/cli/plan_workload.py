@@ -81,7 +81,7 @@ def workload_of(name: str, config: ModelConfig, row_tokens: int) -> Workload:
             "needs equally many. Use --set num_decoder_layers and num_layers to make them so."
         )
     # Rotary positions go on; what is too long for learned ones is said before anything is traced.
-    limit = getattr(family.from_config(config, device="meta"), "position_limit", None)
+    limit = family.from_config(config, device="meta").position_limit
     if limit is not None and row_tokens > limit:
         raise ConfigError(
             f"--seq {row_tokens} is longer than the {limit} positions of {name}. Use a shorter "

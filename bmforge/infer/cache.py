@@ -76,6 +76,10 @@ class KVCache:
             self._memory[layer] = make()
         return self._memory[layer]
 
+    def skip(self, tokens: int) -> None:
+        """Count new tokens that none of the layers here stores, as a stage of a pipeline may."""
+        self.length = self._stored + tokens - self.extra_length
+
     def reorder(self, indices: Tensor) -> None:
         """Make row i the old row ``indices[i]``; there may be more or fewer rows afterwards.
 

@@ -33,7 +33,7 @@ def start_decoder(
     Shape:
         input_ids, mask: (B, S); returns a decoder and (B, T)
     """
-    if not isinstance(model, Seq2Seq):
+    if model.traits.reads != "apart":
         return Decoder(model, mask, input_ids.shape[1] + max_new_tokens), input_ids
     start = torch.full_like(input_ids[:, :1], model.config.decoder_start_token_id)
     return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens), start

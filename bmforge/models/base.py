@@ -26,6 +26,8 @@ from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
+from bmforge.models.stack import find_heads
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, expand_rules
 from bmforge.records import laid_out
 from bmforge.surgery import persistent_tensors
@@ -40,6 +42,7 @@ class Model(nn.Module):
     and without one, `hf_prefix`.
 
     Attributes:
+        family_traits: what others must know of the family; `traits` adds what the config says.
         hf_prefix: what stands before the body's published names.
         hf_unused: globs of published weights that none of our heads uses (a next-sentence head).
         hf_old_names: (ending of a published name, what older checkpoints have in its place).
@@ -49,6 +52,7 @@ class Model(nn.Module):
     """
 
     config_class: ClassVar[type[ModelConfig]]
+    family_traits: ClassVar[Traits]
     hf_prefix: ClassVar[str] = ""
     hf_unused: ClassVar[tuple[str, ...]] = ()
     hf_old_names: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -59,6 +63,16 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config: Any = config
+
+    @property
+    def traits(self) -> Traits:
+        """How this model is used: what its family reads and writes, with the head that it has."""
+        return replace(self.family_traits.of(self.config), position_limit=self.position_limit)
+
+    @property
+    def position_limit(self) -> int | None:
+        """The longest input in tokens; None where positions go on."""
+        return self.family_traits.of(self.config).position_limit
 
     @classmethod
     def from_config(
@@ -183,7 +197,10 @@ class Model(nn.Module):
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
         """Return how tensor parallelism cuts this family."""
         names = [name for name, _ in self.named_modules()]
-        return default_cuts(names, self.config.num_heads, self.config.num_kv_heads)
+        heads = dict(find_heads(self))
+        usual = next(iter(heads.values()), (self.config.num_heads, self.config.num_kv_heads))
+        others = {name: count for name, count in heads.items() if count != usual}
+        return default_cuts(names, usual[0], usual[1], differing=others)
 
     def init_std(self, name: str) -> float:
         """Return the standard deviation a parameter is drawn with."""

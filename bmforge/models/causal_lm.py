@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,10 @@ from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import find_last_token, finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import build_layers, check_ids, run_layers, span_of
+from bmforge.models.stack import StackSpec, build_layers, check_ids, run_layers, span_of
+from bmforge.models.traits import Traits
 from bmforge.nn import (
-    BlockSpec,
     LMHead,
-    MLPSpec,
     MoESpec,
     RopeSpec,
     build_mask,
@@ -28,19 +28,15 @@ from bmforge.nn import (
 )
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.cuts import Pass, pass_on
-from bmforge.records import Stack
 
 __all__ = ["CausalLM", "DecoderSpec"]
 
 
 @dataclass(frozen=True)
-class DecoderSpec:
-    """Everything in which decoder-only families differ around their blocks.
+class DecoderSpec(StackSpec):
+    """Everything in which decoder-only families differ: their blocks and what is around them.
 
     Args:
-        block: data of the blocks.
-        windows: `attn.window` of every layer, where it is not the same in all.
-        mlps: `block.mlp` of every layer, where it is not the same in all.
         rope: rotary positions; None learns absolute ones (`embed_positions`), unless
         learned_positions: is off: the family has a bias on the scores for them.
         num_positions: rows of `embed_positions`; 0 takes max_seq_len.
@@ -58,9 +54,6 @@ class DecoderSpec:
         balance_weight: factor on the experts' load-balancing loss in the loss; None computes none.
     """
 
-    block: BlockSpec
-    windows: tuple[int | None, ...] = ()
-    mlps: tuple[MLPSpec | MoESpec, ...] = ()
     rope: RopeSpec | None = None
     learned_positions: bool = True
     num_positions: int = 0
@@ -89,6 +82,8 @@ class CausalLM(Model):
             its tokens; a layout puts its own here.
     """
 
+    family_traits = Traits("left", "next token", "rotary")
+
     def __init__(self, config: ModelConfig, spec: DecoderSpec) -> None:
         super().__init__(config)
         self.spec = spec
@@ -102,13 +97,9 @@ class CausalLM(Model):
         if size != config.hidden_size:
             self.project_in = nn.Linear(size, config.hidden_size, bias=False)
             self.project_out = nn.Linear(config.hidden_size, size, bias=False)
-        self.layers = self._build_layers()
+        self.layers = build_layers(spec.block, config.num_layers, spec.blocks)
         self.norm = build_norm(spec.block.norm, config.hidden_size) if spec.final_norm else None
         self._build_head(size)
-
-    def _build_layers(self) -> Stack:
-        spec = self.spec
-        return build_layers(spec.block, self.config.num_layers, spec.windows, spec.mlps)
 
     def _build_head(self, size: int) -> None:
         config = self.config
@@ -259,15 +250,25 @@ class CausalLM(Model):
             return out
         if attention_mask is not None and out.last_hidden_state is not None:
             attention_mask = attention_mask[:, -out.last_hidden_state.shape[1] :]
-        specs = (self.spec.block.mlp, *self.spec.mlps)
-        count = next(s.experts_per_token for s in specs if isinstance(s, MoESpec))
-        aux_loss = load_balancing_loss(routed, count, attention_mask, self.sum_statistics)
+        aux_loss = self._find_balance(routed, attention_mask)
         if out.loss is None or labels is None:
             return out._replace(aux_loss=aux_loss)
         weight: float | Tensor = self.spec.balance_weight
         if num_items is not None:
             weight = weight * (labels[:, 1:] != IGNORE_INDEX).sum(dtype=aux_loss.dtype) / num_items
         return out._replace(loss=out.loss + weight * aux_loss, aux_loss=aux_loss)
+
+    def _find_balance(self, routed: list[Tensor], attention_mask: Tensor | None) -> Tensor:
+        """Return the balance of all layers with experts; of several kinds of them, the mean."""
+        spec = self.spec
+        specs = (spec.blocks.get(i, spec.block).mlp for i in range(span_of(self.layers).total))
+        kinds = [(s.num_experts, s.experts_per_token) for s in specs if isinstance(s, MoESpec)]
+        total: Tensor | float = 0.0
+        for kind in dict.fromkeys(kinds):
+            logits = [part for part, its in zip(routed, kinds, strict=True) if its == kind]
+            loss = load_balancing_loss(logits, kind[1], attention_mask, self.sum_statistics)
+            total = total + loss * (len(logits) / len(kinds))
+        return total  # type: ignore[return-value]
 
     def _leave(self, x: Tensor) -> Tensor:
         """From the last hidden state to what the language-model head reads."""
@@ -297,8 +298,9 @@ class CausalLM(Model):
         return torch.arange(past, end, device=input_ids.device)[None]
 
     def _windows(self) -> set[int | None]:
-        attn = self.spec.block.attn
-        return set(self.spec.windows or (None if attn is None else attn.window,))
+        """The windows of the layers that are here."""
+        found: Any = (layer.attn for layer in self.layers.values())
+        return {attn.window for attn in found if attn is not None}
 
     def _check_length(self, length: int) -> None:
         if self.position_limit is not None and length > self.position_limit:

@@ -17,6 +17,8 @@ from torch import nn
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.init import draw_tensor_
+from bmforge.models.resize import resize_
+from bmforge.models.sizes import Sizes
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.low_rank import ExpertsLowRank, LowRank
 from bmforge.nn.moe import Experts
@@ -192,7 +194,15 @@ def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
             raise ConfigError(f"{inside} shares its weight with {left[0]}: name both in `where`.")
 
 
+def make_another_size_(model: nn.Module, names: Sequence[str], options: Sizes, name: str) -> None:
+    """Give layers other sizes; see `resize_`."""
+    if getattr(model, "spec", None) is None:
+        raise ConfigError("only models of bmforge know how their layers are made.")
+    resize_(model, names, options)
+
+
 KINDS: Mapping[str, Kind] = {
+    "resize": Kind(Sizes, make_another_size_, "layers of other sizes, or without a part"),
     "low_rank": Kind(LowRankOptions, add_low_rank_, "a low-rank part beside linear layers"),
     "int8": Kind(NoOptions, store_as_int8_, "weights of layers kept as int8 rows"),
 }

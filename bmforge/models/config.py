@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.changes import CHANGES_KEY, Change, changes_from_json, changes_to_json
 from bmforge.models.heads import Head, check_head
+from bmforge.models.sizes import LayerSizes
 
 __all__ = ["ModelConfig", "read_config_file"]
 
@@ -250,10 +251,10 @@ class ModelConfig:
         Source: 6 per weight that is multiplied, 12 L N H T for the attention products (Chowdhery et
         al., "PaLM", 2022, appendix B). The causal half that need not be computed is counted.
         """
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        mlp = self.hidden_size * self.intermediate_size * (3 if self.is_gated else 2)
-        weights = self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
-        return 6 * weights + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
+        layers = [layer for stack in self.stack_sizes().values() for layer in stack]
+        weights = sum(layer.count_weights(self.hidden_size) for layer in layers)
+        weights += self.vocab_size * self.hidden_size
+        return 6.0 * weights + 12.0 * sum(layer.products for layer in layers) * seq_len
 
     @property
     def is_gated(self) -> bool:
@@ -262,7 +263,26 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
         """Bytes of keys and values that one token leaves in the cache."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_element
+        _, layers = list(self.stack_sizes().items())[-1]
+        return sum(layer.kv_width for layer in layers) * bytes_per_element
+
+    def stack_sizes(self) -> dict[str, list[LayerSizes]]:
+        """Return the sizes of every layer, by the names of their stacks; the last one writes."""
+        return self.own_sizes()
+
+    def own_sizes(self) -> dict[str, list[LayerSizes]]:
+        """Return the sizes that the family gives its layers; one with other ones overrides this."""
+        return {"layers": [self.layer_sizes()] * self.num_layers}
+
+    def layer_sizes(self) -> LayerSizes:
+        """Return the sizes of a layer as the fields have them."""
+        return LayerSizes(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.intermediate_size,
+            self.is_gated,
+        )
 
 
 def read_config_file(directory: str | Path) -> dict[str, Any]:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
+from bmforge.models.sizes import LayerSizes
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import MoESpec
 
@@ -74,11 +76,17 @@ class CPM2Config(Seq2SeqConfig):
         if self.num_experts < 0:
             raise ConfigError(f"CPM2Config: num_experts={self.num_experts} must not be negative.")
 
+    def layer_sizes(self) -> LayerSizes:
+        """As the base, with one expert for every token where there are experts."""
+        count = self.num_experts
+        return replace(super().layer_sizes(), num_experts=count, experts_per_token=min(count, 1))
+
 
 class CPM2(Seq2Seq):
     """CPM-2 with its sequence-to-sequence head."""
 
     config_class = CPM2Config
+    family_traits = Traits("apart", "spans", "relative", sentinel="<s_{}>", ends_inside=True)
 
     def __init__(self, config: CPM2Config) -> None:
         moe = None

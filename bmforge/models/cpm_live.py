@@ -19,12 +19,12 @@ from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import run_layers, span_of
+from bmforge.models.sizes import LayerSizes
+from bmforge.models.stack import differing, run_layers, span_of, width_into
 from bmforge.models.weights import WeightRule, linear_rules
-from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, NormSpec
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.segment import BucketBias
-from bmforge.records import Stack
 
 __all__ = ["CPMLive", "CPMLiveConfig", "read_masks"]
 
@@ -139,22 +139,11 @@ class CPMLiveConfig(ModelConfig):
         """The MLP has a gate."""
         return True
 
-    def count_parts(self) -> tuple[int, int]:
-        """Return how many layers have attention, and how many an MLP."""
+    def own_sizes(self) -> dict[str, list[LayerSizes]]:
+        """As `ModelConfig`, without the parts that layers lack."""
+        whole = self.layer_sizes()
         masks = self.mask_modules or ((False, False),) * self.num_layers
-        return sum(not attn for attn, _ in masks), sum(not mlp for _, mlp in masks)
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """As `ModelConfig`, of the parts that are there."""
-        attentions, mlps = self.count_parts()
-        inner = self.num_heads * self.head_dim
-        weights = attentions * 4 * inner * self.hidden_size + self.vocab_size * self.hidden_size
-        weights += mlps * 3 * self.hidden_size * self.intermediate_size
-        return 6 * weights + 12 * attentions * inner * seq_len
-
-    def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """As `ModelConfig`, of the layers that have attention."""
-        return 2 * self.count_parts()[0] * self.num_heads * self.head_dim * bytes_per_element
+        return {"layers": [whole.without(no_attn, no_mlp) for no_attn, no_mlp in masks]}
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -206,8 +195,13 @@ class CPMLive(CausalLM):
             residual_dropout=config.dropout,
             sum_scale=config.sum_scale,
         )
+        lacking = (
+            replace(block, attn=None if no_attn else attn, mlp=None if no_mlp else mlp)
+            for no_attn, no_mlp in config.mask_modules
+        )
         spec = DecoderSpec(
             block,
+            differing(block, lacking),
             learned_positions=False,
             extra_tokens=extra_tokens,
             embed_scale=enter,
@@ -219,22 +213,6 @@ class CPMLive(CausalLM):
     @staticmethod
     def _shrink(config: CPMLiveConfig, width: int) -> float:
         return 1 / math.sqrt(width) if config.scales_weights else 1.0
-
-    def _build_layers(self) -> Stack:
-        """Leave out what `mask_modules` names; the layers with attention take the cache's last
-        places, so that the last of them moves it on.
-        """
-        config, spec = self.config, self.spec.block
-        masks = config.mask_modules or ((False, False),) * config.num_layers
-        place = config.num_layers - config.count_parts()[0]
-        layers = Stack()
-        for number, (no_attn, no_mlp) in enumerate(masks):
-            mine = replace(
-                spec, attn=None if no_attn else spec.attn, mlp=None if no_mlp else spec.mlp
-            )
-            layers[str(number)] = Block(mine, place)
-            place += not no_attn
-        return layers
 
     @property
     def is_begun(self) -> bool:
@@ -249,12 +227,11 @@ class CPMLive(CausalLM):
 
     def width_into(self, name: str) -> int:
         """Return the width whose square root a parameter's input is divided by; 1 for none."""
-        config = self.config
         if name.endswith("norm.weight") or name.startswith("rel_bias"):
             return 1
-        if name.endswith("o_proj.weight"):
-            return config.num_heads * config.head_dim
-        return config.intermediate_size if name.endswith("down_proj.weight") else config.hidden_size
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            return width_into(self, name)
+        return int(self.config.hidden_size)
 
     def init_std(self, name: str) -> float:
         """Embeddings are drawn small; weights that hold the scale are drawn with it."""

@@ -20,7 +20,8 @@ from bmforge.models.encoder_config import EncoderConfig
 from bmforge.models.encoder_heads import DeepClassifier, MaskedHead
 from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import build_layers, check_ids, run_layers, span_of
+from bmforge.models.stack import StackSpec, build_layers, check_ids, run_layers, span_of
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import (
     AttentionSpec,
@@ -35,12 +36,10 @@ __all__ = ["EncoderModel", "EncoderSpec", "encoder_block", "encoder_rules"]
 
 
 @dataclass(frozen=True)
-class EncoderSpec:
-    """Everything in which encoders differ around their blocks.
+class EncoderSpec(StackSpec):
+    """Everything in which encoders differ: their blocks and what is around them.
 
     Args:
-        block: data of the blocks.
-        windows: `attn.window` of every layer, where layers have one.
         position_offset: row of the first position. Above 0 positions are counted over tokens that
             are not padding, and padding itself has the row before.
         embed_dropout: dropout after the embedding.
@@ -49,8 +48,6 @@ class EncoderSpec:
         deep_classifier: sequences are classified by two layers instead of pooler and one.
     """
 
-    block: BlockSpec
-    windows: tuple[int, ...] = ()
     position_offset: int = 0
     embed_dropout: float = 0.0
     classifier_dropout: float = 0.0
@@ -86,6 +83,7 @@ class EncoderModel(Model):
         spec: what the config comes down to.
     """
 
+    family_traits = Traits("both", "masked tokens", "learned")
     tied_head = ("mlm_head.decoder.weight", "embed.weight")
 
     def __init__(self, config: EncoderConfig, spec: EncoderSpec) -> None:
@@ -98,7 +96,7 @@ class EncoderModel(Model):
         self.embed_positions = nn.Embedding(rows, size, padding_idx=before)
         self.embed_segments = nn.Embedding(config.num_segments, size)
         self.embed_norm = build_norm(spec.block.norm, size)
-        self.layers = build_layers(spec.block, config.num_layers, spec.windows)
+        self.layers = build_layers(spec.block, config.num_layers, spec.blocks)
         self._build_head()
 
     def _build_head(self) -> None:

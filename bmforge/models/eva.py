@@ -17,6 +17,9 @@ from bmforge.models.cpm2 import megatron_rules
 from bmforge.models.heads import Head
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
+from bmforge.models.sizes import sizes_of
+from bmforge.models.stack import find_block, width_into
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 
 __all__ = ["EVA", "EVAConfig"]
@@ -88,6 +91,9 @@ class EVA(Seq2Seq):
     """EVA with its sequence-to-sequence head."""
 
     config_class = EVAConfig
+    family_traits = Traits(
+        "apart", "dialogues", "relative", sentinel="<s_{}>", tokenizer="EVATokenizer"
+    )
 
     def __init__(self, config: EVAConfig) -> None:
         spec = make_spec(config, config.activation, None if config.attn_scale else 1.0)
@@ -100,11 +106,9 @@ class EVA(Seq2Seq):
             return float(config.init_std)
         width = config.hidden_size
         if name.endswith("q_proj.weight"):
-            width *= config.head_dim
-        elif name.endswith("o_proj.weight"):
-            width = config.num_heads * config.head_dim
-        elif name.endswith("down_proj.weight"):
-            width = config.intermediate_size
+            width *= sizes_of(find_block(self, name).spec).head_dim
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            width = width_into(self, name)
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:

@@ -13,6 +13,8 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
 from bmforge.models.encoder_config import EncoderConfig, encoder_heads, encoder_size
 from bmforge.models.heads import Head
+from bmforge.models.stack import differing
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn.window_mask import build_window_mask
 
@@ -110,6 +112,7 @@ class Longformer(EncoderModel):
     """Longformer with a head for masked tokens, by default tied to the embedding."""
 
     config_class = LongformerConfig
+    family_traits = Traits("both", "masked tokens", "learned", marks_between=2)
     hf_prefix = "longformer."
     # A pooler that our head does not read; the bias that transformers does not use beside an
     # untied decoder.
@@ -120,9 +123,10 @@ class Longformer(EncoderModel):
     )
 
     def __init__(self, config: LongformerConfig) -> None:
+        blocks = [encoder_block(config, global_tokens=True, window=w) for w in config.windows]
         spec = EncoderSpec(
-            encoder_block(config, global_tokens=True),
-            windows=config.windows,
+            blocks[0],
+            differing(blocks[0], blocks),
             position_offset=config.position_offset,
             embed_dropout=config.dropout,
             classifier_dropout=config.dropout,
@@ -167,7 +171,7 @@ class Longformer(EncoderModel):
                 document_ids=document_ids,
                 max_global_tokens=max_global_tokens,
             )
-            for window in set(self.config.windows)
+            for window in {layer.attn.window for layer in self.layers.values() if layer.attn}
         }
 
     def _default_globals(self, input_ids: Tensor) -> Tensor | None:

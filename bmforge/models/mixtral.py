@@ -6,13 +6,16 @@ The Qwen-MoE families (`qwen_moe.py`) are assembled by the same class from more 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.llama import llama_heads, llama_rules
 from bmforge.models.rotary import RotaryConfig
+from bmforge.models.sizes import LayerSizes, feed_sizes
+from bmforge.models.stack import differing
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 
@@ -134,11 +137,10 @@ class MixtralConfig(RotaryConfig):
         )
         return (spec,) * self.num_layers
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """As the base, counting the experts that work on a token, and the router."""
-        dense = self.num_layers * 3 * self.hidden_size * self.intermediate_size
-        active = sum(_count_active(mlp, self.hidden_size) for mlp in self.layer_mlps())
-        return super().flops_per_token(seq_len) + 6 * (active - dense)
+    def own_sizes(self) -> dict[str, list[LayerSizes]]:
+        """As the base, with the experts of every layer, or its MLP."""
+        whole = self.layer_sizes()
+        return {"layers": [replace(whole, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -164,28 +166,22 @@ class MixtralConfig(RotaryConfig):
         return out
 
 
-def _count_active(spec: MLPSpec | MoESpec, hidden_size: int) -> int:
-    """Return how many weights of a gated feed-forward part work on one token."""
-    if isinstance(spec, MLPSpec):
-        return 3 * hidden_size * spec.intermediate_size
-    width = spec.experts_per_token * spec.intermediate_size + spec.shared_size
-    gate = int(spec.shared_size > 0 and spec.shared_gate)
-    return hidden_size * (3 * width + spec.num_experts + gate)
-
-
 class Mixtral(CausalLM):
     """Mixtral with a language-model head."""
 
     config_class = MixtralConfig
+    family_traits = Traits("left", "next token", "rotary")
     hf_prefix = "model."
 
     def __init__(self, config: MixtralConfig) -> None:
-        mlps = config.layer_mlps()
-        norm = NormSpec("rms", config.norm_eps)
+        attn, norm = config.attn_spec(), NormSpec("rms", config.norm_eps)
+        blocks = [
+            BlockSpec(config.hidden_size, replace(attn, window=window), mlp, norm=norm)
+            for window, mlp in zip(config.layer_windows(), config.layer_mlps(), strict=True)
+        ]
         spec = DecoderSpec(
-            BlockSpec(config.hidden_size, config.attn_spec(), mlps[0], norm=norm),
-            windows=config.layer_windows(),
-            mlps=mlps,
+            blocks[0],
+            differing(blocks[0], blocks),
             rope=config.rope_spec(),
             padding_id=config.pad_token_id,
             balance_weight=config.router_aux_loss_coef if config.output_router_logits else None,

@@ -14,6 +14,7 @@ from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.llama import llama_heads, llama_rules
 from bmforge.models.rotary import RotaryConfig
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
@@ -204,6 +205,7 @@ class Qwen(CausalLM):
     """Qwen2, Qwen2.5 or Qwen3."""
 
     config_class = QwenConfig
+    family_traits = Traits("left", "next token", "rotary")
     hf_prefix = "model."
 
     def __init__(self, config: QwenConfig) -> None:
@@ -218,12 +220,11 @@ class Qwen(CausalLM):
             qk_norm_eps=None if is_qwen2 else config.norm_eps,
         )
         mlp = MLPSpec(config.intermediate_size, config.activation, gated=True, bias=False)
-        norm = NormSpec("rms", config.norm_eps)
-        slides = set(config.window_layers)
-        windows = tuple(config.window if i in slides else None for i in range(config.num_layers))
+        block = BlockSpec(config.hidden_size, attn, mlp, norm=NormSpec("rms", config.norm_eps))
+        slides = replace(block, attn=replace(attn, window=config.window))
         spec = DecoderSpec(
-            BlockSpec(config.hidden_size, attn, mlp, norm=norm),
-            windows=windows if slides else (),
+            block,
+            dict.fromkeys(config.window_layers, slides),
             rope=config.rope_spec(),
             padding_id=config.pad_token_id,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 __all__ = ["LayoutRules", "TensorCut", "default_cuts"]
@@ -82,19 +82,28 @@ _STYLES = {
 
 
 def default_cuts(
-    names: Iterable[str], num_heads: int, num_kv_heads: int, without: Iterable[str] = ()
+    names: Iterable[str],
+    num_heads: int,
+    num_kv_heads: int,
+    without: Iterable[str] = (),
+    differing: Mapping[str, tuple[int, int]] | None = None,
 ) -> tuple[TensorCut, ...]:
     """Return the cuts of a model that uses the canonical names.
+
+    A bias on the scores that layers with different numbers of heads share stays whole: which of its
+    columns a process needs is another question in each of them.
 
     Args:
         names: of all its modules.
         num_heads: N.
         num_kv_heads: K.
         without: last parts of names that stay whole.
+        differing: names of attentions that have other numbers of heads -> these, (N, K).
     """
     units = {"heads": num_heads, "kv_heads": num_kv_heads, "": 0}
-    left_out = set(without)
+    left_out, differing = set(without), differing or {}
     found: dict[str, TensorCut] = {}
+    single: dict[str, TensorCut] = {}
     for name in names:
         before, _, last = name.rpartition(".")
         if last not in _STYLES or last in left_out:
@@ -102,7 +111,10 @@ def default_cuts(
         if last == "decoder" and before != "mlm_head":  # the stack of an encoder-decoder
             continue
         style, unit = _STYLES[last]
+        style = "head_norm" if differing and style == "bias" else style
         glob = f"**.{last}" if before else last
         glob = name if last == "decoder" else glob
-        found[glob] = TensorCut(glob, style, units[unit])
-    return tuple(found.values())
+        found[glob] = TensorCut(glob, style, 0 if style == "head_norm" else units[unit])
+        if unit and before in differing:
+            single[name] = TensorCut(name, style, differing[before][unit == "kv_heads"])
+    return (*found.values(), *single.values())

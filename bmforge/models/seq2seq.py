@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,109 +17,14 @@ from bmforge.models.encoder import DeepClassifier
 from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
-from bmforge.models.stack import build_layers, check_ids, run_layers, span_of
-from bmforge.nn import BlockSpec, LMHead, build_mask, build_norm
+from bmforge.models.seq2seq_stack import Seq2SeqSpec, Stack
+from bmforge.models.stack import check_ids, span_of
+from bmforge.models.traits import Traits
+from bmforge.nn import LMHead, build_mask
 from bmforge.nn.attention import KeyValueCache
-from bmforge.nn.relative import RelativeBias
 from bmforge.records import Span
 
-__all__ = ["Seq2Seq", "Seq2SeqSpec", "Stack", "shift_right"]
-
-
-@dataclass(frozen=True)
-class Seq2SeqSpec:
-    """Everything in which encoder-decoders differ around their blocks.
-
-    Args:
-        block: data of the encoder's blocks. The decoder's are the same, but causal and with
-            attention to the encoder's result.
-        num_encoder_layers: blocks of the encoder.
-        num_decoder_layers: blocks of the decoder.
-        num_buckets: of each stack's relative positions; see `RelativeBias`.
-        max_distance: likewise.
-        dropout: after the embedding and after each stack's last norm.
-        classifier_dropout: before a classifier's layers.
-        head_scale: factor on what goes into the language-model head.
-        num_roles: rows of `embed_segments`, which says who speaks; 0 for none.
-    """
-
-    block: BlockSpec
-    num_encoder_layers: int
-    num_decoder_layers: int
-    num_buckets: int = 32
-    max_distance: int = 128
-    dropout: float = 0.0
-    classifier_dropout: float = 0.0
-    head_scale: float = 1.0
-    num_roles: int = 0
-
-
-class Stack(nn.Module):
-    """Blocks that share one relative bias, and a norm: an encoder or a decoder.
-
-    Shape:
-        x: (B, T, D) -> (B, T, D)
-    """
-
-    def __init__(self, block: BlockSpec, num_layers: int, spec: Seq2SeqSpec) -> None:
-        super().__init__()
-        assert block.attn is not None
-        self.causal, self.dropout = block.attn.causal, spec.dropout
-        self.widens_half = block.guards_half
-        self.layers = build_layers(block, num_layers)
-        self.norm = build_norm(block.norm, block.hidden_size)
-        self.rel_bias = RelativeBias(
-            block.attn.num_heads, spec.num_buckets, spec.max_distance, self.causal
-        )
-
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        memory: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        keep_states: bool = False,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Return the last hidden state and, when asked for, all of them.
-
-        Args:
-            x: embeddings.
-            attention_mask: 1 for tokens, 0 for padding, (B, past + T).
-            cache: keys and values of earlier tokens.
-            memory: the encoder's result, (B, S, D).
-            memory_mask: which of it can be seen, (B, 1, 1, S).
-            keep_states: whether to return all hidden states.
-        """
-        span = span_of(self.layers)
-        if self.widens_half and x.dtype == torch.float16:
-            x = x.float()
-        past, shape = 0 if cache is None else cache.length, (x.shape[0], x.shape[1])
-        bias = self.rel_bias(shape[1], past + shape[1], past)
-        mask = None
-        if attention_mask is not None:
-            mask = build_mask(
-                shape, x.device, past=past, attention_mask=attention_mask, causal=self.causal
-            )
-        if mask is not None and not torch.is_grad_enabled():
-            # The fused kernel takes one of the two; joined here, they are joined once.
-            bias, mask = bias.masked_fill(~mask, -torch.inf), None
-        x, states = run_layers(
-            self.layers,
-            x if span.first else self._drop(x),
-            {None: mask},
-            keep_states,
-            bias=bias,
-            cache=cache,
-            memory=memory,
-            memory_mask=memory_mask,
-        )
-        if span.last == span.total:
-            x = self._drop(self.norm(x))
-        return x, (*states[:-1], x) if keep_states else None
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+__all__ = ["Seq2Seq", "shift_right"]
 
 
 class Seq2Seq(Model):
@@ -134,6 +38,7 @@ class Seq2Seq(Model):
         encoder_heads: heads that read the encoder; there is no decoder then.
     """
 
+    family_traits = Traits("apart", "spans", "relative")
     encoder_heads: ClassVar[tuple[str, ...]] = ("token_classification", "encoder")
 
     def __init__(self, config: ModelConfig, spec: Seq2SeqSpec) -> None:
@@ -142,20 +47,13 @@ class Seq2Seq(Model):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         if spec.num_roles:
             self.embed_segments = nn.Embedding(spec.num_roles, config.hidden_size)
-        attn = spec.block.attn
-        assert attn is not None
-        encoder = replace(spec.block, attn=replace(attn, causal=False), cross_attn=None)
-        self.encoder = Stack(encoder, spec.num_encoder_layers, spec)
+        self.encoder = Stack(spec.encoder_block, spec.num_encoder_layers, spec, spec.encoder_blocks)
         self.decoder = None
         if config.head not in self.encoder_heads:
-            decoder = replace(encoder, attn=replace(attn, causal=True), cross_attn=encoder.attn)
-            self.decoder = Stack(decoder, spec.num_decoder_layers, spec)
+            self.decoder = Stack(
+                spec.decoder_block, spec.num_decoder_layers, spec, spec.decoder_blocks
+            )
         self._build_head()
-
-    @property
-    def position_limit(self) -> int | None:
-        """The longest input: relative positions go on."""
-        return None
 
     def _build_head(self) -> None:
         config, size = self.config, self.config.hidden_size

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
 from bmforge.models.config import ModelConfig
-from bmforge.models.seq2seq import Seq2SeqSpec
+from bmforge.models.seq2seq_stack import Seq2SeqSpec
+from bmforge.models.sizes import LayerSizes
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 
 __all__ = ["Seq2SeqConfig", "make_spec"]
@@ -106,11 +107,15 @@ class Seq2SeqConfig(ModelConfig):
         That is one token of the source, through the encoder, and one of the target, through the
         decoder and the head, in a row of `seq_len` of each. Counted as in `ModelConfig`.
         """
-        width = self.num_heads * self.head_dim
-        attention = 4 * self.hidden_size * width
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        weights = self.num_layers * (3 * attention + 2 * mlp) + self.vocab_size * self.hidden_size
-        return 6.0 * weights + 12.0 * 3 * self.num_layers * width * seq_len
+        return super().flops_per_token(seq_len)
+
+    def own_sizes(self) -> dict[str, list[LayerSizes]]:
+        """Both stacks' layers; the decoder's attend to the source as well."""
+        layer = self.layer_sizes()
+        return {
+            "encoder.layers": [layer] * self.num_layers,
+            "decoder.layers": [replace(layer, cross=True)] * self.num_layers,
+        }
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
         """Bytes of keys and values that one pair of tokens leaves in the cache.
@@ -118,7 +123,7 @@ class Seq2SeqConfig(ModelConfig):
         The target's token leaves its own in every layer, the source's token those that the decoder
         attends to.
         """
-        return 4 * self.num_layers * self.num_heads * self.head_dim * bytes_per_element
+        return super().kv_bytes_per_token(bytes_per_element)
 
 
 def make_spec(

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
-from bmforge.nn import Block, BlockSpec, MLPSpec, MoESpec
+from bmforge.nn import AttentionSpec, Block, BlockSpec
 from bmforge.nn.cuts import TokenCut, TokenShare
 from bmforge.records import Span, Stack
 
-__all__ = ["build_layers", "check_ids", "run_layers", "span_of"]
+__all__ = [
+    "StackSpec",
+    "build_layers",
+    "check_ids",
+    "differing",
+    "find_block",
+    "find_heads",
+    "number_places_",
+    "run_layers",
+    "span_of",
+    "width_into",
+]
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """Blocks that are all the same but for some.
+
+    Args:
+        block: data of the blocks.
+        blocks: data of those that differ from it, by layer.
+    """
+
+    block: BlockSpec
+    blocks: Mapping[int, BlockSpec] = field(default_factory=dict)
 
 
 def span_of(layers: Stack) -> Span:
@@ -22,21 +47,61 @@ def span_of(layers: Stack) -> Span:
     return layers.span or Span(0, len(layers), len(layers))
 
 
-def build_layers(
-    spec: BlockSpec,
-    num_layers: int,
-    windows: tuple[int | None, ...] = (),
-    mlps: tuple[MLPSpec | MoESpec, ...] = (),
-) -> Stack:
-    """Return `num_layers` blocks keyed "0", "1", ...
+def differing(block: BlockSpec, specs: Iterable[BlockSpec]) -> dict[int, BlockSpec]:
+    """Return those of all layers' specs that are not `block`, by layer: a `StackSpec.blocks`."""
+    return {layer: spec for layer, spec in enumerate(specs) if spec != block}
 
-    `windows` gives each its own window, `mlps` its own feed-forward part.
-    """
-    specs = [replace(spec, mlp=mlp) for mlp in mlps] or [spec] * num_layers
-    layers = Stack({str(i): Block(s, i) for i, s in enumerate(specs)})
-    for layer, window in zip(layers.values(), windows, strict=bool(windows)):
-        layer.attn.window = window
+
+def build_layers(
+    block: BlockSpec, num_layers: int, blocks: Mapping[int, BlockSpec] | None = None
+) -> Stack:
+    """Return `num_layers` blocks keyed "0", "1", ..., of `block` or, where it says so, `blocks`."""
+    specs = [(blocks or {}).get(layer, block) for layer in range(num_layers)]
+    layers = Stack({str(i): Block(spec, i) for i, spec in enumerate(specs)})
+    number_places_(layers)
     return layers
+
+
+def number_places_(layers: nn.ModuleDict) -> None:
+    """Give the layers that store keys and values their places in a cache, in place.
+
+    They are the cache's last ones, so that whatever layers lack attention, the last of all places
+    is that of the last layer to store, which moves the cache on.
+    """
+    storing = [layer.attn for layer in layers.values() if layer.attn is not None]
+    for place, attn in enumerate(storing, len(layers) - len(storing)):
+        attn.layer_index = place
+
+
+def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name of every attention and its numbers of heads, (N, K), whatever cuts them."""
+    for name, block in model.named_modules():
+        if isinstance(block, Block):
+            for part in ("attn", "cross_attn"):
+                spec: AttentionSpec | None = getattr(block.spec, part)
+                if spec is not None:
+                    yield f"{name}.{part}", (spec.num_heads, spec.num_kv_heads)
+
+
+def width_into(model: nn.Module, name: str) -> int:
+    """Return the width of what goes into a projection out of attention or MLP, by its name."""
+    spec = find_block(model, name).spec
+    if "o_proj" not in name:
+        assert spec.mlp is not None
+        return spec.mlp.intermediate_size
+    attn = spec.cross_attn if ".cross_attn." in name else spec.attn
+    assert attn is not None
+    return attn.num_heads * attn.head_dim
+
+
+def find_block(model: nn.Module, name: str) -> Block:
+    """Return the block that a parameter is in."""
+    module: Any = model
+    for part in name.split("."):
+        module = getattr(module, part) if not isinstance(module, nn.ModuleDict) else module[part]
+        if isinstance(module, Block):
+            return module
+    raise ValueError(f"{name} is in no block")
 
 
 def run_layers(
@@ -61,24 +126,44 @@ def run_layers(
     tokens.
     """
     cut: TokenCut | None = layers.token_cut
-    share = None if cut is None or inputs.get("cache") is not None else cut(x.shape[1])
+    cache, length = inputs.get("cache"), x.shape[1]
+    share = None if cut is None or cache is not None else cut(length)
+    inputs["bias"] = _find_biases(layers, inputs.get("bias"))
     if share is not None:
         x, masks, inputs = share.enter(x, masks, inputs)
     states, router_logits = [x], []
     span = span_of(layers)
+    biases = inputs.pop("bias")
     for layer in (layers[str(i)] for i in range(span.first, span.last)):
-        window = None if layer.attn is None else layer.attn.window
-        x = layer(x, mask=masks[window], **inputs)
+        mask = bias = None
+        if layer.attn is not None:
+            mask, bias = masks[layer.attn.window], biases.get(layer.attn.num_heads)
+        x = layer(x, mask=mask, bias=bias, **inputs)
         if isinstance(x, tuple):
             x, logits = x
             router_logits.append(logits)
         states = [*states, x] if keep_states else [x]
+    if cache is not None and not _stores(layers) and str(span.last - 1) == list(layers)[-1]:
+        cache.skip(length)
     if share is not None:
         states = [share.gather(state) for state in states]
         router_logits = _gather_logits(share, router_logits, x.shape[0])
     if routed is not None:
         routed += router_logits
     return states[-1], states
+
+
+def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor]:
+    """Return number of heads -> the bias of layers that have so many, of one that all share."""
+    if bias is None:
+        return {}
+    found = (layer.attn for layer in layers.values() if layer.attn is not None)
+    return {attn.num_heads: attn.pick_heads(bias) for attn in found}
+
+
+def _stores(layers: nn.ModuleDict) -> bool:
+    """Tell whether any layer here puts keys and values into a cache."""
+    return any(layer.attn is not None for layer in layers.values())
 
 
 def _gather_logits(share: TokenShare, logits: list[Tensor], rows: int) -> list[Tensor]:

@@ -5,34 +5,26 @@ mT5 (Xue et al. 2021) is T5 1.1 with another vocabulary; its published `model_ty
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head
-from bmforge.models.seq2seq import Seq2Seq, Seq2SeqSpec
+from bmforge.models.seq2seq import Seq2Seq
+from bmforge.models.seq2seq_stack import Seq2SeqSpec
+from bmforge.models.sizes import LayerSizes, sizes_of
+from bmforge.models.stack import find_block, width_into
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
-__all__ = ["T5", "T5Config"]
+__all__ = ["T5", "T5Config", "t5_heads"]
 
-
-def _head(kind: str, modules: dict[str, str], prefix: str = "") -> Head:
-    """The head of the class T5<kind>; `modules` are its linear layers, ours -> theirs."""
-    names = {f"{a}.{k}": f"{b}.{k}" for a, b in modules.items() for k in ("weight", "bias")}
-    return Head(f"T5{kind}", names, prefix, aliases=(f"MT5{kind}",))
-
-
-_WRITER = "ForConditionalGeneration"
-_HEADS = {
-    "sequence_to_sequence": Head(
-        f"T5{_WRITER}",
-        {"lm_head.weight": "lm_head.weight"},
-        prefix="",
-        aliases=(f"MT5{_WRITER}", "T5WithLMHeadModel"),
-    ),
-    "sequence_classification": _head(
+# head -> what stands behind the stem of its class, its linear layers (ours -> theirs), and what
+# stands before the body's names.
+_HEADS: dict[str, tuple[str, dict[str, str], str]] = {
+    "sequence_classification": (
         "ForSequenceClassification",
         {
             "classifier.dense": "classification_head.dense",
@@ -40,13 +32,34 @@ _HEADS = {
         },
         "transformer.",
     ),
-    "token_classification": _head(
-        "ForTokenClassification", {"classifier": "classifier"}, "transformer."
+    "token_classification": (
+        "ForTokenClassification",
+        {"classifier": "classifier"},
+        "transformer.",
     ),
-    "question_answering": _head("ForQuestionAnswering", {"classifier": "qa_outputs"}),
-    "none": _head("Model", {}),
-    "encoder": _head("EncoderModel", {}),
+    "question_answering": ("ForQuestionAnswering", {"classifier": "qa_outputs"}, ""),
+    "none": ("Model", {}, ""),
+    "encoder": ("EncoderModel", {}, ""),
 }
+
+
+def t5_heads(stem: str, *more: str, old: tuple[str, ...] = ()) -> dict[str, Head]:
+    """Return the heads of T5 and of the families that transformers copied from it.
+
+    Args:
+        stem: of transformers' class names.
+        more: stems of further classes whose checkpoints open with these heads.
+        old: further classes of the sequence-to-sequence head.
+    """
+    writer = "ForConditionalGeneration"
+    head = {"lm_head.weight": "lm_head.weight"}
+    aliases = (*(f"{other}{writer}" for other in more), *old)
+    heads = {"sequence_to_sequence": Head(f"{stem}{writer}", head, "", aliases=aliases)}
+    for name, (kind, modules, prefix) in _HEADS.items():
+        names = {f"{a}.{k}": f"{b}.{k}" for a, b in modules.items() for k in ("weight", "bias")}
+        aliases = tuple(f"{other}{kind}" for other in more)
+        heads[name] = Head(f"{stem}{kind}", names, prefix, aliases=aliases)
+    return heads
 
 
 def _size(hidden: int, inner: int, layers: int, heads: int, width: int = 64) -> dict[str, Any]:
@@ -119,7 +132,7 @@ class T5Config(ModelConfig):
 
     family: ClassVar[str] = "t5"
     model_types: ClassVar[tuple[str, ...]] = ("t5", "mt5")
-    heads: ClassVar[dict[str, Head]] = _HEADS
+    heads: ClassVar[dict[str, Head]] = t5_heads("T5", "MT5", old=("T5WithLMHeadModel",))
     hf_names: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size",
         "hidden_size": "d_model",
@@ -177,7 +190,8 @@ class T5Config(ModelConfig):
         super().check()
         if self.model_type not in self.model_types:
             raise ConfigError(
-                f"T5Config: model_type={self.model_type!r} must be one of {self.model_types}."
+                f"{type(self).__name__}: model_type={self.model_type!r} must be one of "
+                f"{self.model_types}."
             )
         if self.model_type == "mt5" and self.scale_head:
             raise ConfigError("T5Config: scale_head=True does not exist in mT5; set it to False.")
@@ -245,14 +259,15 @@ class T5Config(ModelConfig):
         That is one token of the source, through the encoder, and one of the target, through the
         decoder and the head, in a row of `seq_len` of each. Counted as in `ModelConfig`.
         """
-        width = self.num_heads * self.head_dim
-        attention = 4 * self.hidden_size * width
-        mlp = self.hidden_size * self.intermediate_size * (3 if self.is_gated else 2)
-        encoder = self.num_layers * (attention + mlp)
-        decoder = self.num_decoder_layers * (2 * attention + mlp)
-        products = (self.num_layers + 2 * self.num_decoder_layers) * width * seq_len
-        head = self.vocab_size * self.hidden_size
-        return 6.0 * (encoder + decoder + head) + 12.0 * products
+        return super().flops_per_token(seq_len)
+
+    def own_sizes(self) -> dict[str, list[LayerSizes]]:
+        """Both stacks' layers; the decoder's attend to the source as well."""
+        layer = self.layer_sizes()
+        return {
+            "encoder.layers": [layer] * self.num_layers,
+            "decoder.layers": [replace(layer, cross=True)] * self.num_decoder_layers,
+        }
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
         """Bytes of keys and values that one pair of tokens leaves in the cache.
@@ -260,14 +275,14 @@ class T5Config(ModelConfig):
         The target's token leaves its own in every layer, the source's token those that the decoder
         attends to.
         """
-        width = self.num_heads * self.head_dim
-        return 4 * self.num_decoder_layers * width * bytes_per_element
+        return super().kv_bytes_per_token(bytes_per_element)
 
 
 class T5(Seq2Seq):
     """T5 with a sequence-to-sequence head."""
 
     config_class = T5Config
+    family_traits = Traits("apart", "spans", "relative", sentinel="<extra_id_{}>")
 
     def __init__(self, config: T5Config) -> None:
         heads, dropout = config.num_heads, config.dropout
@@ -314,11 +329,9 @@ class T5(Seq2Seq):
             return float(config.init_std)
         width = config.hidden_size
         if name.endswith("q_proj.weight"):
-            width *= config.head_dim
-        elif name.endswith("o_proj.weight"):
-            width = config.num_heads * config.head_dim
-        elif name.endswith("down_proj.weight"):
-            width = config.intermediate_size
+            width *= sizes_of(find_block(self, name).spec).head_dim
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            width = width_into(self, name)
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:

@@ -18,7 +18,8 @@ from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, check_labels, finish_classes
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import build_layers, run_layers, span_of
+from bmforge.models.stack import StackSpec, build_layers, run_layers, span_of
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, build_norm
 from bmforge.nn.mlp import get_activation
@@ -210,6 +211,7 @@ class ViT(Model):
     """ViT with a classifier on the class token, or bare with a pooler."""
 
     config_class = ViTConfig
+    family_traits = Traits("both", "images", "learned", has_images=True)
     hf_prefix = "vit."
     hf_unused = ("pooler.*", "vit.pooler.*")
 
@@ -230,6 +232,7 @@ class ViT(Model):
         mlp = MLPSpec(config.intermediate_size, config.activation)
         norm = NormSpec("layer", config.norm_eps)
         block = BlockSpec(width, attn, mlp, norm=norm, residual_dropout=config.dropout)
+        self.spec = StackSpec(block)
         self.layers = build_layers(block, config.num_layers)
         self.norm = build_norm(norm, width)
         if config.head == "image_classification":

@@ -18,7 +18,7 @@ from bmforge.errors import ShapeError
 from bmforge.nn.biased import biased_attention
 from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.norm import RMSNorm
-from bmforge.nn.position import apply_rope
+from bmforge.nn.position import apply_rope, narrow_rope
 
 __all__ = ["Attention", "AttentionSpec", "KeyValueCache", "build_mask", "mix_values"]
 
@@ -85,6 +85,9 @@ class KeyValueCache(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values of a memory, made once per layer."""
 
+    def skip(self, tokens: int) -> None:
+        """Count new tokens that no layer here stores, as none of them has attention."""
+
 
 def mix_values(
     query: Tensor,
@@ -113,6 +116,9 @@ def mix_values(
         bias: (B or 1, N, T, S); returns (B, N, T, H)
     """
     if bias is not None:
+        times = query.shape[1] // key.shape[1]
+        if times > 1:
+            key, value = (t.repeat_interleave(times, 1) for t in (key, value))
         return biased_attention(query, key, value, bias, mask, scale, dropout)
     # A branch, because a compiled graph with a free length needs a plain bool here.
     is_causal = False
@@ -212,6 +218,7 @@ class Attention(nn.Module):
         enter: what `x`, and
         enter_memory: what `memory` goes through first, and
         mix: what weighs the values; a layout that cuts heads or tokens puts its own here.
+        head_share: which share of the heads is here, and how many shares there are; likewise.
 
     Shape:
         x: (B, T, D) -> (B, T, D)
@@ -220,6 +227,7 @@ class Attention(nn.Module):
     def __init__(self, hidden_size: int, spec: AttentionSpec) -> None:
         super().__init__()
         self.layer_index = 0
+        self.num_heads, self.head_share = spec.num_heads, (0, 1)
         self.head_dim, self.scale, self.dropout = spec.head_dim, spec.scale, spec.dropout
         self.causal, self.window = spec.causal, spec.window
         self.rope_interleaved = spec.rope_interleaved
@@ -259,6 +267,8 @@ class Attention(nn.Module):
             mask: (B or 1, 1, T or 1, S); bias: (B or 1, N, T, S); memory: (B, S, D)
         """
         x = self.enter(x)
+        if rope is not None:
+            rope = narrow_rope(rope, self.head_dim, self.rope_interleaved)
         query = self._heads(self.q_proj(x), self.q_norm)
         if memory is not None:
             kept = self.enter_memory(memory)
@@ -275,6 +285,18 @@ class Attention(nn.Module):
             query = apply_rope(query, rope, self.rope_interleaved)
         mixed = self._mix(query, key, value, mask, bias)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def pick_heads(self, bias: Tensor) -> Tensor:
+        """Return this layer's part of a bias that several layers share: that of the first heads.
+
+        Of heads that are cut over processes it is the part of those here.
+
+        Shape:
+            bias: (B or 1, heads, T, S), of the heads here or of all heads of the widest layer
+        """
+        number, count = self.head_share
+        here = self.num_heads // count
+        return bias if bias.shape[1] == here else bias.narrow(1, number * here, here)
 
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None

@@ -63,7 +63,8 @@ class Block(nn.Module):
 
     Args:
         spec: the block's data.
-        layer_index: its place in the stack, which names its part of a cache.
+        layer_index: its place in the stack, which names its part of a cache until layers that lack
+            attention make it another.
 
     Shape:
         x: (B, T, D) -> (B, T, D), and with experts the router's logits (B * T, E)
@@ -71,6 +72,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: BlockSpec, layer_index: int) -> None:
         super().__init__()
+        self.spec = spec
         self.norm_place = spec.norm_place
         self.dropout, self.scale = spec.residual_dropout, spec.residual_scale
         self.sum_scale, self.layer_drop = spec.sum_scale, spec.layer_drop
@@ -216,7 +218,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
 
 def _scales(part: AttentionSpec | MLPSpec | MoESpec | None) -> tuple[float, float]:
     """Factors on what goes into a part's first projections and into its last one."""
-    if part is None or isinstance(part, MoESpec):
+    if part is None:
         return 1.0, 1.0
     # The last projection is linear: the factor waits until after it, where the tensor is smaller.
     return part.in_scale, part.out_scale

@@ -64,6 +64,8 @@ class MoESpec:
             have equally many of all tokens, otherwise the one the router likes best.
         capacity_factor: in training an expert takes at most this times its even share of a
             process's tokens, see `limit_loads`; None takes all.
+        in_scale: factor on what goes into router and experts, and
+        out_scale: on what goes into their last projections; as in `AttentionSpec`.
     """
 
     num_experts: int
@@ -76,6 +78,8 @@ class MoESpec:
     shared_gate: bool = True
     choice: Literal["top_k", "balanced"] = "top_k"
     capacity_factor: float | None = None
+    in_scale: float = 1.0
+    out_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the counts."""

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, suggest
 
-__all__ = ["RopeKind", "RopeSpec", "apply_rope", "rope_frequencies", "rope_table"]
+__all__ = [
+    "RopeKind",
+    "RopeSpec",
+    "apply_rope",
+    "narrow_rope",
+    "rope_frequencies",
+    "rope_table",
+]
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
@@ -189,6 +196,27 @@ def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[T
     else:
         angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def narrow_rope(
+    table: tuple[Tensor, Tensor], width: int, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the table for heads of `width` dims: the first pairs where not all have a place.
+
+    Shape:
+        table: two tensors (B or 1, 1, T, rotary_dim); returns the same, at most `width` wide
+    """
+    whole = table[0].shape[-1]
+    if whole <= width:
+        return table
+    if interleaved:
+        cos, sin = (t[..., :width] for t in table)
+    else:
+        cos, sin = (
+            torch.cat((t[..., : width // 2], t[..., whole // 2 : whole // 2 + width // 2]), -1)
+            for t in table
+        )
+    return cos, sin
 
 
 def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:

@@ -99,6 +99,17 @@ def test_every_room_is_known_and_says_what_it_is():
         assert ast.get_docstring(ast.parse(init.read_text())), f"{init} has no docstring"
 
 
+@pytest.mark.parametrize(
+    "folder", sorted({p.parent for p in FILES}), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_where_to_start_reading_is_there(folder):
+    """Files that a room's docstring names lie in it."""
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", said):
+        there = (folder / name).exists() or (PACKAGE / name).exists()
+        assert there, f"{folder.name} speaks of {name}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_sizes(path):
     text = path.read_text()
@@ -295,3 +306,37 @@ def test_nothing_unpickles_what_can_run_code(path):
             # The worker pool talks to its own children over a pipe, never to a file.
             if room_of(path) != "testing":
                 assert called not in ("pickle.load", "pickle.loads"), f"line {node.lineno}"
+
+
+# Whoever may ask for a family's class: its room, the tests of families, old programs' names.
+KNOWS_FAMILIES = {"models", "testing", "compat"}
+
+
+def family_classes():
+    """Names of the classes and configs in `models` that a model or its config can be of."""
+    found, bases = set(), {"Model", "ModelConfig"}
+    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "models").rglob("*.py")]
+    classes = [n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef)]
+    while bases - found:
+        found |= bases
+        bases = {c.name for c in classes if {getattr(b, "id", "") for b in c.bases} & found}
+    return found - {"Model", "ModelConfig"}
+
+
+def test_family_classes_are_found():
+    assert {"GPT2", "CausalLM", "Seq2Seq", "CPMBee", "BertConfig", "Qwen2Moe"} <= family_classes()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_families_answer_by_traits(path):
+    """Outside of `models` nobody asks which family a model is, only for its traits."""
+    if room_of(path) in KNOWS_FAMILIES:
+        return
+    names = family_classes()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "isinstance",
+            "issubclass",
+        ):
+            asked = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+            assert not asked & names, f"line {node.lineno} asks for {asked & names}"

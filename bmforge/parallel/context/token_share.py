@@ -141,18 +141,22 @@ class TokenShare:
         Args:
             x: hidden states, (B, T, D).
             masks: any key -> mask (B or 1, 1, T or 1, S), None, or one of another kind.
-            inputs: further arguments of the blocks; `rope` and `bias` are cut.
+            inputs: further arguments of the blocks; `rope` is cut, and `bias`, any key -> a bias
+                (B or 1, N, T, S).
         """
-        inputs, rope, bias = dict(inputs), inputs.get("rope"), inputs.get("bias")
+        inputs, rope = dict(inputs), inputs.get("rope")
         if rope is not None:
             inputs["rope"] = tuple(self.take(table, 2) for table in rope)
-        if bias is not None and self.by_heads:
-            heads = bias.shape[1] // self.size
-            inputs["bias"] = bias.narrow(1, self.rank * heads, heads)
-        elif bias is not None:
-            inputs["bias"] = self.take(bias, 2)
+        inputs["bias"] = {key: self._cut_bias(bias) for key, bias in inputs["bias"].items()}
         rows = {key: Rows(self._cut_mask(mask), self) for key, mask in masks.items()}
         return self.take(x), rows, inputs
+
+    def _cut_bias(self, bias: Tensor) -> Tensor:
+        """Return a bias of this process's tokens, or of all tokens for its heads."""
+        if not self.by_heads:
+            return self.take(bias, 2)
+        heads = bias.shape[1] // self.size
+        return bias.narrow(1, self.rank * heads, heads)
 
     def _cut_mask(self, mask: Any) -> Any:
         """Return a mask's rows of this process's tokens."""

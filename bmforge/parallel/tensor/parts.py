@@ -121,6 +121,8 @@ def _apply_part_(module: Any, tensor: TensorGroup) -> None:
         module.enter = tensor.enter
     if hasattr(module, "enter_memory"):
         module.enter_memory = tensor.sum_backward
+    if hasattr(module, "head_share"):
+        module.head_share = (tensor.rank, tensor.size)
     if getattr(module, "dropout", 0.0):
         draw_apart_(module, tensor)
 

@@ -44,7 +44,6 @@ __all__ = [
     "shard_name",
     "step_name",
     "step_of",
-    "sync_directory",
     "verify_checkpoint",
     "write_durably",
     "write_shard",
@@ -114,15 +113,6 @@ def find_checkpoints(directory: str | Path) -> list[Path]:
 
 def _newest_first(item: tuple[int | None, Path]) -> int:
     return -(item[0] or 0)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names inside directory `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_durably(path: Path, data: bytes) -> None:

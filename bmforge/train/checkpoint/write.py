@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bmforge.errors import CheckpointError
+from bmforge.files import sync_directory
 from bmforge.logging import get_logger
 from bmforge.shards import Source
 from bmforge.train.checkpoint.format import (
@@ -34,7 +35,6 @@ from bmforge.train.checkpoint.format import (
     shard_name,
     step_name,
     step_of,
-    sync_directory,
     verify_checkpoint,
     write_durably,
     write_shard,

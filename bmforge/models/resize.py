@@ -1,0 +1,275 @@
+"""Layers of other sizes: fewer heads, another width, a part that is gone, experts for an MLP.
+
+Blocks are rebuilt from their data (`BlockSpec`) and keep what fits of their weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bmforge.errors import ConfigError, suggest
+from bmforge.models.init import NoDrawing, init_tensor_
+from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
+from bmforge.models.stack import number_places_
+from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, MoESpec
+
+__all__ = ["resize_", "resize_block"]
+
+# Where blocks stand -> the field of a model's spec with those that differ.
+_FIELDS = {
+    "layers": "blocks",
+    "encoder.layers": "encoder_blocks",
+    "decoder.layers": "decoder_blocks",
+}
+
+
+def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
+    """Make layers another size, in place: on meta or with their weights.
+
+    Of weights the first are kept: the first key-value heads and of the queries of each the first,
+    of a head the first dims (with rotary positions the first pairs), of an MLP and of every expert
+    the first features, the first experts. Who prunes reorders before. What was not there before,
+    wider layers and experts in an MLP's place, is drawn as `init_weights_` draws it with seed 0.
+
+    Both attentions of an encoder-decoder's layer get the same heads; `attn=False` takes the
+    self-attention only. A bias on the scores that layers share (T5, CPM-Ant, CPM-Bee) has a column
+    per head and stays: a narrowed layer uses the first ones. Scales that follow from a width
+    (Tensor Programs) follow the new one; experts have no biases, whatever the MLP had.
+
+    Args:
+        model: of any family, not yet laid out.
+        names: of its blocks, such as ``"layers.1"`` or ``"encoder.layers.0"``.
+        sizes: what is to become of each of them.
+
+    Raises:
+        ConfigError: a name that is no block; sizes that do not fit a layer, or that it has already;
+            a layer that was changed in another way before. Nothing is changed then.
+    """
+    if not names:
+        raise ConfigError("no layer to resize was named.")
+    old = {name: _find(model, name) for name in names}
+    specs = {name: resize_block(block.spec, sizes, name) for name, block in old.items()}
+    _check(model, old, specs)
+    for name, spec in specs.items():
+        stack, _, number = name.rpartition(".")
+        with torch.device("meta"), NoDrawing():
+            new = Block(spec, int(number))
+        _take_after_(new, old[name])
+        model.get_submodule(stack)[number] = new
+    for stack in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        number_places_(model.get_submodule(stack))
+        blocks = dict(getattr(model.spec, _FIELDS[stack]))
+        for number, block in model.get_submodule(stack).named_children():
+            if f"{stack}.{number}" in specs:
+                blocks[int(number)] = block.spec
+        model.spec = replace(model.spec, **{_FIELDS[stack]: blocks})
+    rotary_dim = _rotary_dim(model)
+    for name, block in old.items():
+        _fill_(model, name, block, rotary_dim)
+
+
+def resize_block(block: BlockSpec, sizes: Sizes, name: str = "a layer") -> BlockSpec:
+    """Return the data of a block of another size.
+
+    Raises:
+        ConfigError: see `resize_`.
+    """
+    new = sizes_of(block).resized(sizes, name)
+    try:
+        return replace(
+            block,
+            attn=_resize_attention(block.attn, new) if new.attn else None,
+            cross_attn=_resize_attention(block.cross_attn, new),
+            mlp=_resize_feed(block.mlp, new),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{name} cannot be resized: {error}") from None
+
+
+def _resize_attention(spec: AttentionSpec | None, new: LayerSizes) -> AttentionSpec | None:
+    if spec is None:
+        return None
+    if spec.global_tokens and new.num_kv_heads != new.num_heads:
+        raise ConfigError(
+            f"num_kv_heads={new.num_kv_heads} must be num_heads={new.num_heads} where attention "
+            "has global tokens."
+        )
+    return replace(
+        spec,
+        num_heads=new.num_heads,
+        num_kv_heads=new.num_kv_heads,
+        head_dim=new.head_dim,
+        out_scale=_rescale(
+            spec.out_scale, spec.num_heads * spec.head_dim, new.num_heads * new.head_dim
+        ),
+    )
+
+
+def _resize_feed(spec: MLPSpec | MoESpec | None, new: LayerSizes) -> MLPSpec | MoESpec | None:
+    if spec is None or not new.intermediate_size:
+        return None
+    size = new.intermediate_size
+    out_scale = _rescale(spec.out_scale, spec.intermediate_size, size)
+    if not new.num_experts:
+        return replace(spec, intermediate_size=size, out_scale=out_scale)
+    counts: dict[str, Any] = {
+        "num_experts": new.num_experts,
+        "experts_per_token": new.experts_per_token,
+    }
+    if isinstance(spec, MoESpec):
+        return replace(spec, intermediate_size=size, out_scale=out_scale, **counts)
+    return MoESpec(
+        **counts,
+        intermediate_size=size,
+        activation=spec.activation,
+        gated=spec.gated,
+        in_scale=spec.in_scale,
+        out_scale=out_scale,
+    )
+
+
+def _rescale(scale: float, before: int, after: int) -> float:
+    """Return a scale of 1/sqrt(width), which 1 is not, for another width."""
+    return scale if scale == 1.0 else scale * math.sqrt(before / after)
+
+
+def _find(model: Any, name: str) -> Block:
+    """Return a block that can be resized."""
+    known = [n for n, m in model.named_modules() if isinstance(m, Block)]
+    if name not in known:
+        raise ConfigError(f"{name!r} is no layer of this model.{suggest(name, known)}")
+    block: Block = model.get_submodule(name)
+    tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    with torch.device("meta"), NoDrawing():
+        own = {n for n, _ in Block(block.spec, 0).named_parameters()}
+    if strange := sorted(set(tensors) ^ own):
+        raise ConfigError(
+            f"{name} was changed before: {', '.join(strange[:3])} is not what its sizes say. "
+            "Resize layers first, then change them in other ways."
+        )
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        raise ConfigError(f"{name} is laid out over processes. Resize it before `parallelize`.")
+    return block
+
+
+def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> None:
+    """Raise for what blocks cannot know by themselves."""
+    rotary_dim = _rotary_dim(model)
+    for name, spec in specs.items():
+        stack = name.rpartition(".")[0]
+        owner = model.get_submodule(stack.rpartition(".")[0])
+        table, attn = getattr(owner, "rel_bias", None), spec.attn
+        if attn is None:
+            continue
+        if table is not None and attn.num_heads > table.weight.shape[1]:
+            raise ConfigError(
+                f"{name} cannot be resized: num_heads={attn.num_heads} is more than the "
+                f"{table.weight.shape[1]} heads for which the layers share a bias."
+            )
+        if attn.head_dim < rotary_dim and attn.head_dim % 2:
+            raise ConfigError(
+                f"{name} cannot be resized: head_dim={attn.head_dim} is odd, and rotary positions "
+                "turn pairs of dims."
+            )
+    for stack in dict.fromkeys(name.rpartition(".")[0] for name in specs):
+        blocks = model.get_submodule(stack).named_children()
+        left = [specs.get(f"{stack}.{number}", block.spec) for number, block in blocks]
+        if all(spec.attn is None for spec in left):
+            raise ConfigError(f"attn=False would leave no attention in any layer of {stack}.")
+
+
+def _rotary_dim(model: Any) -> int:
+    """Return how many dims of the model's heads are turned by their position."""
+    rope = getattr(model.spec, "rope", None)
+    return 0 if rope is None else rope.rotary_dim
+
+
+def _take_after_(new: Block, old: Block) -> None:
+    """Give a block on meta the places, dtypes and flags of another one, without values."""
+    before = dict(old.named_parameters())
+    usual = next(iter(before.values()), None)
+    for name, parameter in list(new.named_parameters()):
+        model = before.get(name, usual)
+        if model is None:
+            continue
+        data = torch.empty(parameter.shape, dtype=model.dtype, device=model.device)
+        owner, _, leaf = name.rpartition(".")
+        wants = before[name].requires_grad if name in before else True
+        new.get_submodule(owner)._parameters[leaf] = nn.Parameter(data, requires_grad=wants)
+    new.train(old.training)
+
+
+@torch.no_grad()
+def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
+    """Give a new block the weights that it keeps, and draw the others."""
+    new: Block = model.get_submodule(name)
+    before = dict(old.named_parameters())
+    for key, parameter in new.named_parameters():
+        source = before.get(key)
+        if parameter.is_meta:
+            continue
+        if source is None or any(a > b for a, b in zip(parameter.shape, source.shape, strict=True)):
+            whole = f"{name}.{key}"
+            init_tensor_(model, parameter, whole, 0)
+        if source is None:
+            continue
+        part, _, leaf = key.partition(".")
+        if part in ("attn", "cross_attn"):
+            specs = getattr(new.spec, part), getattr(old.spec, part)
+            _keep_heads_(parameter, source, leaf, specs, rotary_dim)
+        else:
+            box = tuple(slice(min(p)) for p in zip(parameter.shape, source.shape, strict=True))
+            parameter[box] = source[box]
+
+
+def _keep_heads_(
+    new: Tensor,
+    old: Tensor,
+    leaf: str,
+    specs: tuple[AttentionSpec, AttentionSpec],
+    rotary_dim: int,
+) -> None:
+    """Copy what two attentions of different heads have in common of one parameter."""
+    module, _, kind = leaf.partition(".")
+    if module == "o_proj":
+        if kind == "bias":
+            new.copy_(old)
+            return
+        new, old = new.t(), old.t()
+    dims = [_dims(spec, module) for spec in specs]
+    common = tuple(slice(min(pair)) for pair in zip(*(d[:-1] for d in dims), strict=True))
+    into, source = (t.unflatten(0, d)[common] for t, d in zip((new, old), dims, strict=True))
+    widths = specs[0].head_dim, specs[1].head_dim
+    places = _kept_dims(*widths, rotary_dim, specs[0].rope_interleaved)
+    target, chosen = (torch.tensor(p, device=new.device) for p in zip(*places, strict=True))
+    axis = len(common)
+    into.index_copy_(axis, target, source.index_select(axis, chosen))
+
+
+def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
+    """Return what the first dim of a parameter is made of, the dims of a head last."""
+    if module in ("q_norm", "k_norm"):
+        return (spec.head_dim,)
+    if module in ("k_proj", "v_proj"):
+        return (spec.num_kv_heads, spec.head_dim)
+    return (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+
+
+def _kept_dims(new: int, old: int, rotary_dim: int, interleaved: bool) -> list[tuple[int, int]]:
+    """Return the places, (in the new, in the old), of the dims of a head that both have.
+
+    Rotary pairs that are halves apart stay pairs, of the same speed; see `nn.narrow_rope`.
+    """
+    turned = [min(width, rotary_dim) // 2 for width in (new, old)]
+    if interleaved or turned[0] == turned[1]:
+        return [(i, i) for i in range(min(new, old))]
+    count = min(turned)
+    pairs = [(i, i) for i in range(count)]
+    return pairs + [(turned[0] + i, turned[1] + i) for i in range(count)]

@@ -1,0 +1,135 @@
+"""What an encoder-decoder is made of: its data, and the stack that it has one or two of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.models.stack import build_layers, run_layers, span_of
+from bmforge.nn import BlockSpec, build_mask, build_norm
+from bmforge.nn.attention import KeyValueCache
+from bmforge.nn.relative import RelativeBias
+
+__all__ = ["Seq2SeqSpec", "Stack"]
+
+
+@dataclass(frozen=True)
+class Seq2SeqSpec:
+    """Everything in which encoder-decoders differ around their blocks.
+
+    Args:
+        block: data of the blocks; see `encoder_block` and `decoder_block` for what is added.
+        num_encoder_layers: blocks of the encoder.
+        num_decoder_layers: blocks of the decoder.
+        encoder_blocks: data of the encoder's blocks that differ from `encoder_block`, by layer.
+        decoder_blocks: data of the decoder's blocks that differ from `decoder_block`, by layer.
+        num_buckets: of each stack's relative positions; see `RelativeBias`.
+        max_distance: likewise.
+        dropout: after the embedding and after each stack's last norm.
+        classifier_dropout: before a classifier's layers.
+        head_scale: factor on what goes into the language-model head.
+        num_roles: rows of `embed_segments`, which says who speaks; 0 for none.
+    """
+
+    block: BlockSpec
+    num_encoder_layers: int
+    num_decoder_layers: int
+    encoder_blocks: Mapping[int, BlockSpec] = field(default_factory=dict)
+    decoder_blocks: Mapping[int, BlockSpec] = field(default_factory=dict)
+    num_buckets: int = 32
+    max_distance: int = 128
+    dropout: float = 0.0
+    classifier_dropout: float = 0.0
+    head_scale: float = 1.0
+    num_roles: int = 0
+
+    @property
+    def encoder_block(self) -> BlockSpec:
+        """The encoder's block: all tokens see each other."""
+        assert self.block.attn is not None
+        return replace(self.block, attn=replace(self.block.attn, causal=False))
+
+    @property
+    def decoder_block(self) -> BlockSpec:
+        """The decoder's block: causal, and with attention to the encoder's result."""
+        block = self.encoder_block
+        assert block.attn is not None
+        return replace(block, attn=replace(block.attn, causal=True), cross_attn=block.attn)
+
+
+class Stack(nn.Module):
+    """Blocks that share one relative bias, and a norm: an encoder or a decoder.
+
+    Shape:
+        x: (B, T, D) -> (B, T, D)
+    """
+
+    def __init__(
+        self,
+        block: BlockSpec,
+        num_layers: int,
+        spec: Seq2SeqSpec,
+        blocks: Mapping[int, BlockSpec],
+    ) -> None:
+        super().__init__()
+        assert block.attn is not None
+        self.causal, self.dropout = block.attn.causal, spec.dropout
+        self.widens_half = block.guards_half
+        self.layers = build_layers(block, num_layers, blocks)
+        self.norm = build_norm(block.norm, block.hidden_size)
+        self.rel_bias = RelativeBias(
+            block.attn.num_heads, spec.num_buckets, spec.max_distance, self.causal
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        keep_states: bool = False,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Return the last hidden state and, when asked for, all of them.
+
+        Args:
+            x: embeddings.
+            attention_mask: 1 for tokens, 0 for padding, (B, past + T).
+            cache: keys and values of earlier tokens.
+            memory: the encoder's result, (B, S, D).
+            memory_mask: which of it can be seen, (B, 1, 1, S).
+            keep_states: whether to return all hidden states.
+        """
+        span = span_of(self.layers)
+        if self.widens_half and x.dtype == torch.float16:
+            x = x.float()
+        past, shape = 0 if cache is None else cache.length, (x.shape[0], x.shape[1])
+        bias = self.rel_bias(shape[1], past + shape[1], past)
+        mask = None
+        if attention_mask is not None:
+            mask = build_mask(
+                shape, x.device, past=past, attention_mask=attention_mask, causal=self.causal
+            )
+        if mask is not None and not torch.is_grad_enabled():
+            # The fused kernel takes one of the two; joined here, they are joined once.
+            bias, mask = bias.masked_fill(~mask, -torch.inf), None
+        x, states = run_layers(
+            self.layers,
+            x if span.first else self._drop(x),
+            {None: mask},
+            keep_states,
+            bias=bias,
+            cache=cache,
+            memory=memory,
+            memory_mask=memory_mask,
+        )
+        if span.last == span.total:
+            x = self._drop(self.norm(x))
+        return x, (*states[:-1], x) if keep_states else None
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
