@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from bmforge.errors import CheckpointError
+from bmforge.files import sync_directory
 from bmforge.logging import get_logger
 from bmforge.shards import Box, Source
 from bmforge.train.checkpoint.format import (
@@ -28,7 +29,6 @@ from bmforge.train.checkpoint.format import (
     file_path,
     find_checkpoints,
     read_manifest,
-    sync_directory,
     write_shard,
 )
 from bmforge.train.checkpoint.read import ChunkReader
