@@ -82,7 +82,7 @@ def ours_for(kind: str, folder: Path) -> Callable[[str], list[int]]:
         return tokenizer.encode
 
     def encode(text: str) -> list[int]:
-        ids, extension = tokenizer.encode(text)
+        ids, extension = tokenizer.encode_extended(text)
         return [-1 if id in extension else id for id in ids] if extension else ids
 
     return encode

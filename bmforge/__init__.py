@@ -1,7 +1,7 @@
 """bmforge: train, adapt, compress and run big models with little hardware.
 
-Start reading at `recipes/` (whole runs), then `train/trainer.py` and `models/gpt2.py`. The rooms:
-`nn` and `models` (one block, one file per family), `data`, `parallel`, `train`, `infer`, `cli`.
+Start reading at `recipes/` (whole runs), then `train/trainer.py` and `models/gpt2.py`. The rooms,
+and what each may import, are in CONTRIBUTING.md.
 """
 
 __version__ = "0.1.0"

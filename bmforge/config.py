@@ -31,6 +31,8 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for field in dataclasses.fields(config):
+        if not field.init:
+            continue  # it follows from the others
         value = getattr(config, field.name)
         if value is not None:
             out[field.name] = _plain(value)

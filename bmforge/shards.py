@@ -1,7 +1,9 @@
 """Which part of a global tensor this process holds: the one place that looks inside a DTensor.
 
-Initialising, loading and checkpointing all ask the same question: "which box of the whole tensor is
-here?". A box is one (offset, length) pair per tensor dim. A plain tensor's box is the whole tensor.
+Initialising, loading and checkpointing all ask the same questions: "which box of the whole tensor
+is here?", and "where are its values?". A box is one (offset, length) pair per tensor dim. A plain
+tensor's box is the whole tensor. Values are in the tensor's own memory, or somebody keeps them
+elsewhere (`Source`).
 """
 
 from __future__ import annotations
@@ -9,16 +11,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from bmforge.records import Keeper, side_of
+
 __all__ = [
     "Box",
+    "Source",
     "is_first_replica",
     "is_streamed",
     "laid_out_like",
     "local_box",
     "local_tensor",
+    "put_values_",
+    "source_of",
+    "whole_tensor",
 ]
 
 
@@ -83,9 +92,9 @@ def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
 def is_streamed(tensor: Tensor) -> bool:
     """Tell whether a parameter's values live elsewhere and come when its block runs.
 
-    Its own memory then says nothing; ``tensor.read_streamed(out)`` reads the values.
+    Its own memory then says nothing; `source_of` and `whole_tensor` read the values.
     """
-    return hasattr(tensor, "read_streamed")
+    return side_of(tensor).origin is not None
 
 
 def local_box(tensor: Tensor) -> Box:
@@ -115,3 +124,86 @@ def is_first_replica(tensor: Tensor, leads: bool) -> bool:
         for position, placement in zip(coordinate, tensor.placements, strict=True)
         if isinstance(placement, Replicate)
     )
+
+
+@dataclass(frozen=True)
+class Source:
+    """The values of a tensor's part on this process, wherever they are.
+
+    Args:
+        pattern: tells shape and layout; has the values itself, unless there is a
+        keeper: of the values, elsewhere.
+    """
+
+    pattern: Tensor
+    keeper: Keeper | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values, which may be wider than the tensor's."""
+        return self.pattern.dtype if self.keeper is None else self.keeper.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part that is here."""
+        return tuple(local_tensor(self.pattern).shape)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether reading takes a disk, so that it is put off until the values are needed."""
+        return self.keeper is not None and self.keeper.is_on_disk
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the part that is here."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """Return a contiguous host tensor, which may be the tensor's own memory."""
+        if self.keeper is None:
+            return local_tensor(self.pattern.detach()).cpu().contiguous()
+        values = torch.empty(self.shape, dtype=self.dtype)
+        self.keeper.fill(values)
+        return values
+
+    def taken(self) -> Source:
+        """Return the same for whoever reads it after the tensor has changed: a copy, unless late.
+
+        Late values may not change before they have been read.
+        """
+        if self.is_late:
+            return self
+        if self.keeper is not None:
+            return Source(self.read())
+        host = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        return Source(host.copy_(local_tensor(self.pattern.detach())))
+
+
+def source_of(tensor: Tensor) -> Source:
+    """Return where a tensor's values are; of several places the one that training steps."""
+    side = side_of(tensor)
+    return Source(tensor, side.master or side.origin)
+
+
+@torch.no_grad()
+def put_values_(tensor: Tensor, values: Tensor) -> None:
+    """Give a tensor this process's part of its values, wherever they are kept."""
+    side = side_of(tensor)
+    if side.origin is None:
+        local_tensor(tensor).copy_(values)
+    if side.master is not None:
+        side.master.put(0, values)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return all values of a tensor, in its dtype.
+
+    Comm: an all-gather where it is sharded.
+    """
+    origin = side_of(tensor).origin
+    if origin is not None:
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        origin.fill(values)
+        return values
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Write docs/capabilities.md: family x capability, each cell the test that proves it.
+"""Write docs/capabilities.md: family x capability, a table per room; a cell names its test.
 
     python dev/capabilities.py
 
@@ -14,17 +14,16 @@ import sys
 from pathlib import Path
 
 from bmforge.models.hub import FAMILIES
-from bmforge.testing.capability import CAPABILITIES, find_capabilities
+from bmforge.testing.capability import CAPABILITIES, ROOMS, find_capabilities
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "capabilities.md"
 TESTS = ROOT / "tests" / "parity"
 INTRO = """# Capabilities
 
-Every capability on every family: a cell names the test that proves it, in the file of the family's
-row. `make test-all` runs them all, `make test` those that do not follow from another one. This page
-is written by `dev/capabilities.py`.
-
+Every capability on every family, in one table per room that owns them: a cell names the test that
+proves it, in the file of the family's row. `make test-all` runs them all, `make test` those that do
+not follow from another one. This page is written by `dev/capabilities.py`.
 """
 
 
@@ -33,11 +32,13 @@ def collect() -> dict[str, tuple[str, dict[str, str]]]:
     found: dict[str, tuple[str, dict[str, str]]] = {}
     for file in sorted(TESTS.glob("test_*.py")):
         for suite in _suites(file):
-            tests = {name: f"`{test}`" for name, test in find_capabilities(suite).items()}
+            lacks = _reasons(suite)
+            proofs = find_capabilities(suite).items()
+            tests = {name: f"`{test}`" for name, test in proofs if name not in lacks}
             name = suite.model_class.__name__
             first, cells = found.get(name, (file.name, {}))
             known = {n: text for n, text in cells.items() if not text.startswith("(")}
-            found[name] = (first, _reasons(suite) | cells | tests | known)
+            found[name] = (first, lacks | cells | tests | known)
     return found
 
 
@@ -46,6 +47,9 @@ def _reasons(suite: type) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for parent in reversed(suite.__mro__):
         reasons |= vars(parent).get("not_applicable", {})
+    reasons |= {
+        f"changed: {n}": why for n, why in reasons.items() if f"changed: {n}" in CAPABILITIES
+    }
     return {name: f"({why})" for name, why in reasons.items()}
 
 
@@ -64,12 +68,18 @@ def _suites(file: Path) -> list[type]:
 def render() -> str:
     """Return the page."""
     found = collect()
-    head = ["family", "tests", *CAPABILITIES]
+    tables = [f"\n## {room}\n\n{_table(found, names)}" for room, names in ROOMS.items()]
+    return INTRO + "".join(tables)
+
+
+def _table(found: dict[str, tuple[str, dict[str, str]]], names: tuple[str, ...]) -> str:
+    """Return the table of some capabilities."""
+    head = ["family", "tests", *names]
     rows = [head, ["---"] * len(head)]
     for family in sorted(FAMILIES):
         file, cells = found.get(family, ("", {}))
-        rows.append([family, file, *(cells.get(name, "") for name in CAPABILITIES)])
-    return INTRO + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        rows.append([family, file, *(cells.get(name, "") for name in names)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 if __name__ == "__main__":

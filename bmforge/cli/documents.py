@@ -10,7 +10,6 @@ from bmforge.data.sources.text_files import read_lines
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.models import AutoModel
-from bmforge.models.cpm_bee import CPMBee
 from bmforge.models.hub import find_model
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
@@ -32,7 +31,7 @@ def print_filled(model: str, file: Path, **options: Any) -> None:
     documents = _read(file)
     directory = find_model(model)
     opened = AutoModel.from_pretrained(directory)
-    if not isinstance(opened, CPMBee):
+    if opened.traits.objective != "documents":
         raise ConfigError(
             f"{model!r} is a {type(opened).__name__}; documents are for CPM-Bee. Give a text with "
             "--prompt instead."

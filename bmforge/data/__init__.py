@@ -1,8 +1,9 @@
 """Text in, batches out: collect, clean, tokenise, store and load a corpus.
 
-Start reading at `prepare.py` (the whole way from files to token stores), then `packing.py` and
-`loader.py` (from a store to batches). `sources`, `clean` and `tokenise` are the steps of `prepare`;
-`store` and `store_writer` are the file format; `order`, `mixture` and `prefetch` serve the loader.
+Start reading at `prepare/run.py` (the whole way from files to token stores), then
+`load/packing.py` and `load/loader.py` (from a store to batches). `sources`, `clean` and
+`prepare/tokenise.py` are the steps of the preparation; `store` is the file format; `load/order.py`,
+`load/mixture.py` and `load/prefetch.py` serve the loader; `tasks` are sets to fine-tune on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from bmforge.data.prepare.tokenise import (
     EncodeCount,
     encode_to_store,
     load_tokenizer,
-    save_tokenizer,
     train_bpe,
 )
 from bmforge.data.sources.files import Document, SkipCount, python_topics, read_documents
@@ -47,7 +47,6 @@ __all__ = [
     "END_OF_TEXT",
     "EncodeCount",
     "train_bpe",
-    "save_tokenizer",
     "load_tokenizer",
     "encode_to_store",
     "TokenStore",

@@ -16,7 +16,7 @@ from bmforge.data import Batch
 from bmforge.data.tasks.rows import Pair
 from bmforge.infer import generate
 from bmforge.infer.generate import evaluating
-from bmforge.models.seq2seq import Seq2Seq, shift_right
+from bmforge.models.seq2seq import shift_right
 from bmforge.parallel import World, mesh_of, reshard_, sum_over_axes
 
 __all__ = ["score_answers", "score_classes", "write_answers"]
@@ -59,7 +59,7 @@ def score_answers(
         rows: this process's place among those that read different rows.
         width: longest row.
     """
-    read_all = _read_apart if isinstance(model, Seq2Seq) else _read_rows
+    read_all = _read_apart if model.traits.reads == "apart" else _read_rows
 
     def read(numbers: Sequence[int]) -> Tensor:
         return read_all(model, [pairs[n] for n in numbers], rows.device, width)
@@ -75,15 +75,18 @@ def write_answers(
     width: int,
     max_new_tokens: int,
 ) -> list[list[int]]:
-    """Return what an encoder-decoder writes to every prompt, greedily, the same on every process.
+    """Return what a model writes to every prompt, greedily, the same on every process.
 
     Every process writes all `max_new_tokens`, as on a sharded model all must run as often; what
     stands behind an end token is the caller's to drop.
     """
 
+    apart = model.traits.reads == "apart"
+
     def read(numbers: Sequence[int]) -> Tensor:
-        ids, mask = _pad([prompts[n] for n in numbers], rows.device, width)
-        return generate(model, ids, mask, max_new_tokens=max_new_tokens, eos_token_id=())[:, 1:]
+        ids, mask = _pad([prompts[n] for n in numbers], rows.device, width, left=not apart)
+        written = generate(model, ids, mask, max_new_tokens=max_new_tokens, eos_token_id=())
+        return written[:, 1 if apart else ids.shape[1] :]
 
     return _collect(model, len(prompts), read, size, rows).long().tolist()
 

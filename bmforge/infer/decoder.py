@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmforge.infer.cache import KVCache
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.stack import span_of
 from bmforge.parallel import pipeline_of
+from bmforge.records import Stack
 
 __all__ = ["Decoder", "Seq2SeqDecoder", "make_cache", "start_decoder"]
 
 
-def make_cache(layers: nn.ModuleDict, max_length: int) -> KVCache:
+def make_cache(layers: Stack, max_length: int) -> KVCache:
     """Return a cache for the layers that are here: all, or those of a pipeline's stages."""
     total = span_of(layers).total
     places = [layer.attn.layer_index for layer in layers.values() if layer.attn is not None]
@@ -32,7 +33,7 @@ def start_decoder(
     Shape:
         input_ids, mask: (B, S); returns a decoder and (B, T)
     """
-    if not isinstance(model, Seq2Seq):
+    if model.traits.reads != "apart":
         return Decoder(model, mask, input_ids.shape[1] + max_new_tokens), input_ids
     start = torch.full_like(input_ids[:, :1], model.config.decoder_start_token_id)
     return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens), start

@@ -60,7 +60,7 @@ def generate(
     mask = _check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)
-        padding = _count_padding(start, None if isinstance(model, Seq2Seq) else mask)
+        padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
         return run_decoder(decoder, start, padding, config, on_token)
 
 
@@ -124,7 +124,7 @@ def _continue_rows(
 
 def _complete_config(model: CausalLM | Seq2Seq, config: GenerationConfig) -> GenerationConfig:
     """Fill in end and padding tokens from the model's config, or its config.json."""
-    if model.config.head not in ("language_model", "sequence_to_sequence"):
+    if not model.traits.writes:
         raise ConfigError(
             f"the model has the head {model.config.head!r}, which writes no text. Open it with "
             "head='language_model', or of an encoder-decoder 'sequence_to_sequence'."
@@ -174,7 +174,7 @@ def _check_prompt(
         attention_mask = input_ids != pad
     if attention_mask is None:
         return None
-    return _check_mask(input_ids, attention_mask, goes_on=not isinstance(model, Seq2Seq))
+    return _check_mask(input_ids, attention_mask, goes_on=model.traits.reads != "apart")
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Tensor | None:

@@ -19,15 +19,11 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.generate import evaluating
 from bmforge.models.base import Model
-from bmforge.models.causal_lm import CausalLM
-from bmforge.models.cpm_ant import CPMAnt
-from bmforge.models.glm import GLM
-from bmforge.models.seq2seq import Seq2Seq
 
 __all__ = ["Choice", "choose_text", "score_texts"]
 
-# They read a whole text in both directions, so its own tokens would give it away.
-_TWO_WAY = (CPMAnt, GLM)
+# The others read a whole text in both directions, so its own tokens would give it away.
+_SCORES = ("left", "apart")
 
 
 class Encoder(Protocol):
@@ -96,7 +92,7 @@ def score_texts(
 
 def _read(model: Model, prompt: Tensor, text: Tensor) -> Tensor:
     """Return the mean loss of a text, (1, T), after a prompt, (1, P)."""
-    if isinstance(model, Seq2Seq):
+    if model.traits.reads == "apart":
         return model(input_ids=prompt, labels=text).loss
     labels = torch.cat((torch.full_like(prompt, IGNORE_INDEX), text), 1)
     if not model.shifts_labels:
@@ -105,8 +101,7 @@ def _read(model: Model, prompt: Tensor, text: Tensor) -> Tensor:
 
 
 def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    writes = model.config.head in ("language_model", "sequence_to_sequence")
-    if not isinstance(model, (CausalLM, Seq2Seq)) or isinstance(model, _TWO_WAY) or not writes:
+    if model.traits.reads not in _SCORES or not model.traits.writes:
         raise ConfigError(
             f"a {type(model).__name__} with the head {model.config.head!r} cannot score a text: "
             "needed is a language model that reads from left to right, or an encoder-decoder with "

@@ -13,6 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -130,6 +131,14 @@ def _serve(tasks: _Tasks, device: torch.device | None) -> None:
         del task, work, ticket, error
 
 
+def _record(events: list[CopyEvent], kind: str, label: str) -> None:
+    events.append(CopyEvent(kind, label))
+
+
+def _forget(kind: str, label: str) -> None:
+    pass
+
+
 class CopyEngine(ABC):
     """Copies tensors and does host work, each in the order asked, beside the computing.
 
@@ -137,19 +146,19 @@ class CopyEngine(ABC):
         name: of its thread.
         records: keep every event in `events`.
         device: the thread's current accelerator.
+
+    Attributes:
+        events: what happened, where that is recorded.
+        note: records an event (kind, label).
     """
 
     def __init__(
         self, name: str, records: bool = False, device: torch.device | None = None
     ) -> None:
         self.events: list[CopyEvent] = []
-        self._records = records
+        # Not of the engine itself: whoever holds a ticket must not keep a thread alive.
+        self.note = partial(_record, self.events) if records else _forget
         self._worker = Worker(name, self.note, device)
-
-    def note(self, kind: str, label: str) -> None:
-        """Record an event where events are recorded."""
-        if self._records:
-            self.events.append(CopyEvent(kind, label))
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
         """Have host work (reading a file, an optimizer's step) done on the engine's thread."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from bmforge.host_memory import available_host_bytes
 from bmforge.memory.copies import CopyEngine, Ticket
 from bmforge.memory.homes import Home, StateDtype
 from bmforge.memory.spill import SpillFile, format_bytes
+from bmforge.records import laid_out, note_, side_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import find_repeated_blocks
 
@@ -182,7 +183,7 @@ class Gradient:
 class LeftGradient:
     """The gradient of one parameter, which goes to the host as soon as it is produced.
 
-    Micro-batches are added up there, in fp32. `parameter.left_gradient` is this object.
+    Micro-batches are added up there, in fp32. The parameter's side has this object.
 
     Args:
         parameter: loses its `.grad` after every backward.
@@ -211,8 +212,7 @@ class LeftGradient:
         self._factors: list[float] = []
         self._count = 0
         self._ticket: Ticket | None = None
-        target: Any = parameter
-        target.left_gradient = self
+        note_(parameter, left_gradient=self)
         # Weakly: autograd keeps hooks where the garbage collector does not look.
         leave = weakref.WeakMethod(self._leave)
 
@@ -257,7 +257,7 @@ class LeftGradient:
         """Let gradients stay at the parameter again."""
         self._handle.remove()
         if (parameter := self._parameter()) is not None:
-            del parameter.left_gradient  # type: ignore[attr-defined]
+            note_(parameter, left_gradient=None)
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:
@@ -294,7 +294,7 @@ class LeftGradient:
 
 def left_gradient(parameter: Tensor) -> LeftGradient | None:
     """Return the gradient of `parameter` that has left, if one has."""
-    left: LeftGradient | None = getattr(parameter, "left_gradient", None)
+    left: LeftGradient | None = side_of(parameter).left_gradient
     return left if left is not None and left.is_here else None
 
 
@@ -310,7 +310,8 @@ def wait_before_use(
         handles that end it.
     """
     units = _units(model)
-    ahead = 1 + getattr(model, "prefetch", 1)
+    record = laid_out(model)
+    ahead = 1 + (1 if record is None else record.prefetch)
     owned = [list(unit.parameters()) for unit in units]
     inside = {id(parameter) for part in owned for parameter in part}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]

@@ -7,6 +7,7 @@ made from weights that are there. The same streamer serves training and inferenc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,8 +19,9 @@ from bmforge.device import is_host
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, Ticket, make_copy_engine
 from bmforge.memory.recompute import apply_recompute_
+from bmforge.records import note_, record_of
 from bmforge.shards import local_tensor
-from bmforge.surgery import find_repeated_blocks, wrap_forward_
+from bmforge.surgery import find_repeated_blocks, persistent_tensors, wrap_forward_
 
 __all__ = ["ReadWeights", "Streamer", "stream_blocks_"]
 
@@ -52,7 +54,7 @@ class _Slot:
 class _Block:
     """One block's parameters, and where each lies in a slot."""
 
-    def __init__(self, prefix: str, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, prefix: str, module: nn.Module, parameters: dict[str, Tensor]) -> None:
         self.prefix, self.module, self.parameters = prefix, module, parameters
         self._stubs = {name: _make_stub(p) for name, p in parameters.items()}
         self.places: dict[str, tuple[int, int]] = {}
@@ -78,8 +80,12 @@ class _Block:
 
 
 def _make_stub(parameter: Tensor) -> Tensor:
-    """Return a tensor of the same shape and almost no memory; whoever computes with it gets NaN."""
-    stub = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    """Return a tensor of the same shape and almost no memory; whoever computes with it gets NaN.
+
+    Integers have none; they are what rows are packed in, whose scales are NaN then.
+    """
+    value = float("nan") if parameter.is_floating_point() else 0
+    stub = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
     return stub.expand(parameter.shape)
 
 
@@ -104,13 +110,17 @@ class Streamer:
         self.engine = engine or make_copy_engine(device, "bmforge-streaming")
         counts: dict[int, int] = {}
         for _, module in blocks:
-            for parameter in module.parameters():
+            for parameter in persistent_tensors(module).values():
                 counts[id(parameter)] = counts.get(id(parameter), 0) + 1
         self.blocks = [
             _Block(
                 prefix,
                 module,
-                {n: p for n, p in module.named_parameters(prefix) if counts[id(p)] == 1},
+                {
+                    f"{prefix}.{name}": tensor
+                    for name, tensor in persistent_tensors(module).items()
+                    if counts[id(tensor)] == 1
+                },
             )
             for prefix, module in blocks
         ]
@@ -233,7 +243,7 @@ def stream_blocks_(
         raise ConfigError(f"{type(model).__name__} has no repeated blocks that could be streamed.")
     found = [(name, model.get_submodule(name)) for name in names]
     for name, module in found:
-        for own, parameter in list(module.named_parameters()):
+        for own, parameter in persistent_tensors(module).items():
             if local_tensor(parameter) is not parameter:
                 raise ConfigError(
                     f"{name}.{own} is sharded over processes, which already keep a part of it "
@@ -242,22 +252,36 @@ def stream_blocks_(
             _give_device_(module, own, parameter, device)
     streamer = Streamer(found, read, device, engine)
     apply_recompute_([module for _, module in found])
-    owner: Any = model
-    owner.streamer = streamer
+    record_of(model).streamer = streamer
     for block in streamer.blocks:
         for name, parameter in block.parameters.items():
-            target: Any = parameter
-            target.read_streamed = lambda out, name=name: streamer.read(name, out)
+            note_(parameter, origin=_Streamed(streamer, name, parameter.dtype))
     return streamer
 
 
-def _give_device_(
-    module: nn.Module, name: str, parameter: nn.Parameter, device: torch.device
-) -> None:
-    """Replace a parameter on meta by one that says it is on `device`, without memory."""
+class _Streamed:
+    """Keeps a parameter's values as far as others see: reads them where the streamer does."""
+
+    is_on_disk = True
+
+    def __init__(self, streamer: Streamer, name: str, dtype: torch.dtype) -> None:
+        self._streamer, self._name, self.dtype = weakref.ref(streamer), name, dtype
+
+    def fill(self, target: Tensor) -> None:
+        streamer = self._streamer()
+        assert streamer is not None, f"{self._name} outlived what it streams from"
+        streamer.read(self._name, target)
+
+    def put(self, start: int, values: Tensor) -> None:
+        raise AssertionError(f"{self._name} is read from where it lives, not written")
+
+
+def _give_device_(module: nn.Module, name: str, parameter: Tensor, device: torch.device) -> None:
+    """Replace a tensor on meta by one that says it is on `device`, without memory."""
     if not parameter.is_meta:
         return
     owner, _, leaf = name.rpartition(".")
     described = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-    new = nn.Parameter(described, requires_grad=parameter.requires_grad)
-    setattr(module.get_submodule(owner), leaf, new)
+    if isinstance(parameter, nn.Parameter):
+        described = nn.Parameter(described, requires_grad=parameter.requires_grad)
+    setattr(module.get_submodule(owner), leaf, described)

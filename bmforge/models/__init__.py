@@ -6,6 +6,7 @@ then `base.py` (building, loading, saving) and `hub.py` (finding a model by name
 
 from bmforge.models.base import Model
 from bmforge.models.bert import Bert, BertConfig
+from bmforge.models.changes import Change, freeze_base_
 from bmforge.models.config import ModelConfig
 from bmforge.models.cpm1 import CPM1, CPM1Config
 from bmforge.models.cpm2 import CPM2, CPM2Config
@@ -35,6 +36,7 @@ __all__ = [
     "AutoModel",
     "Bert",
     "BertConfig",
+    "Change",
     "CPM1",
     "CPM1Config",
     "CPM2",
@@ -77,6 +79,7 @@ __all__ = [
     "T5Config",
     "ViT",
     "ViTConfig",
+    "freeze_base_",
     "init_weights_",
     "load_weights_",
     "weight_drawer",

@@ -27,7 +27,9 @@ from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
 from bmforge.models.stack import expert_names, find_heads
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, expand_rules
+from bmforge.records import laid_out
 from bmforge.surgery import persistent_tensors
 
 __all__ = ["Model"]
@@ -40,27 +42,37 @@ class Model(nn.Module):
     and without one, `hf_prefix`.
 
     Attributes:
+        family_traits: what others must know of the family; `traits` adds what the config says.
         hf_prefix: what stands before the body's published names.
         hf_unused: globs of published weights that none of our heads uses (a next-sentence head).
         hf_old_names: (ending of a published name, what older checkpoints have in its place).
         tied_head: the parameter that `tie_word_embeddings` makes one with the embedding.
         shifts_labels: the language-model head predicts the label after each position.
-        arrived: what the stage before carried on, and
-        pipeline: what runs the stages, where a layout has made one of the model.
+        arrived: what the stage before carried on, where a pipeline cuts the model.
     """
 
     config_class: ClassVar[type[ModelConfig]]
+    family_traits: ClassVar[Traits]
     hf_prefix: ClassVar[str] = ""
     hf_unused: ClassVar[tuple[str, ...]] = ()
     hf_old_names: ClassVar[tuple[tuple[str, str], ...]] = ()
     tied_head: ClassVar[tuple[str, str]] = ("lm_head.weight", "embed.weight")
     shifts_labels: ClassVar[bool] = True
     arrived: tuple[Tensor, ...] = ()
-    pipeline: Any = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config: Any = config
+
+    @property
+    def traits(self) -> Traits:
+        """How this model is used: what its family reads and writes, with the head that it has."""
+        return replace(self.family_traits.of(self.config), position_limit=self.position_limit)
+
+    @property
+    def position_limit(self) -> int | None:
+        """The longest input in tokens; None where positions go on."""
+        return self.family_traits.of(self.config).position_limit
 
     @classmethod
     def from_config(
@@ -156,21 +168,27 @@ class Model(nn.Module):
         """Return the name map of this family's body, with `{i}` for the layer number."""
         raise TypeError(f"{type(self).__name__} defines no weight_rules")
 
+    @property
+    def _pipeline(self) -> Any:
+        """What runs the stages, where a layout has made a pipeline of the model."""
+        record = laid_out(self)
+        return None if record is None else record.pipeline
+
     def whole(self) -> Model:
         """Return a description of the whole model where this is a part of it in a pipeline."""
-        if self.pipeline is None:
+        if self._pipeline is None:
             return self
         return type(self).from_config(self.config, device="meta")
 
     def _stage_rank(self, name: str) -> int:
         """Return which rank of the pipeline has a parameter; 0 without one."""
-        return 0 if self.pipeline is None else self.pipeline.rank_of(name)
+        return 0 if self._pipeline is None else self._pipeline.rank_of(name)
 
     def _stage_and_members(self, rank: int, world: int) -> tuple[int, int]:
         """Return this process's rank of the pipeline, and how many processes have that one."""
-        if self.pipeline is None:
+        if self._pipeline is None:
             return 0, world
-        return self.pipeline.rank, world // self.pipeline.size
+        return self._pipeline.rank, world // self._pipeline.size
 
     def layout_rules(self) -> LayoutRules:
         """Return where layouts cut this family."""

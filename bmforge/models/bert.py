@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
 from bmforge.models.encoder_config import EncoderConfig, encoder_heads, encoder_size
 from bmforge.models.heads import Head
+from bmforge.models.traits import Traits
 
 __all__ = ["Bert", "BertConfig"]
 
@@ -58,6 +59,7 @@ class Bert(EncoderModel):
     """BERT with a head for masked tokens, by default tied to the embedding."""
 
     config_class = BertConfig
+    family_traits = Traits("both", "masked tokens", "learned")
     hf_prefix = "bert."
     # The next-sentence head; a pooler that our head does not read; the bias that transformers does
     # not use beside an untied decoder.

@@ -16,6 +16,7 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.heads import find_last_token, finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
 from bmforge.models.stack import StackSpec, build_layers, check_ids, run_layers, span_of
+from bmforge.models.traits import Traits
 from bmforge.nn import (
     LMHead,
     MoESpec,
@@ -80,6 +81,8 @@ class CausalLM(Model):
         sum_statistics: adds up the experts' loads where several processes share a step, each with
             its tokens; a layout puts its own here.
     """
+
+    family_traits = Traits("left", "next token", "rotary")
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec) -> None:
         super().__init__(config)

@@ -13,6 +13,7 @@ from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
@@ -97,6 +98,7 @@ class CPM1(CausalLM):
     """CPM-1 with its language-model head, the embedding itself."""
 
     config_class = CPM1Config
+    family_traits = Traits("left", "next token", "learned", tokenizer="CPM1Tokenizer")
 
     def __init__(self, config: CPM1Config) -> None:
         attn = AttentionSpec(

@@ -22,6 +22,7 @@ from bmforge.models.heads import Head
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
 from bmforge.models.sizes import LayerSizes
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import MoESpec
 
@@ -85,6 +86,7 @@ class CPM2(Seq2Seq):
     """CPM-2 with its sequence-to-sequence head."""
 
     config_class = CPM2Config
+    family_traits = Traits("apart", "spans", "relative", sentinel="<s_{}>", ends_inside=True)
 
     def __init__(self, config: CPM2Config) -> None:
         moe = None

@@ -21,6 +21,7 @@ from bmforge.models.cpm_ant_config import TEXT_SEGMENT, CPMAntConfig
 from bmforge.models.cpm_live import CPMLive
 from bmforge.models.output import ModelOutput
 from bmforge.models.stack import check_ids
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.segment import find_distances, see_context, segment_rows
@@ -32,6 +33,7 @@ class CPMAnt(CPMLive):
     """CPM-Ant with its language-model head."""
 
     config_class = CPMAntConfig
+    family_traits = Traits("blanks", "hidden tokens", "relative")
     hf_prefix = "cpmant."
 
     def __init__(self, config: CPMAntConfig) -> None:

@@ -22,6 +22,7 @@ from bmforge.models.cpm_live import CPMLive, CPMLiveConfig, read_masks
 from bmforge.models.heads import Head
 from bmforge.models.output import ModelOutput
 from bmforge.models.stack import check_ids
+from bmforge.models.traits import Traits
 from bmforge.nn import build_mask
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.segment import (
@@ -103,6 +104,7 @@ class CPMBee(CPMLive):
     """CPM-Bee with its language-model head."""
 
     config_class = CPMBeeConfig
+    family_traits = Traits("left", "documents", "relative", tokenizer="CPMBeeTokenizer")
     hf_prefix = "cpmbee."
 
     def __init__(self, config: CPMBeeConfig) -> None:

@@ -21,6 +21,7 @@ from bmforge.models.encoder_heads import DeepClassifier, MaskedHead
 from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
 from bmforge.models.stack import StackSpec, build_layers, check_ids, run_layers, span_of
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import (
     AttentionSpec,
@@ -82,6 +83,7 @@ class EncoderModel(Model):
         spec: what the config comes down to.
     """
 
+    family_traits = Traits("both", "masked tokens", "learned")
     tied_head = ("mlm_head.decoder.weight", "embed.weight")
 
     def __init__(self, config: EncoderConfig, spec: EncoderSpec) -> None:

@@ -19,6 +19,7 @@ from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
 from bmforge.models.sizes import sizes_of
 from bmforge.models.stack import find_block, width_into
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 
 __all__ = ["EVA", "EVAConfig"]
@@ -90,6 +91,9 @@ class EVA(Seq2Seq):
     """EVA with its sequence-to-sequence head."""
 
     config_class = EVAConfig
+    family_traits = Traits(
+        "apart", "dialogues", "relative", sentinel="<s_{}>", tokenizer="EVATokenizer"
+    )
 
     def __init__(self, config: EVAConfig) -> None:
         spec = make_spec(config, config.activation, None if config.attn_scale else 1.0)

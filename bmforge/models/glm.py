@@ -25,6 +25,7 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.encoder import DeepClassifier
 from bmforge.models.heads import Head
 from bmforge.models.stack import check_ids
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, build_mask
 from bmforge.nn.blanks import blank_positions
@@ -182,6 +183,7 @@ class GLM(CausalLM):
     """
 
     config_class = GLMConfig
+    family_traits = Traits("blanks", "blanks", "learned", tokenizer="GLMTokenizer")
     hf_prefix = "glm."
 
     def __init__(self, config: GLMConfig) -> None:

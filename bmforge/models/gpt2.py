@@ -10,6 +10,7 @@ from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, classifier_heads
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
@@ -134,6 +135,7 @@ class GPT2(CausalLM):
     """GPT-2 with a language-model head, by default tied to the embedding."""
 
     config_class = GPT2Config
+    family_traits = Traits("left", "next token", "learned")
     hf_prefix = "transformer."
 
     def __init__(self, config: GPT2Config) -> None:

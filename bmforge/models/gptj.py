@@ -10,6 +10,7 @@ from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, classifier_heads
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, RopeSpec
 
@@ -121,6 +122,7 @@ class GPTJ(CausalLM):
     """GPT-J: attention and MLP side by side behind one norm, rotary pairs that are neighbours."""
 
     config_class = GPTJConfig
+    family_traits = Traits("left", "next token", "rotary")
     hf_prefix = "transformer."
 
     def __init__(self, config: GPTJConfig) -> None:

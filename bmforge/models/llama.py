@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.rotary import RotaryConfig
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
@@ -156,6 +157,7 @@ class Llama(CausalLM):
     """Llama with a language-model head."""
 
     config_class = LlamaConfig
+    family_traits = Traits("left", "next token", "rotary")
     hf_prefix = "model."
 
     def __init__(self, config: LlamaConfig) -> None:

@@ -26,7 +26,7 @@ from bmforge.models.weights import OWN_PREFIX, WeightRule
 from bmforge.shards import is_streamed, local_box, local_tensor
 from bmforge.surgery import match_glob, persistent_tensors
 
-__all__ = ["load_weights_", "settle_tie", "weight_reader"]
+__all__ = ["find_missing_head", "load_weights_", "settle_tie", "weight_reader"]
 
 # Buffers that old checkpoints carry and nothing needs.
 _DEAD = (
@@ -83,6 +83,25 @@ def load_weights_(
     if fresh:
         get_logger().info("new head, drawn at random: %s", ", ".join(fresh))
     return model
+
+
+def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]:
+    """Return the published names of the head's weights that a checkpoint lacks.
+
+    Those that it may lack, and a head that is the embedding, are not among them.
+
+    Args:
+        model: with the head that is wanted; on meta is enough.
+        source: the directory that holds the weights, or its opened files.
+    """
+    files = source if isinstance(source, WeightFiles) else WeightFiles(source)
+    head = model.config.heads[model.config.head]
+    return [
+        rule.theirs
+        for rule in model.rules_for(files.shapes)
+        if rule.ours in head.names and rule.ours not in head.optional
+        if _find_name(model, rule, files.shapes) is None
+    ]
 
 
 def weight_reader(model: Any, source: str | Path | WeightFiles) -> Callable[[str, Tensor], None]:

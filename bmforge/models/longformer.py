@@ -14,6 +14,7 @@ from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
 from bmforge.models.encoder_config import EncoderConfig, encoder_heads, encoder_size
 from bmforge.models.heads import Head
 from bmforge.models.stack import differing
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn.window_mask import build_window_mask
 
@@ -111,6 +112,7 @@ class Longformer(EncoderModel):
     """Longformer with a head for masked tokens, by default tied to the embedding."""
 
     config_class = LongformerConfig
+    family_traits = Traits("both", "masked tokens", "learned", marks_between=2)
     hf_prefix = "longformer."
     # A pooler that our head does not read; the bias that transformers does not use beside an
     # untied decoder.

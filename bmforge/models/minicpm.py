@@ -16,6 +16,7 @@ from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.llama import llama_rules
 from bmforge.models.rotary import RotaryConfig
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
@@ -210,6 +211,7 @@ class MiniCPM(CausalLM):
     """Llama's blocks between scaled embeddings, residuals and logits."""
 
     config_class = MiniCPMConfig
+    family_traits = Traits("left", "next token", "rotary")
     hf_prefix = "model."
 
     def __init__(self, config: MiniCPMConfig) -> None:

@@ -15,6 +15,7 @@ from bmforge.models.llama import llama_heads, llama_rules
 from bmforge.models.rotary import RotaryConfig
 from bmforge.models.sizes import LayerSizes, feed_sizes
 from bmforge.models.stack import differing
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 
@@ -169,6 +170,7 @@ class Mixtral(CausalLM):
     """Mixtral with a language-model head."""
 
     config_class = MixtralConfig
+    family_traits = Traits("left", "next token", "rotary")
     hf_prefix = "model."
 
     def __init__(self, config: MixtralConfig) -> None:

@@ -9,6 +9,7 @@ from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, classifier_heads
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
@@ -148,6 +149,7 @@ class OPT(CausalLM):
     """OPT: learned positions counted from the mask; the 350m with norms after the sums."""
 
     config_class = OPTConfig
+    family_traits = Traits("left", "next token", "learned")
     hf_prefix = "model."
 
     def __init__(self, config: OPTConfig) -> None:

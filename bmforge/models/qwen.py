@@ -14,6 +14,7 @@ from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.llama import llama_heads, llama_rules
 from bmforge.models.rotary import RotaryConfig
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
@@ -204,6 +205,7 @@ class Qwen(CausalLM):
     """Qwen2, Qwen2.5 or Qwen3."""
 
     config_class = QwenConfig
+    family_traits = Traits("left", "next token", "rotary")
     hf_prefix = "model."
 
     def __init__(self, config: QwenConfig) -> None:

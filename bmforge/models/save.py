@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger, track
 from bmforge.models.formats.hf_format import has_weights, plan_files, write_file, write_index
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
-from bmforge.shards import is_streamed
+from bmforge.shards import whole_tensor
 from bmforge.surgery import persistent_tensors
 
 __all__ = ["write_model"]
@@ -95,10 +94,5 @@ class _Whole:
 
     def __call__(self, name: str) -> Tensor:
         if self.last is None or self.last[0] != name:
-            parameter = self.parameters[name].detach()
-            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if is_streamed(self.parameters[name]):
-                tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
-                self.parameters[name].read_streamed(tensor)  # type: ignore[attr-defined]
-            self.last = (name, tensor)
+            self.last = (name, whole_tensor(self.parameters[name]))
         return self.last[1]

@@ -18,9 +18,11 @@ from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
 from bmforge.models.seq2seq_stack import Seq2SeqSpec, Stack
-from bmforge.models.stack import Span, check_ids, span_of
+from bmforge.models.stack import check_ids, span_of
+from bmforge.models.traits import Traits
 from bmforge.nn import LMHead, build_mask
 from bmforge.nn.attention import KeyValueCache
+from bmforge.records import Span
 
 __all__ = ["Seq2Seq", "shift_right"]
 
@@ -36,6 +38,7 @@ class Seq2Seq(Model):
         encoder_heads: heads that read the encoder; there is no decoder then.
     """
 
+    family_traits = Traits("apart", "spans", "relative")
     encoder_heads: ClassVar[tuple[str, ...]] = ("token_classification", "encoder")
 
     def __init__(self, config: ModelConfig, spec: Seq2SeqSpec) -> None:
@@ -51,11 +54,6 @@ class Seq2Seq(Model):
                 spec.decoder_block, spec.num_decoder_layers, spec, spec.decoder_blocks
             )
         self._build_head()
-
-    @property
-    def position_limit(self) -> int | None:
-        """The longest input: relative positions go on."""
-        return None
 
     def _build_head(self) -> None:
         config, size = self.config, self.config.hidden_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,9 @@ from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MoE
 from bmforge.nn.cuts import TokenCut, TokenShare
+from bmforge.records import Span, Stack
 
 __all__ = [
-    "Span",
     "StackSpec",
     "build_layers",
     "check_ids",
@@ -43,20 +43,9 @@ class StackSpec:
     blocks: Mapping[int, BlockSpec] = field(default_factory=dict)
 
 
-class Span(NamedTuple):
-    """Which blocks of a stack run in a call: from `first` to before `last`, of `total`.
-
-    A pipeline's stage runs some of them; what comes before arrives, what comes after is carried on.
-    """
-
-    first: int
-    last: int
-    total: int
-
-
-def span_of(layers: nn.ModuleDict) -> Span:
-    """Return which blocks run: those that a layout has set as `layers.span`, or all."""
-    return getattr(layers, "span", None) or Span(0, len(layers), len(layers))
+def span_of(layers: Stack) -> Span:
+    """Return which blocks run: those that a layout says, or all."""
+    return layers.span or Span(0, len(layers), len(layers))
 
 
 def differing(block: BlockSpec, specs: Iterable[BlockSpec]) -> dict[int, BlockSpec]:
@@ -66,10 +55,10 @@ def differing(block: BlockSpec, specs: Iterable[BlockSpec]) -> dict[int, BlockSp
 
 def build_layers(
     block: BlockSpec, num_layers: int, blocks: Mapping[int, BlockSpec] | None = None
-) -> nn.ModuleDict:
+) -> Stack:
     """Return `num_layers` blocks keyed "0", "1", ..., of `block` or, where it says so, `blocks`."""
     specs = [(blocks or {}).get(layer, block) for layer in range(num_layers)]
-    layers = nn.ModuleDict({str(i): Block(spec, i) for i, spec in enumerate(specs)})
+    layers = Stack({str(i): Block(spec, i) for i, spec in enumerate(specs)})
     number_places_(layers)
     return layers
 
@@ -125,7 +114,7 @@ def find_block(model: nn.Module, name: str) -> Block:
 
 
 def run_layers(
-    layers: nn.ModuleDict,
+    layers: Stack,
     x: Tensor,
     masks: dict[int | None, Tensor | None],
     keep_states: bool,
@@ -145,7 +134,7 @@ def run_layers(
     A layout that divides tokens gives the blocks a `token_cut`. With a cache all processes have all
     tokens.
     """
-    cut: TokenCut | None = getattr(layers, "token_cut", None)
+    cut: TokenCut | None = layers.token_cut
     cache, length = inputs.get("cache"), x.shape[1]
     share = None if cut is None or cache is not None else cut(length)
     inputs["bias"] = _find_biases(layers, inputs.get("bias"))

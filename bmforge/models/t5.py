@@ -15,6 +15,7 @@ from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.seq2seq_stack import Seq2SeqSpec
 from bmforge.models.sizes import LayerSizes, sizes_of
 from bmforge.models.stack import find_block, width_into
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
@@ -271,6 +272,7 @@ class T5(Seq2Seq):
     """T5 with a sequence-to-sequence head."""
 
     config_class = T5Config
+    family_traits = Traits("apart", "spans", "relative", sentinel="<extra_id_{}>")
 
     def __init__(self, config: T5Config) -> None:
         heads, dropout = config.num_heads, config.dropout

@@ -19,6 +19,7 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, check_labels, finish_classes
 from bmforge.models.output import ModelOutput
 from bmforge.models.stack import StackSpec, build_layers, run_layers, span_of
+from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, build_norm
 from bmforge.nn.mlp import get_activation
@@ -210,6 +211,7 @@ class ViT(Model):
     """ViT with a classifier on the class token, or bare with a pooler."""
 
     config_class = ViTConfig
+    family_traits = Traits("both", "images", "learned", has_images=True)
     hf_prefix = "vit."
     hf_unused = ("pooler.*", "vit.pooler.*")
 

@@ -8,6 +8,7 @@ parameter, in the other it saves.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,7 @@ class WeightRule:
         theirs: published name.
         transpose: theirs is stored (in, out).
         part: (first row, all rows) of the fused tensor, in our orientation; None: it is all ours.
+            In layers of other sizes than the usual the parts' own rows count, in the same order.
         index: theirs is this entry of our stacked tensor; `expand_rules` sets it.
     """
 
@@ -109,31 +111,18 @@ def expand_rules(
     Raises:
         TypeError: a tensor that no rule names, which saving would lose.
     """
-    named = _expand_family(list(rules), {n: s for n, s in shapes.items() if n not in own})
-    broken = _incomplete_sources(named, shapes)
-    kept = [rule for rule in named if rule.theirs not in broken]
+    kept = _expand_family(list(rules), {n: s for n, s in shapes.items() if n not in own})
     ours = {rule.ours for rule in kept}
     alone = [WeightRule(name, OWN_PREFIX + name) for name in shapes if name not in ours]
     places = {name: place for place, name in enumerate(shapes)}
     return sorted([*kept, *alone], key=lambda rule: places[rule.ours])
 
 
-def _incomplete_sources(
-    rules: Iterable[WeightRule], shapes: Mapping[str, tuple[int, ...]]
-) -> set[str]:
-    """Return published fused tensors that what is left of the model does not fill."""
-    filled: dict[str, int] = {}
-    needed: dict[str, int] = {}
-    for rule in rules:
-        if rule.part is not None:
-            filled[rule.theirs] = filled.get(rule.theirs, 0) + shapes[rule.ours][0]
-            needed[rule.theirs] = rule.part[1]
-    return {name for name, rows in needed.items() if filled[name] != rows}
-
-
 def _expand_family(
     rules: list[WeightRule], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[WeightRule]:
+    """Return the family's rules of these tensors, but for those that do not fill a fused one."""
+    fused: dict[tuple[str, str], list[int]] = {}
     patterns = [
         (re.compile(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)")), rule) for rule in rules
     ]
@@ -146,12 +135,31 @@ def _expand_family(
             theirs = rule.theirs
             for number in match.groups():
                 theirs = theirs.replace("{i}", number)
+            if rule.part is not None:
+                fused.setdefault((rule.theirs, theirs), []).append(len(out))
             count = range(shape[0]) if "{e}" in theirs else (None,)
             out += [
                 replace(rule, ours=name, theirs=theirs.replace("{e}", str(e)), index=e)
                 for e in count
             ]
-    return out
+    members = Counter(rule.theirs for rule in rules if rule.part is not None)
+    broken = set()
+    for (template, theirs), places in fused.items():
+        if len(places) < members[template]:
+            broken.add(theirs)
+        elif "{i}" in template:
+            _fit_parts_(out, places, shapes)
+    return [rule for rule in out if rule.theirs not in broken]
+
+
+def _fit_parts_(
+    rules: list[WeightRule], places: list[int], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Give the parts of a layer's fused tensor, one behind the other, the rows that ours have."""
+    total, first = sum(shapes[rules[place].ours][0] for place in places), 0
+    for place in sorted(places, key=lambda place: (rules[place].part or (0, 0))[0]):
+        rules[place] = replace(rules[place], part=(first, total))
+        first += shapes[rules[place].ours][0]
 
 
 def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:

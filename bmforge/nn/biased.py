@@ -1,7 +1,7 @@
 """Attention with a bias on the scores that is itself trained (T5 and its relatives).
 
 Torch's fused kernels refuse a bias that wants a gradient, and its fallback keeps B x N x T x S
-weights for backward. Here scores exist one block at a time, and backward makes them again.
+weights for backward. Here scores exist one tile at a time, and backward makes them again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["biased_attention"]
 
 # Scores in flight. On a CPU 1 MiB of fp32 per thread stays in its cache; an accelerator wants
 # large products.
-_HOST_BLOCK_ELEMENTS = 1 << 18
-_BLOCK_ELEMENTS = 1 << 26
+_HOST_TILE_ELEMENTS = 1 << 18
+_TILE_ELEMENTS = 1 << 26
 
 
 def biased_attention(
@@ -48,7 +48,7 @@ def biased_attention(
         query: (B, N, T, H); key, value: (B, N, S, H); bias: (B or 1, N, T, S);
         mask: (B or 1, 1, T or 1, S); returns (B, N, T, H)
 
-    Memory: one block of scores; with dropout also one byte per weight, from forward to backward.
+    Memory: one tile of scores; with dropout also one byte per weight, from forward to backward.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     wants_gradient = torch.is_grad_enabled() and bias.requires_grad
@@ -60,7 +60,7 @@ def biased_attention(
     return _BiasedAttention.apply(query, key, value, bias, hidden, scale, dropout)
 
 
-class _Block(NamedTuple):
+class _Tile(NamedTuple):
     """Which scores: slices of rows, heads and query tokens. Either one row or all heads."""
 
     rows: slice
@@ -69,13 +69,13 @@ class _Block(NamedTuple):
     num_heads: int
 
     def cut(self, flat: Tensor) -> Tensor:
-        """This block of (B * N, T or S, ...), all tokens of it."""
+        """This tile of (B * N, T or S, ...), all tokens of it."""
         first = self.rows.start * self.num_heads + self.heads.start
         count = (self.rows.stop - self.rows.start) * (self.heads.stop - self.heads.start)
         return flat[first : first + count]
 
     def cut_shared(self, tensor: Tensor) -> Tensor:
-        """This block of (B or 1, N or 1, T or 1, S), as (rows * heads, tokens or 1, S)."""
+        """This tile of (B or 1, N or 1, T or 1, S), as (rows * heads, tokens or 1, S)."""
         tensor = tensor[:, :, self.tokens] if tensor.shape[2] > 1 else tensor
         tensor = tensor[:, self.heads] if tensor.shape[1] > 1 else tensor
         tensor = tensor[self.rows] if tensor.shape[0] > 1 else tensor
@@ -83,7 +83,7 @@ class _Block(NamedTuple):
         return tensor.expand(*size, *tensor.shape[2:]).flatten(0, 1)
 
     def put(self, target: Tensor, part: Tensor, tokens: slice, first: bool) -> None:
-        """Write (rows * heads, T, ...) into this block's place in (B or 1, N, T, ...), or add it.
+        """Write (rows * heads, T, ...) into this tile's place in (B or 1, N, T, ...), or add it.
 
         Summed over rows where the target has one row for all.
         """
@@ -93,15 +93,15 @@ class _Block(NamedTuple):
         place.copy_(part) if first else place.add_(part)
 
 
-def _blocks(query: Tensor, key: Tensor) -> Iterator[_Block]:
-    """Cut the scores into blocks that are not too large: several rows, some heads or some tokens.
+def _tiles(query: Tensor, key: Tensor) -> Iterator[_Tile]:
+    """Cut the scores into tiles that are not too large: several rows, some heads or some tokens.
 
-    Heads come first, so that a block's bias is used for all rows while it is at hand.
+    Heads come first, so that a tile's bias is used for all rows while it is at hand.
     """
     batch, num_heads, length, _ = query.shape
-    limit = _BLOCK_ELEMENTS
+    limit = _TILE_ELEMENTS
     if query.is_cpu:
-        limit = _HOST_BLOCK_ELEMENTS * torch.get_num_threads()
+        limit = _HOST_TILE_ELEMENTS * torch.get_num_threads()
     per_head = length * key.shape[2]
     tokens = min(length, max(1, limit // key.shape[2]))
     heads = min(num_heads, max(1, limit // per_head))
@@ -109,7 +109,7 @@ def _blocks(query: Tensor, key: Tensor) -> Iterator[_Block]:
     for head in range(0, num_heads, heads):
         for row in range(0, batch, rows):
             for token in range(0, length, tokens):
-                yield _Block(
+                yield _Tile(
                     slice(row, min(row + rows, batch)),
                     slice(head, min(head + heads, num_heads)),
                     slice(token, min(token + tokens, length)),
@@ -142,11 +142,11 @@ class _BiasedAttention(torch.autograd.Function):
             shape = (*query.shape[:3], key.shape[2])
             kept = torch.empty(shape, dtype=torch.bool, device=query.device).bernoulli_(1 - dropout)
         q, k, v = _flatten(query, key, value)
-        for block in _blocks(query, key):
-            weights = _make_weights(block, q, k, bias, hidden, scale)
+        for tile in _tiles(query, key):
+            weights = _make_weights(tile, q, k, bias, hidden, scale)
             if kept is not None:
-                weights.mul_(block.cut_shared(kept)).div_(1 - dropout)
-            block.put(out, torch.bmm(weights, block.cut(v)), block.tokens, first=True)
+                weights.mul_(tile.cut_shared(kept)).div_(1 - dropout)
+            tile.put(out, torch.bmm(weights, tile.cut(v)), tile.tokens, first=True)
         ctx.save_for_backward(query, key, value, bias, hidden, kept)
         ctx.scale, ctx.dropout = scale, dropout
         return out
@@ -162,35 +162,35 @@ class _BiasedAttention(torch.autograd.Function):
         grad_bias = bias.new_empty(bias.shape, dtype=wide)
         q, k, v, grad_out = _flatten(query, key, value, grads[0])
         everything = slice(None)
-        for block in _blocks(query, key):
-            weights = _make_weights(block, q, k, bias, hidden, ctx.scale)
-            grad, tokens = block.cut(grad_out)[:, block.tokens], block.tokens
-            scores = torch.bmm(grad, block.cut(v).transpose(1, 2))
+        for tile in _tiles(query, key):
+            weights = _make_weights(tile, q, k, bias, hidden, ctx.scale)
+            grad, tokens = tile.cut(grad_out)[:, tile.tokens], tile.tokens
+            scores = torch.bmm(grad, tile.cut(v).transpose(1, 2))
             used = weights
             if kept is not None:
-                factor = block.cut_shared(kept).to(weights.dtype).div_(1 - ctx.dropout)
+                factor = tile.cut_shared(kept).to(weights.dtype).div_(1 - ctx.dropout)
                 used = weights * factor
                 scores.mul_(factor)
             first = tokens.start == 0
-            block.put(grad_value, torch.bmm(used.transpose(1, 2), grad), everything, first)
+            tile.put(grad_value, torch.bmm(used.transpose(1, 2), grad), everything, first)
             scores = torch._softmax_backward_data(scores, weights, -1, weights.dtype)
-            alone = block.rows.start == 0 or bias.shape[0] > 1
-            block.put(grad_bias, scores, tokens, alone)
+            alone = tile.rows.start == 0 or bias.shape[0] > 1
+            tile.put(grad_bias, scores, tokens, alone)
             if ctx.scale != 1.0:
                 scores.mul_(ctx.scale)
-            block.put(grad_query, torch.bmm(scores, block.cut(k)), tokens, first=True)
-            part = torch.bmm(scores.transpose(1, 2), block.cut(q)[:, tokens])
-            block.put(grad_key, part, everything, first)
+            tile.put(grad_query, torch.bmm(scores, tile.cut(k)), tokens, first=True)
+            part = torch.bmm(scores.transpose(1, 2), tile.cut(q)[:, tokens])
+            tile.put(grad_key, part, everything, first)
         return *out, grad_bias.to(bias.dtype), None, None, None
 
 
 def _make_weights(
-    block: _Block, query: Tensor, key: Tensor, bias: Tensor, hidden: Tensor | None, scale: float
+    tile: _Tile, query: Tensor, key: Tensor, bias: Tensor, hidden: Tensor | None, scale: float
 ) -> Tensor:
-    """Softmax of one block of scores, (rows * heads, tokens, S), from flat queries and keys."""
-    keys = block.cut(key).transpose(1, 2)
-    queries = block.cut(query)[:, block.tokens]
-    scores = torch.baddbmm(block.cut_shared(bias), queries, keys, alpha=scale)
+    """Softmax of one tile of scores, (rows * heads, tokens, S), from flat queries and keys."""
+    keys = tile.cut(key).transpose(1, 2)
+    queries = tile.cut(query)[:, tile.tokens]
+    scores = torch.baddbmm(tile.cut_shared(bias), queries, keys, alpha=scale)
     if hidden is not None:
-        scores.masked_fill_(block.cut_shared(hidden), -torch.inf)
+        scores.masked_fill_(tile.cut_shared(hidden), -torch.inf)
     return scores.softmax(-1)

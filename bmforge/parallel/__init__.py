@@ -2,7 +2,7 @@
 
 Start reading at `parallelize.py` (the one function, in the one order), then `layout.py`. Nothing
 here imports `nn` or `models`: what to cut where comes as data (name globs) with the model. Which
-layout to take on which machines is said by `plan` (`planner.py`).
+layout to take on which machines is said by `plan` (`planner/search.py`).
 """
 
 from bmforge.memory.gradients import OffloadConfig, left_gradient

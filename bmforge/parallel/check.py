@@ -133,6 +133,11 @@ def _plan_pipeline(
             f"pp={layout.pp}: {type(model).__name__} has no rules by which it could be cut"
         )
         return None, ()
+    if not hasattr(model, "arrived"):
+        problems.append(
+            f"pp={layout.pp}: {type(model).__name__} has no `arrived`, in which a stage's forward "
+            "finds what the one before carried on; write `arrived = ()` into the class"
+        )
     name, per_rank = layout.pp_schedule, layout.pp_stages_per_rank
     schedule = _smallest_schedule(name, layout.pp, per_rank)
     if schedule is None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from bmforge.parallel.collectives import all_gather, exchange_rows, sum_both_ways
 from bmforge.parallel.layout import axis_group, axis_size
 from bmforge.parallel.tensor.cuts import compute_on_views_
+from bmforge.records import fill_slot_
 
 __all__ = [
     "apply_expert_parallel_",
@@ -196,7 +197,7 @@ def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
     by_rows = _groups_of(mesh, *_ROW_AXES)
     # Behind the blocks all processes have all tokens of a row again.
     if by_rows and hasattr(model, "sum_statistics"):
-        model.sum_statistics = partial(_sum_over, by_rows)  # type: ignore[assignment]
+        fill_slot_(model, "sum_statistics", partial(_sum_over, by_rows))
     by_tokens = _groups_of(mesh, "cp", *_ROW_AXES)
     for mixture in find_mixtures(model).values() if by_tokens else ():
         mixture.assign = partial(_assign_together, mixture.assign, by_tokens)

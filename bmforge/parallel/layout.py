@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bmforge.errors import ConfigError
+from bmforge.records import laid_out
 
 __all__ = [
     "Layout",
@@ -186,7 +187,8 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     Raises:
         ConfigError: there are several processes, and the model is not laid out over them.
     """
-    found = getattr(model, "mesh", None)
+    record = laid_out(model)
+    found = None if record is None else record.mesh
     if found is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"{dist.get_world_size()} processes train a {type(model).__name__} that is not laid "

@@ -8,7 +8,6 @@ takes the same way as many.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from bmforge.parallel.pipeline.model import PipelinedModel
 from bmforge.parallel.pipeline.stages import drop_the_rest_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_
+from bmforge.records import record_of
 
 __all__ = ["Rules", "parallelize"]
 
@@ -76,8 +76,8 @@ def parallelize(
     need_blocks = recompute or compile or offload_activations
     plan = check_layout(model, layout, rules, world, precision, need_blocks, prefetch)
     mesh = build_mesh(layout, world.device) if mesh is None else _check_mesh(mesh, layout)
-    target: Any = model
-    target.mesh, target.prefetch = mesh, prefetch
+    record = record_of(model)
+    record.mesh, record.layout, record.prefetch = mesh, layout, prefetch
     shared: dict[str, list[int]] = {}
     if plan.cutting is not None:
         shared = drop_the_rest_(model, plan.cutting, plan.stages_of(mesh.get_local_rank("pp")))
@@ -99,7 +99,7 @@ def parallelize(
             expert_mesh=expert_mesh,
         )
     if plan.cutting is not None:
-        target.pipeline = PipelinedModel(
+        record.pipeline = PipelinedModel(
             model,
             plan.cutting,
             mesh,
@@ -109,7 +109,7 @@ def parallelize(
             frees=layout.zero == 3,
             splits=not (plan.is_sharded or recompute or compile or offload_activations),
         )
-    target.precision = precision
+    record.precision = precision
     return model
 
 

@@ -20,6 +20,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from bmforge.records import swap_
+
 __all__ = [
     "apply_zero_",
     "change_dtype_",
@@ -156,8 +158,7 @@ def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> Non
             for one in mine:
                 old = one.sharded_param
                 new = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
-                torch.utils.swap_tensors(old, new)
-                old.__dict__.update(new.__dict__)  # what others have noted on it went along
+                swap_(old, new)
                 one.reset_sharded_param()
             if mine:
                 group._init_mp_dtypes()

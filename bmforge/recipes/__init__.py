@@ -2,8 +2,8 @@
 
 Start reading at `run.py`, which every run goes through: a recipe is a config and a function that
 opens its data. `pretrain.py` reads token stores, `documents.py` CPM-Bee's documents, the others
-examples (`examples.py`): `spans.py` cut-out spans, `finetune.py` tasks, `sft.py` conversations.
-`RECIPES` lists what `bmforge train` offers.
+examples (`inputs/examples.py`): `spans.py` cut-out spans, `finetune.py` tasks, `sft.py`
+conversations. `RECIPES` lists what `bmforge train` offers.
 """
 
 from bmforge.recipes.documents import CPMBeeTrainConfig, train_documents

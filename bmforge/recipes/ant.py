@@ -59,7 +59,7 @@ def train_ant(config: CPMAntTrainConfig) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data)
+    return run_recipe(config, _open_data, head="language_model")
 
 
 def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> Example:

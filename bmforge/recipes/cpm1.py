@@ -31,6 +31,7 @@ from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out, open_e
 from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import check_length
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.train import EvalResult
 
@@ -77,7 +78,7 @@ def tune_chid(config: ChIDConfig) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_chid)
+    return run_recipe(config, _open_chid, head="language_model")
 
 
 def tune_stc(config: STCConfig) -> RunResult:
@@ -86,7 +87,7 @@ def tune_stc(config: STCConfig) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_stc)
+    return run_recipe(config, _open_stc, head="language_model")
 
 
 class _Texts:
@@ -98,12 +99,8 @@ class _Texts:
     """
 
     def __init__(self, texts: Iterator[tuple[list[int], int]], config: CPM1TuneConfig) -> None:
+        check_length(config)
         width = config.data.seq_len
-        if width > config.model.max_seq_len:
-            raise ConfigError(
-                f"data.seq_len={width} is longer than model.max_seq_len="
-                f"{config.model.max_seq_len}; shorten the one or lengthen the other."
-            )
         self._texts = [(ids, read) for ids, read in texts if len(ids) <= width]
         # Padding stands behind the text, where no token of it looks.
         self.columns: Mapping[str, tuple[int, int]] = {

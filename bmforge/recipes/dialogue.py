@@ -49,7 +49,7 @@ def train_dialogue(config: EVADialogueConfig) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data)
+    return run_recipe(config, _open_data, head="sequence_to_sequence")
 
 
 class _Dialogues:

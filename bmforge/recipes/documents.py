@@ -81,7 +81,7 @@ def train_documents(config: CPMBeeTrainConfig) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data)
+    return run_recipe(config, _open_data, head="language_model")
 
 
 def _open_data(config: CPMBeeTrainConfig, rows: World) -> TrainingData:

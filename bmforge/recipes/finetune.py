@@ -1,9 +1,9 @@
-"""Fine-tuning on published tasks: SuperGLUE's with four families, SQuAD with T5.
+"""Fine-tuning on published tasks: SuperGLUE's, CLUE's and others, and questions on a text.
 
-A BERT gets a new head and classifies; of a task with choices it says of each whether it is right.
-The others write: a label's word, or the right choice, is learned after its prompt, and of all that
-could be answered the likeliest is taken. `results.json` has the task's own metrics on the held-out
-split.
+An encoder classifies; of a task with choices it says of each whether it is right. Decoders and
+encoder-decoders write: a label's word, or the right choice, is learned after its prompt, and of all
+that could be answered the likeliest is taken. `results.json` has the task's own metrics on the
+held-out split.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bmforge.parallel import World
 from bmforge.recipes.inputs.examples import ExampleConfig, collate, open_examples
 from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import change_model
+from bmforge.recipes.start import change_model, check_length, traits_of
 from bmforge.tokenizers import Tokenizer
 from bmforge.train import EvalResult, OptimConfig, TrainConfig
 
@@ -45,6 +45,7 @@ __all__ = [
     "BertSuperGLUEConfig",
     "GPT2SuperGLUEConfig",
     "LlamaSuperGLUEConfig",
+    "SQuADTuneConfig",
     "T5SQuADConfig",
     "T5SuperGLUEConfig",
     "TaskDataConfig",
@@ -52,8 +53,6 @@ __all__ = [
     "tune_squad",
     "tune_task",
 ]
-
-_PADS_WITH_POSITIONS = (BertConfig, GPT2Config, LlamaConfig)
 
 
 @dataclass(kw_only=True)
@@ -107,6 +106,7 @@ class TaskTuneConfig(RunConfig):
 class BertSuperGLUEConfig(TaskTuneConfig):
     """Fine-tune a BERT to classify; `model` is its size, with `init_from` that model's."""
 
+    new_head: bool = True
     run_dir: Path = Path("runs/bert-superglue")
     model: BertConfig = field(default_factory=lambda: BertConfig.preset("bert-base-uncased"))
 
@@ -136,54 +136,61 @@ class LlamaSuperGLUEConfig(TaskTuneConfig):
 
 
 @dataclass(kw_only=True)
-class T5SQuADConfig(T5SuperGLUEConfig):
-    """Fine-tune a T5 to answer questions on a text (SQuAD 1.1, and tasks of its form).
+class SQuADTuneConfig(TaskTuneConfig):
+    """Fine-tune on questions on a text (SQuAD 1.1, and tasks of its form).
 
     Args:
         max_new_tokens: longest answer that is written when it is evaluated.
     """
 
-    run_dir: Path = Path("runs/t5-squad")
     data: TaskDataConfig = field(default_factory=lambda: TaskDataConfig(task="SQuAD", seq_len=512))
     max_new_tokens: int = 32
+
+
+@dataclass(kw_only=True)
+class T5SQuADConfig(SQuADTuneConfig):
+    """Fine-tune a T5 to answer questions; `model` is its size, with `init_from` that model's."""
+
+    run_dir: Path = Path("runs/t5-squad")
+    model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
 
 
 def tune_task(config: Any) -> RunResult:
     """Run, or go on with, fine-tuning on a task of which every example has options.
 
     Args:
-        config: a `TaskTuneConfig` with the `model` of a BERT, T5, GPT-2 or Llama.
+        config: a `TaskTuneConfig` with the `model` of an encoder, which classifies, or of a decoder
+            or encoder-decoder, which writes.
 
     Raises:
         BmforgeError: see `run_recipe`.
     """
     config.data.check()
-    if isinstance(config.model, BertConfig):
+    traits = traits_of(config.model)
+    if traits.reads == "both":
         labels = len(TASKS[config.data.task].label_names) or 2
         config = change_model(config, head="sequence_classification", num_labels=labels)
-        return run_recipe(config, _open_classes)
-    return run_recipe(config, _open_answers)
+        return run_recipe(config, _open_classes, head="sequence_classification")
+    return run_recipe(config, _open_answers, head=traits.writing_head)
 
 
-def tune_squad(config: T5SQuADConfig) -> RunResult:
+def tune_squad(config: Any) -> RunResult:
     """Run, or go on with, fine-tuning on questions whose answer is a text.
+
+    Args:
+        config: a `SQuADTuneConfig` with the `model` of a decoder or encoder-decoder.
 
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_squad)
+    return run_recipe(config, _open_squad, head=traits_of(config.model).writing_head)
 
 
 def _read(config: Any) -> tuple[list[TaskExample], list[TaskExample]]:
     """Return the examples to learn from and those held out."""
     data = config.data
     data.check()
-    fixed = isinstance(config.model, _PADS_WITH_POSITIONS)
-    if fixed and data.seq_len > config.model.max_seq_len:
-        raise ConfigError(
-            f"data.seq_len={data.seq_len} is longer than model.max_seq_len="
-            f"{config.model.max_seq_len}; shorten the one or lengthen the other."
-        )
+    check_length(config)
     train = read_task(data.task, data.paths[0], data.train_split)
     held_out = []
     if data.dev_split is not None:
@@ -201,7 +208,7 @@ def _word(config: Any, example: TaskExample) -> Wording:
     if not wording.options(example):
         raise ConfigError(
             f"data.task={config.data.task!r} asks for a text, and has nothing to choose from. "
-            "Train on it with the recipe t5-squad."
+            "Train on it with the task squad (or the recipe t5-squad)."
         )
     return wording
 
@@ -240,7 +247,7 @@ def _class_rows(
     return rows
 
 
-def _open_classes(config: BertSuperGLUEConfig, rows: World) -> TrainingData:
+def _open_classes(config: Any, rows: World) -> TrainingData:
     train, dev = _read(config)
     tokenizer, data = open_tokenizer(config), config.data
     labels = len(TASKS[data.task].label_names) or 2
@@ -250,8 +257,9 @@ def _open_classes(config: BertSuperGLUEConfig, rows: World) -> TrainingData:
             f"{data.task} has {labels} labels. Start from a checkpoint without a classifier."
         )
     wording = _word(config, train[0])
-    source = ClassRows(_class_rows(train, wording), tokenizer, config)
-    held_out = ClassRows(_class_rows(dev, wording), tokenizer, config) if dev else None
+    marks = traits_of(config.model).marks_between
+    source = ClassRows(_class_rows(train, wording), tokenizer, config, marks)
+    held_out = ClassRows(_class_rows(dev, wording), tokenizer, config, marks) if dev else None
 
     def make(numbers: Sequence[int]) -> Batch:
         assert held_out is not None
@@ -273,7 +281,6 @@ def _open_classes(config: BertSuperGLUEConfig, rows: World) -> TrainingData:
         rows,
         save_tokenizer=tokenizer.save_pretrained,
         figures=figures,
-        new_head=True,
     )
 
 
@@ -281,12 +288,13 @@ def _pairs(
     examples: Sequence[TaskExample], wording: Wording, tokenizer: Tokenizer, config: Any
 ) -> list[list[Pair]]:
     """Return every example's prompt with each of its options."""
-    width, found = config.data.seq_len, []
+    width, traits, found = config.data.seq_len, traits_of(config.model), []
     for example in examples:
         options, prompt = wording.options(example), wording.write_prompt(example)
-        if isinstance(config.model, T5Config):
-            read = fill_prompt(prompt, "", tokenizer, width)
-            found.append([Pair(read, a) for a in encode_answers(options, tokenizer)])
+        if traits.reads == "apart":
+            read = fill_prompt(prompt, "", tokenizer, width, traits.sentinel)
+            answers = encode_answers(options, tokenizer, traits.answer_sentinel)
+            found.append([Pair(read, a) for a in answers])
         else:
             found.append(continue_prompt(prompt, options, tokenizer, width))
     return found
@@ -300,7 +308,7 @@ def _open_answers(config: Any, rows: World) -> TrainingData:
     def learned(examples: Sequence[TaskExample], pairs: Sequence[list[Pair]]) -> AnswerRows:
         firsts = (right_options(e, wording.options(e))[0] for e in examples)
         right = [options[n] for n, options in zip(firsts, pairs, strict=True)]
-        return AnswerRows(right, config, isinstance(config.model, T5Config))
+        return AnswerRows(right, config, traits_of(config.model).reads == "apart")
 
     pairs = _pairs(dev, wording, tokenizer, config)
 
@@ -319,42 +327,50 @@ def _open_answers(config: Any, rows: World) -> TrainingData:
     )
 
 
-def _open_squad(config: T5SQuADConfig, rows: World) -> TrainingData:
+def _ask(config: Any, examples: Sequence[TaskExample], tokenizer: Tokenizer) -> list[Pair]:
+    """Return every question on its text, with its first answer."""
+    data, traits = config.data, traits_of(config.model)
+    unanswered = [example.idx for example in examples if not example.answers]
+    if unanswered:
+        raise DataError(f"{data.task}: these questions have no answer: {unanswered[:5]}.")
+    asked = [f"Question: {e.fields['question'].strip()} Answer:" for e in examples]
+    texts = [f"Context: {e.fields['context'].strip()}" for e in examples]
+    right = [example.answers[0] for example in examples]
+    if traits.reads == "left":  # what is too long loses its beginning, so the question is last
+        prompts = [f"{text} {question}" for text, question in zip(texts, asked, strict=True)]
+        return [
+            continue_prompt(prompt, [answer], tokenizer, data.seq_len)[0]
+            for prompt, answer in zip(prompts, right, strict=True)
+        ]
+    answers = encode_answers(right, tokenizer, traits.answer_sentinel)
+    return [
+        Pair(fill_prompt(question, text, tokenizer, data.seq_len, traits.sentinel), answer)
+        for question, text, answer in zip(asked, texts, answers, strict=True)
+    ]
+
+
+def _open_squad(config: Any, rows: World) -> TrainingData:
     train, dev = _read(config)
     tokenizer, data = open_tokenizer(config), config.data
+    traits = traits_of(config.model)
     if not {"question", "context"} <= set(train[0].fields):
         raise ConfigError(
             f"data.task={data.task!r} has no question on a context. Tasks that have are SQuAD, "
-            "cmrc2018 and drcd; for one with choices use t5-superglue."
+            "cmrc2018 and drcd; for one with choices use the task classify (or t5-superglue)."
         )
-
-    def pairs(examples: Sequence[TaskExample]) -> list[Pair]:
-        unanswered = [example.idx for example in examples if not example.answers]
-        if unanswered:
-            raise DataError(f"{data.task}: these questions have no answer: {unanswered[:5]}.")
-        answers = encode_answers([example.answers[0] for example in examples], tokenizer)
-        asked = (
-            fill_prompt(
-                f"Question: {e.fields['question'].strip()} Answer:",
-                f"Context: {e.fields['context'].strip()}",
-                tokenizer,
-                data.seq_len,
-            )
-            for e in examples
-        )
-        return [Pair(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
-
-    held_out = pairs(dev)
+    held_out = _ask(config, dev, tokenizer)
 
     def figures(model: Model, evaluation: EvalResult) -> Results:
         prompts = [pair.prompt for pair in held_out]
         sizes = (data.micro_batch_size, rows, data.seq_len, config.max_new_tokens)
         written = write_answers(model, prompts, *sizes)
-        return _figures(data.task, [_read_answer(ids, tokenizer) for ids in written], dev)
+        answers = [_read_answer(ids, tokenizer, traits.sentinel) for ids in written]
+        return _figures(data.task, answers, dev)
 
+    apart = traits.reads == "apart"
     return open_examples(
-        AnswerRows(pairs(train), config, reads_apart=True),
-        AnswerRows(held_out, config, reads_apart=True) if dev else None,
+        AnswerRows(_ask(config, train, tokenizer), config, apart),
+        AnswerRows(held_out, config, apart) if dev else None,
         data,
         rows,
         save_tokenizer=tokenizer.save_pretrained,
@@ -362,10 +378,11 @@ def _open_squad(config: T5SQuADConfig, rows: World) -> TrainingData:
     )
 
 
-def _read_answer(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+def _read_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str) -> str:
     """Return the text between the first blank and what ends it."""
-    first, second = (tokenizer.token_to_id(f"<extra_id_{n}>") for n in (0, 1))
+    names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
+    first, second = map(tokenizer.token_to_id, names)
     ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
-    kept = list(ids[1:] if ids[:1] == [first] else ids)
+    kept = list(ids[1:] if first is not None and ids[:1] == [first] else ids)
     stop = next((place for place, id in enumerate(kept) if id in ends), len(kept))
     return tokenizer.decode(kept[:stop]).strip()

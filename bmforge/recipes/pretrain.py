@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bmforge.errors import ConfigError
 from bmforge.models import Model
 from bmforge.models.cpm1 import CPM1Config
 from bmforge.models.gpt2 import GPT2Config
@@ -15,6 +14,7 @@ from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
 from bmforge.recipes.inputs.corpus import Corpus, CorpusConfig, open_corpus
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import check_length
 from bmforge.train import EvalResult
 
 __all__ = [
@@ -72,20 +72,12 @@ def pretrain(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     if config.init_from is None:  # else the sizes are the checkpoint's, which is yet to be opened
-        _check_length(config)
-    return run_recipe(config, _open_data)
-
-
-def _check_length(config: Any) -> None:
-    if config.data.seq_len > config.model.max_seq_len:
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
-            f"{config.model.max_seq_len}; shorten the one or lengthen the other."
-        )
+        check_length(config)
+    return run_recipe(config, _open_data, head="language_model")
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
-    _check_length(config)
+    check_length(config)
     corpus = open_corpus(config.data, config.model.vocab_size, rows, config.init_from)
     held_out = {}
     if corpus.validation is not None:

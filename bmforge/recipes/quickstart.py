@@ -155,7 +155,7 @@ def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
     with (config.run_dir / "samples.jsonl").open("w", encoding="utf-8") as file:
         for number in range(config.samples):
             start = held_out.get(number % len(held_out))[:12].tolist()
-            ids = tokenizer.encode(config.prompt).ids if config.prompt else start
+            ids = tokenizer.encode(config.prompt) if config.prompt else start
             torch.manual_seed(number)
             out = generate(
                 model,
@@ -166,7 +166,8 @@ def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
                 top_k=50,
                 eos_token_id=corpus.eos_id,
             )
-            prompt, text = tokenizer.decode(ids), tokenizer.decode(out[0, len(ids) :].tolist())
+            new = [id for id in out[0, len(ids) :].tolist() if id != corpus.eos_id]
+            prompt, text = tokenizer.decode(ids), tokenizer.decode(new)
             row = {"step": config.steps, "prompt": prompt, "text": text}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             get_logger().info("sample %d: %s|%s", number + 1, prompt, text)

@@ -36,7 +36,7 @@ from bmforge.parallel import (
     run_on_first,
 )
 from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir
-from bmforge.recipes.start import family_of, settle_model
+from bmforge.recipes.start import family_of, need_fields, settle_model
 from bmforge.train import (
     EvalResult,
     TrainConfig,
@@ -68,7 +68,7 @@ _FREE_FIELDS = """
     run_dir layout offload recompute compile prefetch wandb_project export train.steps
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
     train.log_every_steps train.profile_steps data.micro_batch_size data.prefetch_steps
-    data.validation_batches data.paths data.validation model_changes
+    data.validation_batches data.paths data.validation model_changes new_head family
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -83,6 +83,8 @@ class RunConfig:
             but for fields of `model` that were given. None draws the weights.
         model_changes: with `init_from`, the fields of `model` that were given: the command line
             fills this in. None takes those that differ from what the recipe usually has.
+        new_head: with `init_from`, draw the weights of the task's head where that model has none.
+        family: of `model`; the command line fills it in, so that `run.toml` says it.
         seed: of the drawn weights.
         train: the loop.
         layout: how it is divided over processes.
@@ -98,6 +100,8 @@ class RunConfig:
     run_dir: Path = Path("runs/run")
     init_from: str | None = None
     model_changes: tuple[str, ...] | None = None
+    new_head: bool = False
+    family: str | None = None
     seed: int = 0
     train: TrainConfig = field(default_factory=TrainConfig)
     layout: Layout = field(default_factory=Layout)
@@ -122,7 +126,6 @@ class TrainingData:
         save_tokenizer: writes the tokenizer into the export.
         special_ids: what the export's config.json says of them, such as ``eos_token_id``.
         figures: further results from the trained model and its evaluation; all processes call it.
-        new_head: draw the head's weights where `init_from` has none.
         close: called when the run ends.
     """
 
@@ -133,7 +136,6 @@ class TrainingData:
     save_tokenizer: Callable[[Path], None] | None = None
     special_ids: Mapping[str, int] = field(default_factory=dict)
     figures: Callable[[Model, EvalResult], Results] | None = None
-    new_head: bool = False
     close: Callable[[], None] | None = None
 
 
@@ -150,13 +152,14 @@ class RunResult:
     world: World
 
 
-def run_recipe(config: Any, open_data: OpenData) -> RunResult:
+def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     """Run, or go on with, a training run.
 
     Args:
         config: a `RunConfig` with `model` and `data`.
         open_data: (config, rows) -> what the run reads; `rows` is this process's place among the
             groups of processes that read different rows.
+        needs: fields of `model` that the task cannot do without: the head that it trains.
 
     Raises:
         BmforgeError: a setting, the data, a checkpoint or the layout does not fit; said before
@@ -165,7 +168,8 @@ def run_recipe(config: Any, open_data: OpenData) -> RunResult:
     world = init_distributed()
     config.layout.check(world.size)
     config.loss_scale.check(config.train.precision)
-    config = dataclasses.replace(settle_model(config), data=settle_batch(config, world.size))
+    config = need_fields(settle_model(config), needs)
+    config = dataclasses.replace(config, data=settle_batch(config, world.size))
     open_run_dir(config.run_dir, config, _FREE)
     log = log_to_file(config.run_dir / "log.txt") if world.rank == 0 else None
     try:
@@ -204,7 +208,7 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     mesh = build_mesh(config.layout, world.device)
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     data = open_data(config, rows)
-    model = _build_model(config, world, mesh, data.new_head)
+    model = _build_model(config, world, mesh)
     trainer = Trainer(
         model,
         data.loader,
@@ -243,7 +247,7 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     return RunResult(model, trainer.step, evaluation, world)
 
 
-def _build_model(config: Any, world: World, mesh: DeviceMesh, new_head: bool) -> Model:
+def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
     sizes, start = config.model, None
     if config.init_from is not None:
         start = find_model(config.init_from)
@@ -263,7 +267,7 @@ def _build_model(config: Any, world: World, mesh: DeviceMesh, new_head: bool) ->
         offload_activations=config.offload.activations,
     )
     if start is not None:
-        return load_weights_(model, start, device=world.device, new_head=new_head)
+        return load_weights_(model, start, device=world.device, new_head=config.new_head)
     return init_weights_(model, config.seed, device=world.device)
 
 

@@ -1,7 +1,8 @@
-"""Fine-tune a Llama on conversations: written by a chat template, learned where it answers, packed.
+"""Fine-tune on conversations: written by a chat template, learned where the assistant answers.
 
-Conversations lie whole in rows, as many as fit, each with positions of its own and blind to the
-others. Which go together is drawn once, from the seed.
+For a decoder conversations lie whole in rows, as many as fit, each with positions of its own and
+blind to the others; which go together is drawn once, from the seed. For an encoder-decoder every
+answer is a row: what was said before in, the answer out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +21,17 @@ from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.load.order import derive_key, permute
 from bmforge.data.load.packing import reset_positions
 from bmforge.data.sources.text_files import read_lines, read_text
-from bmforge.errors import ConfigError, DataError
+from bmforge.data.tasks.rows import AnswerRows, Pair, encode_answers, fill_prompt
+from bmforge.errors import DataError
+from bmforge.infer.openbmb.chat import join_history
 from bmforge.logging import get_logger
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
-from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
+from bmforge.recipes.inputs.examples import ExampleConfig, ExampleSource, open_examples
 from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import check_length, traits_of
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_template import (
     TEMPLATE_FILE,
@@ -37,26 +42,30 @@ from bmforge.tokenizers.chat_template import (
 )
 from bmforge.train import OptimConfig, TrainConfig
 
-__all__ = ["LlamaSFTConfig", "encode_conversation", "pack_rows", "read_conversations", "train_sft"]
+__all__ = [
+    "ConversationsConfig",
+    "LlamaSFTConfig",
+    "encode_conversation",
+    "pack_rows",
+    "read_conversations",
+    "train_sft",
+]
 
 _OPEN_ROWS = 64
 Encoded = tuple[list[int], list[int]]
 
 
 @dataclass(kw_only=True)
-class LlamaSFTConfig(RunConfig):
-    """Fine-tune a Llama on conversations; the fields not named here are `RunConfig`'s.
+class ConversationsConfig(RunConfig):
+    """Fine-tune on conversations; the fields not named here are `RunConfig`'s.
 
     Args:
-        model: its size; with `init_from` that model's.
         data: `paths` are .jsonl files, a conversation a line: {"messages": [{"role": "user",
             "content": "..."}, {"role": "assistant", "content": "..."}]}; longer ones than `seq_len`
             are cut behind.
         template: file of a chat template; None takes the tokenizer's own, or a plain one.
     """
 
-    run_dir: Path = Path("runs/llama-sft")
-    model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
     data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=2048))
     train: TrainConfig = field(
         default_factory=lambda: TrainConfig(optim=OptimConfig(lr=2e-5, weight_decay=0.0))
@@ -64,13 +73,24 @@ class LlamaSFTConfig(RunConfig):
     template: Path | None = None
 
 
-def train_sft(config: LlamaSFTConfig) -> RunResult:
+@dataclass(kw_only=True)
+class LlamaSFTConfig(ConversationsConfig):
+    """Fine-tune a Llama on conversations; `model` is its size, with `init_from` that model's."""
+
+    run_dir: Path = Path("runs/llama-sft")
+    model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
+
+
+def train_sft(config: Any) -> RunResult:
     """Run, or go on with, fine-tuning on conversations.
+
+    Args:
+        config: a `ConversationsConfig` with the `model` of a decoder or encoder-decoder.
 
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data)
+    return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
 
 
 def read_conversations(path: str) -> list[tuple[str, list[Message]]]:
@@ -149,7 +169,7 @@ class _Conversations:
     def __init__(
         self,
         paths: Sequence[str],
-        config: LlamaSFTConfig,
+        config: Any,
         tokenizer: Tokenizer,
         template: ChatTemplate,
     ) -> None:
@@ -203,15 +223,51 @@ class _Conversations:
         }
 
 
-def _open_data(config: LlamaSFTConfig, rows: World) -> TrainingData:
+def _encode_answers(
+    messages: Sequence[Message], template: ChatTemplate, tokenizer: Any, config: Any
+) -> list[Pair]:
+    """Return every answer of a conversation, with what an encoder reads before it."""
+    traits, width = traits_of(config.model), config.data.seq_len
+    if traits.objective == "dialogues":
+        spoken = [tokenizer.encode(message["content"]) for message in messages]
+        end, blank = tokenizer.sep_id, tokenizer.sentinel_id(0)
+        return [
+            Pair(join_history(spoken[:number], end, blank, width), [*spoken[number], end])
+            for number, message in enumerate(messages)
+            if number and message["role"] == "assistant"
+        ]
+    text, pairs = "", []
+    for piece, is_answer in split_answers(template, messages):
+        if is_answer:
+            prompt = fill_prompt(text, "", tokenizer, width, traits.sentinel)
+            (answer,) = encode_answers([piece.strip()], tokenizer, traits.answer_sentinel)
+            pairs.append(Pair(prompt, answer))
+        text += piece
+    return pairs
+
+
+def _open_answers(
+    paths: Sequence[str], config: Any, tokenizer: Tokenizer, template: ChatTemplate
+) -> AnswerRows:
+    """Open conversations for an encoder-decoder, every answer as a row."""
+    pairs: list[Pair] = []
+    for place, messages in (c for path in paths for c in read_conversations(path)):
+        try:
+            pairs += _encode_answers(messages, template, tokenizer, config)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+    longest = config.data.seq_len
+    cut = sum(len(pair.answer) > longest for pair in pairs)
+    if cut:
+        get_logger().warning("%d answers are longer than data.seq_len=%d: cut", cut, longest)
+    return AnswerRows([Pair(p, a[:longest]) for p, a in pairs], config, reads_apart=True)
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
     data = config.data
     data.check()
     refuse_split(data.split)
-    if data.seq_len > config.model.max_seq_len:
-        raise ConfigError(
-            f"data.seq_len={data.seq_len} is longer than model.max_seq_len="
-            f"{config.model.max_seq_len}; shorten the one or lengthen the other."
-        )
+    check_length(config)
     tokenizer, folder = open_tokenizer(config), find_tokenizer(config)
     source = find_template(folder)
     if config.template is not None:
@@ -227,9 +283,14 @@ def _open_data(config: LlamaSFTConfig, rows: World) -> TrainingData:
         elif (folder / TEMPLATE_FILE).is_file():
             shutil.copy2(folder / TEMPLATE_FILE, directory / TEMPLATE_FILE)
 
+    def open_part(paths: Sequence[str]) -> ExampleSource:
+        if traits_of(config.model).reads == "apart":
+            return _open_answers(paths, config, tokenizer, template)
+        return _Conversations(paths, config, tokenizer, template)
+
     return open_examples(
-        _Conversations(data.paths, config, tokenizer, template),
-        _Conversations(data.validation, config, tokenizer, template) if data.validation else None,
+        open_part(data.paths),
+        open_part(data.validation) if data.validation else None,
         data,
         rows,
         save_tokenizer=save,

@@ -30,6 +30,7 @@ from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
 from bmforge.recipes.inputs.span_corpus import SpanCorpus, is_span_corpus
 from bmforge.recipes.inputs.splitting import check_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import traits_of
 from bmforge.tokenizers import Tokenizer
 
 __all__ = [
@@ -42,26 +43,6 @@ __all__ = [
 ]
 
 Seed = tuple[int | str, ...]
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How a family writes its corrupted texts.
-
-    Args:
-        sentinel: the tokens' names.
-        end_inside: the text's end token is one of those that spans are cut from; otherwise it
-            stands behind source and target.
-    """
-
-    sentinel: str
-    end_inside: bool
-
-
-_FORMS: dict[type, _Form] = {
-    CPM2Config: _Form("<s_{}>", end_inside=True),
-    T5Config: _Form("<extra_id_{}>", end_inside=False),
-}
 
 
 @dataclass(kw_only=True)
@@ -106,12 +87,12 @@ def train_spans(config: Any) -> RunResult:
     """Run, or go on with, a training run on corrupted spans.
 
     Args:
-        config: a `SpanConfig` with the `model` of a CPM-2 or T5.
+        config: a `SpanConfig` with the `model` of a CPM-2, T5 or another encoder-decoder.
 
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data)
+    return run_recipe(config, _open_data, head="sequence_to_sequence")
 
 
 def count_spans(length: int, density: float, mean_length: float) -> tuple[int, int]:
@@ -168,17 +149,17 @@ class _SpanExamples:
 
     def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
         self._pieces, self._config = pieces, config
-        self._form = _FORMS[type(config.model)]
+        self._traits = traits_of(config.model)
         self._end = tokenizer.eos_id
-        self._sentinels = find_sentinels(tokenizer, self._form.sentinel)
+        self._sentinels = find_sentinels(tokenizer, self._traits.sentinel)
         longest = config.data.seq_len
         counts = [self._count(n) for n in range(2, longest + 1)]
         most = max(spans for _, spans in counts)
         if most + 1 > len(self._sentinels):
             raise ConfigError(
                 f"texts of data.seq_len={longest} tokens have {most} spans, and the tokenizer "
-                f"has {len(self._sentinels)} sentinels ({self._form.sentinel.format(0)}, ...), of "
-                "which one more is needed. Shorten seq_len, or lengthen mean_span_length."
+                f"has {len(self._sentinels)} sentinels ({self._traits.sentinel.format(0)}, ...), "
+                "of which one more is needed. Shorten seq_len, or lengthen mean_span_length."
             )
         source, target = longest + 1, max(noise + spans for noise, spans in counts) + 2
         target = min(target, config.target_len or target)
@@ -198,7 +179,7 @@ class _SpanExamples:
     def make(self, index: int, seed: Seed) -> Example:
         """Return text `index` with spans that depend on `seed`."""
         config, end = self._config, [self._end]
-        inside = self._form.end_inside
+        inside = self._traits.ends_inside
         ids = [*self._pieces[index].tolist(), *(end if inside else [])]
         source, target = corrupt_spans(
             ids, self._sentinels, seed, config.noise_density, config.mean_span_length
@@ -224,7 +205,7 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
             "when they were made. Leave them out."
         )
     check_split(data.split, data.validation, data.paths)
-    name = _FORMS[type(config.model)].sentinel
+    name = traits_of(config.model).sentinel
     # CPM-Pretrain's T5 has the vocabulary of CPM-2.
     sentinels = find_sentinels(tokenizer, name) or find_sentinels(tokenizer, "<s_{}>")
 
@@ -252,7 +233,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         return _open_corpus(config, tokenizer, rows)
     if tokenizer.eos_id is None:
         raise ConfigError("the tokenizer has no token that ends a text; see its roles.")
-    inside = _FORMS[type(config.model)].end_inside
+    inside = traits_of(config.model).ends_inside
     pieces, held_out = open_pieces(
         config.data,
         config.model.vocab_size,

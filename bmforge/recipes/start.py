@@ -1,10 +1,13 @@
-"""Starting from a model: its sizes hold, but for the fields of `model` that were given."""
+"""Which model a run trains: a size by its name, or a model to start from.
+
+With a model to start from its sizes hold, but for the fields of `model` that were given.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,91 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.formats.hf_format import WeightFiles
-from bmforge.models.hub import FAMILIES, find_model
-from bmforge.models.load import settle_tie
+from bmforge.models.hub import FAMILIES, AutoModel, find_model, find_preset
+from bmforge.models.load import find_missing_head, settle_tie
+from bmforge.models.traits import Traits
 
-__all__ = ["change_model", "family_of", "record_given", "settle_model"]
+__all__ = [
+    "Start",
+    "change_model",
+    "check_length",
+    "family_of",
+    "find_start",
+    "need_fields",
+    "record_given",
+    "settle_model",
+    "traits_of",
+]
 
 _OPTION = "--model."
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What `--model` names.
+
+    Args:
+        family: its family.
+        config: the sizes.
+        init_from: the model whose weights are the beginning; None draws them.
+    """
+
+    family: type[Model]
+    config: ModelConfig
+    init_from: str | None = None
+
+
+def find_start(name: str) -> Start:
+    """Return what a name says of a model.
+
+    Args:
+        name: of a preset (gpt2-small) or a family (gpt2), whose weights are drawn; else a directory
+            or hub id of a model to start from.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    families = {_plain(alias): f for key, f in FAMILIES.items() for alias in _names(key, f)}
+    presets = [preset for family in FAMILIES.values() for preset in family.config_class.presets]
+    if name in presets:
+        return Start(*find_preset(name))
+    if _plain(name) in families:
+        family = families[_plain(name)]
+        sizes: Any = family.config_class
+        return Start(family, sizes())
+    if "/" not in name and not Path(name).is_dir():
+        hint = suggest(name, [*presets, *FAMILIES, *(key.lower() for key in FAMILIES)])
+        raise ConfigError(
+            f"model={name!r} is no preset, no family and no directory.{hint} Families: "
+            f"{', '.join(FAMILIES)}; presets are in docs/models.md. A model of the hub is named "
+            "with its owner, such as openai-community/gpt2."
+        )
+    directory = find_model(name)
+    family = AutoModel.family_of(read_config_file(directory))
+    return Start(family, _read_sizes(family, directory).replace(raw={}), name)
+
+
+def _names(key: str, family: type[Model]) -> tuple[str, ...]:
+    return key, family.config_class.family
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def traits_of(config: ModelConfig) -> Traits:
+    """Return how a model of this config is used."""
+    return family_of(config).family_traits.of(config)
+
+
+def check_length(config: Any) -> None:
+    """Raise `ConfigError` where rows are longer than the model's positions."""
+    limit = traits_of(config.model).row_limit(config.model)
+    if limit is not None and config.data.seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len={limit}; shorten "
+            "the one or lengthen the other."
+        )
 
 
 def family_of(config: ModelConfig) -> type[Model]:
@@ -76,14 +158,51 @@ def settle_model(config: Any) -> Any:
             f"init_from={config.init_from!r} is no {family_of(model).__name__}, which this recipe "
             "trains. Name another model, or another recipe."
         )
-    described = family_of(model).from_config(type(model).from_pretrained(directory), device="meta")
-    own = settle_tie(described, WeightFiles(directory))
+    own = _read_sizes(family_of(model), directory)
     # What follows from others follows from the changed ones.
     sizes = own.with_implied().replace(**{name: getattr(model, name) for name in _given(config)})
     changed = [f.name for f in dataclasses.fields(own) if f.compare]
     changed = [name for name in changed if getattr(sizes, name) != getattr(own, name)]
     # Its config.json comes back where it is built: run.toml has no place for what is null in it.
     return dataclasses.replace(config, model=sizes.replace(raw={}), model_changes=tuple(changed))
+
+
+def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
+    """Return the config of a model, tied as its weights are."""
+    described = family.from_config(family.config_class.from_pretrained(directory), device="meta")
+    return settle_tie(described, WeightFiles(directory))
+
+
+def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
+    """Return a settled config with the fields of `model` that a task cannot do without.
+
+    Args:
+        config: of the run, as `settle_model` leaves it.
+        needs: such as the head.
+
+    Raises:
+        ConfigError: the family has no such head; or the model that the run starts from has not, and
+            no new one was asked for.
+    """
+    model = config.model
+    missing = {name: value for name, value in needs.items() if getattr(model, name) != value}
+    if missing:
+        names = config.model_changes
+        if config.init_from is not None:
+            names = tuple(sorted({*(names or ()), *missing}))
+        config = dataclasses.replace(config, model=model.replace(**missing), model_changes=names)
+    if config.init_from is None or config.new_head:
+        return config
+    family = family_of(config.model)
+    described = family.from_config(config.model, device="meta")
+    lacking = find_missing_head(described, find_model(config.init_from))
+    if lacking:
+        raise ConfigError(
+            f"{config.init_from!r} has no head {config.model.head!r}, which this task trains: "
+            f"{', '.join(lacking)} are not in its weights. A new head is drawn only where it is "
+            "asked for: --new-head True."
+        )
+    return config
 
 
 def _given(config: Any) -> list[str]:

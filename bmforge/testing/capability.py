@@ -1,32 +1,56 @@
-"""What every family can do: the columns of docs/capabilities.md, and the mark of the tests."""
+"""What every family can do: the tables of docs/capabilities.md, and the mark of the tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["CAPABILITIES", "capability", "find_capabilities"]
+__all__ = ["CAPABILITIES", "ROOMS", "capability", "find_capabilities"]
 
-# In the order of the page's columns. A new column is a line here and one marked test in a suite.
-CAPABILITIES = (
-    "logits",
-    "gradients",
-    "conversion",
-    "generate",
-    "recompute",
-    "zero-2",
-    "zero-3",
-    "tensor",
-    "sequence",
-    "pipeline",
-    "context",
-    "expert",
-    "combined",
-    "stream",
-    "offload",
-    "meta init",
-    "compile",
-)
+# Room that owns them -> capabilities, in the order of the page's tables and their columns. A new
+# column is a name here and one marked test in a suite. "changed: " is of a model that was changed
+# in the three ways of `nn` at once.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "nn": ("low-rank", "int8", "resize"),
+    "models": (
+        "logits",
+        "gradients",
+        "conversion",
+        "meta init",
+        "compile",
+        "changed: save",
+        "changed: compile",
+    ),
+    "infer": ("generate", "changed: generate"),
+    "memory": (
+        "recompute",
+        "stream",
+        "offload",
+        "changed: recompute",
+        "changed: stream",
+        "changed: offload",
+    ),
+    "parallel": (
+        "zero-2",
+        "zero-3",
+        "tensor",
+        "sequence",
+        "pipeline",
+        "context",
+        "expert",
+        "combined",
+        "changed: zero-2",
+        "changed: zero-3",
+        "changed: tensor",
+        "changed: sequence",
+        "changed: pipeline",
+        "changed: context",
+        "changed: expert",
+        "changed: combined",
+    ),
+    "train": ("changed: checkpoint",),
+}
+CAPABILITIES = tuple(name for names in ROOMS.values() for name in names)
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bmforge.models import init_weights_
+from bmforge.models.changes import freeze_base_
 from bmforge.parallel import (
     Layout,
     data_parallel_rank,
@@ -21,12 +22,13 @@ from bmforge.parallel import (
     run_step,
     sum_over_axes,
 )
+from bmforge.surgery import persistent_tensors
 from bmforge.testing.batches import Batch
 from bmforge.testing.pool import run_distributed
 from bmforge.testing.tolerance import assert_close
-from bmforge.train import clip_grad_norm_
+from bmforge.train import clip_grad_norm_, load_checkpoint, save_checkpoint
 
-__all__ = ["check_layout", "train_on_layout"]
+__all__ = ["check_layout", "train_and_save", "train_on_layout"]
 
 _STEPS = 3
 _REMEMBERED: dict[bytes, dict[str, Tensor]] = {}
@@ -42,9 +44,12 @@ def train_on_layout(
     *,
     micro_batches: int = 1,
     recompute: bool = False,
+    frozen: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
     """Train three steps of SGD with clipped gradients on a layout; runs on every worker.
+
+    With `frozen` only what stands beside a changed model's layers is trained.
 
     Returns:
         the first loss and the norm of its gradient, every gradient ("grad/NAME") and, at the end,
@@ -52,6 +57,8 @@ def train_on_layout(
     """
     init_distributed()
     model = model_class.from_config(config, device="meta", dtype=dtype)
+    if frozen:
+        freeze_base_(model)
     parallelize(model, layout, recompute=recompute)
     init_weights_(model, seed=3)
     mesh = mesh_of(model)
@@ -60,7 +67,8 @@ def train_on_layout(
         for b in _cut(inputs | labels, micro_batches, mesh)
     ]
     items = model.count_items(labels) / data_parallel_size(mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     found: dict[str, Tensor] = {}
     for step in range(_STEPS):
         losses = run_step(
@@ -77,6 +85,53 @@ def train_on_layout(
     return {**found, **_collect(model, "end")}
 
 
+def train_and_save(
+    model_class: Any,
+    config: Any,
+    inputs: Batch,
+    labels: Batch,
+    layout: Layout,
+    steps: int,
+    resume_from: str | None,
+    save_to: str | None,
+) -> dict[str, Tensor]:
+    """Train the parts of a changed model by AdamW up to so many steps; runs on every worker.
+
+    Args:
+        model_class, config, inputs, labels, layout: as there.
+        steps: in all, those of the checkpoint included.
+        resume_from: directory of a checkpoint to go on from, or None.
+        save_to: directory for the checkpoint of the last step, or None.
+
+    Returns:
+        every tensor of the model that is here, whole.
+    """
+    init_distributed()
+    model = model_class.from_config(config, device="meta", dtype=torch.float64)
+    freeze_base_(model)
+    parallelize(model, layout)
+    init_weights_(model, seed=3)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Not AdamW's eps of 1e-8: it would make much of what the order of summation leaves.
+    optimizer = torch.optim.AdamW(trained, lr=0.01, eps=1e-3)
+    done = 0
+    if resume_from is not None:
+        done = load_checkpoint(resume_from, model, optimizer)["step"]
+    mesh = mesh_of(model)
+    batches = [
+        {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in b}
+        for b in _cut(inputs | labels, 2, mesh)
+    ]
+    items = model.count_items(labels) / data_parallel_size(mesh)
+    for _ in range(done, steps):
+        run_step(model, lambda batch: model(**batch, num_items_in_batch=items).loss, batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    if save_to is not None:
+        save_checkpoint(save_to, model, optimizer, step=steps, state={"step": steps})
+    return {name: _whole(tensor) for name, tensor in persistent_tensors(model).items()}
+
+
 def check_layout(
     model_class: Any,
     config: Any,
@@ -87,13 +142,14 @@ def check_layout(
     layout: Layout,
     recompute: bool = False,
     micro_batches: int = 1,
+    frozen: bool = False,
 ) -> None:
     """Compare a layout with one plain process, at float64's tolerance.
 
     Compared are the loss, every gradient, their norm, and the parameters after three steps.
     """
     arguments = (model_class, config, inputs, labels)
-    want = _train_on_one(*arguments, micro_batches)
+    want = _train_on_one(*arguments, micro_batches, frozen)
     assert want["loss"].item() > 0
     seen: set[str] = set()
     for got in run_distributed(
@@ -103,6 +159,7 @@ def check_layout(
         layout,
         recompute=recompute,
         micro_batches=micro_batches,
+        frozen=frozen,
     ):
         assert_close(got, {name: want[name] for name in got})
         seen |= set(got)
@@ -113,8 +170,10 @@ def _train_on_one(*arguments: Any) -> dict[str, Tensor]:
     """What one plain process makes; remembered for the next layout of the same model."""
     key = pickle.dumps(arguments)
     if key not in _REMEMBERED:
-        *given, micro_batches = arguments
-        found = run_distributed(train_on_layout, 1, *given, Layout(), micro_batches=micro_batches)
+        *given, micro_batches, frozen = arguments
+        found = run_distributed(
+            train_on_layout, 1, *given, Layout(), micro_batches=micro_batches, frozen=frozen
+        )
         while len(_REMEMBERED) > 3:
             del _REMEMBERED[next(iter(_REMEMBERED))]
         _REMEMBERED[key] = found[0]
@@ -134,6 +193,7 @@ def _collect(model: Any, what: str) -> dict[str, Tensor]:
     tensors = (
         (n, p if what == "end" else torch.zeros_like(p) if p.grad is None else p.grad)
         for n, p in model.named_parameters()
+        if what == "end" or p.requires_grad
     )
     return {f"{what}/{name}": _whole(tensor) for name, tensor in tensors}
 

@@ -1,10 +1,12 @@
 """Tokenizers that the ``tokenizers`` library does not do itself, and one door to all.
 
 Start reading at `auto.py` (which directory is opened with what) and `base.py` (what every
-tokenizer can do). `cpm1`, `cpm2` (EVA too), `cpm_ant`, `cpm_bee` and `glm` are the kinds; `words`
-cuts Chinese text into words, `word_pieces` and `longest_match` cut words into the pieces of a
-vocabulary; `glm_text` and `sentence_piece` serve GLM and CPM-1, `fast` wraps a ``tokenizer.json``.
-The `cpm_bee_*` files turn CPM-Bee's documents into model inputs and back.
+tokenizer can do: `encode` gives a list of ids, whichever it is). `cpm1`, `cpm2` (EVA too),
+`cpm_ant`, `cpm_bee` and `glm` are the kinds; `words` cuts Chinese text into words, `word_pieces`
+and `longest_match` cut words into the pieces of a vocabulary; `glm_text` and `sentence_piece` serve
+GLM and CPM-1; `tokenizer_json` reads Hugging Face's files, which `fast` gives our methods;
+`chat_template` writes conversations. The files of `cpm_bee` turn CPM-Bee's documents into model
+inputs and back.
 """
 
 from __future__ import annotations

@@ -65,6 +65,10 @@ class Tokenizer(ABC):
     def token_to_id(self, token: str) -> int | None:
         """Return the id of one token of the vocabulary, or None."""
 
+    @abstractmethod
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id of the whole vocabulary."""
+
     @property
     @abstractmethod
     def vocab_size(self) -> int:
@@ -73,6 +77,13 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of every text."""
         return [self.encode(text) for text in texts]
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts from anywhere, all below `vocab_size`.
+
+        The name of a special token in them is read as characters, so that no text can forge one.
+        """
+        return self.encode_batch(texts)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the vocabulary files into `directory`, so that `AutoTokenizer` opens them.

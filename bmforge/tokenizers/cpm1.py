@@ -98,6 +98,10 @@ class CPM1Tokenizer(Tokenizer):
         """Return the id of a token, or None."""
         return self._ids.get(token)
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id of the whole vocabulary."""
+        return dict(self._ids)
+
     def _spread(self, text: str) -> str:
         """Return the words of `text` with blanks between them and its own blanks as pieces."""
         words = self._cutter.cut(text)

@@ -106,6 +106,10 @@ class CPM2Tokenizer(Tokenizer):
         """Return the id of a token, or None."""
         return self._vocabulary.get(token)
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id of the whole vocabulary."""
+        return dict(self._vocabulary)
+
     def sentinel_id(self, number: int) -> int:
         """Return the id of ``<s_number>``, which stands for the blank of that number.
 

@@ -83,6 +83,10 @@ class CPMAntTokenizer(Tokenizer):
         """Return the id of a token, or None; a space and a line break are written as such."""
         return self._vocabulary.get(token)
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id of the vocabulary; a space and a line break are written as such."""
+        return dict(self._vocabulary)
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens around it."""
         pieces = self._pieces

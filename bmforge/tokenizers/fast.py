@@ -95,6 +95,10 @@ class FastTokenizer(Tokenizer):
         """Return the id of a token, or None."""
         return self._tokenizer.token_to_id(token)
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id, added tokens among them."""
+        return self._tokenizer.get_vocab()
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens around it."""
         return self.encode_batch([text])[0]
@@ -106,10 +110,23 @@ class FastTokenizer(Tokenizer):
             DataError: a text has half of a surrogate pair.
         """
         try:
-            encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
             raise unreadable_text(texts, error) from error
         return [one.ids for one in encoded]
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts whose special tokens' names are characters.
+
+        Raises:
+            DataError: a text has half of a surrogate pair.
+        """
+        before = self._tokenizer.encode_special_tokens
+        self._tokenizer.encode_special_tokens = True
+        try:
+            return self.encode_batch(texts)
+        finally:
+            self._tokenizer.encode_special_tokens = before
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens written out.

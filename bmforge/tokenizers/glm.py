@@ -111,6 +111,10 @@ class GLMTokenizer(Tokenizer):
         """Return the id of a special token or piece, or None."""
         return self._specials.get(token, self._text.token_to_id(token))
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id, special tokens among them."""
+        return {**self._text.get_vocab(), **self._specials}
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`; special tokens in it are read as such.
 
@@ -125,11 +129,35 @@ class GLMTokenizer(Tokenizer):
                 continue
             follows = parts[number + 1] if number + 1 < len(parts) else ""
             part = part.rstrip() if follows in self._strips_left else part
-            try:
-                ids += self._text.encode(part) if part else []
-            except (RuntimeError, TypeError, UnicodeError) as error:
-                raise unreadable_text([text], error) from error
+            ids += self._encode_part(part, text)
         return ids
+
+    def _encode_part(self, part: str, text: str) -> list[int]:
+        """Return the token ids of a part of `text` that lies between special tokens."""
+        try:
+            return self._text.encode(part) if part else []
+        except (RuntimeError, TypeError, UnicodeError) as error:
+            raise unreadable_text([text], error) from error
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts whose special tokens' names are characters.
+
+        Raises:
+            DataError: a text has half of a surrogate pair.
+        """
+        return [self._encode_characters(text) for text in texts]
+
+    def _encode_characters(self, text: str) -> list[int]:
+        ids = self._encode_part(text, text)
+        if self._by_id.keys().isdisjoint(ids):
+            return ids
+        # A sentencepiece model may have such names as pieces of its own: they are cut in two.
+        parts = [
+            half
+            for number, part in enumerate(self._split.split(text))
+            for half in ((part[:1], part[1:]) if number % 2 else (part,))
+        ]
+        return [id for part in parts for id in self._encode_part(part, text)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens written out.

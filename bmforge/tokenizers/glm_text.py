@@ -40,6 +40,10 @@ class BytePairs:
         """Return the id of a piece, or None."""
         return self.tokenizer.token_to_id(token)
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return piece -> id."""
+        return self.tokenizer.get_vocab()
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -72,6 +76,10 @@ class SentencePieces:
         """Return the id of a piece, or None."""
         id = self.processor.piece_to_id(token)
         return id if self.processor.id_to_piece(id) == token else None
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return piece -> id."""
+        return {self.processor.id_to_piece(id): id for id in range(self.vocab_size)}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`."""

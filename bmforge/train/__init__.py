@@ -1,7 +1,8 @@
 """Training any model on any layout: the loop, what it optimises, and how it never loses a step.
 
-Start reading at `trainer.py`; `checkpoint.py` saves and resumes, `optim.py` and `schedule.py` hold
-the optimizers and learning rates, `report.py` draws a run, `inspect.py` looks into a model.
+Start reading at `trainer.py`; `checkpoint/` saves and resumes, `optim/` and `schedule.py` hold the
+optimizers and learning rates, `offload/` keeps their state elsewhere, `report/` draws a run and
+looks into a model.
 """
 
 from bmforge.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, save_checkpoint

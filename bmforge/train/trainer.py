@@ -36,6 +36,7 @@ from bmforge.parallel import (
     run_step,
     sum_over_axes,
 )
+from bmforge.records import laid_out
 from bmforge.train.checkpoint.checkpointer import Checkpointer
 from bmforge.train.checkpoint.format import find_checkpoints, step_of
 from bmforge.train.checkpoint.rng import reseed_rng
@@ -360,11 +361,12 @@ class Trainer:
 
 def _check_precision(model: nn.Module, precision: str) -> None:
     """Raise where a model does not compute in the precision that the loop is told."""
-    laid_out = getattr(model, "precision", None)
-    if laid_out != precision and (laid_out is not None or precision != "fp32"):
-        has = "is not laid out" if laid_out is None else f"was laid out with {laid_out!r}"
+    record = laid_out(model)
+    given = None if record is None else record.precision
+    if given != precision and (given is not None or precision != "fp32"):
+        has = "is not laid out" if given is None else f"was laid out with {given!r}"
         raise ConfigError(
             f"train.precision={precision!r}, but the model {has}. Call parallelize(model, "
             f"layout, precision={precision!r}) before it is trained, or set "
-            f"train.precision={laid_out or 'fp32'!r}."
+            f"train.precision={given or 'fp32'!r}."
         )

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from bmforge.models.hub import FAMILIES
-from bmforge.testing.capability import CAPABILITIES
+from bmforge.testing.capability import CAPABILITIES, ROOMS, capability
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +39,31 @@ def test_the_presets_are_up_to_date() -> None:
     """Run dev/presets.py after adding a preset."""
     writer = load("presets")
     assert writer.PAGE.read_text("utf-8") == writer.render()
+
+
+def test_every_capability_has_one_room() -> None:
+    """A column stands in one table, that of a room there is; others cannot be marked."""
+    assert len(set(CAPABILITIES)) == len(CAPABILITIES) == sum(map(len, ROOMS.values()))
+    assert all((ROOT / "bmforge" / room / "__init__.py").is_file() for room in ROOMS)
+    with pytest.raises(AssertionError, match="flying"):
+        capability("flying")
+
+
+def test_the_page_has_a_table_per_room(writer: ModuleType) -> None:
+    """Each with a row for every family and the room's own columns."""
+    parts = writer.PAGE.read_text("utf-8").split("\n## ")[1:]
+    assert [part.partition("\n")[0] for part in parts] == list(ROOMS)
+    for part, names in zip(parts, ROOMS.values(), strict=True):
+        head, _, *rows = [line for line in part.splitlines() if line.startswith("|")]
+        assert [cell.strip() for cell in head.split("|")[3:-1]] == list(names)
+        assert [row.split("|")[1].strip() for row in rows] == sorted(FAMILIES)
+
+
+def test_the_rooms_are_up_to_date() -> None:
+    """Run dev/rooms.py after changing what a room may import, or what it is for."""
+    writer = load("rooms")
+    assert writer.PAGE.read_text("utf-8") == writer.page()
+    assert all(f"| `{name}` |" in writer.render() for name in writer.read_table().ALLOWED)
 
 
 def test_no_empty_cell(writer: ModuleType) -> None:

@@ -20,6 +20,7 @@ GROUND = {
     "logging",
     "surgery",
     "shards",
+    "records",
     "device",
 }
 
@@ -98,6 +99,17 @@ def test_every_room_is_known_and_says_what_it_is():
         assert ast.get_docstring(ast.parse(init.read_text())), f"{init} has no docstring"
 
 
+@pytest.mark.parametrize(
+    "folder", sorted({p.parent for p in FILES}), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_where_to_start_reading_is_there(folder):
+    """Files that a room's docstring names lie in it."""
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", said):
+        there = (folder / name).exists() or (PACKAGE / name).exists()
+        assert there, f"{folder.name} speaks of {name}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_sizes(path):
     text = path.read_text()
@@ -128,7 +140,7 @@ def assigned(tree: ast.AST) -> list[ast.Attribute]:
     """Return the attributes that are assigned to, by a statement or by `setattr` with a name."""
     found: list[ast.Attribute] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             found.append(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in (
             "setattr",
@@ -171,6 +183,97 @@ def test_a_patched_forward_would_be_seen(line):
     assert not forward_patches(ast.parse("y = module.forward(x)"))
 
 
+TENSOR_NAMES = {"parameter", "param", "p", "tensor", "weight", "bias", "buffer"}
+MODEL_NAMES = {"model", "root"}
+# What torch lets everybody set.
+TENSOR_SLOTS = {"data", "grad", "requires_grad"}
+# BMTrain's distributed parameters are a kind of their own: these two are what makes one.
+OWN_KIND = ("compat/bmtrain/parameter.py", {"origin", "is_summed"})
+
+
+def last_name(node: ast.AST) -> str:
+    """Return what an expression ends with: `parameter` for both `parameter` and `a.parameter`."""
+    return getattr(node, "attr", None) or getattr(node, "id", "")
+
+
+def put_on(tree: ast.AST, names: set[str], types: set[str]) -> list[tuple[int, str]]:
+    """Return (line, attribute) of what is assigned to attributes of things with these names.
+
+    Other names for the same thing count (`target = parameter`), and so do arguments of these types;
+    arguments with one of the names and a type of another kind do not.
+    """
+    found: list[tuple[int, str]] = []
+    scopes: list[ast.AST] = [*functions(tree)] or [tree]
+    for scope in scopes:
+        watched = set(names)
+        for node in ast.walk(scope):
+            if isinstance(node, ast.arg) and node.annotation is not None:
+                kind = ast.unparse(node.annotation)
+                if kind in types:
+                    watched.add(node.arg)
+                elif kind != "Any":
+                    watched.discard(node.arg)
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if last_name(node.value) in watched and isinstance(targets[0], ast.Name):
+                    watched.add(targets[0].id)
+        for attribute in assigned(scope):
+            if last_name(attribute.value) in watched:
+                found.append((attribute.lineno, attribute.attr))
+    return found
+
+
+TENSOR_TYPES = {"Tensor", "nn.Parameter", "torch.Tensor"}
+MODEL_TYPES: set[str] = set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nothing_is_hung_on_tensors(path):
+    """What is known of a tensor stands in its side record: `records.note_`."""
+    found = put_on(ast.parse(path.read_text()), TENSOR_NAMES, TENSOR_TYPES)
+    allowed = TENSOR_SLOTS | (OWN_KIND[1] if str(path).endswith(OWN_KIND[0]) else set())
+    assert not [(line, name) for line, name in found if name not in allowed]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if room_of(p) in ("memory", "parallel", "train", "infer")],
+    ids=lambda p: str(p.relative_to(PACKAGE)),
+)
+def test_nothing_is_hung_on_models(path):
+    """What is known of a model stands in its record: `records.record_of`."""
+    assert not put_on(ast.parse(path.read_text()), MODEL_NAMES, MODEL_TYPES)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "def f(one): one.parameter.master = home",
+        "def f(parameter: nn.Parameter): parameter.master = home",
+        "def f(one: Tensor): one.left_gradient = self",
+        "def f(parameter):\n  target: Any = parameter\n  target.left_gradient = self",
+        "for target in ps:\n  tensor = target\n  tensor.read_streamed = read",
+        'def f(p): setattr(p, "master", 1)',
+    ],
+)
+def test_what_is_hung_on_a_tensor_would_be_seen(lines):
+    assert put_on(ast.parse(lines), TENSOR_NAMES, TENSOR_TYPES)
+    assert not put_on(ast.parse("def f(tensor: Group): tensor.x = 1"), TENSOR_NAMES, TENSOR_TYPES)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "def f(model): model.mesh, model.prefetch = 1, 2",
+        "def f(model):\n  target: Any = model\n  target.precision = p",
+        "def f(self): self.model.arrived = ()",
+        'def f(self): setattr(self._root if x else model, "mesh", 1) or setattr(model, "mesh", 1)',
+    ],
+)
+def test_what_is_hung_on_a_model_would_be_seen(lines):
+    assert put_on(ast.parse(lines), MODEL_NAMES, MODEL_TYPES)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_public_names_are_listed_and_documented(path):
     tree = ast.parse(path.read_text())
@@ -203,3 +306,37 @@ def test_nothing_unpickles_what_can_run_code(path):
             # The worker pool talks to its own children over a pipe, never to a file.
             if room_of(path) != "testing":
                 assert called not in ("pickle.load", "pickle.loads"), f"line {node.lineno}"
+
+
+# Whoever may ask for a family's class: its room, the tests of families, old programs' names.
+KNOWS_FAMILIES = {"models", "testing", "compat"}
+
+
+def family_classes():
+    """Names of the classes and configs in `models` that a model or its config can be of."""
+    found, bases = set(), {"Model", "ModelConfig"}
+    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "models").rglob("*.py")]
+    classes = [n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef)]
+    while bases - found:
+        found |= bases
+        bases = {c.name for c in classes if {getattr(b, "id", "") for b in c.bases} & found}
+    return found - {"Model", "ModelConfig"}
+
+
+def test_family_classes_are_found():
+    assert {"GPT2", "CausalLM", "Seq2Seq", "CPMBee", "BertConfig", "Qwen2Moe"} <= family_classes()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_families_answer_by_traits(path):
+    """Outside of `models` nobody asks which family a model is, only for its traits."""
+    if room_of(path) in KNOWS_FAMILIES:
+        return
+    names = family_classes()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "isinstance",
+            "issubclass",
+        ):
+            asked = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+            assert not asked & names, f"line {node.lineno} asks for {asked & names}"

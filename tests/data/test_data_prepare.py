@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from bmforge.data import (
     PrepareConfig,
@@ -43,7 +44,7 @@ def test_end_to_end_rerun_and_conflict(tmp_path: Path, inputs: Path) -> None:
     report = prepare(inputs, out, SMALL)
     assert (report.documents, report.duplicates, report.empty, report.skipped) == (11, 1, 1, 0)
     tokenizer = load_tokenizer(report.tokenizer_dir)
-    assert report.vocab_size == tokenizer.get_vocab_size() == SMALL.vocab_size
+    assert report.vocab_size == tokenizer.vocab_size == SMALL.vocab_size
     assert report.validation_prefix is not None
     found: list[str] = []
     for prefix, count in (
@@ -170,7 +171,7 @@ def test_a_given_tokenizer_is_kept_as_it_is(tmp_path: Path, inputs: Path) -> Non
     """Its limits cut no document, its files are copied, and its own end token ends documents."""
     whole = prepare(inputs, tmp_path / "whole", SMALL)
     given = tmp_path / "given"
-    tokenizer = load_tokenizer(whole.tokenizer_dir)
+    tokenizer = Tokenizer.from_file(str(whole.tokenizer_dir / "tokenizer.json"))
     tokenizer.enable_truncation(8)
     given.mkdir()
     text = tokenizer.to_str().replace("<|endoftext|>", "</s>")

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bmforge.data import (
@@ -12,7 +13,6 @@ from bmforge.data import (
     encode_to_store,
     load_tokenizer,
     python_topics,
-    save_tokenizer,
     train_bpe,
 )
 from bmforge.errors import ConfigError, DataError
@@ -24,21 +24,24 @@ SAMPLES = [*TEXTS[:2], "Grüße, 世界! 🦉\n\n  tab\tend ", "", f"a{END_OF_TE
 
 def test_transformers_opens_it_with_the_same_ids(tmp_path: Path) -> None:
     tokenizer = train_bpe(TEXTS, 600)
-    save_tokenizer(tokenizer, tmp_path / "t")
+    tokenizer.save_pretrained(tmp_path / "t")
     ours = load_tokenizer(tmp_path / "t")
-    assert ours.get_vocab_size() == 600
+    assert ours.vocab_size == 600
     assert ours.token_to_id(END_OF_TEXT) == 0
     for cls in (PreTrainedTokenizerFast, AutoTokenizer):
         theirs = cls.from_pretrained(tmp_path / "t")
         assert (len(theirs), theirs.eos_token_id, theirs.eos_token) == (600, 0, END_OF_TEXT)
         for text in SAMPLES:
-            ids = ours.encode(text).ids
+            ids = ours.encode(text)
             assert theirs(text)["input_ids"] == ids
             assert theirs.decode(ids) == text
 
 
-def test_training_is_deterministic() -> None:
-    assert train_bpe(TEXTS, 500).to_str() == train_bpe(iter(TEXTS), 500).to_str()
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    for folder, texts in (("a", TEXTS), ("b", iter(TEXTS))):
+        train_bpe(texts, 500).save_pretrained(tmp_path / folder)
+    files = [(tmp_path / folder / "tokenizer.json").read_bytes() for folder in "ab"]
+    assert files[0] == files[1]
 
 
 def test_store_holds_the_text_back_and_forth(tmp_path: Path) -> None:
@@ -53,14 +56,14 @@ def test_store_holds_the_text_back_and_forth(tmp_path: Path) -> None:
         ids = store.tokens[start:end].tolist()
         assert ids.count(0) == 1  # a text cannot forge the end of a document
         assert ids[-1] == 0
-        assert tokenizer.decode(ids[:-1], skip_special_tokens=False) == text
-    assert tokenizer.encode(END_OF_TEXT).ids == [0]  # the setting is put back
+        assert tokenizer.decode(ids[:-1]) == text
+    assert tokenizer.encode(END_OF_TEXT) == [0]  # the setting is put back
 
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocab_size=256"):
         train_bpe(TEXTS, 256)
-    with pytest.raises(DataError, match=r"tokenizer\.json.*does not exist"):
+    with pytest.raises(DataError, match=r"no tokenizer in .*tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="is not a tokenizer"):
@@ -69,13 +72,15 @@ def test_bad_input(tmp_path: Path) -> None:
 
 def test_limits_inside_the_file_cut_nothing(tmp_path: Path) -> None:
     """A tokenizer.json keeps truncation and padding from its last use; texts are encoded whole."""
-    tokenizer = train_bpe(TEXTS, 400)
-    whole = tokenizer.encode(TEXTS[0]).ids
+    trained = train_bpe(TEXTS, 400)
+    whole = trained.encode(TEXTS[0])
+    trained.save_pretrained(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.enable_truncation(16)
     tokenizer.enable_padding(length=1 << 16)
-    save_tokenizer(tokenizer, tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     content = (tmp_path / "tokenizer.json").read_bytes()
-    assert load_tokenizer(tmp_path).encode(TEXTS[0]).ids == whole
+    assert load_tokenizer(tmp_path).encode(TEXTS[0]) == whole
     opened = FastTokenizer.from_pretrained(tmp_path)
     assert opened.encode(TEXTS[0]) == whole
     opened.save_pretrained(tmp_path / "again")

@@ -30,6 +30,7 @@ from bmforge.parallel import (
     Layout,
     data_parallel_rank,
     data_parallel_size,
+    mesh_of,
     parallelize,
 )
 from bmforge.parallel.collectives import exchange_rows
@@ -156,11 +157,11 @@ def train(
     out = {f"init/{name}": whole(p) for name, p in model.named_parameters()}
     optimizers = build_optimizers(model, OptimConfig(lr=1e-2))
     inputs, labels = make_batches(family, 8 * accumulate)
-    items = model.count_items(labels) / data_parallel_size(model.mesh)
+    items = model.count_items(labels) / data_parallel_size(mesh_of(model))
     for step in range(3):
         for number in range(accumulate):
             part = {n: t[8 * number : 8 * number + 8] for n, t in (inputs | labels).items()}
-            mine = rows_of(part, model.mesh)
+            mine = rows_of(part, mesh_of(model))
             model(**mine, num_items_in_batch=items).loss.backward()
         out[f"norm/{step}"] = clip_grad_norm_(model.parameters(), 0.5)
         for optimizer in optimizers:
@@ -237,7 +238,7 @@ def step_lopsided(layout: Layout) -> dict[str, Tensor]:
         )
     inputs, labels = make_batches("mixtral")
     items = model.count_items(labels) / dist.get_world_size()
-    model(**rows_of(inputs | labels, model.mesh), num_items_in_batch=items).loss.backward()
+    model(**rows_of(inputs | labels, mesh_of(model)), num_items_in_batch=items).loss.backward()
     return {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
@@ -279,7 +280,7 @@ def half_step(layout: Layout) -> dict[str, Tensor]:
     init_weights_(model, seed=3)
     inputs, labels = make_batches("mixtral")
     items = model.count_items(labels) / dist.get_world_size()
-    model(**rows_of(inputs | labels, model.mesh), num_items_in_batch=items).loss.backward()
+    model(**rows_of(inputs | labels, mesh_of(model)), num_items_in_batch=items).loss.backward()
     return {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
@@ -308,7 +309,7 @@ def capacity_job(layout: Layout) -> tuple[dict[str, Tensor], list[list[int]]]:
     model.spec = model.spec.__class__(**{**vars(model.spec), "balance_weight": None})
     inputs, labels = make_batches("mixtral")
     items = model.count_items(labels) / dist.get_world_size()
-    mine = rows_of(inputs | labels, model.mesh)
+    mine = rows_of(inputs | labels, mesh_of(model))
     for half in range(2 // dist.get_world_size()):
         part = {n: t[4 * half : 4 * half + 4] for n, t in mine.items()}
         model(**part, num_items_in_batch=items).loss.backward()
@@ -343,7 +344,7 @@ def count_job(recompute: bool) -> tuple[list[int], int]:
     dist.all_to_all_single = record
     try:
         inputs, labels = make_batches("mixtral")
-        model(**rows_of(inputs | labels, model.mesh)).loss.backward()
+        model(**rows_of(inputs | labels, mesh_of(model))).loss.backward()
     finally:
         dist.all_to_all_single = inner
     return counts, sent

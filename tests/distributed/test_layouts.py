@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.errors import ConfigError, DistributedError
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, init_weights_
+from bmforge.models.rules import LayoutRules
 from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize, run_step
 from bmforge.parallel.planner.dry_run import dry_run
 from bmforge.shards import local_tensor
@@ -203,6 +204,18 @@ def lay_out_own(layout):
 def test_a_model_without_rules_is_refused(axis):
     with pytest.raises(DistributedError, match=rf"(?s)rank 0.*{axis}=2.*rank 1.*{axis}=2"):
         run_distributed(lay_out_own, 2, Layout(**{axis: 2}))
+
+
+def lay_out_without_a_place():
+    """What a stage carries on would arrive nowhere."""
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    parallelize(model, Layout(pp=2), LayoutRules(("blocks.*",), ("blocks.*",), stacks=("blocks",)))
+
+
+def test_a_pipeline_needs_a_place_to_arrive():
+    with pytest.raises(DistributedError, match=r"Module has no `arrived`.*write `arrived = "):
+        run_distributed(lay_out_without_a_place, 2)
 
 
 def step_with_too_few():

@@ -263,6 +263,13 @@ class TestCPM2Experts(CPM2Suite):
         """Experts divided over two processes are one process."""
         self.check_experts(CPM2.from_config(tiny.config.replace(num_experts=4)))
 
+    @pytest.mark.long
+    @capability("changed: expert")
+    def test_changed_experts(self, tiny: Model) -> None:
+        """Four experts, changed, divided over two processes."""
+        four = CPM2.from_config(tiny.config.replace(num_experts=4))
+        self.check_changed_experts(self.changed_config(four))
+
 
 def train_steps(model: CPM2, steps: int = 40) -> list[float]:
     """Return the losses of learning two rows by heart."""

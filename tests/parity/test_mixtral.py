@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from bmforge.errors import ConfigError
-from bmforge.models import Model
+from bmforge.models import Model, ModelConfig
 from bmforge.models.mixtral import Mixtral, MixtralConfig
 from bmforge.models.qwen_moe import Qwen2Moe, Qwen2MoeConfig, Qwen3Moe, Qwen3MoeConfig
 from bmforge.testing.batches import make_batch
@@ -80,6 +80,12 @@ class TestMixtral(DecoderSuite, FileSuite):
     def test_expert_parallel(self, tiny: Model) -> None:
         """Experts divided over two processes are one process."""
         self.check_experts(tiny)
+
+    @pytest.mark.long
+    @capability("changed: expert")
+    def test_changed_experts(self, changed: ModelConfig) -> None:
+        """Changed experts divided over two processes are one process."""
+        self.check_changed_experts(changed)
 
 
 class TestQwen2Moe(TestMixtral):

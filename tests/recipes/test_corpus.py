@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from bmforge.data import (
     PrepareConfig,
     TokenStoreWriter,
-    load_tokenizer,
     prepare,
-    save_tokenizer,
 )
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World
@@ -101,10 +100,11 @@ def test_a_model_of_another_tokenizer_is_refused(corpora, tmp_path):
     first, second, _ = corpora
     for path in (first, second):
         model = tmp_path / Path(path).name
-        tokenizer = load_tokenizer(Path(path) / "tokenizer")
+        model.mkdir()
+        tokenizer = Tokenizer.from_file(str(Path(path) / "tokenizer" / "tokenizer.json"))
         tokenizer.enable_truncation(8)
         tokenizer.add_special_tokens(["<one more>"])
-        save_tokenizer(tokenizer, model)
+        tokenizer.save(str(model / "tokenizer.json"))
     own, other = str(tmp_path / "first"), str(tmp_path / "second")
     open_corpus(config(first), 281, WORLD, own).loader.close()
     with pytest.raises(ConfigError, match=rf"init_from='{other}' has: .*--tokenizer {other}"):

@@ -19,6 +19,10 @@ PIECES = """
     。 ， ！ , . ! hello he ll o world wor l d token 2020 20 A B C
 """.split()  # noqa: SIM905
 MARKED = ["##ization", "##s", "##o", "##ld", "##!", "##,", "##20"]
+GLM_TEXT = "GLM fills blanks. A model of the world says hello to the whole world. " * 20
+# In the order of THUDM/GLM for GPT-2's vocabulary.
+GLM_TOKENS = ["<|startofpiece|>", "<|endofpiece|>", "[CLS]", "[MASK]", "[SEP]", "[UNK]"]
+GLM_TOKENS += ["[gMASK]", "[sMASK]"]
 
 
 @pytest.fixture(scope="session")
@@ -117,3 +121,40 @@ def small_sentence_piece() -> bytes:
         minloglevel=2,
     )
     return model.getvalue()
+
+
+@pytest.fixture(scope="session")
+def english_folder(tmp_path_factory, train_byte_pairs) -> Path:
+    """GPT-2's files, trained on the spot: <|endoftext|> is the last of the vocabulary."""
+    folder = tmp_path_factory.mktemp("glm")
+    tokenizer = train_byte_pairs(GLM_TEXT, 300)
+    tokenizer.model.save(str(folder))
+    vocabulary = json.loads((folder / "vocab.json").read_text("utf-8"))
+    vocabulary["<|endoftext|>"] = len(vocabulary)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), "utf-8")
+    added = {token: len(vocabulary) + number for number, token in enumerate(GLM_TOKENS)}
+    (folder / "added_tokens.json").write_text(json.dumps(added), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chinese_folder(tmp_path_factory) -> Path:
+    """A sentencepiece model trained on the spot, and ids with a hole, as published."""
+    trainer = pytest.importorskip("sentencepiece", reason="needs the extra zh")
+    folder, model = tmp_path_factory.mktemp("glm-zh"), io.BytesIO()
+    trainer.SentencePieceTrainer.train(
+        sentence_iterator=iter(
+            ["凯旋门位于意大利米兰市古城堡旁", "我们去公园玩", "今天天气很好"] * 5
+        ),
+        model_writer=model,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (folder / "cog-pretrain.model").write_bytes(model.getvalue())
+    size = trainer.SentencePieceProcessor(model_proto=model.getvalue()).get_piece_size()
+    tokens = ["<|endoftext|>", "[SEP]", "[CLS]", "[MASK]", "[UNK]", None, *GLM_TOKENS[:2]]
+    tokens += ["[sMASK]", "[gMASK]"]
+    added = {token: size + number for number, token in enumerate(tokens) if token}
+    (folder / "added_tokens.json").write_text(json.dumps(added), "utf-8")
+    return folder

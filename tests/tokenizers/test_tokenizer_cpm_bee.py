@@ -25,7 +25,7 @@ GOLDEN = [
 def test_published_ids(text, ids, table):
     tokenizer = golden_tokenizer()
     assert tokenizer.vocab_size == len(tokenizer) == PUBLISHED_SIZE
-    assert tokenizer.encode(text) == (ids, table)
+    assert tokenizer.encode_extended(text) == (ids, table)
     assert tokenizer.decode(ids, table) == text
 
 
@@ -36,7 +36,7 @@ def test_published_ids_with_the_published_vocabulary():
     tokenizer = CPMBeeTokenizer.from_pretrained(os.environ["BMFORGE_CPM_BEE"])
     assert len(tokenizer) == PUBLISHED_SIZE
     for text, ids, table in GOLDEN:
-        assert tokenizer.encode(text) == (ids, table)
+        assert tokenizer.encode_extended(text) == (ids, table)
     assert tokenizer.special_tokens == {
         "<pad>": 0, "<unk>": 1, "<mask>": 2, "<sep>": 3, "<s>": 6, "</s>": 7, "<root>": 8,
         "<ans>": 9, "<option>": 10, "<eod>": 65756,
@@ -80,7 +80,7 @@ def test_longest_match_against_a_plain_one():
     ]
     for _ in range(200):
         text = "".join(generator.choices(pieces, k=generator.randint(0, 12)))
-        ids, table = tokenizer.encode(tokenizer.escape(text))
+        ids, table = tokenizer.encode_extended(tokenizer.escape(text))
         assert [table.get(i) or tokenizer._decoder[i] for i in ids] == plain_tokens(text, words)
 
 
@@ -89,7 +89,7 @@ def test_longest_match_against_a_plain_one():
 def test_any_text_comes_back(text):
     tokenizer = small_tokenizer()
     escaped = tokenizer.escape(text)
-    ids, table = tokenizer.encode(escaped)
+    ids, table = tokenizer.encode_extended(escaped)
     assert tokenizer.decode(ids, table) == escaped
     assert all(i < len(tokenizer) or i in table for i in ids)
 
@@ -97,28 +97,28 @@ def test_any_text_comes_back(text):
 def test_specials_and_escapes():
     tokenizer = small_tokenizer()
     size, ids = len(tokenizer), tokenizer.special_tokens
-    assert tokenizer.encode("<mask><mask_3><mask><ans>") == (
+    assert tokenizer.encode_extended("<mask><mask_3><mask><ans>") == (
         [ids["<mask>"], size, ids["<mask>"], ids["<ans>"]],
         {size: "<mask_3>"},
     )
-    escaped, table = tokenizer.encode("<<mask_3>")
+    escaped, table = tokenizer.encode_extended("<<mask_3>")
     assert tokenizer.decode(escaped) == "<<mask_3>"
     assert not table
-    assert tokenizer.encode("<<<mask_3>")[1] == {size: "<mask_3>"}
+    assert tokenizer.encode_extended("<<<mask_3>")[1] == {size: "<mask_3>"}
 
 
 def test_a_piece_may_hold_the_escaped_character():
     tokenizer = small_tokenizer()
-    (only,), _ = tokenizer.encode("a<<b")
+    (only,), _ = tokenizer.encode_extended("a<<b")
     assert tokenizer.decode([only]) == "a<<b"
 
 
 def test_the_table_goes_on_and_the_given_one_stays():
     tokenizer = small_tokenizer()
     size = len(tokenizer)
-    _, first = tokenizer.encode("<mask_1>𠮷é今")
+    _, first = tokenizer.encode_extended("<mask_1>𠮷é今")
     assert first == {size: "<mask_1>", size + 1: "𠮷é"}
-    ids, second = tokenizer.encode("𠮷é<mask_2><mask_1>", first)
+    ids, second = tokenizer.encode_extended("𠮷é<mask_2><mask_1>", first)
     assert ids == [size + 1, size + 2, size]
     assert second == {**first, size + 2: "<mask_2>"}
     assert len(first) == 2
@@ -127,7 +127,7 @@ def test_the_table_goes_on_and_the_given_one_stays():
 def test_an_unknown_less_than_sign_is_no_special():
     tokens = [*SPECIALS, "a", ">"]
     tokenizer = CPMBeeTokenizer(tokens)
-    ids, table = tokenizer.encode("<<<<a>")
+    ids, table = tokenizer.encode_extended("<<<<a>")
     assert tokenizer.decode(ids, table) == "<<<<a>"
     assert table == {len(tokens): "<<<<"}
 
@@ -135,7 +135,7 @@ def test_an_unknown_less_than_sign_is_no_special():
 @pytest.mark.parametrize("text", ["a<", "<mask", "<mask<mask_0>>", "1 < 2", "<>", "<a<b>"])
 def test_stray_less_than_signs(text):
     with pytest.raises(DataError, match="write << for the character"):
-        small_tokenizer().encode(text)
+        small_tokenizer().encode_extended(text)
 
 
 def test_ids_that_are_none():
@@ -150,7 +150,7 @@ def test_files(tmp_path: Path):
     tokenizer.save_pretrained(tmp_path / "new")
     again = CPMBeeTokenizer.from_pretrained(tmp_path / "new")
     assert len(again) == PUBLISHED_SIZE
-    assert again.encode(GOLDEN[0][0]) == tokenizer.encode(GOLDEN[0][0])
+    assert again.encode_extended(GOLDEN[0][0]) == tokenizer.encode_extended(GOLDEN[0][0])
     assert type(AutoTokenizer.from_pretrained(tmp_path / "new")) is CPMBeeTokenizer
     with pytest.raises(ConfigError, match="already holds another"):
         small_tokenizer().save_pretrained(tmp_path / "new")
@@ -160,7 +160,7 @@ def test_files(tmp_path: Path):
     assert again.special_ids == {"pad": 0, "bos": 6, "eos": 7, "unk": 1, "mask": 2}
     windows = tmp_path / "windows.txt"
     windows.write_bytes("\r\n".join([*SPECIALS, "a", "", "b", ""]).encode())
-    assert CPMBeeTokenizer.from_pretrained(windows).encode("ab\n ")[0] == [11, 12, 4, 5]
+    assert CPMBeeTokenizer.from_pretrained(windows).encode("ab\n ") == [11, 12, 4, 5]
     with pytest.raises(DataError, match="cannot read the vocabulary"):
         CPMBeeTokenizer.from_pretrained(tmp_path / "absent")
     (tmp_path / "vocab.txt").write_bytes(b"\xff\xfe")

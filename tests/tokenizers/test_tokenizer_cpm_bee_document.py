@@ -141,7 +141,7 @@ def test_answers_go_back_into_a_copy(document):
     before = copy.deepcopy(document)
     encoded = encode_document(document, tokenizer, blank_answers=True)
     words = [f"好{i}" for i in range(len(encoded.answers))]
-    written = [[*tokenizer.encode(word)[0], tokenizer.eos_id] for word in words]
+    written = [[*tokenizer.encode(word), tokenizer.eos_id] for word in words]
     filled = decode_document(document, encoded, written, tokenizer)
     assert document == before
     assert {k: v for k, v in filled.items() if k != "<ans>"} == {

@@ -2,57 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.tokenizers import AutoTokenizer, GLMTokenizer
-
-TEXT = "GLM fills blanks. A model of the world says hello to the whole world. " * 20
-# In the order of THUDM/GLM for GPT-2's vocabulary.
-ENGLISH = ["<|startofpiece|>", "<|endofpiece|>", "[CLS]", "[MASK]", "[SEP]", "[UNK]"]
-ENGLISH += ["[gMASK]", "[sMASK]"]
-
-
-@pytest.fixture(scope="module")
-def english_folder(tmp_path_factory, train_byte_pairs) -> Path:
-    """GPT-2's files, trained on the spot: <|endoftext|> is the last of the vocabulary."""
-    folder = tmp_path_factory.mktemp("glm")
-    tokenizer = train_byte_pairs(TEXT, 300)
-    tokenizer.model.save(str(folder))
-    vocabulary = json.loads((folder / "vocab.json").read_text("utf-8"))
-    vocabulary["<|endoftext|>"] = len(vocabulary)
-    (folder / "vocab.json").write_text(json.dumps(vocabulary), "utf-8")
-    added = {token: len(vocabulary) + number for number, token in enumerate(ENGLISH)}
-    (folder / "added_tokens.json").write_text(json.dumps(added), "utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def chinese_folder(tmp_path_factory) -> Path:
-    """A sentencepiece model trained on the spot, and ids with a hole, as published."""
-    trainer = pytest.importorskip("sentencepiece", reason="needs the extra zh")
-    folder, model = tmp_path_factory.mktemp("glm-zh"), io.BytesIO()
-    trainer.SentencePieceTrainer.train(
-        sentence_iterator=iter(
-            ["凯旋门位于意大利米兰市古城堡旁", "我们去公园玩", "今天天气很好"] * 5
-        ),
-        model_writer=model,
-        vocab_size=60,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    (folder / "cog-pretrain.model").write_bytes(model.getvalue())
-    size = trainer.SentencePieceProcessor(model_proto=model.getvalue()).get_piece_size()
-    tokens = ["<|endoftext|>", "[SEP]", "[CLS]", "[MASK]", "[UNK]", None, *ENGLISH[:2]]
-    tokens += ["[sMASK]", "[gMASK]"]
-    added = {token: size + number for number, token in enumerate(tokens) if token}
-    (folder / "added_tokens.json").write_text(json.dumps(added), "utf-8")
-    return folder
 
 
 def test_english_text_is_gpt2s(english_folder):

@@ -24,6 +24,7 @@ from bmforge.parallel import (
     init_distributed,
     parallelize,
 )
+from bmforge.shards import Source
 from bmforge.train import (
     OptimConfig,
     ScheduleConfig,
@@ -34,7 +35,7 @@ from bmforge.train import (
     evaluate,
     read_metrics,
 )
-from bmforge.train.checkpoint.state import Elsewhere, read_state
+from bmforge.train.checkpoint.state import read_state
 
 VOCAB, LENGTH = 29, 10
 
@@ -130,20 +131,18 @@ def outcome(trainer: Trainer) -> dict[str, torch.Tensor]:
     for optimizer in trainer.optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             for key, value in read_state(optimizer, parameter).items():
-                if isinstance(value, Elsewhere):
+                if isinstance(value, Source):
                     out[f"{key}/{names[id(parameter)]}"] = whole(_as_laid_out(value))
-                elif isinstance(value, torch.Tensor):
-                    out[f"{key}/{names[id(parameter)]}"] = whole(value)
     return out
 
 
-def _as_laid_out(kept: Elsewhere) -> torch.Tensor:
-    """What a home keeps, as a tensor laid out like its parameter."""
-    pattern = kept.pattern.detach()
+def _as_laid_out(source: Source) -> torch.Tensor:
+    """Values, as a tensor laid out like the one they belong to."""
+    pattern = source.pattern.detach()
     if not isinstance(pattern, DTensor):
-        return kept.home.fetch().view(pattern.shape)
+        return source.read()
     return DTensor.from_local(
-        kept.home.fetch().view(pattern.to_local().shape),
+        source.read(),
         pattern.device_mesh,
         pattern.placements,
         run_check=False,

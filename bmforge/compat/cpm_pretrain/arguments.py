@@ -142,10 +142,8 @@ _DATA = {
     "--split": _to("data.split", note="949,50,1 becomes 949 50 1"),
     "--data-impl": _gone("mmap; lazy and cached stores have to be rewritten"),
     "--mmap-warmup": _gone("pages are read when they are needed"),
-    "--vocab-file": _to(
-        "data.tokenizer", note="the directory; gpt2-pretrain needs data.eos_id instead", only="t5"
-    ),
-    "--merge-file": _to("data.tokenizer", note="the directory", only="t5"),
+    "--vocab-file": _to("data.tokenizer", note="the directory"),
+    "--merge-file": _to("data.tokenizer", note="the directory"),
     "--tokenizer-type": _gone("follows from the directory's files"),
     "--seq-length": _to("data.seq_len", note="a row has T tokens, there T + 1"),
     "--enc-seq-length": _to("data.seq_len", only="t5"),

@@ -42,8 +42,9 @@ class PrepareConfig:
         seed: decides which documents are held out.
         skip_bad: count bad lines and files instead of stopping at them.
         text_field: the field of a .jsonl line that holds the text.
-        tokenizer: directory of a tokenizer to use, so that several corpora share one; empty
-            trains a new one.
+        tokenizer: directory of the tokenizer to use, of any kind that
+            `bmforge.tokenizers.AutoTokenizer` opens: a model's, or another corpus's, so that
+            several share one. Empty trains a new one.
     """
 
     vocab_size: int = 8192
@@ -73,7 +74,7 @@ class PrepareReport:
         duplicates, empty: documents dropped as exact copies, or without text.
         skipped: bad lines and files left out (`skip_bad`).
         vocab_size: token ids of the tokenizer as trained.
-        eos_id: the token behind each document.
+        eos_id: the token behind each document: ``<|endoftext|>``, or else the tokenizer's end.
         train, validation: documents, bytes of UTF-8 text, and tokens per split.
         reused: the finished work was there already.
     """

@@ -34,11 +34,9 @@ from bmforge.data.prepare.record import (
 )
 from bmforge.data.prepare.tokenise import (
     EncodeCount,
-    copy_tokenizer,
     encode_to_store,
     end_of_text_id,
     load_tokenizer,
-    save_tokenizer,
     train_bpe,
 )
 from bmforge.data.sources.files import (
@@ -55,9 +53,8 @@ from bmforge.logging import ProgressBar, get_logger
 __all__ = ["prepare"]
 
 _WORK_NAME = "preparing.tmp"
+_TOKENIZER = "tokenizer"  # a folder; which files are in it depends on the tokenizer
 _OUTPUTS = (
-    "tokenizer/tokenizer.json",
-    "tokenizer/tokenizer_config.json",
     "train/tokens.bin",
     "train/tokens.idx",
     "validation/tokens.bin",
@@ -137,7 +134,7 @@ def _check_same(
 
 def _check_free(out: Path) -> None:
     """Refuse a directory with output files that no preparation of ours is known to have left."""
-    taken = [name for name in _OUTPUTS if (out / name).exists()]
+    taken = [name for name in (*_tokenizer_files(out), *_OUTPUTS) if (out / name).exists()]
     if taken and not (out / _WORK_NAME).exists():
         raise ConfigError(
             f"out_dir={str(out)!r} holds {', '.join(taken)} but no {RECORD_NAME}: choose another "
@@ -147,8 +144,10 @@ def _check_free(out: Path) -> None:
 
 def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> PrepareReport:
     """Do all the work inside the directory `work`."""
-    # Opened before any text is read: a wrong directory is said at once.
+    # Opened before any text is read: a directory that does not do is said at once.
     given = load_tokenizer(config.tokenizer) if config.tokenizer else None
+    if given is not None:
+        end_of_text_id(given)
     skipped, cleaned = SkipCount(), CleanCount()
     if files is None:
         raw = python_topics()
@@ -160,13 +159,9 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
     clean_path = work / "clean.jsonl"
     held_out = _write_clean(kept, clean_path, config)
     train_texts = (document.text for document in _read_clean(clean_path, ~held_out))
-    if given is not None:
-        tokenizer = given
-        copy_tokenizer(config.tokenizer, work / "tokenizer")
-    else:
-        tokenizer = train_bpe(train_texts, config.vocab_size)
-        save_tokenizer(tokenizer, work / "tokenizer")
-    eos_id = end_of_text_id(tokenizer, work / "tokenizer")
+    tokenizer = train_bpe(train_texts, config.vocab_size) if given is None else given
+    tokenizer.save_pretrained(work / _TOKENIZER)
+    eos_id = end_of_text_id(tokenizer)
     counts = {"train": EncodeCount(), "validation": EncodeCount()}
     for split, chosen in (("train", ~held_out), ("validation", held_out)):
         if chosen.any():
@@ -185,7 +180,7 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
         duplicates=cleaned.duplicates,
         empty=cleaned.empty,
         skipped=skipped.count,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=tokenizer.vocab_size,
         eos_id=eos_id,
         train=counts["train"],
         validation=counts["validation"],
@@ -225,10 +220,15 @@ def _read_clean(path: Path, chosen: NDArray[np.bool_]) -> Iterator[Document]:
 
 def _move_into_place(work: Path, out: Path) -> None:
     """Move the finished files out of `work`, the record last, and remove `work`."""
-    for name in (RECORD_NAME, *_OUTPUTS):
+    for name in (RECORD_NAME, *_tokenizer_files(out), *_OUTPUTS):
         (out / name).unlink(missing_ok=True)
-    for name in (*_OUTPUTS, RECORD_NAME):
+    for name in (*_tokenizer_files(work), *_OUTPUTS, RECORD_NAME):
         if (work / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             (work / name).replace(out / name)
     shutil.rmtree(work)
+
+
+def _tokenizer_files(folder: Path) -> list[str]:
+    """Return the names, relative to `folder`, of the files of the tokenizer in it."""
+    return [f"{_TOKENIZER}/{path.name}" for path in sorted((folder / _TOKENIZER).glob("*"))]

@@ -1,43 +1,38 @@
-"""Train a byte-level BPE tokenizer, and turn documents into a token store with it."""
+"""Train a byte-level BPE tokenizer, and turn documents into a token store with any tokenizer."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+import tokenizers
 
 from bmforge.data.sources.files import Document
 from bmforge.data.store.writer import TokenStoreWriter
 from bmforge.errors import ConfigError, DataError
-from bmforge.files import read_json
 from bmforge.logging import ProgressBar, track
-from bmforge.tokenizers.tokenizer_json import (
-    CONFIG_FILE,
-    TOKENIZER_FILE,
-    find_tokenizer_json,
-    open_tokenizer_json,
-    read_role_tokens,
-)
+from bmforge.tokenizers import AutoTokenizer, FastTokenizer, Tokenizer
+from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
 __all__ = [
     "END_OF_TEXT",
     "EncodeCount",
-    "copy_tokenizer",
     "encode_to_store",
     "end_of_text_id",
     "load_tokenizer",
-    "save_tokenizer",
     "train_bpe",
 ]
 
 END_OF_TEXT = "<|endoftext|>"
-_FAST_CLASS = "PreTrainedTokenizerFast"
+# What transformers reads beside the trained tokenizer.json.
+_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": END_OF_TEXT,
+    "eos_token": END_OF_TEXT,
+    "clean_up_tokenization_spaces": False,
+}
 _SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 20
@@ -52,7 +47,7 @@ class EncodeCount:
     tokens: int = 0
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> FastTokenizer:
     """Train a byte-level BPE tokenizer; it encodes any text without an unknown token.
 
     ``<|endoftext|>`` gets id 0. A small corpus may give fewer than `vocab_size` tokens.
@@ -69,92 +64,40 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
             f"vocab_size={vocab_size}: byte-level BPE needs at least {_SMALLEST_VOCABULARY} "
             "(256 bytes and the end-of-text token)"
         )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(track(texts, "train tokenizer"), trainer)
-    return tokenizer
+    roles = {"bos": END_OF_TEXT, "eos": END_OF_TEXT}
+    config = (json.dumps(_CONFIG, indent=2, ensure_ascii=False) + "\n").encode()
+    return FastTokenizer(tokenizer.to_str(pretty=True).encode(), roles, {CONFIG_FILE: config})
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which transformers' fast tokenizer reads."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / TOKENIZER_FILE))
-    config = {
-        "tokenizer_class": _FAST_CLASS,
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-    }
-    _write_config(folder, config)
+# One door to every tokenizer, whether prepared text or a model lies beside it.
+load_tokenizer = AutoTokenizer.from_pretrained
 
 
-def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Open the tokenizer.json of a directory, or what older files make; it cuts and pads nothing.
-
-    Raises:
-        DataError: there is none, or it is no tokenizer.
-    """
-    return open_tokenizer_json(_read_tokenizer(Path(directory)), Path(directory) / TOKENIZER_FILE)
-
-
-def copy_tokenizer(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
-    """Write what `save_tokenizer` does for the tokenizer of `source`, with the roles named there.
-
-    Raises:
-        DataError: there is none, or a file is damaged.
-    """
-    source, folder = Path(source), Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / TOKENIZER_FILE).write_bytes(_read_tokenizer(source))
-    config = source / CONFIG_FILE
-    said = read_json(config) if config.is_file() else {"tokenizer_class": _FAST_CLASS}
-    roles = {f"{role}_token": token for role, token in read_role_tokens(source).items()}
-    missing = {name: token for name, token in roles.items() if said.get(name) is None}
-    if config.is_file() and not missing:
-        (folder / CONFIG_FILE).write_bytes(config.read_bytes())
-    else:
-        _write_config(folder, {**said, **missing})
-
-
-def end_of_text_id(tokenizer: Tokenizer, directory: str | os.PathLike[str] | None = None) -> int:
-    """Return the id of ``<|endoftext|>``, or else of the ``eos_token`` that `directory` names.
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """Return the id that ends a document: of ``<|endoftext|>``, or else what ends a text.
 
     Raises:
         DataError: the tokenizer has no such token.
     """
-    roles = {} if directory is None else read_role_tokens(Path(directory))
-    for name in (END_OF_TEXT, roles.get("eos")):
-        if name is not None and (found := tokenizer.token_to_id(name)) is not None:
-            return int(found)
+    for found in (tokenizer.token_to_id(END_OF_TEXT), tokenizer.eos_id):
+        if found is not None:
+            return found
     raise DataError(
         f"the tokenizer has no token {END_OF_TEXT!r}: name its end-of-document token with eos_id, "
         f"or with eos_token in a {CONFIG_FILE} beside it"
     )
-
-
-def _read_tokenizer(folder: Path) -> bytes:
-    content = find_tokenizer_json(folder)
-    if content is None:
-        raise DataError(
-            f"{str(folder / TOKENIZER_FILE)!r} does not exist: name a directory with a "
-            f"{TOKENIZER_FILE}, or with GPT-2's, OPT's or RoBERTa's vocab.json and merges.txt, or "
-            "BERT's vocab.txt"
-        )
-    return content
-
-
-def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (folder / CONFIG_FILE).write_text(text, "utf-8")
 
 
 def encode_to_store(
@@ -173,7 +116,7 @@ def encode_to_store(
 
     Args:
         prefix: path of the store without ``.bin`` or ``.idx``.
-        eos_id: the end-of-document token; by default that of ``<|endoftext|>``.
+        eos_id: the end-of-document token; by default that of `end_of_text_id`.
         num_documents: for the progress bar.
         overwrite: replace a store that is there.
 
@@ -181,15 +124,13 @@ def encode_to_store(
     """
     eos = end_of_text_id(tokenizer) if eos_id is None else eos_id
     count = EncodeCount()
-    vocab_size = max(tokenizer.get_vocab_size(), eos + 1)
+    vocab_size = max(tokenizer.vocab_size, eos + 1)
     with (
         TokenStoreWriter(prefix, vocab_size=vocab_size, overwrite=overwrite) as writer,
         ProgressBar("tokenise", num_documents) as bar,
-        _specials_as_text(tokenizer),
     ):
         for texts in _batches(documents):
-            for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-                ids = encoding.ids
+            for ids in tokenizer.encode_plain(texts):
                 ids.append(eos)
                 writer.add_item(ids)
                 writer.end_document()
@@ -212,14 +153,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
             texts, characters = [], 0
     if texts:
         yield texts
-
-
-@contextmanager
-def _specials_as_text(tokenizer: Tokenizer) -> Iterator[None]:
-    """Let names of special tokens inside texts be plain text, and put the setting back."""
-    before = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = True
-    try:
-        yield
-    finally:
-        tokenizer.encode_special_tokens = before

@@ -12,6 +12,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.tokenizers import Tokenizer
 
 __all__ = [
+    "T5_SENTINEL",
     "AnswerRows",
     "ClassRows",
     "Pair",
@@ -21,6 +22,8 @@ __all__ = [
     "fill_prompt",
     "right_options",
 ]
+
+T5_SENTINEL = "<extra_id_{}>"
 
 Seed = tuple[int | str, ...]
 
@@ -50,11 +53,17 @@ def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
 
 
 def encode_segments(
-    texts: Sequence[str], tokenizer: Tokenizer, longest: int
+    texts: Sequence[str], tokenizer: Tokenizer, longest: int, marks_between: int = 1
 ) -> tuple[list[int], list[int]]:
     """Return ids and segment numbers: [CLS] first [SEP] second [SEP].
 
     The longer text is cut behind until all fits into `longest` tokens.
+
+    Args:
+        texts: one or several.
+        tokenizer: that of a BERT, or of its relatives.
+        longest: tokens of a row.
+        marks_between: how many [SEP] stand between two texts; RoBERTa has two.
 
     Raises:
         ConfigError: the tokenizer has no such marks.
@@ -63,7 +72,8 @@ def encode_segments(
     if begin is None or end is None:
         raise ConfigError("the tokenizer has no tokens for the roles cls and sep; give a BERT's.")
     parts = tokenizer.encode_batch(list(texts))
-    over = sum(map(len, parts)) + len(parts) + 1 - longest
+    marks = [end] * marks_between
+    over = sum(map(len, parts)) + marks_between * (len(parts) - 1) + 2 - longest
     while over > 0:
         longer = max(range(len(parts)), key=lambda n: len(parts[n]))
         others = [len(p) for n, p in enumerate(parts) if n != longer]
@@ -74,8 +84,9 @@ def encode_segments(
         over -= cut
     ids, segments = [begin], [0]
     for number, part in enumerate(parts):
-        ids += [*part, end]
-        segments += [number] * (len(part) + 1)
+        ends = marks if number + 1 < len(parts) else [end]
+        ids += [*part, *ends]
+        segments += [number] * (len(part) + len(ends))
     return ids, segments
 
 
@@ -86,13 +97,19 @@ class ClassRows:
         rows: texts of every row, and its class (-100 for one that is only read).
         tokenizer: a BERT's.
         config: of the run: widths and padding.
+        marks_between: see `encode_segments`.
     """
 
     def __init__(
-        self, rows: Sequence[tuple[tuple[str, ...], int]], tokenizer: Tokenizer, config: Any
+        self,
+        rows: Sequence[tuple[tuple[str, ...], int]],
+        tokenizer: Tokenizer,
+        config: Any,
+        marks_between: int = 1,
     ) -> None:
         width = config.data.seq_len
         self._rows, self._tokenizer, self._width = rows, tokenizer, width
+        self._marks, self._segments = marks_between, config.model.num_segments
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (width, config.model.pad_token_id or 0),
             "token_type_ids": (width, 0),
@@ -107,7 +124,8 @@ class ClassRows:
     def make(self, index: int, seed: Seed) -> Example:
         """Return row `index`; nothing is drawn."""
         texts, label = self._rows[index]
-        ids, segments = encode_segments(texts, self._tokenizer, self._width)
+        ids, segments = encode_segments(texts, self._tokenizer, self._width, self._marks)
+        segments = [min(segment, self._segments - 1) for segment in segments]
         mask = [1] * len(ids)
         columns = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
         return {**columns, "labels": [label]}
@@ -140,24 +158,34 @@ def continue_prompt(
     return pairs
 
 
-def encode_answers(options: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+def encode_answers(
+    options: Sequence[str], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL
+) -> list[list[int]]:
     """Return what an encoder-decoder writes: the answers as the first span that was cut out.
 
-    A tokenizer without T5's sentinels ends them with its end token.
+    A tokenizer without these sentinels ends them with its end token.
+
+    Args:
+        options: the answers.
+        tokenizer: of the model.
+        sentinel: the tokens of spans, with {} for their number.
     """
-    first, second = (tokenizer.token_to_id(f"<extra_id_{n}>") for n in (0, 1))
+    names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
+    first, second = map(tokenizer.token_to_id, names)
     ids = tokenizer.encode_batch(list(options))
     if first is not None and second is not None:
         return [[first, *one, second] for one in ids]
     return [[*one, *_end_of(tokenizer)] for one in ids]
 
 
-def fill_prompt(before: str, behind: str, tokenizer: Tokenizer, longest: int) -> list[int]:
+def fill_prompt(
+    before: str, behind: str, tokenizer: Tokenizer, longest: int, sentinel: str = T5_SENTINEL
+) -> list[int]:
     """Return what an encoder-decoder reads: two texts, the blank between them, the end token.
 
     What is too long is cut behind where there is a second text, else in front.
     """
-    blank = tokenizer.token_to_id("<extra_id_0>")
+    blank = tokenizer.token_to_id(sentinel.format(0))
     head = [*tokenizer.encode(before), *([] if blank is None else [blank])]
     end = _end_of(tokenizer)
     room = longest - len(end)

@@ -115,7 +115,7 @@ class Chat:
     def __init__(
         self, model: Seq2Seq, tokenizer: EVATokenizer, config: ChatConfig | None = None
     ) -> None:
-        if not isinstance(model, Seq2Seq) or not isinstance(tokenizer, EVATokenizer):
+        if model.traits.reads != "apart" or not isinstance(tokenizer, EVATokenizer):
             raise ConfigError(
                 f"a {type(model).__name__} with a {type(tokenizer).__name__} cannot chat: needed "
                 "is an EVA with its tokenizer."

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bmforge.parallel.collectives import exchange_rows
 from bmforge.parallel.context.ring import attend_causally, attend_in_ring
 from bmforge.parallel.context.token_share import Rows, TokenCut, TokenShare
+from bmforge.records import as_stack_, fill_slot_
 from bmforge.surgery import wrap_forward_
 
 __all__ = ["METHODS", "apply_context_parallel_", "context_problems"]
@@ -63,7 +64,7 @@ def apply_context_parallel_(
         is_causal = any(getattr(module, "causal", False) for module in stack.modules())
         by_heads = method == "ulysses"
         # Found by `models.stack.run_layers`.
-        stack.token_cut = TokenCut(group, is_causal and not by_heads, unit, by_heads)  # type: ignore[assignment]
+        as_stack_(stack).token_cut = TokenCut(group, is_causal and not by_heads, unit, by_heads)
         for attn in _attentions(stack):
             if _is_window(attn):
                 _see_everything_(attn)
@@ -71,7 +72,7 @@ def apply_context_parallel_(
                 attn.mix = partial(METHODS[method], attn.mix)
     for module in model.modules():
         if hasattr(module, "pick_tokens"):
-            module.pick_tokens = partial(_pick_tokens, group)  # type: ignore[assignment]
+            fill_slot_(module, "pick_tokens", partial(_pick_tokens, group))
 
 
 def context_problems(

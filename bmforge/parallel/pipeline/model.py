@@ -25,6 +25,7 @@ from bmforge.parallel.pipeline.run import Pipeline
 from bmforge.parallel.pipeline.schedules import Schedule, build_schedule, problems
 from bmforge.parallel.pipeline.stages import Cutting
 from bmforge.parallel.zero import groups_of_state
+from bmforge.records import as_stack_, fill_slot_, laid_out
 from bmforge.shards import local_tensor
 from bmforge.surgery import wrap_forward_
 
@@ -45,7 +46,7 @@ class _Stage:
         """Run the model with this stage's blocks."""
         model = self.owner.model
         self.owner.show_stage(self.number)
-        model.arrived = carry or ()
+        fill_slot_(model, "arrived", carry or ())
         result = self.owner.run(micro_batch)
         carried = self.owner.output.carry
         self.owner.output = None
@@ -115,7 +116,7 @@ class PipelinedModel:
     def show_stage(self, number: int) -> None:
         """Let every stack know which blocks run."""
         for stack, span in self.cutting.spans[number].items():
-            self.model.get_submodule(stack).span = span  # type: ignore[assignment]
+            as_stack_(self.model.get_submodule(stack)).span = span
 
     def rank_of(self, name: str) -> int:
         """Return the first rank of the pipeline that has a parameter or a buffer.
@@ -157,7 +158,7 @@ class PipelinedModel:
             losses = pipeline.step(micro_batches)
         finally:
             self.run, self._is_inside = self._refuse, False
-            self.model.arrived = ()  # type: ignore[assignment]
+            fill_slot_(self.model, "arrived", ())
         reduce_gradients_(self.model, sharded)
         self._sum_shared_gradients_()
         return losses
@@ -169,7 +170,7 @@ class PipelinedModel:
             return pipeline.run_forward_only(micro_batches, share=share)
         finally:
             self.run, self._is_inside = self._refuse, False
-            self.model.arrived = ()  # type: ignore[assignment]
+            fill_slot_(self.model, "arrived", ())
 
     def _forward(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The model's forward: of one stage inside a step, else of all of them."""
@@ -263,7 +264,8 @@ def run_step(model: nn.Module, run: Run, micro_batches: Sequence[Batch]) -> list
 
 def pipeline_of(model: nn.Module) -> PipelinedModel | None:
     """Return what runs a pipelined model; None for any other."""
-    return getattr(model, "pipeline", None)
+    record = laid_out(model)
+    return None if record is None else record.pipeline
 
 
 def _build_groups(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
+from bmforge.records import Span
 from bmforge.surgery import match_glob
 
-__all__ = ["Cutting", "PipelineRules", "Span", "cut_blocks", "drop_the_rest_", "plan_cutting"]
+__all__ = ["Cutting", "PipelineRules", "cut_blocks", "drop_the_rest_", "plan_cutting"]
 
 
 class PipelineRules(Protocol):
@@ -32,14 +33,6 @@ class PipelineRules(Protocol):
     @property
     def pipeline_last(self) -> tuple[str, ...]:
         """Names beside a stack that belong to where it ends."""
-
-
-class Span(NamedTuple):
-    """Which blocks of a stack a stage runs: from `first` to before `last`, of `total`."""
-
-    first: int
-    last: int
-    total: int
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bmforge.parallel.tensor.parts import TensorGroup, draw_apart_
+from bmforge.records import as_stack_
 from bmforge.surgery import wrap_forward_
 
 __all__ = ["divide_tokens_"]
@@ -28,7 +29,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
 
     def span() -> tuple[nn.Module, nn.Module]:
         """The first and the last block of a call; a pipeline's stage runs some of them."""
-        found = getattr(stack, "span", None)
+        found = as_stack_(stack).span
         if found is None:
             return blocks[0], blocks[-1]
         return stack.get_submodule(str(found.first)), stack.get_submodule(str(found.last - 1))

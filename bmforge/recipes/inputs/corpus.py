@@ -15,8 +15,10 @@ from bmforge.data import (
     TokenStore,
     check_vocabulary,
     iter_once,
+    load_tokenizer,
 )
 from bmforge.data.prepare.record import RECORD_NAME, read_record
+from bmforge.data.prepare.tokenise import end_of_text_id
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World, run_on_first
 from bmforge.recipes.inputs.splitting import StorePart, check_split
@@ -46,7 +48,10 @@ class CorpusConfig:
             needs.
         micro_batch_size: rows per forward pass on one process.
         reset_at_documents: attention and positions start anew at every document.
-        eos_id: token behind every document; None takes the prepared directory's.
+        tokenizer: directory of the tokenizer that bare stores were made with, which is exported
+            with the model; None takes the prepared directory's.
+        eos_id: token behind every document; None takes the prepared directory's, or else the
+            tokenizer's.
         validation: prefix of a validation store; None takes the first prepared directory's.
         split: shares of a bare store's documents to learn from, to validate on and to leave out,
             such as 949 50 1; empty learns from all.
@@ -62,6 +67,7 @@ class CorpusConfig:
     micro_batch_size: int = 8
     grad_accum_steps: int | None = None
     reset_at_documents: bool = False
+    tokenizer: str | None = None
     eos_id: int | None = None
     validation: str | None = None
     split: tuple[float, ...] = ()
@@ -113,7 +119,7 @@ def open_corpus(
     _check_paths(config)
     run_on_first(lambda: _check_stores(config, vocab_size, init_from))
     first = read_report(config.paths[0])
-    eos_id = config.eos_id if config.eos_id is not None or first is None else first.eos_id
+    tokenizer_dir, eos_id = _find_end(config, first)
     weights = config.weights or (1.0,) * len(config.paths)
     stores = [_open_store(path, config) for path in config.paths]
     datasets = [PackedDataset(store, config.seq_len, eos_id) for store in stores]
@@ -142,10 +148,23 @@ def open_corpus(
         loader,
         validation,
         first.validation.text_bytes if own and first is not None else None,
-        None if first is None else first.tokenizer_dir,
+        tokenizer_dir,
         eos_id,
         config,
     )
+
+
+def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path | None, int | None]:
+    """Return the directory of the run's tokenizer, and the token behind every document."""
+    tokenizer_dir = None if report is None else report.tokenizer_dir
+    eos_id = config.eos_id
+    if config.tokenizer is not None:
+        tokenizer_dir = Path(config.tokenizer)
+    if eos_id is None and report is not None:
+        eos_id = report.eos_id
+    elif eos_id is None and config.tokenizer is not None:
+        eos_id = end_of_text_id(load_tokenizer(config.tokenizer))
+    return tokenizer_dir, eos_id
 
 
 def _open_store(path: str, config: CorpusConfig) -> TokenStore:
@@ -171,7 +190,7 @@ def _check_paths(config: CorpusConfig) -> None:
 
 def _check_stores(config: CorpusConfig, vocab_size: int, init_from: str | None) -> None:
     """Check every store against the vocabulary; a prepared directory has its size on record."""
-    check_tokenizers(config.paths, init_from)
+    check_tokenizers(config.paths, init_from, config.tokenizer)
     for path in config.paths:
         report = read_report(path)
         if report is None or report.vocab_size > vocab_size:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bmforge.data import load_tokenizer
 from bmforge.data.prepare.record import RECORD_NAME, read_record
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.tokenizer_json import ROLE_FILES
 
 __all__ = ["check_tokenizers"]
-
-_FILE = "tokenizer.json"
 
 
 def check_tokenizers(
@@ -61,8 +59,7 @@ def _find_difference(corpus: Path, own: Path) -> str | None:
     """Return a token that has another id in `own` than in `corpus`; None where there is none."""
     if not own.is_dir():
         return None  # said by who opens it
-    file = own / _FILE
-    if file.is_file() and file.read_bytes() == (corpus / _FILE).read_bytes():
+    if _holds_same(corpus, own):
         return None
     try:
         ids = AutoTokenizer.from_pretrained(own)
@@ -71,7 +68,16 @@ def _find_difference(corpus: Path, own: Path) -> str | None:
             "whether the text was prepared with the tokenizer of %s is not known: %s", own, error
         )
         return None
-    for token, id in load_tokenizer(corpus).get_vocab().items():
+    for token, id in AutoTokenizer.from_pretrained(corpus).get_vocab().items():
         if (there := ids.token_to_id(token)) != id:
             return f"{token!r} is {id} in the text, {there} there"
     return None
+
+
+def _holds_same(corpus: Path, own: Path) -> bool:
+    """Tell whether the files of the vocabulary in `corpus` are in `own` too."""
+    names = {path.name for path in corpus.glob("*")} - set(ROLE_FILES)
+    return bool(names) and all(
+        (own / name).is_file() and (own / name).read_bytes() == (corpus / name).read_bytes()
+        for name in names
+    )

@@ -244,7 +244,7 @@ def encode_text(
         DataError: a token that only the encoder writes, an unknown special, or a stray ``<``.
     """
     texts, tokens = extension or Extension({}, {})
-    ids, texts = tokenizer.encode(text, texts)
+    ids, texts = tokenizer.encode_extended(text, texts)
     tokens = dict(tokens)
     for id in ids:
         if id in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id):

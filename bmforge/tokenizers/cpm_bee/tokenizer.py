@@ -3,7 +3,8 @@
 A text is written in a small language: ``<<`` is the character ``<``, and ``<name>`` or
 ``<name_3>`` is a special token. What the vocabulary lacks, an unseen special or a run of characters
 that it cannot spell, gets an id from `vocab_size` on in the extension table of that text, so that
-decoding gives every text back exactly.
+decoding gives every text back exactly (`encode_extended`). Without a table (`encode`) that is the
+unknown token.
 
 Source: ``cpm_live/tokenizers/bee.py`` of OpenBMB/CPM-Bee. Here ``<>`` is refused (there it opens a
 special token that runs to the next ``>``), and an unknown ``<`` is kept as ``<<``.
@@ -11,16 +12,16 @@ special token that runs to the next ``>``), and an unknown ``<`` is kept as ``<<
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import ClassVar, Self
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.tokenizers.base import VOCABULARY_FILE, save_files
+from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer
 from bmforge.tokenizers.longest_match import LongestMatcher
-from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
 __all__ = ["CPMBeeTokenizer", "is_special"]
 
@@ -29,7 +30,7 @@ _MARK = re.compile(r"<<|<[^<>]+>|<")
 _WRITTEN_AS = {"</n>": "\n", "</_>": " "}
 
 
-class CPMBeeTokenizer:
+class CPMBeeTokenizer(Tokenizer):
     """Text to ids and back, exactly.
 
     Args:
@@ -42,6 +43,14 @@ class CPMBeeTokenizer:
         ConfigError: a token is there twice, or one that CPM-Bee needs is missing.
         MissingDependencyError: ``ahocorasick_rs`` is not installed.
     """
+
+    roles: ClassVar[Mapping[str, str]] = {
+        "pad": "<pad>",
+        "bos": "<s>",
+        "eos": "</s>",
+        "unk": "<unk>",
+        "mask": "<mask>",
+    }
 
     def __init__(self, tokens: Sequence[str]) -> None:
         ids = {_WRITTEN_AS.get(token, token): i for i, token in enumerate(tokens)}
@@ -61,17 +70,15 @@ class CPMBeeTokenizer:
         self.special_tokens = {token: i for token, i in ids.items() if is_special(token)}
         plain = {token: i for token, i in ids.items() if token not in self.special_tokens}
         self._matcher = LongestMatcher(plain)
-        self.unk_id, self.mask_id = ids["<unk>"], ids["<mask>"]
-        self.bos_id, self.eos_id, self.pad_id = ids["<s>"], ids["</s>"], ids["<pad>"]
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str]) -> CPMBeeTokenizer:
-        """Read ``vocab.txt`` of a directory, or the file `path`: one token a line.
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
+        """Read ``vocab.txt`` of a directory, or the file `directory`: one token a line.
 
         Raises:
             DataError: there is no such file, or it is not UTF-8 text.
         """
-        file = Path(path)
+        file = Path(directory)
         file = file / VOCABULARY_FILE if file.is_dir() else file
         try:
             text = file.read_bytes().decode("utf-8")
@@ -82,34 +89,45 @@ class CPMBeeTokenizer:
             ) from error
         return cls([line for line in text.replace("\r\n", "\n").split("\n") if line])
 
-    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
-        """Write ``vocab.txt`` into the directory `path`, so that `AutoTokenizer` opens it.
+    def _files(self) -> dict[str, bytes]:
+        return {VOCABULARY_FILE: ("\n".join(self._tokens) + "\n").encode()}
 
-        Raises:
-            ConfigError: a file is there with other contents; nothing is written then.
-        """
-        config = json.dumps({"tokenizer_class": type(self).__name__}, indent=2) + "\n"
-        vocabulary = "\n".join(self._tokens) + "\n"
-        save_files(path, {CONFIG_FILE: config.encode(), VOCABULARY_FILE: vocabulary.encode()})
+    @cached_property
+    def pad_id(self) -> int:
+        """Id that fills a batch up."""
+        return self._ids["<pad>"]
 
-    @property
-    def special_ids(self) -> dict[str, int]:
-        """Role -> id, as every tokenizer here has it."""
-        return {
-            "pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id, "unk": self.unk_id,
-            "mask": self.mask_id,
-        }  # fmt: skip
+    @cached_property
+    def bos_id(self) -> int:
+        """Id that begins a text."""
+        return self._ids["<s>"]
+
+    @cached_property
+    def eos_id(self) -> int:
+        """Id that ends a text."""
+        return self._ids["</s>"]
+
+    @cached_property
+    def unk_id(self) -> int:
+        """Id that stands for what the vocabulary cannot spell."""
+        return self._ids["<unk>"]
+
+    @cached_property
+    def mask_id(self) -> int:
+        """Id that stands for a blank."""
+        return self._ids["<mask>"]
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of one token as the vocabulary file writes it, or None."""
         return self._ids.get(_WRITTEN_AS.get(token, token))
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id of the whole vocabulary; a space and a line break as such."""
+        return dict(self._ids)
+
     @property
     def vocab_size(self) -> int:
         """How many tokens the vocabulary has; extension ids begin here."""
-        return len(self._tokens)
-
-    def __len__(self) -> int:
         return len(self._tokens)
 
     @staticmethod
@@ -117,7 +135,24 @@ class CPMBeeTokenizer:
         """Return `text` so that `encode` reads every ``<`` in it as a character."""
         return text.replace("<", "<<")
 
-    def encode(
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`; what the vocabulary lacks is the unknown token.
+
+        Args:
+            text: ``<<`` is ``<``, ``<name>`` a special token.
+
+        Raises:
+            DataError: a ``<`` that begins no special token.
+        """
+        ids, table = self.encode_extended(text)
+        unknown = self._ids["<unk>"]
+        return [unknown if id in table else id for id in ids] if table else ids
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts in which every ``<`` is a character."""
+        return [self.encode(self.escape(text)) for text in texts]
+
+    def encode_extended(
         self, text: str, ext_table: Mapping[int, str] | None = None
     ) -> tuple[list[int], dict[int, str]]:
         """Return the ids of `text` and the extension table: id -> unseen special or unknown text.
@@ -161,7 +196,7 @@ class CPMBeeTokenizer:
         if not 0 <= id < len(self):
             raise DataError(
                 f"id={id} is neither in the vocabulary (0 to {len(self) - 1}) nor in the extension "
-                "table: give the table that encode returned with these ids"
+                "table: give the table that encode_extended returned with these ids"
             )
         token = self._decoder[id]
         return token if token in self.special_tokens else self.escape(token)

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bmforge.errors import CheckpointError
+from bmforge.shards import Source
 
 __all__ = [
     "DTYPE_CODES",
@@ -35,7 +33,6 @@ __all__ = [
     "MANIFEST_NAME",
     "TEMPORARY_PREFIX",
     "DamagedCheckpointError",
-    "LateTensor",
     "find_checkpoints",
     "find_damage",
     "hash_line",
@@ -43,7 +40,6 @@ __all__ = [
     "shard_name",
     "step_name",
     "step_of",
-    "sync_directory",
     "verify_checkpoint",
     "write_durably",
     "write_shard",
@@ -114,15 +110,6 @@ def _newest_first(item: tuple[int | None, Path]) -> int:
     return -(item[0] or 0)
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names inside directory `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_durably(path: Path, data: bytes) -> None:
     """Write `data` to `path` and return once the disk has it."""
     with open(path, "wb") as file:
@@ -144,49 +131,26 @@ def _hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class LateTensor:
-    """A tensor that is not in memory: it is read when its bytes are written.
-
-    Args:
-        shape: of what `load` returns.
-        dtype: likewise.
-        load: reads it, as a contiguous host tensor.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    load: Callable[[], Tensor]
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return math.prod(self.shape)
-
-    def element_size(self) -> int:
-        """Return the bytes of an element."""
-        return self.dtype.itemsize
-
-
 def write_shard(
-    path: Path, tensors: Mapping[str, Tensor | LateTensor], fault: Callable[[str], None]
+    path: Path, tensors: Mapping[str, Source], fault: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Write host tensors as one new safetensors file, hashed on the way and synced.
+    """Write tensors as one new safetensors file, hashed on the way and synced.
 
     The hash is taken of the bytes in memory, so a disk that stores others is found out on loading.
 
     Args:
         path: the file; it must not exist yet.
-        tensors: contiguous host tensors, or such as are read when it is their turn.
+        tensors: each is read when it is its turn.
         fault: called with the phases "shard-open", "shard-half", "shard-written", "shard-synced".
 
     Returns:
         ``{"bytes": size, "sha256": hex digest}``.
 
     Memory:
-        No copy of the tensors is made.
+        No copy is made of what is on the host.
     """
     # Wider types first keeps every tensor aligned to its own element size, as readers expect.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header, payload_bytes = _shard_header(names, tensors)
     digest = hashlib.sha256(header)
     with open(path, "xb") as file:
@@ -194,9 +158,7 @@ def write_shard(
         file.write(header)
         written, half_done = 0, False
         for name in names:
-            kept = tensors[name]
-            loaded = kept.load() if isinstance(kept, LateTensor) else kept
-            payload = memoryview(loaded.reshape(-1).view(torch.uint8).numpy())
+            payload = memoryview(tensors[name].read().reshape(-1).view(torch.uint8).numpy())
             for start in range(0, len(payload), _BLOCK_BYTES):
                 block = payload[start : start + _BLOCK_BYTES]
                 file.write(block)
@@ -213,15 +175,13 @@ def write_shard(
     return {"bytes": len(header) + written, "sha256": digest.hexdigest()}
 
 
-def _shard_header(
-    names: list[str], tensors: Mapping[str, Tensor | LateTensor]
-) -> tuple[bytes, int]:
+def _shard_header(names: list[str], tensors: Mapping[str, Source]) -> tuple[bytes, int]:
     """Return the safetensors header (length word included) and the payload's size in bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + tensor.size_bytes
         entries[name] = {
             "dtype": DTYPE_CODES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -16,14 +16,22 @@ from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
-from bmforge.shards import Box, is_streamed, laid_out_like, local_box, local_tensor
+from bmforge.records import laid_out
+from bmforge.shards import (
+    Box,
+    laid_out_like,
+    local_box,
+    local_tensor,
+    put_values_,
+    source_of,
+)
 from bmforge.train.checkpoint.format import shard_name
 from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.rng import reseed_rng, restore_rng
 from bmforge.train.checkpoint.state import (
     NOT_SETTINGS,
+    dtype_name,
     kind_of,
-    master_of,
     model_tensors,
     optimizer_parameters,
     state_tensor_name,
@@ -203,8 +211,7 @@ def _compare_tensor(name: str, tensor: Tensor, record: dict[str, Any] | None) ->
     saved_shape, shape = tuple(record["shape"]), tuple(tensor.shape)
     if saved_shape != shape:
         return _Problem(f"{shown}: shape {saved_shape} saved, {shape} in the model", fatal=True)
-    master = master_of(tensor)
-    dtype = str(tensor.dtype if master is None else master.dtype).removeprefix("torch.")
+    dtype = dtype_name(source_of(tensor).dtype)
     if record["dtype"] != dtype:
         return _Problem(f"{shown}: dtype {record['dtype']} saved, {dtype} in the model")
     return None
@@ -223,11 +230,7 @@ def apply_checkpoint(
         for name, tensor in model_tensors(model).items():
             box = local_box(tensor)
             if name in manifest["tensors"] and box.numel:
-                value, master = reader.read(name, box), master_of(tensor)
-                if not is_streamed(tensor):
-                    local_tensor(tensor).copy_(value)
-                if master is not None:
-                    master.put(0, value)
+                put_values_(tensor, reader.read(name, box))
         saved = manifest["optimizer"] or {}
         for name, parameter, group, optimizer in optimizer_parameters(model, optimizers):
             entry = saved.get(name)
@@ -238,9 +241,9 @@ def apply_checkpoint(
                 values[key] = _state_tensor(reader, name, key, parameter, group, optimizer)
             write_state(optimizer, parameter, values)
         _restore_groups(model, optimizers, saved)
-    streamer = getattr(model, "streamer", None)
-    if streamer is not None:
-        streamer.forget()  # blocks that are here are those of before
+    record = laid_out(model)
+    if record is not None and record.streamer is not None:
+        record.streamer.forget()  # blocks that are here are those of before
 
 
 def _state_tensor(

@@ -20,8 +20,17 @@ from torch.optim import Optimizer
 from bmforge.errors import CheckpointError
 from bmforge.memory.homes import Home
 from bmforge.parallel import counts_here, pipeline_of
-from bmforge.shards import Box, is_first_replica, is_streamed, local_box, local_tensor
-from bmforge.train.checkpoint.format import DTYPE_CODES, LateTensor
+from bmforge.records import laid_out, side_of
+from bmforge.shards import (
+    Box,
+    Source,
+    is_first_replica,
+    is_streamed,
+    local_box,
+    local_tensor,
+    source_of,
+)
+from bmforge.train.checkpoint.format import DTYPE_CODES
 from bmforge.train.checkpoint.rng import capture_rng
 
 __all__ = [
@@ -29,9 +38,9 @@ __all__ = [
     "Optimizers",
     "Snapshot",
     "check_json",
+    "dtype_name",
     "kind_of",
     "list_optimizers",
-    "master_of",
     "model_tensors",
     "optimizer_parameters",
     "read_state",
@@ -56,7 +65,7 @@ class Snapshot:
 
     Args:
         step: optimizer steps done.
-        tensors: this process's chunks by tensor name; what lives on disk is read as it is written.
+        tensors: this process's chunks by tensor name; late ones are read as they are written.
         boxes: where each chunk lies in its whole tensor.
         records: dtype and whole shape of every tensor this process knows, its own or not.
         optimizer: per parameter: optimizer class, hyper-parameters, python values, tensor keys;
@@ -67,7 +76,7 @@ class Snapshot:
     """
 
     step: int
-    tensors: dict[str, Tensor | LateTensor]
+    tensors: dict[str, Source]
     boxes: dict[str, Box]
     records: dict[str, dict[str, Any]]
     optimizer: dict[str, Any] | None
@@ -78,18 +87,7 @@ class Snapshot:
     @property
     def is_late(self) -> bool:
         """Whether something is yet to be read, so that training must wait for the writing."""
-        return any(isinstance(tensor, LateTensor) for tensor in self.tensors.values())
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A tensor that is laid out like `pattern` and kept by a home outside the device."""
-
-    pattern: Tensor
-    home: Home
-
-
-Kept: TypeAlias = Tensor | Elsewhere
+        return any(tensor.is_late for tensor in self.tensors.values())
 
 
 def list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
@@ -107,10 +105,16 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def read_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return a parameter's optimizer state; what lives outside the device as `Elsewhere`."""
+    """Return a parameter's optimizer state; tensors as `Source`, wherever they live."""
     reader = getattr(optimizer, "read_state", None)
     values = optimizer.state.get(parameter, {}) if reader is None else reader(parameter)
-    return {k: Elsewhere(parameter, v) if isinstance(v, Home) else v for k, v in values.items()}
+    return {key: _as_source(value, parameter) for key, value in values.items()}
+
+
+def _as_source(value: Any, parameter: Tensor) -> Any:
+    if isinstance(value, Home):
+        return Source(parameter, value)
+    return Source(value) if isinstance(value, Tensor) else value
 
 
 def write_state(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> None:
@@ -120,12 +124,6 @@ def write_state(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any])
         optimizer.state[parameter] = values
     else:
         writer(parameter, values)
-
-
-def master_of(parameter: Tensor) -> Home | None:
-    """Return where a parameter's wider copy lives, if it has one."""
-    home: Home | None = getattr(parameter, "master", None)
-    return home
 
 
 def state_tensor_name(parameter_name: str, key: str) -> str:
@@ -153,7 +151,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
-        if not is_streamed(parameter) or master_of(parameter) is not None:
+        if not is_streamed(parameter) or side_of(parameter).master is not None:
             yield name, parameter  # what streams and is not trained stays where it comes from
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -207,7 +205,8 @@ def take_snapshot(
     """
     state = dict(state or {})
     check_json(state, "state")
-    mesh, pipeline = getattr(model, "mesh", None), pipeline_of(model)
+    record, pipeline = laid_out(model), pipeline_of(model)
+    mesh = None if record is None else record.mesh
     leads = rank == 0 if mesh is None else counts_here(mesh, "pp")
 
     def is_first_stage(name: str) -> bool:
@@ -215,11 +214,8 @@ def take_snapshot(
         plain = name.removeprefix("model/")
         return pipeline is None or pipeline.rank_of(plain) == pipeline.rank
 
-    owned: dict[str, tuple[Kept, bool]] = {
-        name: (
-            _widest(tensor),
-            is_first_replica(tensor, leads) and is_first_stage(name),
-        )
+    owned: dict[str, tuple[Source, bool]] = {
+        name: (source_of(tensor), is_first_replica(tensor, leads) and is_first_stage(name))
         for name, tensor in model_tensors(model).items()
     }
     listed = list_optimizers(optimizers)
@@ -232,16 +228,12 @@ def take_snapshot(
             writes = _writes_state(values[key], parameter, leads) and is_first_stage(name)
             owned[state_tensor_name(name, key)] = (values[key], writes)
     seed = state.get("seed")
-    own = {
-        name: tensor
-        for name, (tensor, writes) in owned.items()
-        if writes and local_tensor(_pattern(tensor)).numel() > 0
-    }
+    own = {name: source for name, (source, writes) in owned.items() if writes and source.size_bytes}
     return Snapshot(
         step=step,
-        records={name: _record(name, tensor) for name, (tensor, _) in owned.items()},
-        boxes={name: local_box(_pattern(tensor)) for name, tensor in own.items()},
-        tensors={name: _to_host(tensor) for name, tensor in own.items()},
+        records={name: _record(name, source) for name, (source, _) in owned.items()},
+        boxes={name: local_box(source.pattern) for name, source in own.items()},
+        tensors={name: source.taken() for name, source in own.items()},
         optimizer=described,
         state=json.dumps(state),
         seed=seed if isinstance(seed, int) else torch.initial_seed(),
@@ -253,7 +245,7 @@ def _describe(
     name: str, values: dict[str, Any], group: dict[str, Any], optimizer: Optimizer
 ) -> dict[str, Any]:
     """Return what the manifest keeps of one parameter's optimizer state, tensors apart."""
-    plain = {key: value for key, value in values.items() if not isinstance(value, Kept)}
+    plain = {key: value for key, value in values.items() if not isinstance(value, Source)}
     check_json(plain, f"optimizer.state[{name!r}]")
     hyper = {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -265,36 +257,23 @@ def _describe(
         "optimizer": kind_of(optimizer),
         "group": hyper,
         "values": plain,
-        "tensors": [key for key, value in values.items() if isinstance(value, Kept)],
+        "tensors": [key for key, value in values.items() if isinstance(value, Source)],
     }
 
 
-def _pattern(kept: Kept) -> Tensor:
-    """Return the tensor that tells how something is laid out."""
-    return kept.pattern if isinstance(kept, Elsewhere) else kept
-
-
-def _widest(tensor: Tensor) -> Kept:
-    """Return a parameter's wider copy where it has one: that is what training knows."""
-    home = master_of(tensor)
-    return tensor if home is None else Elsewhere(tensor, home)
-
-
-def _writes_state(value: Kept, parameter: Tensor, leads: bool) -> bool:
+def _writes_state(source: Source, parameter: Tensor, leads: bool) -> bool:
     """True on the one process that writes this tensor of `parameter`'s state."""
-    if isinstance(value, Elsewhere):
-        return is_first_replica(parameter, leads)
-    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return is_first_replica(value, leads)
+    if isinstance(source.pattern, DTensor) or not isinstance(parameter, DTensor):
+        return is_first_replica(source.pattern, leads)
     coordinate = parameter.device_mesh.get_coordinate()
     return coordinate is not None and not any(coordinate)
 
 
-def _record(name: str, tensor: Kept) -> dict[str, Any]:
-    if isinstance(tensor, Elsewhere):
-        dtype = str(tensor.home.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "shape": list(tensor.pattern.shape)}
-    local = local_tensor(tensor.detach())
+def _record(name: str, source: Source) -> dict[str, Any]:
+    record = {"dtype": dtype_name(source.dtype), "shape": list(source.pattern.shape)}
+    if source.keeper is not None:
+        return record
+    local = local_tensor(source.pattern.detach())
     if (
         local.dtype not in DTYPE_CODES
         or local.layout != torch.strided
@@ -306,18 +285,12 @@ def _record(name: str, tensor: Kept) -> dict[str, Any]:
             f"layout={local.layout}, device={local.device}. Needed: a plain dense tensor that has "
             "memory (not on the meta device)."
         )
-    return {"dtype": str(local.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    return record
 
 
-def _to_host(tensor: Kept) -> Tensor | LateTensor:
-    if isinstance(tensor, Elsewhere):
-        home, shape = tensor.home, tuple(local_tensor(tensor.pattern).shape)
-        if home.is_on_disk:
-            return LateTensor(shape, home.dtype, lambda: home.fetch().view(shape))
-        return home.fetch().view(shape).clone()
-    local = local_tensor(tensor.detach())
-    host = torch.empty(local.shape, dtype=local.dtype, device="cpu")
-    return host.copy_(local)
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return how a manifest calls a dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_json(value: Any, where: str) -> None:

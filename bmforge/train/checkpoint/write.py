@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from bmforge.errors import CheckpointError
+from bmforge.files import sync_directory
 from bmforge.logging import get_logger
+from bmforge.shards import Source
 from bmforge.train.checkpoint.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -27,14 +29,12 @@ from bmforge.train.checkpoint.format import (
     MANIFEST_NAME,
     TEMPORARY_PREFIX,
     DamagedCheckpointError,
-    LateTensor,
     find_checkpoints,
     hash_line,
     read_manifest,
     shard_name,
     step_name,
     step_of,
-    sync_directory,
     verify_checkpoint,
     write_durably,
     write_shard,
@@ -170,8 +170,7 @@ def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
             return f"dtype or shape of {name}"
     with ChunkReader(path, manifest) as reader:
         for name, box in snapshot.boxes.items():
-            kept = snapshot.tensors[name]
-            mine = kept.load() if isinstance(kept, LateTensor) else kept
+            mine = snapshot.tensors[name].read()
             bits = [t.reshape(-1).view(torch.uint8) for t in (mine, reader.read(name, box))]
             if not torch.equal(*bits):
                 return f"the values of {name}"
@@ -183,7 +182,8 @@ def _write_own_share(
 ) -> dict[str, Any]:
     """Write this process's shard and return its entry for the manifest."""
     name = shard_name(peers.rank, peers.world_size)
-    record = write_shard(temporary / name, {**snapshot.tensors, **snapshot.rng}, fault)
+    generators = {key: Source(tensor) for key, tensor in snapshot.rng.items()}
+    record = write_shard(temporary / name, {**snapshot.tensors, **generators}, fault)
     return {
         "file": name,
         "file_record": record,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from bmforge.memory.homes import Home, home_bytes
 from bmforge.memory.spill import SpillFile, format_bytes
 from bmforge.parallel import pipeline_of, reshard_, run_everywhere
 from bmforge.parallel.zero import change_dtype_, half_units
-from bmforge.shards import is_streamed, local_tensor
+from bmforge.records import laid_out, note_
+from bmforge.shards import is_streamed, local_tensor, source_of
 from bmforge.train.offload.optimizers import Away, OffloadedAdamW, OffloadedMuon
 
 __all__ = ["Offloader"]
@@ -66,8 +68,7 @@ class Offloader:
         # A stage of a pipeline may have nothing that is trained.
         self._device = local_tensor(next(iter(self._parameters or model.parameters()))).device
         self._away: dict[int, Away] = {}
-        streamer = getattr(model, "streamer", None)
-        self._leaves = config.leaves(self._device) or streamer is not None
+        self._leaves = config.leaves(self._device) or _streamer_of(model) is not None
         self._narrow: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._disk: SpillFile | None = None
@@ -140,7 +141,7 @@ class Offloader:
             if key in self._narrow:
                 local = local_tensor(one.parameter)
                 local.copy_(one.master.fetch().view(local.shape))
-            del one.parameter.master  # type: ignore[attr-defined]
+            note_(one.parameter, master=None)
             one.master = None
         self._narrow = set()
         while self._hooks:
@@ -203,8 +204,8 @@ class Offloader:
         one = Away(parameter, order, self.engine, homes)
         if self._has_master(parameter):
             one.master = Home(local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk)
-            one.master.put(0, _read_weights(parameter))
-            parameter.master = one.master  # type: ignore[attr-defined]
+            one.master.put(0, source_of(parameter).read())
+            note_(parameter, master=one.master)
         return one
 
     def _has_master(self, parameter: Tensor) -> bool:
@@ -214,7 +215,7 @@ class Offloader:
 
     def _take_over_streaming(self) -> None:
         """From now on blocks stream from where their weights are stepped."""
-        streamer = getattr(self._model, "streamer", None)
+        streamer = _streamer_of(self._model)
         if streamer is None:
             return
         named = {name: self._away.get(id(p)) for name, p in self._model.named_parameters()}
@@ -296,11 +297,7 @@ def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
         )
 
 
-def _read_weights(parameter: Tensor) -> Tensor:
-    """Return this process's part of a parameter, on the host."""
-    local = local_tensor(parameter.detach())
-    if not is_streamed(parameter):
-        return local.cpu()
-    values = torch.empty(local.shape, dtype=local.dtype)
-    parameter.read_streamed(values)  # type: ignore[attr-defined]
-    return values
+def _streamer_of(model: nn.Module) -> Any:
+    """Return what brings the weights of blocks, where they live elsewhere."""
+    record = laid_out(model)
+    return None if record is None else record.streamer

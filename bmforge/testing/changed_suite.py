@@ -1,0 +1,265 @@
+"""What every family must do when it was changed: parts beside layers, int8 rows in their place."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bmforge.infer import generate
+from bmforge.memory.activations import apply_activation_offload_
+from bmforge.memory.copies import make_copy_engine
+from bmforge.memory.streaming import stream_blocks_
+from bmforge.models import Model, ModelConfig, init_weights_
+from bmforge.models.changes import freeze_base_
+from bmforge.parallel import Layout
+from bmforge.surgery import find_modules, persistent_tensors
+from bmforge.testing.batches import Batch, make_batch, make_labels
+from bmforge.testing.capability import capability
+from bmforge.testing.changed import (
+    change_everything,
+    list_outputs,
+    list_parts,
+    list_stored,
+    low_rank_everywhere,
+    merge_parts_,
+    resized,
+    run_step_of,
+    silence_the_rest_,
+    spread_parts_,
+    stored_as_int8,
+    value_of,
+    widen,
+)
+from bmforge.testing.layouts import check_layout, train_and_save
+from bmforge.testing.pool import run_distributed
+from bmforge.testing.tolerance import assert_close, assert_equal_trees
+
+__all__ = ["ChangedSuite"]
+
+
+class ChangedSuite:
+    """Changed models are models; `FamilySuite` inherits this."""
+
+    model_class: ClassVar[type[Model]]
+
+    def tiny_config(self) -> ModelConfig:
+        """Return a tiny config of the family."""
+        raise TypeError(f"{type(self).__name__} defines no tiny_config")
+
+    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
+        """Return the model's arguments besides labels."""
+        raise TypeError(f"{type(self).__name__} defines no make_inputs")
+
+    @pytest.fixture
+    def changed(self, tiny: Model) -> ModelConfig:
+        """The tiny config with every change at once."""
+        return self.changed_config(tiny)
+
+    def changed_config(self, tiny: Model) -> ModelConfig:
+        """Return a model's config with every change at once."""
+        return tiny.config.replace(changes=change_everything(tiny))
+
+    @capability("low-rank")
+    def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
+        """What parts add is what merged weights give; their gradients follow from the merged."""
+        model, batch = self._doubled(tiny)
+        whole = copy.deepcopy(model)
+        model.change_(low_rank_everywhere(model))
+        for part in list_parts(model):
+            for name, parameter in part.named_parameters():
+                if name.endswith("up"):
+                    nn.init.normal_(parameter, std=0.1)
+        merged = merge_parts_(model, whole)
+        got, want = run_step_of(model, batch), run_step_of(whole, batch)
+        assert_close(got["loss"], want["loss"])
+        for name, (down, up, scale) in merged.items():
+            grad = want[f"grad/{name}"]
+            assert_close(got[f"grad/{up}"], scale * grad @ value_of(model, down).mT)
+            assert_close(got[f"grad/{down}"], scale * value_of(model, up).mT @ grad)
+
+    @capability("int8")
+    def test_int8_has_the_bits_of_its_dequantised_twin(self, tiny: Model) -> None:
+        """Rows times scales in plain layers give the same bits, loss, logits and gradients."""
+        model, batch = self._doubled(tiny)
+        twin = copy.deepcopy(model)
+        model.change_(stored_as_int8(model))
+        kept = dict(twin.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, rows, scale in list_stored(model):
+                kept[name].copy_(rows.double() * scale.double()[..., None])
+        got, want = run_step_of(model, batch), run_step_of(twin, batch)
+        assert_equal_trees(got, {name: want[name] for name in got})
+
+    @capability("resize")
+    def test_resized_is_the_model_with_zeros(self, tiny: Model) -> None:
+        """A narrower layer computes what the whole one does when the rest of it is zero."""
+        model, batch = self._doubled(tiny)
+        whole = copy.deepcopy(model)
+        for change in resized(tiny):
+            model.change_(change)
+        silence_the_rest_(whole, model)
+        got, want = run_step_of(model, batch), run_step_of(whole, batch)
+        assert_close(got["loss"], want["loss"])
+        counted = sum(tensor.numel() for tensor in persistent_tensors(model).values())
+        assert counted < sum(tensor.numel() for tensor in persistent_tensors(whole).values())
+
+    @capability("changed: save")
+    def test_changed_saves_and_opens(
+        self, tiny: Model, changed: ModelConfig, tmp_path: Path
+    ) -> None:
+        """A changed model opens as it was saved; nothing is left out, on meta it draws the same."""
+        model = self.model_class.from_config(changed).eval()
+        meta = init_weights_(self.model_class.from_config(changed, device="meta"), 0)
+        assert_equal_trees(meta.state_dict(), model.state_dict())
+        *sizes, parts, rows = changed.changes  # layers that are narrowed later keep what they had
+        after = self.model_class.from_config(tiny.config.replace(changes=tuple(sizes)))
+        after.change_(parts).change_(rows)
+        assert_equal_trees(after.state_dict(), model.state_dict())
+        spread_parts_(model)
+        model.save_pretrained(tmp_path)
+        again = self.model_class.from_pretrained(tmp_path)
+        assert again.config == changed
+        assert_equal_trees(persistent_tensors(again), persistent_tensors(model))
+        inputs = self.make_inputs(model)
+        assert_equal_trees(list_outputs(again(**inputs)), list_outputs(model(**inputs)))
+        assert_equal_trees(
+            list_outputs(copy.deepcopy(model)(**inputs)), list_outputs(model(**inputs))
+        )
+
+    @capability("changed: recompute", "changed: stream", "changed: offload")
+    def test_changed_streams(self, changed: ModelConfig) -> None:
+        """Blocks with packed weights and parts stream in, what they keep waits on the host."""
+        model = self.model_class.from_config(changed)
+        spread_parts_(model)
+        freeze_base_(model)
+        batch = self.make_inputs(model)
+        batch |= make_labels(model, batch)
+        want = run_step_of(model, batch)
+        kept = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
+        blocks = find_modules(model, globs=model.layout_rules().recompute_units)
+        streamer = stream_blocks_(
+            model,
+            lambda name, out: out.copy_(kept[name]),
+            device=torch.device("cpu"),
+            blocks=list(blocks),
+        )
+        engine = make_copy_engine(torch.device("cpu"), records=True)
+        units = list(blocks.values())
+        apply_activation_offload_(units, engine, keep_last=0, smallest_elements=1)
+        assert_equal_trees(run_step_of(model, batch), want)
+        assert engine.events
+        streamer.close()
+
+    @pytest.mark.long
+    @capability("changed: compile")
+    def test_changed_compiles_whole(self, changed: ModelConfig) -> None:
+        """Training a changed model is one graph without breaks, with the same numbers."""
+        torch.compiler.reset()
+        model = self.model_class.from_config(changed, dtype=torch.float64)
+        batch = widen(self.make_inputs(model))
+        batch |= make_labels(model, batch)
+        want = run_step_of(model, batch)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert_close(run_step_of(compiled, batch, model), want)
+        torch.compiler.reset()
+
+    def write_text(self, model: Any) -> Tensor | None:
+        """Return what the model writes, greedily; None for a family that writes nothing."""
+        if not model.traits.writes:
+            return None
+        return generate(model, make_batch(model, 2, length=6), max_new_tokens=5, do_sample=False)
+
+    @capability("changed: generate")
+    def test_changed_generates(self, tiny: Model) -> None:
+        """Parts on packed layers write what the plain model of the same weights writes."""
+        model = copy.deepcopy(tiny).double()
+        model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
+        spread_parts_(model, 1.0)
+        plain = copy.deepcopy(tiny).double()
+        kept = dict(plain.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, rows, scale in list_stored(model):
+                kept[name].copy_(rows.double() * scale.double()[..., None])
+        before = self.write_text(plain)
+        if before is None:
+            pytest.skip("writes no text")
+        merge_parts_(model, plain)
+        got, want = self.write_text(model), self.write_text(plain)
+        assert torch.equal(got, want)
+        assert not torch.equal(want, before)
+
+    @pytest.mark.long
+    @capability("changed: checkpoint")
+    def test_changed_goes_on_elsewhere(self, changed: ModelConfig, tmp_path: Path) -> None:
+        """Two steps on a cut pipeline, saved, and the third on one process: as on one alone."""
+        model = self.model_class.from_config(changed)
+        inputs = self.make_inputs(model, batch=4)
+        arguments = self.model_class, changed, inputs, make_labels(model, inputs)
+        (want,) = run_distributed(train_and_save, 1, *arguments, Layout(), 3, None, None)
+        layout, folder = Layout(tp=2, pp=2), str(tmp_path)
+        run_distributed(train_and_save, 4, *arguments, layout, 2, None, folder)
+        (got,) = run_distributed(train_and_save, 1, *arguments, Layout(), 3, folder, None)
+        assert_close(got, want)
+
+    @capability("changed: zero-3")
+    def test_changed_zero_3(self, changed: ModelConfig) -> None:
+        """ZeRO-3 with the base frozen, and recompute."""
+        self.check_changed(changed, world=2, layout=Layout(), recompute=True, frozen=True)
+
+    @pytest.mark.long
+    @capability("changed: zero-2")
+    def test_changed_zero_2(self, changed: ModelConfig) -> None:
+        """ZeRO-2 with the base frozen."""
+        self.check_changed(changed, world=2, layout=Layout(zero=2), frozen=True)
+
+    @pytest.mark.long
+    @capability("changed: tensor")
+    def test_changed_tensor_parallel(self, changed: ModelConfig) -> None:
+        """Parts are cut as what they stand beside, packed rows as plain ones."""
+        self.check_changed(changed, world=2, layout=Layout(tp=2))
+
+    @pytest.mark.long
+    @capability("changed: sequence")
+    def test_changed_sequence_parallel(self, changed: ModelConfig) -> None:
+        """The same with tokens divided between the parts of a block."""
+        layout = Layout(tp=2, sequence_parallel=True)
+        self.check_changed(changed, world=2, layout=layout, recompute=True)
+
+    @pytest.mark.long
+    @capability("changed: pipeline")
+    def test_changed_pipeline(self, changed: ModelConfig) -> None:
+        """Two stages of a changed model are one."""
+        self.check_changed(changed, world=2, layout=Layout(pp=2), micro_batches=2)
+
+    @pytest.mark.long
+    @capability("changed: context")
+    def test_changed_context_parallel(self, changed: ModelConfig) -> None:
+        """Rows divided over two processes are one process."""
+        self.check_changed(changed, world=2, layout=Layout(cp=2))
+
+    @capability("changed: combined")
+    def test_changed_layouts_combine(self, changed: ModelConfig) -> None:
+        """A pipeline whose stages are cut and whose tokens are divided, with recompute."""
+        layout = Layout(pp=2, tp=2, sequence_parallel=True)
+        self.check_changed(changed, world=4, layout=layout, micro_batches=2, recompute=True)
+
+    def check_changed_experts(self, changed: ModelConfig) -> None:
+        """Divided experts with parts and int8 rows; for suites of families with them."""
+        self.check_changed(changed, world=2, layout=Layout(ep=2))
+
+    def check_changed(self, changed: ModelConfig, **options: Any) -> None:
+        """Compare three steps of the changed model on a layout with one process."""
+        model = self.model_class.from_config(changed)
+        inputs = self.make_inputs(model, batch=4)
+        check_layout(self.model_class, changed, inputs, make_labels(model, inputs), **options)
+
+    def _doubled(self, tiny: Model) -> tuple[Any, Batch]:
+        """Return a copy in float64 and a batch for it."""
+        model = copy.deepcopy(tiny).double()
+        batch = widen(self.make_inputs(model))
+        return model, batch | make_labels(model, batch)

@@ -1,0 +1,150 @@
+"""What is noted of models and tensors: it stays with them, and goes with them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from bmforge.memory.homes import Home
+from bmforge.records import (
+    LaidOut,
+    Side,
+    Span,
+    Stack,
+    as_stack_,
+    fill_slot_,
+    laid_out,
+    note_,
+    record_of,
+    side_of,
+    swap_,
+)
+from bmforge.shards import Source, is_streamed, put_values_, source_of, whole_tensor
+
+VALUES = torch.arange(6.0).view(2, 3)
+
+
+def home(values: torch.Tensor) -> Home:
+    made = Home(values.numel(), dtype=values.dtype)
+    made.put(0, values)
+    return made
+
+
+def test_a_side_stays_with_its_tensor() -> None:
+    """Equal tensors have sides of their own; what is taken back leaves nothing."""
+    one, other = nn.Parameter(VALUES.clone()), nn.Parameter(VALUES.clone())
+    assert side_of(one) == Side()
+    kept = home(VALUES)
+    note_(one, master=kept)
+    note_(one, left_gradient="gone")
+    assert side_of(one) == Side(master=kept, left_gradient="gone")
+    assert side_of(other) == side_of(copy.deepcopy(one)) == Side()
+    note_(one, master=None, left_gradient=None)
+    assert side_of(one) == Side()
+    assert not weakref.getweakrefs(one)
+
+
+def test_a_side_goes_with_its_tensor() -> None:
+    """It keeps no tensor alive, and nobody keeps it."""
+    tensor, kept = nn.Parameter(VALUES.clone()), home(VALUES)
+    note_(tensor, master=kept)
+    gone, freed = weakref.ref(tensor), weakref.ref(kept)
+    del tensor, kept
+    gc.collect()
+    assert gone() is None
+    assert freed() is None
+
+
+def test_a_side_survives_another_dtype() -> None:
+    """A swapped tensor is the same object with the same side."""
+    tensor, kept = nn.Parameter(VALUES.clone()), home(VALUES)
+    tensor.own = "noted by others"  # type: ignore[attr-defined]
+    note_(tensor, master=kept)
+    swap_(tensor, nn.Parameter(VALUES.to(torch.bfloat16)))
+    assert tensor.dtype == torch.bfloat16
+    assert side_of(tensor).master is kept
+    assert tensor.own == "noted by others"  # type: ignore[attr-defined]
+
+
+def test_values_are_found_where_they_are() -> None:
+    """In the tensor, in a wider copy, or elsewhere altogether."""
+    plain = nn.Parameter(VALUES.clone())
+    assert torch.equal(source_of(plain).read(), VALUES)
+    narrow = nn.Parameter(VALUES.to(torch.bfloat16))
+    note_(narrow, master=home(VALUES + 0.001))
+    assert source_of(narrow).dtype == torch.float32
+    assert torch.equal(source_of(narrow).read(), VALUES + 0.001)
+    assert whole_tensor(narrow).dtype == torch.bfloat16
+    put_values_(narrow, VALUES + 1.001)
+    assert torch.equal(source_of(narrow).read(), VALUES + 1.001)
+    assert torch.equal(narrow.detach(), (VALUES + 1.001).to(torch.bfloat16))
+    hollow = nn.Parameter(torch.full((2, 3), float("nan")))
+    assert not is_streamed(hollow)
+    note_(hollow, origin=home(VALUES))
+    assert is_streamed(hollow)
+    assert torch.equal(whole_tensor(hollow), VALUES)
+    note_(hollow, master=home(VALUES))
+    put_values_(hollow, VALUES + 2)
+    assert torch.equal(source_of(hollow).read(), VALUES + 2)
+    assert hollow.isnan().all()
+
+
+def test_what_was_taken_does_not_change() -> None:
+    """A snapshot of a tensor in memory is a copy; what is on disk is read when it is asked for."""
+    plain, kept = nn.Parameter(VALUES.clone()), home(VALUES)
+    taken = [Source(plain).taken(), Source(plain, kept).taken()]
+    with torch.no_grad():
+        plain.zero_()
+    kept.clear()
+    for source in taken:
+        assert torch.equal(source.read(), VALUES)
+        assert (source.shape, source.size_bytes) == ((2, 3), 24)
+    late = home(VALUES)
+    late.is_on_disk = True
+    source = Source(plain, late)
+    assert source.taken() is source
+
+
+def test_a_record_is_one_per_model() -> None:
+    """It is made when something is noted, and a copy has one of its own."""
+    model = nn.Linear(2, 2)
+    assert laid_out(model) is None
+    record_of(model).prefetch = 3
+    assert laid_out(model) is record_of(model)
+    other = copy.deepcopy(model)
+    assert laid_out(other) == LaidOut(prefetch=3)
+    record_of(other).prefetch = 1
+    assert record_of(model).prefetch == 3
+    assert list(model.state_dict()) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(
+    "container",
+    [nn.ModuleDict({"0": nn.Linear(1, 1)}), nn.ModuleList([nn.Linear(1, 1)]), Stack()],
+    ids=lambda container: type(container).__name__,
+)
+def test_a_container_gets_slots(container: nn.Module) -> None:
+    """Whatever its class was, it is still one of those, and others of that class have none."""
+    kind, keys = type(container), list(container.state_dict())
+    stack = as_stack_(container)
+    assert stack is container
+    assert isinstance(stack, kind)
+    assert type(stack).__name__ == kind.__name__
+    assert (stack.span, stack.token_cut) == (None, None)
+    stack.span = Span(0, 1, 2)
+    assert as_stack_(stack).span == (0, 1, 2)
+    assert copy.deepcopy(stack).span == (0, 1, 2)
+    assert list(stack.state_dict()) == keys
+    assert not hasattr(nn.ModuleDict(OrderedDict()), "span")
+
+
+def test_a_slot_must_be_declared() -> None:
+    """What nobody would read is not set."""
+    with pytest.raises(AssertionError, match="Linear has no slot 'arrived'"):
+        fill_slot_(nn.Linear(1, 1), "arrived", ())
