@@ -14,12 +14,13 @@ import tyro
 
 from bmforge.cli.dry_run import launched_processes, parse_world, show_dry_run
 from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config
-from bmforge.config import dump_toml, load_toml
+from bmforge.config import dump_toml
 from bmforge.data import PrepareConfig, prepare
 from bmforge.errors import ConfigError
 from bmforge.infer.openbmb.chat import ChatConfig
 from bmforge.logging import get_logger
-from bmforge.recipes import RECIPES, QuickstartConfig, find_recipe, quickstart
+from bmforge.recipes import RECIPES, TASKS, QuickstartConfig, find_recipe, quickstart
+from bmforge.recipes.registry import read_config
 from bmforge.recipes.start import record_given, settle_model
 from bmforge.train import write_report
 
@@ -89,21 +90,18 @@ def run_prepare(arguments: Sequence[str]) -> None:
 def run_train(arguments: Sequence[str]) -> None:
     """Run a recipe, or go on with it."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        listed = "\n".join(f"  {name:<18}{r.about}" for name, r in RECIPES.items())
-        print(
-            "usage: bmforge train RECIPE [--config FILE] [--ds-config FILE] [--print-config] "
-            f"[--dry-run --world N] [--profile] [--field.path VALUE ...]\n\n{listed}"
-        )
+        print(_list_tasks())
         return
-    recipe = find_recipe(arguments[0])
-    rest = _bare_flags(arguments[1:], "print-config", "dry-run", "profile")
+    rest = _bare_flags(arguments[1:], "print-config", "dry-run", "profile", "new-head")
     file = _take_option(rest, "--config")
+    model = _take_option(rest, "--model")
+    recipe = find_recipe(arguments[0], model, _see_option(rest, "--init-from"), file)
     show = _take_option(rest, "--print-config")
     traces = _take_option(rest, "--profile")
     old_file = _take_option(rest, "--ds-config")
     plans = _take_option(rest, "--layout")
     tries, world = _take_option(rest, "--dry-run"), _take_option(rest, "--world")
-    default = recipe.config() if file is None else load_toml(recipe.config, file)
+    default = read_config(recipe, file)
     # What follows from other fields (heads from widths) is left to follow from the changed ones.
     default.model = default.model.with_implied()
     config = record_given(_parse(recipe.config, rest, f"train {arguments[0]}", default), file, rest)
@@ -125,6 +123,17 @@ def run_train(arguments: Sequence[str]) -> None:
     if world is not None:
         raise ConfigError("--world has no effect without --dry-run; torchrun starts processes.")
     recipe.run(config)
+
+
+def _list_tasks() -> str:
+    """Return what `bmforge train --help` says."""
+    tasks = "\n".join(f"  {name:<18}{task.about}" for name, task in TASKS.items())
+    recipes = "\n".join(f"  {name:<18}{recipe.about}" for name, recipe in RECIPES.items())
+    return (
+        "usage: bmforge train TASK --model NAME_OR_DIR [--config FILE] [--ds-config FILE] "
+        "[--print-config] [--dry-run --world N] [--profile] [--field.path VALUE ...]\n\n"
+        f"{tasks}\n\nold names, each a task with a model:\n{recipes}"
+    )
 
 
 def _choose_layout(config: Any, word: str, world: int | None) -> Any:
@@ -329,6 +338,12 @@ def _bare_flags(arguments: Sequence[str], *names: str) -> list[str]:
     return out
 
 
+def _see_option(arguments: Sequence[str], name: str) -> str | None:
+    """Return the value of an option that stays among the arguments."""
+    spelt = [a.replace("_", "-") if a.startswith("--init_from") else a for a in arguments]
+    return _take_option(spelt, name)
+
+
 def _take_option(arguments: list[str], name: str) -> str | None:
     """Remove ``name VALUE`` or ``name=VALUE`` from the arguments and return the value."""
     for index, argument in enumerate(arguments):
@@ -347,7 +362,7 @@ def _take_option(arguments: list[str], name: str) -> str | None:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "quickstart": (run_quickstart, "train a small model on real text, from nothing, in minutes"),
     "prepare": (run_prepare, "text files to a token store and a tokenizer"),
-    "train": (run_train, "run a recipe, or go on with it"),
+    "train": (run_train, "train a model for a task, or go on with it"),
     "generate": (run_generate, "continue a text with a model"),
     "chat": (run_chat, "talk to an EVA in the terminal"),
     "convert": (run_convert, "write any checkpoint, ModelCenter's too, in Hugging Face's form"),

@@ -55,7 +55,7 @@ def load_weights_(
         model: a `Model`: plain, on meta, or laid out by `parallelize`.
         source: the directory that holds the weights, or its opened files.
         device: where a model on meta comes to live; None takes its layout's, else the CPU.
-        new_head: draw the head's weights (seed 0) where the checkpoint has none.
+        new_head: draw the head's weights (seed 0) where the checkpoint has none that fit.
 
     Raises:
         CheckpointError: weights missing, unexpected or wrongly shaped, all of them listed; the
@@ -86,7 +86,7 @@ def load_weights_(
 
 
 def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]:
-    """Return the published names of the head's weights that a checkpoint lacks.
+    """Return the published names of the head's weights that a checkpoint has not, or not so large.
 
     Those that it may lack, and a head that is the embedding, are not among them.
 
@@ -96,12 +96,15 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
     head = model.config.heads[model.config.head]
-    return [
-        rule.theirs
-        for rule in model.rules_for(files.shapes)
-        if rule.ours in head.names and rule.ours not in head.optional
-        if _find_name(model, rule, files.shapes) is None
-    ]
+    tensors, found = persistent_tensors(model), []
+    for rule in model.rules_for(files.shapes):
+        if rule.ours not in head.names or rule.ours in head.optional:
+            continue
+        name = _find_name(model, rule, files.shapes)
+        need = rule.source_shape(tuple(tensors[rule.ours].shape))
+        if name is None or files.shapes[name] != need:
+            found.append(rule.theirs)
+    return found
 
 
 def weight_reader(model: Any, source: str | Path | WeightFiles) -> Callable[[str, Tensor], None]:
@@ -159,7 +162,7 @@ def _match_sources(
     model = model.whole()
     tensors = persistent_tensors(model)
     head = model.config.heads[model.config.head]
-    pairs, missing, wrong, fresh = [], [], [], []
+    pairs, missing, wrong, fresh, replaced = [], [], [], [], set()
     for rule in model.rules_for(shapes):
         source = _find_name(model, rule, shapes)
         if source is None:
@@ -169,10 +172,14 @@ def _match_sources(
                 missing.append(rule.theirs)
             continue
         need = rule.source_shape(tuple(tensors[rule.ours].shape))
+        if shapes[source] != need and new_head and rule.ours in head.names:
+            fresh.append(rule.ours)  # the stored one is of another number of classes
+            replaced.add(source)
+            continue
         if shapes[source] != need:
             wrong.append(f"{source} is {shapes[source]}, the config needs {need}")
         pairs.append((rule, source))
-    extra = _find_extra(model, files, shapes, {source for _, source in pairs})
+    extra = _find_extra(model, files, shapes, {source for _, source in pairs} | replaced)
     if missing or wrong or extra:
         _refuse(model, files, missing, extra, wrong)
     return [(r, n) for r, n in pairs if r.ours in here], [name for name in fresh if name in here]

@@ -1,9 +1,10 @@
 """Complete runs as Python functions; names say what and on what.
 
 Start reading at `run.py`, which every run goes through: a recipe is a config and a function that
-opens its data. `pretrain.py` reads token stores, `documents.py` CPM-Bee's documents, the others
-examples (`inputs/examples.py`): `spans.py` cut-out spans, `finetune.py` tasks, `sft.py`
-conversations. `RECIPES` lists what `bmforge train` offers.
+opens its data. `pretrain.py` reads token stores, `documents.py` CPM-Bee's documents, `images.py`
+image folders, the others examples (`inputs/examples.py`): `spans.py`, `masked.py`, `blanks.py` and
+`ant.py` what is hidden in a text, `finetune.py` tasks, `sft.py` conversations. `registry.py` has
+the tasks that `bmforge train` offers and the old recipes' names; `start.py` finds the model.
 """
 
 from bmforge.recipes.documents import CPMBeeTrainConfig, train_documents
@@ -15,11 +16,12 @@ from bmforge.recipes.pretrain import (
     pretrain,
 )
 from bmforge.recipes.quickstart import QuickstartConfig, quickstart
-from bmforge.recipes.registry import RECIPES, Recipe, find_recipe
+from bmforge.recipes.registry import RECIPES, TASKS, Recipe, Task, find_recipe
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 
 __all__ = [
     "RECIPES",
+    "TASKS",
     "CPM1PretrainConfig",
     "CPMBeeTrainConfig",
     "GPT2PretrainConfig",
@@ -29,6 +31,7 @@ __all__ = [
     "Recipe",
     "RunConfig",
     "RunResult",
+    "Task",
     "TrainingData",
     "find_recipe",
     "pretrain",

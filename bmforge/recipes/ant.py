@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers import Tokenizer
 
-__all__ = ["CPMAntTrainConfig", "hide_tokens", "train_ant"]
+__all__ = ["AntConfig", "CPMAntTrainConfig", "hide_tokens", "train_ant"]
 
 _SHORTEST = 32
 _TASKS = {"mlm": 1, "lm": 2}  # the number of the prompt, and of the text's segment
@@ -35,25 +36,30 @@ _DRAWN_FROM = 1 << 30
 
 
 @dataclass(kw_only=True)
-class CPMAntTrainConfig(RunConfig):
-    """Train a CPM-Ant; the fields not named here are `RunConfig`'s.
+class AntConfig(RunConfig):
+    """Train on hidden tokens and on the rest of texts; the fields not named here are `RunConfig`'s.
 
     Args:
-        model: its size; with `init_from` that model's.
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
             prompt, the text, its begin and its end.
         mlm_ratio: share of texts whose hidden tokens lie anywhere; the others end with them.
         shortest: shorter texts are left out.
     """
 
-    run_dir: Path = Path("runs/cpm-ant-train")
-    model: CPMAntConfig = field(default_factory=lambda: CPMAntConfig.preset("cpm-ant-10b"))
     data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=1024))
     mlm_ratio: float = 0.5
     shortest: int = _SHORTEST
 
 
-def train_ant(config: CPMAntTrainConfig) -> RunResult:
+@dataclass(kw_only=True)
+class CPMAntTrainConfig(AntConfig):
+    """Train a CPM-Ant; `model` is its size, with `init_from` that model's."""
+
+    run_dir: Path = Path("runs/cpm-ant-train")
+    model: CPMAntConfig = field(default_factory=lambda: CPMAntConfig.preset("cpm-ant-10b"))
+
+
+def train_ant(config: Any) -> RunResult:
     """Run, or go on with, a training run of CPM-Ant.
 
     Raises:
@@ -96,7 +102,7 @@ def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> E
 class _AntExamples:
     """Texts with their prompts; an `ExampleSource`."""
 
-    def __init__(self, pieces: Pieces, config: CPMAntTrainConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
         self._pieces, self._config = pieces, config
         assert tokenizer.bos_id is not None
         assert tokenizer.eos_id is not None
@@ -132,7 +138,7 @@ class _AntExamples:
         return {**row, "attention_mask": [1] * len(row["labels"])}
 
 
-def _open_data(config: CPMAntTrainConfig, rows: World) -> TrainingData:
+def _open_data(config: Any, rows: World) -> TrainingData:
     if not 0 <= config.mlm_ratio <= 1:
         raise ConfigError(f"mlm_ratio={config.mlm_ratio} must be between 0 and 1.")
     if config.model.prompt_types <= max(_TASKS.values()):

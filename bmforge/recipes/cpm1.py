@@ -35,23 +35,39 @@ from bmforge.recipes.start import check_length
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.train import EvalResult
 
-__all__ = ["CPM1TuneConfig", "ChIDConfig", "STCConfig", "encode_chid", "tune_chid", "tune_stc"]
+__all__ = [
+    "CPM1TextsConfig",
+    "CPM1TuneConfig",
+    "ChIDConfig",
+    "STCConfig",
+    "encode_chid",
+    "tune_chid",
+    "tune_stc",
+]
 
 _BLANK = re.compile(r"#idiom\d+#")
 _NUM_OPTIONS = 10
 
 
 @dataclass(kw_only=True)
-class CPM1TuneConfig(RunConfig):
-    """Fine-tune a CPM-1; the fields not named here are `RunConfig`'s.
+class CPM1TextsConfig(RunConfig):
+    """Fine-tune on texts of CPM-1's; the fields not named here are `RunConfig`'s.
 
     Args:
-        model: its size; with `init_from` that model's.
-        data: what it learns from; longer examples than `seq_len` are left out.
+        data: what it learns from; longer examples than `seq_len` are left out. Of ChID `paths` are
+            its files, one JSON a line with `content` and `candidates`, and beside FILE.json the
+            right numbers in FILE_answer.json; of STC text files, one post, a tab and its answer a
+            line.
     """
 
-    model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
     data: ExampleConfig = field(default_factory=ExampleConfig)
+
+
+@dataclass(kw_only=True)
+class CPM1TuneConfig(CPM1TextsConfig):
+    """Fine-tune a CPM-1; `model` is its size, with `init_from` that model's."""
+
+    model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
 
 
 @dataclass(kw_only=True)
@@ -72,7 +88,7 @@ class STCConfig(CPM1TuneConfig):
     run_dir: Path = Path("runs/cpm1-stc")
 
 
-def tune_chid(config: ChIDConfig) -> RunResult:
+def tune_chid(config: Any) -> RunResult:
     """Run, or go on with, fine-tuning on ChID; `results.json` gets the accuracy.
 
     Raises:
@@ -81,7 +97,7 @@ def tune_chid(config: ChIDConfig) -> RunResult:
     return run_recipe(config, _open_chid, head="language_model")
 
 
-def tune_stc(config: STCConfig) -> RunResult:
+def tune_stc(config: Any) -> RunResult:
     """Run, or go on with, fine-tuning on STC.
 
     Raises:
@@ -98,7 +114,7 @@ class _Texts:
         config: widths and padding.
     """
 
-    def __init__(self, texts: Iterator[tuple[list[int], int]], config: CPM1TuneConfig) -> None:
+    def __init__(self, texts: Iterator[tuple[list[int], int]], config: Any) -> None:
         check_length(config)
         width = config.data.seq_len
         self._texts = [(ids, read) for ids, read in texts if len(ids) <= width]
@@ -222,7 +238,7 @@ def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple
             yield [*tokenizer.encode(text), _id(tokenizer, "eod")], 0
 
 
-def _open_chid(config: ChIDConfig, rows: World) -> TrainingData:
+def _open_chid(config: Any, rows: World) -> TrainingData:
     config.data.check()
     refuse_split(config.data.split)
     tokenizer = open_tokenizer(config, CPM1Tokenizer)
@@ -242,7 +258,7 @@ def _open_chid(config: ChIDConfig, rows: World) -> TrainingData:
     )
 
 
-def _open_stc(config: STCConfig, rows: World) -> TrainingData:
+def _open_stc(config: Any, rows: World) -> TrainingData:
     config.data.check()
     refuse_split(config.data.split)
     tokenizer, data = open_tokenizer(config, CPM1Tokenizer), config.data

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.data.load.example import Example, fingerprint_of
@@ -23,27 +24,32 @@ from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers import EVATokenizer
 
-__all__ = ["EVADialogueConfig", "train_dialogue"]
+__all__ = ["DialogueConfig", "EVADialogueConfig", "train_dialogue"]
 
 
 @dataclass(kw_only=True)
-class EVADialogueConfig(RunConfig):
-    """Train an EVA on dialogues; the fields not named here are `RunConfig`'s.
+class DialogueConfig(RunConfig):
+    """Train on dialogues; the fields not named here are `RunConfig`'s.
 
     Args:
-        model: its size; with `init_from` that model's.
         data: `paths` are text files with one dialogue a line, tabs between its utterances;
             `seq_len` is the window of the history, in tokens.
         target_len: longest answer in tokens; dialogues with a longer one are left out.
     """
 
-    run_dir: Path = Path("runs/eva-dialogue")
-    model: EVAConfig = field(default_factory=lambda: EVAConfig.preset("eva2.0-base"))
     data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=128))
     target_len: int = 128
 
 
-def train_dialogue(config: EVADialogueConfig) -> RunResult:
+@dataclass(kw_only=True)
+class EVADialogueConfig(DialogueConfig):
+    """Train an EVA on dialogues; `model` is its size, with `init_from` that model's."""
+
+    run_dir: Path = Path("runs/eva-dialogue")
+    model: EVAConfig = field(default_factory=lambda: EVAConfig.preset("eva2.0-base"))
+
+
+def train_dialogue(config: Any) -> RunResult:
     """Run, or go on with, a training run on dialogues.
 
     Raises:
@@ -55,9 +61,7 @@ def train_dialogue(config: EVADialogueConfig) -> RunResult:
 class _Dialogues:
     """Histories and answers; an `ExampleSource`."""
 
-    def __init__(
-        self, paths: Sequence[str], config: EVADialogueConfig, tokenizer: EVATokenizer
-    ) -> None:
+    def __init__(self, paths: Sequence[str], config: Any, tokenizer: EVATokenizer) -> None:
         window, longest = config.data.seq_len, config.target_len
         end, blank = tokenizer.sep_id, tokenizer.sentinel_id(0)
         self._pairs: list[tuple[list[int], list[int]]] = []
@@ -105,7 +109,7 @@ def _read_dialogues(path: str) -> list[list[str]]:
     return dialogues
 
 
-def _open_data(config: EVADialogueConfig, rows: World) -> TrainingData:
+def _open_data(config: Any, rows: World) -> TrainingData:
     config.data.check()
     refuse_split(config.data.split)
     if config.data.seq_len < 3 or config.target_len < 2:

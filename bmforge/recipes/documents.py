@@ -28,7 +28,7 @@ from bmforge.tokenizers.cpm_bee.mixture import DocumentFile, TaskMixture, TaskSo
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.train.objective import rename_inputs
 
-__all__ = ["CPMBeeTrainConfig", "DocumentConfig", "train_documents"]
+__all__ = ["CPMBeeTrainConfig", "DocumentConfig", "DocumentsConfig", "train_documents"]
 
 
 @dataclass(kw_only=True)
@@ -60,20 +60,25 @@ class DocumentConfig:
 
 
 @dataclass(kw_only=True)
-class CPMBeeTrainConfig(RunConfig):
-    """Train a CPM-Bee; the fields not named here are `RunConfig`'s.
+class DocumentsConfig(RunConfig):
+    """Train on documents; the fields not named here are `RunConfig`'s.
 
     Args:
-        model: its size; with `init_from` that model's.
         data: the documents.
     """
 
-    run_dir: Path = Path("runs/cpm-bee-train")
-    model: CPMBeeConfig = field(default_factory=lambda: CPMBeeConfig.preset("cpm-bee-10b"))
     data: DocumentConfig = field(default_factory=DocumentConfig)
 
 
-def train_documents(config: CPMBeeTrainConfig) -> RunResult:
+@dataclass(kw_only=True)
+class CPMBeeTrainConfig(DocumentsConfig):
+    """Train a CPM-Bee; `model` is its size, with `init_from` that model's."""
+
+    run_dir: Path = Path("runs/cpm-bee-train")
+    model: CPMBeeConfig = field(default_factory=lambda: CPMBeeConfig.preset("cpm-bee-10b"))
+
+
+def train_documents(config: Any) -> RunResult:
     """Run, or go on with, a training run on documents.
 
     The export holds the tokenizer, so `bmforge generate` fills documents with it.
@@ -84,7 +89,7 @@ def train_documents(config: CPMBeeTrainConfig) -> RunResult:
     return run_recipe(config, _open_data, head="language_model")
 
 
-def _open_data(config: CPMBeeTrainConfig, rows: World) -> TrainingData:
+def _open_data(config: Any, rows: World) -> TrainingData:
     data, tokenizer = config.data, _open_tokenizer(config)
     mixture = TaskMixture(
         _open_sources(data.paths), tokenizer, data.seq_len, seed=data.seed, skip_bad=data.skip_bad
@@ -113,7 +118,7 @@ def _open_data(config: CPMBeeTrainConfig, rows: World) -> TrainingData:
     )
 
 
-def _open_tokenizer(config: CPMBeeTrainConfig) -> CPMBeeTokenizer:
+def _open_tokenizer(config: Any) -> CPMBeeTokenizer:
     named = config.data.tokenizer
     if named is None and config.init_from is None:
         raise ConfigError(

@@ -1,76 +1,315 @@
-"""What `bmforge train` can run, by name."""
+"""What `bmforge train` can run: tasks, each for every family that can do it, and the old recipes.
+
+A task has one form or several; which one a model trains in follows from its family's traits. An old
+recipe name is a task with a model, and settings, that it is used to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from bmforge.config import config_from_dict, config_to_dict, load_toml
+from bmforge.data.tasks import TASKS as DATA_TASKS
 from bmforge.errors import ConfigError, suggest
-from bmforge.recipes.ant import CPMAntTrainConfig, train_ant
-from bmforge.recipes.cpm1 import ChIDConfig, STCConfig, tune_chid, tune_stc
-from bmforge.recipes.dialogue import EVADialogueConfig, train_dialogue
-from bmforge.recipes.documents import CPMBeeTrainConfig, train_documents
+from bmforge.models.hub import FAMILIES
+from bmforge.models.traits import Traits
+from bmforge.recipes.ant import AntConfig, CPMAntTrainConfig, train_ant
+from bmforge.recipes.blanks import BlankConfig, train_blanks
+from bmforge.recipes.cpm1 import ChIDConfig, CPM1TextsConfig, STCConfig, tune_chid, tune_stc
+from bmforge.recipes.dialogue import DialogueConfig, EVADialogueConfig, train_dialogue
+from bmforge.recipes.documents import CPMBeeTrainConfig, DocumentsConfig, train_documents
 from bmforge.recipes.finetune import (
     BertSuperGLUEConfig,
     GPT2SuperGLUEConfig,
     LlamaSuperGLUEConfig,
+    SQuADTuneConfig,
     T5SQuADConfig,
     T5SuperGLUEConfig,
+    TaskTuneConfig,
     tune_squad,
     tune_task,
 )
+from bmforge.recipes.images import ImagesConfig, train_images
+from bmforge.recipes.masked import MaskedConfig, train_masked
 from bmforge.recipes.pretrain import (
     CPM1PretrainConfig,
     GPT2PretrainConfig,
     LlamaPretrainConfig,
+    PretrainConfig,
     pretrain,
 )
-from bmforge.recipes.sft import LlamaSFTConfig, train_sft
-from bmforge.recipes.spans import CPM2SpansConfig, T5SpansConfig, train_spans
+from bmforge.recipes.sft import ConversationsConfig, LlamaSFTConfig, train_sft
+from bmforge.recipes.spans import CPM2SpansConfig, SpanConfig, T5SpansConfig, train_spans
+from bmforge.recipes.start import Start, find_start
 
-__all__ = ["RECIPES", "Recipe", "find_recipe"]
+__all__ = ["RECIPES", "TASKS", "Form", "Recipe", "Task", "find_recipe", "read_config"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way of doing a task.
+
+    Args:
+        fits: whether models of a family can do it so.
+        config: the type of its config, without `model`.
+        run: what runs it.
+    """
+
+    fits: Callable[[Traits], bool]
+    config: type[Any]
+    run: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of training: what it is about, and its forms; the first that fits is taken."""
+
+    about: str
+    forms: tuple[Form, ...]
+
+    def form(self, traits: Traits) -> Form | None:
+        """Return the form for a family; None where it cannot do the task."""
+        return next((form for form in self.forms if form.fits(traits)), None)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named run: the type of its config, and the function that runs it."""
+    """A task with a model: the type of its config, and the function that runs it.
+
+    Args:
+        config: its fields are the options; `model` has the family's.
+        run: what runs it.
+        about: what it does.
+        task: the task that it is.
+    """
 
     config: type[Any]
     run: Callable[[Any], Any]
     about: str
+    task: str
 
 
-RECIPES = {
-    "gpt2-pretrain": Recipe(GPT2PretrainConfig, pretrain, "pretrain a GPT-2 on prepared text"),
-    "llama-pretrain": Recipe(LlamaPretrainConfig, pretrain, "pretrain a Llama on prepared text"),
-    "cpm1-pretrain": Recipe(CPM1PretrainConfig, pretrain, "pretrain a CPM-1 on prepared text"),
-    "cpm1-chid": Recipe(ChIDConfig, tune_chid, "fine-tune a CPM-1 to choose idioms (ChID)"),
-    "cpm1-stc": Recipe(STCConfig, tune_stc, "fine-tune a CPM-1 to answer posts (STC)"),
-    "cpm2-pretrain": Recipe(CPM2SpansConfig, train_spans, "train a CPM-2 to fill cut-out spans"),
-    "t5-pretrain": Recipe(T5SpansConfig, train_spans, "train a T5 to fill cut-out spans"),
-    "bert-superglue": Recipe(BertSuperGLUEConfig, tune_task, "fine-tune a BERT on a task"),
-    "t5-superglue": Recipe(T5SuperGLUEConfig, tune_task, "fine-tune a T5 on a task"),
-    "gpt2-superglue": Recipe(GPT2SuperGLUEConfig, tune_task, "fine-tune a GPT-2 on a task"),
-    "llama-superglue": Recipe(LlamaSuperGLUEConfig, tune_task, "fine-tune a Llama on a task"),
-    "llama-sft": Recipe(LlamaSFTConfig, train_sft, "fine-tune a Llama on conversations"),
-    "t5-squad": Recipe(T5SQuADConfig, tune_squad, "fine-tune a T5 to answer questions on a text"),
-    "eva-dialogue": Recipe(EVADialogueConfig, train_dialogue, "train an EVA on dialogues"),
-    "cpm-ant-train": Recipe(
-        CPMAntTrainConfig, train_ant, "train a CPM-Ant on hidden tokens and on the rest of texts"
+def _writes(traits: Traits) -> bool:
+    """Whether texts can be learned as what comes after a prompt."""
+    return traits.reads == "apart" or (traits.reads, traits.objective) == ("left", "next token")
+
+
+def _reads_texts(traits: Traits) -> bool:
+    return traits.reads == "both" and not traits.has_images
+
+
+def _objective(name: str) -> Callable[[Traits], bool]:
+    return lambda traits: traits.objective == name
+
+
+def _tokenizer(name: str) -> Callable[[Traits], bool]:
+    return lambda traits: traits.tokenizer == name
+
+
+_DIALOGUE = Form(_objective("dialogues"), DialogueConfig, train_dialogue)
+_DOCUMENTS = Form(_objective("documents"), DocumentsConfig, train_documents)
+_CPM1 = _tokenizer("CPM1Tokenizer")
+
+TASKS: Mapping[str, Task] = {
+    "pretrain": Task(
+        "pretrain on prepared text as the family does: next or masked tokens, spans, blanks, ...",
+        (
+            Form(_objective("next token"), PretrainConfig, pretrain),
+            Form(_objective("masked tokens"), MaskedConfig, train_masked),
+            Form(_objective("spans"), SpanConfig, train_spans),
+            Form(_objective("blanks"), BlankConfig, train_blanks),
+            Form(_objective("hidden tokens"), AntConfig, train_ant),
+            _DIALOGUE,
+            _DOCUMENTS,
+        ),
     ),
-    "cpm-bee-train": Recipe(CPMBeeTrainConfig, train_documents, "train a CPM-Bee on documents"),
+    "conversations": Task(
+        "fine-tune on conversations", (Form(_writes, ConversationsConfig, train_sft),)
+    ),
+    "classify": Task(
+        "fine-tune on a task with labels or choices; its name can stand in place of `classify`",
+        (
+            Form(_reads_texts, TaskTuneConfig, tune_task),
+            Form(_writes, TaskTuneConfig, tune_task),
+        ),
+    ),
+    "squad": Task(
+        "fine-tune on questions about a text", (Form(_writes, SQuADTuneConfig, tune_squad),)
+    ),
+    "dialogue": Task("train on dialogues", (_DIALOGUE,)),
+    "documents": Task("train on CPM-Bee's documents", (_DOCUMENTS,)),
+    "chid": Task("fine-tune to choose idioms (ChID)", (Form(_CPM1, CPM1TextsConfig, tune_chid),)),
+    "stc": Task("fine-tune to answer posts (STC)", (Form(_CPM1, CPM1TextsConfig, tune_stc),)),
+    "images": Task(
+        "tell the images of a folder apart",
+        (Form(lambda traits: traits.has_images, ImagesConfig, train_images),),
+    ),
+}
+
+# An old name -> the task, with the model and the settings that the name stands for.
+RECIPES: Mapping[str, Recipe] = {
+    "gpt2-pretrain": Recipe(
+        GPT2PretrainConfig, pretrain, "pretrain a GPT-2 on prepared text", "pretrain"
+    ),
+    "llama-pretrain": Recipe(
+        LlamaPretrainConfig, pretrain, "pretrain a Llama on prepared text", "pretrain"
+    ),
+    "cpm1-pretrain": Recipe(
+        CPM1PretrainConfig, pretrain, "pretrain a CPM-1 on prepared text", "pretrain"
+    ),
+    "cpm1-chid": Recipe(ChIDConfig, tune_chid, "fine-tune a CPM-1 to choose idioms (ChID)", "chid"),
+    "cpm1-stc": Recipe(STCConfig, tune_stc, "fine-tune a CPM-1 to answer posts (STC)", "stc"),
+    "cpm2-pretrain": Recipe(
+        CPM2SpansConfig, train_spans, "train a CPM-2 to fill cut-out spans", "pretrain"
+    ),
+    "t5-pretrain": Recipe(
+        T5SpansConfig, train_spans, "train a T5 to fill cut-out spans", "pretrain"
+    ),
+    "bert-superglue": Recipe(
+        BertSuperGLUEConfig, tune_task, "fine-tune a BERT on a task", "classify"
+    ),
+    "t5-superglue": Recipe(T5SuperGLUEConfig, tune_task, "fine-tune a T5 on a task", "classify"),
+    "gpt2-superglue": Recipe(
+        GPT2SuperGLUEConfig, tune_task, "fine-tune a GPT-2 on a task", "classify"
+    ),
+    "llama-superglue": Recipe(
+        LlamaSuperGLUEConfig, tune_task, "fine-tune a Llama on a task", "classify"
+    ),
+    "llama-sft": Recipe(
+        LlamaSFTConfig, train_sft, "fine-tune a Llama on conversations", "conversations"
+    ),
+    "t5-squad": Recipe(
+        T5SQuADConfig, tune_squad, "fine-tune a T5 to answer questions on a text", "squad"
+    ),
+    "eva-dialogue": Recipe(
+        EVADialogueConfig, train_dialogue, "train an EVA on dialogues", "dialogue"
+    ),
+    "cpm-ant-train": Recipe(
+        CPMAntTrainConfig,
+        train_ant,
+        "train a CPM-Ant on hidden tokens and on the rest of texts",
+        "pretrain",
+    ),
+    "cpm-bee-train": Recipe(
+        CPMBeeTrainConfig, train_documents, "train a CPM-Bee on documents", "documents"
+    ),
 }
 
 
-def find_recipe(name: str) -> Recipe:
-    """Return a recipe by its name.
+def find_recipe(
+    name: str, model: str | None = None, init_from: str | None = None, file: str | None = None
+) -> Recipe:
+    """Return what `bmforge train NAME` runs.
+
+    Args:
+        name: of a task, of an old recipe, or of one of the published tasks (BoolQ, ag_news, ...).
+        model: what `--model` says; see `find_start`.
+        init_from: a model to start from, where `model` is None.
+        file: the config file that is read, which may name the family or a model to start from.
 
     Raises:
-        ConfigError: there is none; the nearest name is given.
+        ConfigError: no such task, no model, or one that cannot do the task.
     """
-    if name not in RECIPES:
+    recipe = RECIPES.get(name)
+    if recipe is not None and model is None:
+        return recipe
+    meant = _find_tasks(name if recipe is None else recipe.task)
+    said = _read_file(file)
+    model = model or init_from or said.get("init_from") or said.get("family")
+    if model is None:
         raise ConfigError(
-            f"recipe {name!r} is unknown.{suggest(name, RECIPES)} Known: {', '.join(RECIPES)}."
+            f"the task {name!r} needs a model: give --model with a preset (gpt2-small), a family "
+            f"(gpt2) or the directory of a model to start from. Families that can do it: "
+            f"{', '.join(_capable(meant))}."
         )
-    return RECIPES[name]
+    start = find_start(model)
+    traits = start.family.family_traits
+    for task, published in meant:
+        form = TASKS[task].form(traits)
+        if form is not None:
+            config = _with_model(form.config, name, start, published)
+            return Recipe(config, form.run, f"{name} with {model}", task)
+    can = [key for key, other in TASKS.items() if other.form(traits)]
+    raise ConfigError(
+        f"{start.family.__name__} cannot do the task {name!r}. Families that can: "
+        f"{', '.join(_capable(meant))}. What {start.family.__name__} can do: {', '.join(can)}."
+    )
+
+
+def read_config(recipe: Recipe, file: str | None) -> Any:
+    """Return a recipe's config as it is by default, with what a TOML file changes of it.
+
+    Of a task with a model, fields of `model` that the file does not name are that model's.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or does not fit the recipe.
+    """
+    if file is None:
+        return recipe.config()
+    values = _read_file(file)
+    if recipe in RECIPES.values() or not isinstance(values.get("model"), dict):
+        return load_toml(recipe.config, file)
+    usual = config_to_dict(recipe.config().model.with_implied())
+    return config_from_dict(recipe.config, {**values, "model": {**usual, **values["model"]}})
+
+
+def _find_tasks(name: str) -> list[tuple[str, str | None]]:
+    """Return the tasks that a name stands for, and the published task where it is the name of one.
+
+    These are two for ChID, which CPM-1 learns in its own way.
+    """
+    found: list[tuple[str, str | None]] = [(name, None)] if name in TASKS else []
+    published = next((task for task in DATA_TASKS if task.lower() == name.lower()), None)
+    if published is not None and name != "squad":
+        found.append(("squad" if DATA_TASKS[published].asks_for_text else "classify", published))
+    if not found:
+        known = [*TASKS, *RECIPES, *DATA_TASKS]
+        raise ConfigError(
+            f"task {name!r} is unknown.{suggest(name, known)} Tasks: {', '.join(TASKS)}, and by "
+            f"their own names {', '.join(DATA_TASKS)}; old names of recipes: {', '.join(RECIPES)}."
+        )
+    return found
+
+
+def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Return the families that can do one of the tasks."""
+    return [
+        name
+        for name, family in FAMILIES.items()
+        if any(TASKS[task].form(family.family_traits) for task, _ in tasks)
+    ]
+
+
+def _read_file(file: str | None) -> dict[str, Any]:
+    """Return a config file's contents; what is wrong with it is said by who reads all of it."""
+    try:
+        return {} if file is None else tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _with_model(base: type[Any], name: str, start: Start, published: str | None) -> type[Any]:
+    """Return a form's config with the fields that follow from the model."""
+    family = start.family.__name__
+    place = Path("runs") / f"{family}-{published or name}".lower()
+    fields: list[tuple[str, Any, Any]] = [
+        ("run_dir", Path, field(default=place)),
+        ("model", type(start.config), field(default_factory=lambda: start.config.replace())),
+        ("family", str | None, field(default=family)),
+    ]
+    if start.init_from is not None:
+        fields.append(("init_from", str | None, field(default=start.init_from)))
+    if published is not None:
+        usual = base().data
+        data = field(default_factory=lambda: dataclasses.replace(usual, task=published))
+        fields.append(("data", type(usual), data))
+    made = dataclasses.make_dataclass(
+        f"{family}{base.__name__}", fields, bases=(base,), kw_only=True
+    )
+    made.__doc__, made.__module__ = base.__doc__, __name__
+    return made

@@ -124,7 +124,8 @@ class TrainingData:
         held_out: name -> this process's batches of one pass over it; equally many on every process.
         objective: what is minimised.
         save_tokenizer: writes the tokenizer into the export.
-        special_ids: what the export's config.json says of them, such as ``eos_token_id``.
+        special_ids: what the export's config.json says of tokens and classes, such as
+            ``eos_token_id`` and ``id2label``.
         figures: further results from the trained model and its evaluation; all processes call it.
         close: called when the run ends.
     """
@@ -134,7 +135,7 @@ class TrainingData:
     held_out: Mapping[str, Callable[[], Iterable[Batch]]] = field(default_factory=dict)
     objective: Objective = causal_lm
     save_tokenizer: Callable[[Path], None] | None = None
-    special_ids: Mapping[str, int] = field(default_factory=dict)
+    special_ids: Mapping[str, Any] = field(default_factory=dict)
     figures: Callable[[Model, EvalResult], Results] | None = None
     close: Callable[[], None] | None = None
 

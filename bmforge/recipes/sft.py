@@ -236,12 +236,13 @@ def _encode_answers(
             for number, message in enumerate(messages)
             if number and message["role"] == "assistant"
         ]
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    answers = iter(encode_answers(said, tokenizer, traits.answer_sentinel))
     text, pairs = "", []
     for piece, is_answer in split_answers(template, messages):
-        if is_answer:
+        if is_answer:  # its end is the decoder's end, not the template's
             prompt = fill_prompt(text, "", tokenizer, width, traits.sentinel)
-            (answer,) = encode_answers([piece.strip()], tokenizer, traits.answer_sentinel)
-            pairs.append(Pair(prompt, answer))
+            pairs.append(Pair(prompt, next(answers)))
         text += piece
     return pairs
 

@@ -38,6 +38,8 @@ __all__ = [
     "SpanConfig",
     "T5SpansConfig",
     "corrupt_spans",
+    "count_spans",
+    "divide",
     "find_sentinels",
     "train_spans",
 ]
@@ -118,8 +120,8 @@ def corrupt_spans(
         mean_length: tokens of a span, on average.
     """
     noise, spans = count_spans(len(ids), density, mean_length)
-    kept = _divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
-    cut = _divide(noise, spans, derive_key(*seed, "cut"))
+    kept = divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
+    cut = divide(noise, spans, derive_key(*seed, "cut"))
     source: list[int] = []
     target: list[int] = []
     at = 0
@@ -130,8 +132,8 @@ def corrupt_spans(
     return source, [*target, sentinels[spans]]
 
 
-def _divide(total: int, parts: int, key: bytes) -> list[int]:
-    """Divide `total` into `parts` of at least one, every way equally likely."""
+def divide(total: int, parts: int, key: bytes) -> list[int]:
+    """Divide `total` into `parts` of at least one, every way equally likely by `key`."""
     cuts = permute(np.arange(parts - 1), max(total - 1, 1), key) + 1
     return [b - a for a, b in pairwise([0, *sorted(cuts.tolist()), total])]
 

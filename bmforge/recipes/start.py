@@ -67,7 +67,8 @@ def find_start(name: str) -> Start:
         family = families[_plain(name)]
         sizes: Any = family.config_class
         return Start(family, sizes())
-    if "/" not in name and not Path(name).is_dir():
+    short = {key for family in FAMILIES.values() for key in family.config_class.hub_ids}
+    if "/" not in name and name not in short and not Path(name).is_dir():
         hint = suggest(name, [*presets, *FAMILIES, *(key.lower() for key in FAMILIES)])
         raise ConfigError(
             f"model={name!r} is no preset, no family and no directory.{hint} Families: "
@@ -145,6 +146,11 @@ def settle_model(config: Any) -> Any:
         ConfigError: `init_from` is another family, or `model_changes` names what there is not.
     """
     model = config.model
+    if config.family not in (None, family_of(model).__name__):
+        raise ConfigError(
+            f"family={config.family!r}, but the model is a {family_of(model).__name__}. Leave "
+            "family out: it follows from --model."
+        )
     if config.init_from is None:
         if config.model_changes:
             raise ConfigError(
@@ -199,8 +205,8 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
     if lacking:
         raise ConfigError(
             f"{config.init_from!r} has no head {config.model.head!r}, which this task trains: "
-            f"{', '.join(lacking)} are not in its weights. A new head is drawn only where it is "
-            "asked for: --new-head True."
+            f"{', '.join(lacking)} are not in its weights, or are for other classes. A new head is "
+            "drawn only where it is asked for: --new-head True."
         )
     return config
 

@@ -83,9 +83,11 @@ _CLUE = {
 }
 _C3 = {split: tuple(f"{kind}-{split}.json" for kind in "md") for split in ("train", "dev", "test")}
 READING = (
-    Task("SQuAD", (), {"train": ("train-v1.1.json",), "dev": ("dev-v1.1.json",)}, _read_squad),
-    Task("cmrc2018", (), {**_CLUE, "trial": ("trial.json",)}, _read_squad),
-    Task("drcd", (), _CLUE, _read_squad),
+    Task(
+        "SQuAD", (), {"train": ("train-v1.1.json",), "dev": ("dev-v1.1.json",)}, _read_squad, True
+    ),
+    Task("cmrc2018", (), {**_CLUE, "trial": ("trial.json",)}, _read_squad, True),
+    Task("drcd", (), _CLUE, _read_squad, True),
     Task("chid", (), _CLUE, _read_chid),
     Task("c3-m", (), {split: names[:1] for split, names in _C3.items()}, _read_c3),
     Task("c3-d", (), {split: names[1:] for split, names in _C3.items()}, _read_c3),

@@ -45,12 +45,14 @@ class Task:
         label_names: what labels mean, in order; empty where examples bring choices or want a text.
         files: split -> names its file may have, the first that exists is taken.
         read: yields the examples of a file.
+        asks_for_text: there is nothing to choose from: the answer is a text.
     """
 
     name: str
     label_names: tuple[str, ...]
     files: Mapping[str, tuple[str, ...]]
     read: Callable[[Path], Iterator[TaskExample]]
+    asks_for_text: bool = False
 
 
 def find_split(task: Task, folder: str | Path, split: str) -> Path:

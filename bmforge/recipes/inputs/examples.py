@@ -85,7 +85,8 @@ class ExampleSource(Protocol):
             one of them.
         fingerprint: hex digits that change when an example would.
 
-    Where examples come from token stores, `content`, an int, changes with what is in these.
+    Where examples come from token stores, `content`, an int, changes with what is in these. Where
+    they are not rows of integers, a method `collate` lays them side by side.
     """
 
     columns: Mapping[str, tuple[int, int]]
@@ -106,7 +107,7 @@ class ExampleLoader:
 
     Args:
         source: the examples; every one comes once an epoch.
-        config: sizes and seed.
+        config: sizes and seed: an `ExampleConfig`, or another that has its fields for these.
         rank: this data-parallel rank.
         world: number of data-parallel ranks.
 
@@ -115,9 +116,7 @@ class ExampleLoader:
         DataError: there is no example.
     """
 
-    def __init__(
-        self, source: ExampleSource, config: ExampleConfig, rank: int = 0, world: int = 1
-    ) -> None:
+    def __init__(self, source: ExampleSource, config: Any, rank: int = 0, world: int = 1) -> None:
         config.check()
         if len(source) == 0:
             raise DataError(f"{list(config.paths)} hold no example to learn from.")
@@ -137,7 +136,7 @@ class ExampleLoader:
         for start in range(0, total, size * self._world):
             slots = range(start + self._rank * size, start + (self._rank + 1) * size)
             rows = [self._row(first + slot if slot < total else None) for slot in slots]
-            batches.append(collate(rows, self._source.columns))
+            batches.append(_lay(rows, self._source))
         self._step += 1
         return batches
 
@@ -184,7 +183,7 @@ class ExampleLoader:
 
 
 def iter_held_out(
-    source: ExampleSource, config: ExampleConfig, rank: int = 0, world: int = 1
+    source: ExampleSource, config: Any, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
     """Yield this rank's batches of one pass in order; the same ones every time.
 
@@ -198,7 +197,7 @@ def iter_held_out(
             source.make(i, ("held out", i)) if i < total else _unlabel(source.make(0, ("padding",)))
             for i in range(start, start + size)
         ]
-        yield collate(rows, source.columns)
+        yield _lay(rows, source)
 
 
 def open_examples(
@@ -223,6 +222,12 @@ def digest_stores(stores: Sequence[TokenStore]) -> int:
 
 def _unlabel(example: Example) -> Example:
     return {**example, "labels": [IGNORE_INDEX] * len(example["labels"])}
+
+
+def _lay(rows: Sequence[Example], source: ExampleSource) -> Batch:
+    """Lay rows side by side as their source wants it."""
+    own = getattr(source, "collate", None)
+    return collate(rows, source.columns) if own is None else own(rows)
 
 
 def collate(rows: Sequence[Example], columns: Mapping[str, tuple[int, int]]) -> Batch:

@@ -1,0 +1,176 @@
+"""Pretrain a GLM to fill blanks: spans are cut out of a text and written behind it.
+
+For some texts the spans are short and many, for the others one long span is the text's end. Each
+span stands behind the text as ``<|startofpiece|>`` and its tokens, each of which is learned, and
+``<|endofpiece|>`` after them; where it belongs, the positions say, which the model finds by itself.
+
+Source: Du et al., "GLM" (ACL 2022), sections 2.1 and 2.2, where the lengths of short spans are
+Poisson's and spans are shuffled. Here a text is divided as T5's are, spans come in the order of
+their blanks, and every blank is the model's one mask token (``mask_token_id``), by which the
+positions of a row are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.load.order import derive_key, draw_below
+from bmforge.errors import ConfigError
+from bmforge.parallel import World
+from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
+from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.spans import count_spans, divide
+from bmforge.recipes.start import check_length
+from bmforge.tokenizers import GLMTokenizer
+
+__all__ = ["BlankConfig", "cut_blanks", "train_blanks"]
+
+_DRAWN_FROM = 1 << 30
+Seed = tuple[int | str, ...]
+
+
+@dataclass(kw_only=True)
+class BlankConfig(RunConfig):
+    """Pretrain on blanks; the fields not named here are `RunConfig`'s.
+
+    Args:
+        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
+            text, its marks, and the spans behind it.
+        long_ratio: share of texts of which one long span, their end, is cut out.
+        noise_density: share of the tokens that short spans cut out.
+        mean_span_length: tokens of a short span, on average.
+        shortest: shorter texts are left out.
+    """
+
+    data: ExampleConfig = field(default_factory=ExampleConfig)
+    long_ratio: float = 0.5
+    noise_density: float = 0.15
+    mean_span_length: float = 3.0
+    shortest: int = 10
+
+
+def train_blanks(config: Any) -> RunResult:
+    """Run, or go on with, a training run on blanks.
+
+    Args:
+        config: a `BlankConfig` with the `model` of a GLM.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_data, head="language_model")
+
+
+def cut_blanks(
+    ids: Sequence[int], seed: Seed, config: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return what is left of a text, in pieces with a blank after each, and what was cut out.
+
+    Args:
+        ids: of the text; at least 2.
+        seed: decides where the blanks are.
+        config: a `BlankConfig`.
+    """
+    drawn = draw_below(_DRAWN_FROM, derive_key(*seed, "kind")) / _DRAWN_FROM
+    if drawn < config.long_ratio:
+        # From half of the text to all but its first token, as in the paper.
+        cut = len(ids) // 2 + draw_below(max(1, len(ids) // 2), derive_key(*seed, "length"))
+        cut = min(max(cut, 1), len(ids) - 1)
+        return [list(ids[:-cut])], [list(ids[-cut:])]
+    noise, spans = count_spans(len(ids), config.noise_density, config.mean_span_length)
+    kept = divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
+    gone = divide(noise, spans, derive_key(*seed, "cut"))
+    edges = [0]
+    for keep, drop in zip(kept, gone, strict=True):
+        edges += [edges[-1] + keep, edges[-1] + keep + drop]
+    parts = [list(ids[a:b]) for a, b in pairwise(edges)]
+    return parts[::2], parts[1::2]
+
+
+class _BlankExamples:
+    """Texts with blanks, and what fills them; an `ExampleSource`."""
+
+    def __init__(self, pieces: Pieces, config: Any, tokenizer: GLMTokenizer) -> None:
+        self._pieces, self._config = pieces, config
+        ids = [tokenizer.role_id(role) for role in ("cls", "eos", "sop", "eop")]
+        self._begin, self._end, self._start, self._stop = (id or 0 for id in ids)
+        self._blank = config.model.mask_token_id
+        width = config.data.seq_len
+        self.columns: Mapping[str, tuple[int, int]] = {
+            "input_ids": (width, self._end),
+            "attention_mask": (width, 0),
+            "labels": (width, IGNORE_INDEX),
+        }
+        shares = config.long_ratio, config.noise_density, config.mean_span_length
+        self.fingerprint = fingerprint_of(pieces.fingerprint, *shares, width)
+        self.content = pieces.content
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def make(self, index: int, seed: Seed) -> Example:
+        """Return text `index` with blanks that depend on `seed`."""
+        kept, cut = cut_blanks(self._pieces[index].tolist(), seed, self._config)
+        ids = [self._begin]
+        for part in kept:
+            ids += [*part, self._blank]
+        ids.append(self._end)
+        # The label of a position is what the one before it predicts: a span's end is that of
+        # whatever stands behind the span.
+        labels = [IGNORE_INDEX] * (len(ids) + 1)
+        for span in cut:
+            ids += [self._start, *span]
+            labels += [*span, self._stop]
+        mask = [1] * len(ids)
+        return {"input_ids": [*ids, self._end], "attention_mask": mask, "labels": labels}
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
+    if not 0 <= config.long_ratio <= 1 or not 0 < config.noise_density < 1:
+        raise ConfigError(
+            f"long_ratio={config.long_ratio} must be from 0 to 1, and noise_density="
+            f"{config.noise_density} between 0 and 1."
+        )
+    if config.mean_span_length < 1:
+        raise ConfigError(f"mean_span_length={config.mean_span_length} must be at least 1.")
+    check_length(config)
+    tokenizer = open_tokenizer(config, GLMTokenizer)
+    return _open_texts(config, tokenizer, rows)
+
+
+def _open_texts(config: Any, tokenizer: GLMTokenizer, rows: World) -> TrainingData:
+    model = config.model
+    known = {"sop_token_id": tokenizer.role_id("sop"), "mask_token_id": tokenizer.role_id("mask")}
+    wrong = [f"model.{n}={getattr(model, n)}" for n, id in known.items() if getattr(model, n) != id]
+    if wrong:
+        needed = " ".join(f"--model.{n.replace('_', '-')} {id}" for n, id in known.items())
+        raise ConfigError(
+            f"{', '.join(wrong)}: where blanks are, the model finds by these ids, which are others "
+            f"in the tokenizer. Give {needed}."
+        )
+    # The text, three marks, and for every span a blank and a start.
+    width = config.data.seq_len
+    longest = width - 3
+    while longest > 1 and longest + 3 + 2 * _most_spans(longest, config) > width:
+        longest -= 1
+    shortest = max(2, config.shortest)
+    pieces, held_out = open_pieces(
+        config.data, model.vocab_size, shortest, longest, tokenizer.eos_id
+    )
+    return open_examples(
+        _BlankExamples(pieces, config, tokenizer),
+        None if held_out is None else _BlankExamples(held_out, config, tokenizer),
+        config.data,
+        rows,
+        save_tokenizer=tokenizer.save_pretrained,
+    )
+
+
+def _most_spans(length: int, config: Any) -> int:
+    return count_spans(max(length, 2), config.noise_density, config.mean_span_length)[1]

@@ -1,0 +1,95 @@
+"""Train a ViT to tell the images of a folder apart; the sub-folders are the classes.
+
+Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2020), whose fine-tuning this is with
+`init_from`; see `inputs/image_folder.py` for how images are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bmforge.batch import Batch
+from bmforge.errors import ConfigError
+from bmforge.infer.answers import score_classes
+from bmforge.models import Model
+from bmforge.parallel import World
+from bmforge.recipes.inputs.examples import ExampleLoader, iter_held_out
+from bmforge.recipes.inputs.image_folder import (
+    ImageConfig,
+    ImageFolder,
+    lay_images,
+    save_preprocessing,
+)
+from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.train import EvalResult
+
+__all__ = ["ImagesConfig", "train_images"]
+
+
+@dataclass(kw_only=True)
+class ImagesConfig(RunConfig):
+    """Train on images; the fields not named here are `RunConfig`'s.
+
+    Args:
+        data: the images.
+    """
+
+    data: ImageConfig = field(default_factory=ImageConfig)
+
+
+def train_images(config: Any) -> RunResult:
+    """Run, or go on with, a training run on an image folder.
+
+    Args:
+        config: an `ImagesConfig` with the `model` of a ViT; it gets as many classes as there are
+            sub-folders.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    config.data.check()
+    classes = ImageFolder(config.data.paths[0], config.data, config.model).classes
+    if len(classes) < 2:
+        raise ConfigError(
+            f"{config.data.paths[0]!r} has the one class {classes}; there is nothing to tell apart."
+        )
+    return run_recipe(config, _open_data, head="image_classification", num_labels=len(classes))
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
+    data, model = config.data, config.model
+    source = ImageFolder(data.paths[0], data, model)
+    names = source.classes
+    held_out = None
+    if data.validation:
+        held_out = ImageFolder(data.validation[0], data, model, names, learns=False)
+    parts = {}
+    if held_out is not None:
+        parts["validation"] = lambda: iter_held_out(held_out, data, rows.rank, rows.size)
+
+    def make(numbers: Sequence[int]) -> Batch:
+        assert held_out is not None
+        return lay_images([held_out.make(n, ()) for n in numbers])
+
+    def figures(trained: Model, evaluation: EvalResult) -> Results:
+        assert held_out is not None
+        count = len(held_out)
+        if data.validation_batches is not None:
+            count = min(count, data.validation_batches * data.micro_batch_size)
+        chosen = score_classes(trained, count, make, data.micro_batch_size, rows).argmax(-1)
+        right = sum(int(chosen[n]) == held_out.label(n) for n in range(count))
+        return {"accuracy": {"model": right / count}}
+
+    return TrainingData(
+        ExampleLoader(source, data, rows.rank, rows.size),
+        model.max_seq_len,
+        parts,
+        save_tokenizer=lambda directory: save_preprocessing(directory, data, model),
+        special_ids={
+            "id2label": {str(number): name for number, name in enumerate(names)},
+            "label2id": {name: number for number, name in enumerate(names)},
+        },
+        figures=figures,
+    )

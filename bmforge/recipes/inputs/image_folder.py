@@ -1,0 +1,238 @@
+"""Images of a folder whose sub-folders are classes, as a ViT reads them.
+
+An image is made RGB (or grey), resized to a square, and its values brought from 0..255 to -1..1:
+what transformers' ViTImageProcessor does. To learn from, a part of it is cut out and half of all
+images are mirrored; what is drawn depends on the seed and the global sample number alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bmforge.batch import IGNORE_INDEX, Batch
+from bmforge.data.load.example import fingerprint_of
+from bmforge.data.load.order import derive_key, draw_below
+from bmforge.errors import ConfigError, DataError, MissingDependencyError
+from bmforge.files import replace_file
+
+__all__ = ["ImageConfig", "ImageFolder", "lay_images", "save_preprocessing"]
+
+Seed = tuple[int | str, ...]
+_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"})
+_DRAWN_FROM = 1 << 30
+_TRIES = 10
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(kw_only=True)
+class ImageConfig:
+    """What a run on images reads.
+
+    Args:
+        paths: one folder, with a sub-folder of images for every class.
+        validation: one more such folder, held out.
+        global_batch_size: images per optimizer step over all processes.
+        micro_batch_size: images per forward pass on one process.
+        grad_accum_steps: passes that an optimizer step adds up; see `ExampleConfig`.
+        smallest_crop: an image to learn from is a part of it with at least this share of its area,
+            0.08 in ViT's training; 1 takes it whole.
+        mirror: turn half of the images to learn from around, left to right.
+        mean: what is subtracted from every channel's values, which go from 0 to 1.
+        std: what they are divided by then.
+        validation_batches: stop an evaluation after so many micro-batches; None reads all.
+        seed: of the order, and of the parts that are cut out.
+    """
+
+    paths: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    global_batch_size: int = 32
+    micro_batch_size: int = 8
+    grad_accum_steps: int | None = None
+    smallest_crop: float = 0.08
+    mirror: bool = True
+    mean: float = 0.5
+    std: float = 0.5
+    validation_batches: int | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a number out of range, or not one folder."""
+        wrong = [
+            f"data.{name}={getattr(self, name)} must be at least 1"
+            for name in ("global_batch_size", "micro_batch_size")
+            if getattr(self, name) < 1
+        ]
+        if len(self.paths) != 1 or len(self.validation) > 1:
+            wrong.append(
+                f"data.paths={list(self.paths)} must be one folder, with a sub-folder of images "
+                "for every class, and data.validation one or none"
+            )
+        if not 0 < self.smallest_crop <= 1:
+            wrong.append(f"data.smallest_crop={self.smallest_crop} must be above 0, at most 1")
+        if self.std <= 0:
+            wrong.append(f"data.std={self.std} must be above 0")
+        if wrong:
+            raise ConfigError(f"{'; '.join(wrong)}.")
+
+
+class ImageFolder:
+    """The images of a folder; an `ExampleSource`.
+
+    Args:
+        folder: its sub-folders are the classes, in the order of their names.
+        config: how images are read.
+        model: a ViT's config: size and channels.
+        classes: names that the sub-folders must have; None takes those that are there.
+        learns: whether parts are cut out.
+
+    Raises:
+        DataError: no such folder, no images, or other classes than `classes`.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        config: ImageConfig,
+        model: Any,
+        classes: Sequence[str] | None = None,
+        learns: bool = True,
+    ) -> None:
+        root = Path(folder)
+        if not root.is_dir():
+            raise DataError(f"{folder!r} is no folder. Give one with a sub-folder for every class.")
+        self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
+        if classes is not None and set(self.classes) - set(classes):
+            raise DataError(
+                f"{folder!r} has the classes {sorted(set(self.classes) - set(classes))}, which are "
+                "not among those that are learned."
+            )
+        self.classes = list(classes or self.classes)
+        self._files = [
+            (path, number)
+            for number, name in enumerate(self.classes)
+            for path in (sorted((root / name).iterdir()) if (root / name).is_dir() else ())
+            if path.suffix.lower() in _ENDINGS
+        ]
+        if not self._files:
+            raise DataError(
+                f"{folder!r} has no images in sub-folders, one for every class "
+                f"(endings: {', '.join(sorted(_ENDINGS))})."
+            )
+        self._config, self._model, self._learns = config, model, learns
+        self.columns: Mapping[str, tuple[int, int]] = {
+            "pixel_values": (model.image_size, 0),
+            "labels": (1, IGNORE_INDEX),
+        }
+        told = [(str(path.relative_to(root)), path.stat().st_size) for path, _ in self._files]
+        looks = config.smallest_crop, config.mirror, config.mean, config.std
+        self.fingerprint = fingerprint_of(told, looks, model.image_size, model.num_channels)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def label(self, index: int) -> int:
+        """Return the class of image `index`."""
+        return self._files[index][1]
+
+    def make(self, index: int, seed: Seed) -> Any:
+        """Return image `index`; which part of it depends on `seed`."""
+        path, label = self._files[index]
+        image = _open_image(path, self._model.num_channels)
+        if self._learns:
+            image = _draw_part(image, self._config, seed)
+        pixels = _to_values(image, self._model.image_size, self._config)
+        return {"pixel_values": pixels, "labels": [label]}
+
+    def collate(self, rows: Sequence[Any]) -> Batch:
+        """Lay images side by side."""
+        return lay_images(rows)
+
+
+def lay_images(rows: Sequence[Any]) -> Batch:
+    """Lay images side by side.
+
+    Shape:
+        pixel_values (B, C, H, W), float32; labels (B,), int64
+    """
+    pixels = torch.from_numpy(np.stack([row["pixel_values"] for row in rows]))
+    return {"pixel_values": pixels, "labels": torch.tensor([row["labels"][0] for row in rows])}
+
+
+def save_preprocessing(directory: Path, config: ImageConfig, model: Any) -> None:
+    """Write ``preprocessor_config.json``, by which transformers reads images as this run did."""
+    size = model.image_size
+    values = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": size, "width": size},
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [config.mean] * model.num_channels,
+        "image_std": [config.std] * model.num_channels,
+    }
+    replace_file(directory / "preprocessor_config.json", json.dumps(values, indent=2) + "\n")
+
+
+def _open_image(path: Path, channels: int) -> Any:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise MissingDependencyError("Pillow", "images", "reading images") from error
+    if channels not in _MODES:
+        raise ConfigError(f"model.num_channels={channels}: images have 1 channel or 3.")
+    try:
+        with Image.open(path) as image:
+            return image.convert(_MODES[channels])
+    except (UnidentifiedImageError, OSError) as error:
+        raise DataError(f"{str(path)!r} is no image that can be read ({error}).") from error
+
+
+def _draw_part(image: Any, config: ImageConfig, seed: Seed) -> Any:
+    """Cut out a part with a drawn share of the area and form, and mirror it or not.
+
+    Source: Szegedy et al., "Going Deeper with Convolutions" (2014), section 6: the area from
+    `smallest_crop` to all, the form from 3:4 to 4:3.
+    """
+    from PIL import Image
+
+    def drawn(*what: int | str) -> float:
+        return draw_below(_DRAWN_FROM, derive_key(*seed, *what)) / _DRAWN_FROM
+
+    width, height = image.size
+    for number in range(_TRIES if config.smallest_crop < 1 else 0):
+        share = config.smallest_crop + (1 - config.smallest_crop) * drawn("area", number)
+        form = math.exp((2 * drawn("form", number) - 1) * math.log(4 / 3))
+        wide = round(math.sqrt(share * width * height * form))
+        high = round(math.sqrt(share * width * height / form))
+        if 0 < wide <= width and 0 < high <= height:
+            left = draw_below(width - wide + 1, derive_key(*seed, "left"))
+            top = draw_below(height - high + 1, derive_key(*seed, "top"))
+            image = image.crop((left, top, left + wide, top + high))
+            break
+    if config.mirror and drawn("mirror") < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return image
+
+
+def _to_values(image: Any, size: int, config: ImageConfig) -> NDArray[np.float32]:
+    """Resize (bilinear, as ViT's) and normalise.
+
+    Shape:
+        returns (C, size, size)
+    """
+    from PIL import Image
+
+    pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR), dtype=np.float32)
+    pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    return np.ascontiguousarray((pixels / 255 - config.mean) / config.std, dtype=np.float32)

@@ -1,0 +1,150 @@
+"""Pretrain an encoder to fill in masked tokens: BERT's task, and that of its relatives.
+
+Of the tokens that are asked for 80 % are hidden behind the mask token, 10 % become another token,
+and 10 % stay. Which ones is drawn anew every time a text comes.
+
+Source: Devlin et al., "BERT" (2019), section 3.1; without the prediction of the next sentence, as
+in Liu et al., "RoBERTa" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.load.order import derive_key, draw_below, permute
+from bmforge.errors import ConfigError
+from bmforge.parallel import World
+from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
+from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import check_length
+from bmforge.tokenizers import Tokenizer
+
+__all__ = ["MaskedConfig", "mask_tokens", "train_masked"]
+
+# Of ten tokens that are asked for so many are hidden, and so many more become another one.
+_HIDDEN, _REPLACED, _OF = 8, 1, 10
+
+
+@dataclass(kw_only=True)
+class MaskedConfig(RunConfig):
+    """Pretrain on masked tokens; the fields not named here are `RunConfig`'s.
+
+    Args:
+        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
+            text and the marks around it.
+        mask_ratio: share of the tokens that is asked for.
+        shortest: shorter texts are left out.
+    """
+
+    data: ExampleConfig = field(default_factory=ExampleConfig)
+    mask_ratio: float = 0.15
+    shortest: int = 10
+
+
+def train_masked(config: Any) -> RunResult:
+    """Run, or go on with, a training run on masked tokens.
+
+    Args:
+        config: a `MaskedConfig` with the `model` of a BERT, RoBERTa or Longformer.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return run_recipe(config, _open_data, head="masked_lm")
+
+
+def mask_tokens(
+    ids: Sequence[int], mask: int, vocab_size: int, ratio: float, seed: tuple[int | str, ...]
+) -> tuple[list[int], list[int]]:
+    """Return a text with tokens hidden, and what they were (-100 elsewhere).
+
+    Args:
+        ids: of the text.
+        mask: the token that hides others.
+        vocab_size: other tokens are drawn from all below it.
+        ratio: share of the tokens that is asked for; at least one is.
+        seed: decides which.
+    """
+    count = max(1, round(len(ids) * ratio))
+    places = permute(np.arange(count), len(ids), derive_key(*seed, "places")).tolist()
+    shown, labels = list(ids), [IGNORE_INDEX] * len(ids)
+    for number, place in enumerate(places):
+        labels[place] = ids[place]
+        kind = draw_below(_OF, derive_key(*seed, "kind", number))
+        if kind < _HIDDEN:
+            shown[place] = mask
+        elif kind < _HIDDEN + _REPLACED:
+            shown[place] = draw_below(vocab_size, derive_key(*seed, "other", number))
+    return shown, labels
+
+
+class _MaskedExamples:
+    """Texts between their marks; an `ExampleSource`."""
+
+    def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
+        self._pieces, self._ratio, self._size = pieces, config.mask_ratio, len(tokenizer)
+        self._begin, self._end, self._mask = _find_marks(tokenizer)
+        width = config.data.seq_len
+        self.columns: Mapping[str, tuple[int, int]] = {
+            "input_ids": (width, config.model.pad_token_id or 0),
+            "attention_mask": (width, 0),
+            "labels": (width, IGNORE_INDEX),
+        }
+        self.fingerprint = fingerprint_of(pieces.fingerprint, config.mask_ratio, width)
+        self.content = pieces.content
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
+        """Return text `index` with hidden tokens that depend on `seed`."""
+        ids = self._pieces[index].tolist()
+        shown, labels = mask_tokens(ids, self._mask, self._size, self._ratio, seed)
+        return {
+            "input_ids": [self._begin, *shown, self._end],
+            "attention_mask": [1] * (len(ids) + 2),
+            "labels": [IGNORE_INDEX, *labels, IGNORE_INDEX],
+        }
+
+
+def _find_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
+    """Return the tokens that begin and end a text, and the one that hides others."""
+    found = {role: tokenizer.role_id(role) for role in ("cls", "sep", "mask")}
+    missing = [role for role, id in found.items() if id is None]
+    if missing:
+        raise ConfigError(
+            f"the tokenizer has no tokens for the roles {', '.join(missing)}; give that of a BERT, "
+            "or name them in its tokenizer_config.json (cls_token, sep_token, mask_token)."
+        )
+    begin, end, mask = (id for id in found.values() if id is not None)
+    return begin, end, mask
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
+    if not 0 < config.mask_ratio < 1:
+        raise ConfigError(f"mask_ratio={config.mask_ratio} must be between 0 and 1.")
+    check_length(config)
+    tokenizer = open_tokenizer(config)
+    _, end, _ = _find_marks(tokenizer)
+    ends = tokenizer.eos_id if tokenizer.eos_id is not None else end
+    pieces, held_out = open_pieces(
+        config.data,
+        config.model.vocab_size,
+        max(1, config.shortest),
+        config.data.seq_len - 2,
+        ends,
+    )
+    return open_examples(
+        _MaskedExamples(pieces, config, tokenizer),
+        None if held_out is None else _MaskedExamples(held_out, config, tokenizer),
+        config.data,
+        rows,
+        save_tokenizer=tokenizer.save_pretrained,
+    )
