@@ -7,53 +7,11 @@ from typing import Any
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.base import Model
-from bmforge.models.bert import Bert
 from bmforge.models.config import ModelConfig, read_config_file
-from bmforge.models.cpm1 import CPM1
-from bmforge.models.cpm2 import CPM2
-from bmforge.models.cpm_ant import CPMAnt
-from bmforge.models.cpm_bee import CPMBee
-from bmforge.models.eva import EVA
-from bmforge.models.glm import GLM
-from bmforge.models.gpt2 import GPT2
-from bmforge.models.gptj import GPTJ
-from bmforge.models.llama import Llama
-from bmforge.models.longformer import Longformer
-from bmforge.models.minicpm import MiniCPM
-from bmforge.models.mixtral import Mixtral
-from bmforge.models.opt import OPT
-from bmforge.models.qwen import Qwen
-from bmforge.models.qwen_moe import Qwen2Moe, Qwen3Moe
+from bmforge.models.families import FAMILIES
 from bmforge.models.resolve import resolve_model
-from bmforge.models.roberta import Roberta
-from bmforge.models.t5 import T5
-from bmforge.models.vit import ViT
 
 __all__ = ["FAMILIES", "AutoModel", "find_model", "find_preset"]
-
-_FAMILIES = (
-    Bert,
-    Roberta,
-    Longformer,
-    T5,
-    GPT2,
-    GPTJ,
-    OPT,
-    Llama,
-    Qwen,
-    MiniCPM,
-    Mixtral,
-    Qwen2Moe,
-    Qwen3Moe,
-    GLM,
-    CPM1,
-    CPM2,
-    EVA,
-    CPMAnt,
-    CPMBee,
-    ViT,
-)
-FAMILIES: dict[str, type[Model]] = {family.__name__: family for family in _FAMILIES}
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:

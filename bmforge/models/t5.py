@@ -19,24 +19,12 @@ from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
-__all__ = ["T5", "T5Config"]
+__all__ = ["T5", "T5Config", "t5_heads"]
 
-
-def _head(kind: str, modules: dict[str, str], prefix: str = "") -> Head:
-    """The head of the class T5<kind>; `modules` are its linear layers, ours -> theirs."""
-    names = {f"{a}.{k}": f"{b}.{k}" for a, b in modules.items() for k in ("weight", "bias")}
-    return Head(f"T5{kind}", names, prefix, aliases=(f"MT5{kind}",))
-
-
-_WRITER = "ForConditionalGeneration"
-_HEADS = {
-    "sequence_to_sequence": Head(
-        f"T5{_WRITER}",
-        {"lm_head.weight": "lm_head.weight"},
-        prefix="",
-        aliases=(f"MT5{_WRITER}", "T5WithLMHeadModel"),
-    ),
-    "sequence_classification": _head(
+# head -> what stands behind the stem of its class, its linear layers (ours -> theirs), and what
+# stands before the body's names.
+_HEADS: dict[str, tuple[str, dict[str, str], str]] = {
+    "sequence_classification": (
         "ForSequenceClassification",
         {
             "classifier.dense": "classification_head.dense",
@@ -44,13 +32,34 @@ _HEADS = {
         },
         "transformer.",
     ),
-    "token_classification": _head(
-        "ForTokenClassification", {"classifier": "classifier"}, "transformer."
+    "token_classification": (
+        "ForTokenClassification",
+        {"classifier": "classifier"},
+        "transformer.",
     ),
-    "question_answering": _head("ForQuestionAnswering", {"classifier": "qa_outputs"}),
-    "none": _head("Model", {}),
-    "encoder": _head("EncoderModel", {}),
+    "question_answering": ("ForQuestionAnswering", {"classifier": "qa_outputs"}, ""),
+    "none": ("Model", {}, ""),
+    "encoder": ("EncoderModel", {}, ""),
 }
+
+
+def t5_heads(stem: str, *more: str, old: tuple[str, ...] = ()) -> dict[str, Head]:
+    """Return the heads of T5 and of the families that transformers copied from it.
+
+    Args:
+        stem: of transformers' class names.
+        more: stems of further classes whose checkpoints open with these heads.
+        old: further classes of the sequence-to-sequence head.
+    """
+    writer = "ForConditionalGeneration"
+    head = {"lm_head.weight": "lm_head.weight"}
+    aliases = (*(f"{other}{writer}" for other in more), *old)
+    heads = {"sequence_to_sequence": Head(f"{stem}{writer}", head, "", aliases=aliases)}
+    for name, (kind, modules, prefix) in _HEADS.items():
+        names = {f"{a}.{k}": f"{b}.{k}" for a, b in modules.items() for k in ("weight", "bias")}
+        aliases = tuple(f"{other}{kind}" for other in more)
+        heads[name] = Head(f"{stem}{kind}", names, prefix, aliases=aliases)
+    return heads
 
 
 def _size(hidden: int, inner: int, layers: int, heads: int, width: int = 64) -> dict[str, Any]:
@@ -123,7 +132,7 @@ class T5Config(ModelConfig):
 
     family: ClassVar[str] = "t5"
     model_types: ClassVar[tuple[str, ...]] = ("t5", "mt5")
-    heads: ClassVar[dict[str, Head]] = _HEADS
+    heads: ClassVar[dict[str, Head]] = t5_heads("T5", "MT5", old=("T5WithLMHeadModel",))
     hf_names: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size",
         "hidden_size": "d_model",
@@ -181,7 +190,8 @@ class T5Config(ModelConfig):
         super().check()
         if self.model_type not in self.model_types:
             raise ConfigError(
-                f"T5Config: model_type={self.model_type!r} must be one of {self.model_types}."
+                f"{type(self).__name__}: model_type={self.model_type!r} must be one of "
+                f"{self.model_types}."
             )
         if self.model_type == "mt5" and self.scale_head:
             raise ConfigError("T5Config: scale_head=True does not exist in mT5; set it to False.")

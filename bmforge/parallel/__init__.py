@@ -5,7 +5,8 @@ here imports `nn` or `models`: what to cut where comes as data (name globs) with
 layout to take on which machines is said by `plan` (`planner/search.py`).
 """
 
-from bmforge.memory.gradients import OffloadConfig, left_gradient
+from bmforge.memory.gradients import left_gradient
+from bmforge.memory.offload import OffloadConfig
 from bmforge.parallel.distributed import (
     World,
     init_distributed,
@@ -29,7 +30,7 @@ from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipeline.model import pipeline_of, run_step
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.parallel.planner.search import Plan, Request, plan
-from bmforge.parallel.planner.trace import Workload
+from bmforge.parallel.planner.workload import Workload
 from bmforge.parallel.roll_call import name_the_missing
 from bmforge.parallel.zero import reshard_
 

@@ -42,9 +42,10 @@ def test_the_presets_are_up_to_date() -> None:
 
 
 def test_every_capability_has_one_room() -> None:
-    """A column stands in one table, that of a room there is; others cannot be marked."""
+    """A column stands in one table: of a room, or of what rooms do together with something."""
     assert len(set(CAPABILITIES)) == len(CAPABILITIES) == sum(map(len, ROOMS.values()))
-    assert all((ROOT / "bmforge" / room / "__init__.py").is_file() for room in ROOMS)
+    rooms = [name for name in ROOMS if name != "changed models"]
+    assert all((ROOT / "bmforge" / room / "__init__.py").is_file() for room in rooms)
     with pytest.raises(AssertionError, match="flying"):
         capability("flying")
 
