@@ -197,7 +197,7 @@ def settle_batch(config: Any, world_size: int) -> Any:
         return data
     if steps < 1:
         raise ConfigError(f"data.grad_accum_steps={steps} must be at least 1.")
-    rows = world_size // (layout.tp * layout.pp * layout.cp)
+    rows = layout.row_groups(world_size)
     product = data.micro_batch_size * steps * rows
     usual = type(config)().data.global_batch_size
     if data.global_batch_size not in (usual, product):

@@ -80,7 +80,7 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
 
 def _differ(one: Any, other: Any) -> bool:
     """Whether two values differ; an empty list is one that an older run.toml does not have."""
-    absent = (None, [])
+    absent: tuple[Any, ...] = (None, [])
     return one != other and not (one in absent and other in absent)
 
 
