@@ -17,7 +17,7 @@ from bmforge.data.tasks.rows import Pair
 from bmforge.infer import generate
 from bmforge.infer.generate import evaluating
 from bmforge.models.seq2seq import shift_right
-from bmforge.parallel import World, mesh_of, reshard_, sum_over_axes
+from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
 
 __all__ = ["score_answers", "score_classes", "write_answers"]
 
@@ -106,7 +106,7 @@ def _collect(
                 found[mine] = part[: len(mine)].to(found)
     reshard_(model)
     assert found is not None
-    return sum_over_axes(found, mesh_of(model), "dp_replicate", "dp_shard")
+    return sum_over_axes(found, mesh_of(model), *ROW_AXES)
 
 
 def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
 from bmforge.memory.homes import Home
-from bmforge.parallel import counts_here, pipeline_of
+from bmforge.parallel import STAGE_AXES, counts_here, pipeline_of
 from bmforge.records import laid_out, side_of
 from bmforge.shards import (
     Box,
@@ -201,7 +201,7 @@ def take_snapshot(
     check_json(state, "state")
     record, pipeline = laid_out(model), pipeline_of(model)
     mesh = None if record is None else record.mesh
-    leads = rank == 0 if mesh is None else counts_here(mesh, "pp")
+    leads = rank == 0 if mesh is None else counts_here(mesh, *STAGE_AXES)
 
     def is_first_stage(name: str) -> bool:
         """Of what several stages have, the first of them writes."""
