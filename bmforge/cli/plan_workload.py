@@ -85,7 +85,7 @@ def workload_of(name: str, config: ModelConfig, row_tokens: int) -> Workload:
         )
     # Rotary positions go on; what is too long for learned ones is said before anything is traced.
     model = family.from_config(config, device="meta")
-    limit = getattr(model, "position_limit", None)
+    limit = model.position_limit
     if limit is not None and row_tokens > limit:
         raise ConfigError(
             f"--seq {row_tokens} is longer than the {limit} positions of {name}. Use a shorter "

@@ -206,7 +206,7 @@ def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: s
 KINDS: Mapping[str, Kind] = {
     "low_rank": Kind(LowRankOptions, add_low_rank_, "a low-rank part beside linear layers"),
     "int8": Kind(NoOptions, store_as_int8_, "weights of layers kept as int8 rows"),
-    "resize": Kind(Sizes, resize_blocks_, "layers of other sizes"),
+    "resize": Kind(Sizes, resize_blocks_, "layers of other sizes, or without a part"),
 }
 
 
