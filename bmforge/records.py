@@ -15,19 +15,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bmforge.surgery import find_modules, find_repeated_blocks
+
 __all__ = [
+    "Cuts",
     "Keeper",
     "LaidOut",
     "Side",
     "Span",
     "Stack",
+    "Unit",
     "as_stack_",
     "fill_slot_",
+    "find_units",
     "laid_out",
     "note_",
     "record_of",
     "side_of",
     "swap_",
+    "units_of",
 ]
 
 
@@ -72,6 +78,65 @@ def fill_slot_(module: nn.Module, name: str, value: Any) -> None:
     setattr(module, name, value)
 
 
+@dataclass(frozen=True)
+class Unit:
+    """A part of a model that is used as a whole.
+
+    Args:
+        name: of the module in the model.
+        module: it.
+        is_gathered: its parameters are gathered together, where they are sharded.
+        is_block: it is one of the blocks: recomputed, compiled, streamed, its activations sent
+            away.
+        stage: of a pipeline on which it is; None without one.
+    """
+
+    name: str
+    module: nn.Module
+    is_gathered: bool
+    is_block: bool
+    stage: int | None = None
+
+
+class Cuts(Protocol):
+    """Where a model's units are; `models.LayoutRules` is one."""
+
+    @property
+    def zero_units(self) -> tuple[str, ...]:
+        """Modules whose parameters are gathered together."""
+
+    @property
+    def recompute_units(self) -> tuple[str, ...]:
+        """Modules whose activations may be recomputed."""
+
+
+def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
+    """Return a model's units in the order of its tree: by rules, or else its repeated blocks.
+
+    Raises:
+        ConfigError: a rule matches nothing.
+    """
+    if rules is None:
+        found = find_repeated_blocks(model)
+        return tuple(Unit(name, module, True, True) for name, module in found.items())
+    gathered = find_modules(model, globs=rules.zero_units)
+    blocks = find_modules(model, globs=rules.recompute_units)
+    return tuple(
+        Unit(name, module, name in gathered, name in blocks)
+        for name, module in model.named_modules()
+        if name in gathered or name in blocks
+    )
+
+
+def units_of(model: nn.Module) -> tuple[Unit, ...]:
+    """Return the units of a model that is laid out, or those by which it would be."""
+    record = laid_out(model)
+    if record is not None and record.units is not None:
+        return record.units
+    own: Any = getattr(model, "layout_rules", None)
+    return find_units(model, own() if callable(own) else None)
+
+
 @dataclass
 class LaidOut:
     """What `parallelize` and others have done with a model.
@@ -83,6 +148,7 @@ class LaidOut:
         prefetch: how many units ahead parameters are gathered.
         pipeline: what runs the stages, where a pipeline cuts the model.
         streamer: what brings weights that live elsewhere.
+        units: what is used as a whole, in the order of the model; of a pipeline those here.
     """
 
     mesh: DeviceMesh | None = None
@@ -91,10 +157,13 @@ class LaidOut:
     prefetch: int = 1
     pipeline: Any = None
     streamer: Any = None
+    units: tuple[Unit, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LaidOut:
         """Share what stands for processes; a copied model runs on the same ones."""
-        return copy.copy(self)
+        made = copy.copy(self)
+        made.units = copy.deepcopy(self.units, memo)
+        return made
 
 
 _RECORD = "_laid_out"

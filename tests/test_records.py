@@ -17,13 +17,16 @@ from bmforge.records import (
     Side,
     Span,
     Stack,
+    Unit,
     as_stack_,
     fill_slot_,
+    find_units,
     laid_out,
     note_,
     record_of,
     side_of,
     swap_,
+    units_of,
 )
 from bmforge.shards import Source, is_streamed, put_values_, source_of, whole_tensor
 
@@ -148,3 +151,46 @@ def test_a_slot_must_be_declared() -> None:
     """What nobody would read is not set."""
     with pytest.raises(AssertionError, match="Linear has no slot 'arrived'"):
         fill_slot_(nn.Linear(1, 1), "arrived", ())
+
+
+class Rules:
+    """Gathers whole blocks, recomputes what is inside them."""
+
+    zero_units = ("layers.*",)
+    recompute_units = ("layers.*.mlp", "layers.1")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2, 2)
+        self.layers = nn.ModuleList([Block(), Block()])
+
+
+def test_units_are_listed_once() -> None:
+    """By rules in the order of the tree, else the repeated blocks; of a laid-out model its own."""
+    model = Model()
+    found = [(unit.name, unit.is_gathered, unit.is_block) for unit in find_units(model, Rules())]
+    assert found == [
+        ("layers.0", True, False),
+        ("layers.0.mlp", False, True),
+        ("layers.1", True, True),
+        ("layers.1.mlp", False, True),
+    ]
+    assert [(u.name, u.module) for u in units_of(model)] == [
+        ("layers.0", model.layers[0]),
+        ("layers.1", model.layers[1]),
+    ]
+    record_of(model).units = (Unit("layers.1", model.layers[1], True, True, stage=3),)
+    assert [unit.name for unit in units_of(model)] == ["layers.1"]
+    other = copy.deepcopy(model)
+    assert units_of(other)[0].module is other.layers[1]
+    model.layout_rules = Rules  # type: ignore[assignment]
+    record_of(model).units = None
+    assert [unit.name for unit in units_of(model)] == [name for name, _, _ in found]

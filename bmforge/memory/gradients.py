@@ -1,140 +1,33 @@
-"""Which optimizer state leaves the device, and how gradients and weights travel.
+"""How gradients leave the device as they are produced, and who waits for stepped weights.
 
-The optimizers that use it are in `train/offload/optimizers.py`. What is chosen leaves from the end
-of the model: its gradients come first in backward and its weights are needed last in the next
-forward, so their way to the host and back has the most to hide behind.
+What leaves is chosen in `offload.py`; the optimizers that use it are in `train/offload`.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from bmforge.device import is_host, wide_dtype
-from bmforge.errors import ConfigError
-from bmforge.host_memory import available_host_bytes
+from bmforge.device import wide_dtype
 from bmforge.memory.copies import CopyEngine, Ticket
-from bmforge.memory.homes import Home, StateDtype
-from bmforge.memory.spill import SpillFile, format_bytes
-from bmforge.records import laid_out, note_, side_of
+from bmforge.memory.homes import Home
+from bmforge.memory.spill import SpillFile
+from bmforge.records import laid_out, note_, side_of, units_of
 from bmforge.shards import local_tensor
-from bmforge.surgery import find_repeated_blocks
 
 __all__ = [
     "Backlog",
     "Gradient",
     "LeftGradient",
-    "OffloadConfig",
-    "check_room",
-    "choose_parameters",
     "left_gradient",
     "wait_before_use",
 ]
-
-
-@dataclass(frozen=True)
-class OffloadConfig:
-    """What of the optimizer lives outside the device.
-
-    Args:
-        fraction: of the parameters, counted from the model's end, whose optimizer state (and fp32
-            master weights, where the device computes with bf16 ones) leaves; whole parameters, at
-            least so many. "auto": as many as the device has no room for, found at the first step.
-        target: host memory, or a file on disk.
-        states: how moments are kept there; they compute in fp32.
-        directory: of the file; None takes the system's temporary directory.
-        weights: blocks' weights live there as well and stream in; for one process, with fraction 1.
-        activations: what blocks keep for backward goes to the host, but for the last block's.
-        gradients: "leave": they go to the host as they are produced; "stay": they wait for the step
-            where they are; "auto": leave, unless the device is the host.
-    """
-
-    fraction: float | Literal["auto"] = 0.0
-    target: Literal["host", "disk"] = "host"
-    states: StateDtype = "fp32"
-    directory: Path | None = None
-    weights: bool = False
-    activations: bool = False
-    gradients: Literal["auto", "leave", "stay"] = "auto"
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for a value out of range or one without effect."""
-        if self.fraction != "auto" and not 0.0 <= self.fraction <= 1.0:
-            raise ConfigError(
-                f"offload.fraction={self.fraction} must lie between 0 (nothing leaves the device) "
-                'and 1 (everything does), or be "auto".'
-            )
-        if self.directory is not None and self.target != "disk":
-            raise ConfigError(
-                f"offload.directory={str(self.directory)!r} has no effect with offload.target="
-                f"{self.target!r}. Set offload.target=disk or leave it out."
-            )
-        if self.weights and self.fraction != 1.0:
-            raise ConfigError(
-                f"offload.weights streams the weights that the optimizer steps outside the device: "
-                f"it needs offload.fraction=1, not {self.fraction}."
-            )
-        for field in ("target", "states", "gradients"):
-            value = getattr(self, field)
-            if not self.is_on and value != type(self).__dataclass_fields__[field].default:
-                raise ConfigError(
-                    f"offload.{field}={value!r} has no effect: offload.fraction is 0. Set a "
-                    "fraction up to 1, or auto."
-                )
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything may leave."""
-        return self.fraction != 0.0
-
-    def leaves(self, device: torch.device) -> bool:
-        """Whether gradients leave `device` as they are produced."""
-        return self.gradients == "leave" or (self.gradients == "auto" and not is_host(device))
-
-
-def choose_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> set[int]:
-    """Return the ids of the last parameters that make up at least `fraction` of all elements.
-
-    Whole tensors are counted, not shards, so all processes choose alike.
-    """
-    needed = fraction * sum(parameter.numel() for parameter in parameters)
-    chosen: set[int] = set()
-    for parameter in reversed(parameters):
-        if needed <= 0:
-            break
-        chosen.add(id(parameter))
-        needed -= parameter.numel()
-    return chosen
-
-
-def check_room(needed_bytes: int) -> None:
-    """Raise unless the host has memory for what all processes on it will keep there.
-
-    Args:
-        needed_bytes: by this process.
-
-    Raises:
-        ConfigError: it has less.
-    """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    available = available_host_bytes()
-    if available is not None and needed_bytes * local > available:
-        raise ConfigError(
-            f"offloading needs {format_bytes(needed_bytes * local)} of host memory "
-            f"({format_bytes(needed_bytes)} for each of {local} processes) and "
-            f"{format_bytes(available)} are available. Use offload.target=disk, offload.states="
-            "8bit, or a smaller offload.fraction."
-        )
 
 
 class Backlog:
@@ -309,7 +202,7 @@ def wait_before_use(
     Returns:
         handles that end it.
     """
-    units = _units(model)
+    units = _outermost(unit.module for unit in units_of(model) if unit.is_gathered)
     record = laid_out(model)
     ahead = 1 + (1 if record is None else record.prefetch)
     owned = [list(unit.parameters()) for unit in units]
@@ -331,9 +224,8 @@ def _hook(
     return module.register_forward_pre_hook(lambda *args: wait(needed), prepend=True)
 
 
-def _units(model: nn.Module) -> list[nn.Module]:
-    """Return what is used as a whole, in the order of the model."""
-    sharded = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
-    inner = {id(m) for outer in sharded for m in outer.modules() if m is not outer}
-    outermost: list[nn.Module] = [m for m in sharded if id(m) not in inner]
-    return outermost or list(find_repeated_blocks(model).values())
+def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are in no other of them."""
+    found = list(modules)
+    inner = {id(m) for outer in found for m in outer.modules() if m is not outer}
+    return [module for module in found if id(module) not in inner]

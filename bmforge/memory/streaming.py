@@ -19,9 +19,9 @@ from bmforge.device import is_host
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, Ticket, make_copy_engine
 from bmforge.memory.recompute import apply_recompute_
-from bmforge.records import note_, record_of
+from bmforge.records import note_, record_of, units_of
 from bmforge.shards import local_tensor
-from bmforge.surgery import find_repeated_blocks, persistent_tensors, wrap_forward_
+from bmforge.surgery import persistent_tensors, wrap_forward_
 
 __all__ = ["ReadWeights", "Streamer", "stream_blocks_"]
 
@@ -230,7 +230,7 @@ def stream_blocks_(
         read: where weights come from, such as `models.weight_reader`.
         device: where blocks compute.
         blocks: names of the modules to stream, in the order in which they run; None takes all
-            repeated blocks.
+            blocks that the model has.
         engine: copies; None makes one.
 
     Raises:
@@ -238,10 +238,12 @@ def stream_blocks_(
 
     Memory: two blocks' weights on the device, and on an accelerator as much of locked host memory.
     """
-    names = list(find_repeated_blocks(model)) if blocks is None else list(blocks)
-    if not names:
+    if blocks is None:
+        found = [(unit.name, unit.module) for unit in units_of(model) if unit.is_block]
+    else:
+        found = [(name, model.get_submodule(name)) for name in blocks]
+    if not found:
         raise ConfigError(f"{type(model).__name__} has no repeated blocks that could be streamed.")
-    found = [(name, model.get_submodule(name)) for name in names]
     for name, module in found:
         for own, parameter in persistent_tensors(module).items():
             if local_tensor(parameter) is not parameter:

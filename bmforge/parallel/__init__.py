@@ -5,7 +5,8 @@ here imports `nn` or `models`: what to cut where comes as data (name globs) with
 layout to take on which machines is said by `plan` (`planner/search.py`).
 """
 
-from bmforge.memory.gradients import OffloadConfig, left_gradient
+from bmforge.memory.gradients import left_gradient
+from bmforge.memory.offload import OffloadConfig
 from bmforge.parallel.distributed import (
     World,
     init_distributed,

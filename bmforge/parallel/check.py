@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -19,21 +20,13 @@ from bmforge.parallel.pipeline.schedules import Schedule, build_schedule
 from bmforge.parallel.pipeline.schedules import problems as schedule_problems
 from bmforge.parallel.pipeline.stages import Cutting, PipelineRules, plan_cutting
 from bmforge.parallel.tensor.cuts import Cut, find_cuts, tensor_problems
-from bmforge.surgery import find_modules, find_repeated_blocks
+from bmforge.records import Cuts, Unit, find_units
 
 __all__ = ["Plan", "Rules", "check_layout"]
 
 
-class Rules(PipelineRules, Protocol):
+class Rules(PipelineRules, Cuts, Protocol):
     """Name globs of what is cut where; `models.LayoutRules` is one."""
-
-    @property
-    def zero_units(self) -> tuple[str, ...]:
-        """Modules whose parameters are gathered together."""
-
-    @property
-    def recompute_units(self) -> tuple[str, ...]:
-        """Modules whose activations may be recomputed."""
 
     @property
     def tensor_parallel(self) -> tuple[Cut, ...]:
@@ -44,14 +37,23 @@ class Rules(PipelineRules, Protocol):
 class Plan:
     """What is to be done, once everything has been checked."""
 
-    units: list[nn.Module]
-    blocks: list[nn.Module]
+    units: tuple[Unit, ...]
     styles: dict[str, Cut]
     stacks: list[nn.Module]
     cutting: Cutting | None
     stage_ranks: tuple[int, ...]
     dtype: torch.dtype | None
     is_sharded: bool
+
+    @property
+    def gathered(self) -> list[nn.Module]:
+        """Modules whose parameters are gathered together."""
+        return [unit.module for unit in self.units if unit.is_gathered]
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Modules that may be recomputed, compiled, and their activations sent away."""
+        return [unit.module for unit in self.units if unit.is_block]
 
     def stages_of(self, rank: int) -> list[int]:
         """The pipeline's stages on one of its ranks."""
@@ -62,8 +64,7 @@ class Plan:
         left = {id(module) for module in model.modules()}
         return replace(
             self,
-            units=[module for module in self.units if id(module) in left],
-            blocks=[module for module in self.blocks if id(module) in left],
+            units=tuple(unit for unit in self.units if id(unit.module) in left),
             stacks=[stack for stack in self.stacks if any(True for _ in stack.children())],
         )
 
@@ -80,12 +81,11 @@ def check_layout(
     """Find the units, or raise everything that does not fit in one `ConfigError`."""
     problems = layout.problems(world.size)
     rules = _rules_of(model, rules)
-    units = _collect(model, rules, "zero_units", problems)
-    blocks = _collect(model, rules, "recompute_units", problems) if need_blocks else {}
+    units = _find_units(model, rules, problems)
     dtype = _half_dtype(precision, problems)
     if prefetch < 0:
         problems.append(f"prefetch={prefetch} must not be negative")
-    if need_blocks and not blocks and not problems:
+    if need_blocks and not problems and not any(unit.is_block for unit in units):
         problems.append("recompute and compile work on repeated blocks, and the model has none")
     is_sharded = world.size > layout.tp * layout.pp or dtype is not None
     if is_sharded:
@@ -103,8 +103,8 @@ def check_layout(
             "fp32",
             precision,
         )
-    found = list(units.values()), list(blocks.values())
-    return Plan(*found, styles, stacks, cutting, stage_ranks, dtype, is_sharded)
+    units = tuple(replace(unit, stage=_stage_of(unit.name, cutting)) for unit in units)
+    return Plan(units, styles, stacks, cutting, stage_ranks, dtype, is_sharded)
 
 
 def _check_blocks(
@@ -170,17 +170,20 @@ def _rules_of(model: nn.Module, rules: Rules | None) -> Rules | None:
     return rules or (own() if callable(own) else None)
 
 
-def _collect(
-    model: nn.Module, rules: Rules | None, which: str, problems: list[str]
-) -> dict[str, nn.Module]:
-    """Return name -> module of the units; what goes wrong is added to `problems`."""
-    if rules is None:
-        return find_repeated_blocks(model)
+def _find_units(model: nn.Module, rules: Rules | None, problems: list[str]) -> tuple[Unit, ...]:
+    """Return the model's units; what goes wrong is added to `problems`."""
     try:
-        return find_modules(model, globs=getattr(rules, which))
+        return find_units(model, rules)
     except BmforgeError as error:
-        problems.append(f"{which}: {error}")
-        return {}
+        problems.append(f"zero_units and recompute_units: {error}")
+        return ()
+
+
+def _stage_of(name: str, cutting: Cutting | None) -> int | None:
+    """Return the first stage of a pipeline on which a module is."""
+    homes = {} if cutting is None else cutting.homes
+    found = (min(on) for home, on in homes.items() if f"{name}.".startswith(f"{home}."))
+    return next(found, None)
 
 
 def _half_dtype(precision: str, problems: list[str]) -> torch.dtype | None:
@@ -192,13 +195,14 @@ def _half_dtype(precision: str, problems: list[str]) -> torch.dtype | None:
     return None if dtype == torch.float32 else dtype
 
 
-def _split_ties(model: nn.Module, units: dict[str, nn.Module]) -> list[str]:
+def _split_ties(model: nn.Module, units: Sequence[Unit]) -> list[str]:
     """Return a problem for every parameter that two units, or a unit and the root, share."""
+    gathered = {unit.name for unit in units if unit.is_gathered}
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         around = (name[:end] for end, letter in enumerate(name) if letter == ".")
-        unit = next((u for u in around if u in units), "the root")
+        unit = next((u for u in around if u in gathered), "the root")
         owners.setdefault(id(parameter), set()).add(unit)
         names.setdefault(id(parameter), name)
     return [

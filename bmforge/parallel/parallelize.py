@@ -90,7 +90,7 @@ def parallelize(
     if plan.is_sharded:
         apply_zero_(
             model,
-            plan.units,
+            plan.gathered,
             mesh,
             zero=layout.zero,
             dtype=plan.dtype,
@@ -109,7 +109,7 @@ def parallelize(
             frees=layout.zero == 3,
             splits=not (plan.is_sharded or recompute or compile or offload_activations),
         )
-    record.precision = precision
+    record.units, record.precision = plan.units, precision
     return model
 
 

@@ -12,7 +12,9 @@ from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, init_weights_
 from bmforge.models.rules import LayoutRules
 from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize, run_step
 from bmforge.parallel.planner.dry_run import dry_run
+from bmforge.records import laid_out, units_of
 from bmforge.shards import local_tensor
+from bmforge.surgery import wrappers_of
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
 from bmforge.train.optim.build import OptimConfig, build_optimizers, clip_grad_norm_
 
@@ -204,6 +206,22 @@ def lay_out_own(layout):
 def test_a_model_without_rules_is_refused(axis):
     with pytest.raises(DistributedError, match=rf"(?s)rank 0.*{axis}=2.*rank 1.*{axis}=2"):
         run_distributed(lay_out_own, 2, Layout(**{axis: 2}))
+
+
+def list_units():
+    model = parallelize(tiny("llama"), Layout(pp=2, pp_cut=(1, 2)), recompute=True)
+    assert laid_out(model).layout.pp == 2
+    return [
+        (unit.name, unit.stage, dict(wrappers_of(unit.module)).keys() == {"recompute"})
+        for unit in units_of(model)
+    ]
+
+
+def test_units_are_those_of_this_stage():
+    """The list that everybody uses has what is here, and says where; all of it is recomputed."""
+    first, second = run_distributed(list_units, 2)
+    assert first == [("layers.0", 0, True)]
+    assert second == [("layers.1", 1, True), ("layers.2", 1, True)]
 
 
 def lay_out_without_a_place():
