@@ -107,7 +107,7 @@ def build_optimizers(
     Args:
         model: laid out.
         config: which optimizer.
-        offloaded: of the kind whose state may leave the device, see `Offloader`.
+        offloaded: of the kind whose state may leave the device, see `StateOffload`.
 
     Raises:
         ConfigError: nothing is trainable, name="muon" and there is no hidden matrix, or the
