@@ -146,7 +146,8 @@ class LaidOut:
         layout: that it was laid out as.
         precision: in which blocks compute.
         prefetch: how many units ahead parameters are gathered.
-        pipeline: what runs the stages, where a pipeline cuts the model.
+        pipeline: what runs the stages, where a pipeline cuts the model, and
+        whole: the whole model on meta, as it was before.
         streamer: what brings weights that live elsewhere.
         units: what is used as a whole, in the order of the model; of a pipeline those here.
     """
@@ -156,6 +157,7 @@ class LaidOut:
     precision: str | None = None
     prefetch: int = 1
     pipeline: Any = None
+    whole: Any = None
     streamer: Any = None
     units: tuple[Unit, ...] | None = None
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,11 @@ from bmforge.models import Model
 from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
 from bmforge.models.init import materialize_
+from bmforge.models.stack import StackSpec, number_places_
 from bmforge.nn import remake
-from bmforge.parallel.planner.trace import Workload
+from bmforge.parallel.planner.workload import Workload
 from bmforge.recipes.run import family_of
+from bmforge.surgery import persistent_tensors
 
 __all__ = ["read_model", "workload_of"]
 
@@ -74,15 +77,17 @@ def workload_of(name: str, config: ModelConfig, row_tokens: int) -> Workload:
             "needs equally many. Use --set num_decoder_layers and num_layers to make them so."
         )
     # Rotary positions go on; what is too long for learned ones is said before anything is traced.
-    limit = family.from_config(config, device="meta").position_limit
+    model = family.from_config(config, device="meta")
+    limit = model.position_limit
     if limit is not None and row_tokens > limit:
         raise ConfigError(
             f"--seq {row_tokens} is longer than the {limit} positions of {name}. Use a shorter "
             f"one, or --set max_seq_len={row_tokens}."
         )
+    first, *others = _find_kinds(model).values()
     return Workload(
         name,
-        partial(_build, family, config),
+        partial(_build, family, config, first[0]),
         partial(_make_batch, row_tokens),
         _loss,
         materialize_,
@@ -90,17 +95,41 @@ def workload_of(name: str, config: ModelConfig, row_tokens: int) -> Workload:
         row_tokens,
         config.hidden_size,
         config.flops_per_token(row_tokens),
+        tuple((partial(_build, family, config, numbers[0]), len(numbers)) for numbers in others),
         seen_as_plain,
     )
 
 
-def _build(family: type[Model], config: ModelConfig, depth: int) -> Model:
-    return family.from_config(_with_depth(config, depth), device="meta")
+def _find_kinds(model: Model) -> dict[Any, list[int]]:
+    """Return the numbers of the layers that are alike, in all stacks, the most frequent first."""
+    stacks = [model.get_submodule(name) for name in model.layout_rules().stacks]
+    kinds: dict[Any, list[int]] = {}
+    for number in range(len(stacks[0])):
+        blocks: list[Any] = [stack.get_submodule(str(number)) for stack in stacks]
+        specs = tuple(block.spec for block in blocks)
+        tensors = tuple(
+            (name, tensor.shape, tensor.dtype, tensor.requires_grad)
+            for block in blocks
+            for name, tensor in persistent_tensors(block).items()
+        )
+        kinds.setdefault((specs, tensors), []).append(number)
+    return dict(sorted(kinds.items(), key=lambda kind: -len(kind[1])))
 
 
-def _with_depth(config: ModelConfig, depth: int) -> ModelConfig:
-    stacks = [f.name for f in fields(config) if f.name in ("num_layers", "num_decoder_layers")]
-    return config.replace(**dict.fromkeys(stacks, depth))
+def _build(family: type[Model], config: ModelConfig, number: int, depth: int) -> Model:
+    """Return the model on meta with `depth` copies of one layer, and of no other."""
+    model = family.from_config(config, device="meta")
+    for name in model.layout_rules().stacks:
+        stack: Any = model.get_submodule(name)
+        block = stack[str(number)]
+        stack.clear()
+        for place in range(depth):
+            stack[str(place)] = copy.deepcopy(block)
+        number_places_(stack)
+    spec = getattr(model, "spec", None)
+    if isinstance(spec, StackSpec):
+        model.spec = replace(spec, block=block.spec, blocks={})
+    return model
 
 
 def _make_batch(row_tokens: int, rows: int) -> dict[str, Tensor]:

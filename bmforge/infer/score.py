@@ -25,7 +25,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.infer.generate import evaluating, generate
 from bmforge.models.base import Model
 from bmforge.models.seq2seq import shift_right
-from bmforge.parallel import World, mesh_of, reshard_, sum_over_axes
+from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
 
 __all__ = [
     "Choice",
@@ -203,7 +203,7 @@ def _collect(
                 found[mine] = part[: len(mine)].to(found)
     reshard_(model)
     assert found is not None
-    return sum_over_axes(found, mesh_of(model), "dp_replicate", "dp_shard")
+    return sum_over_axes(found, mesh_of(model), *ROW_AXES)
 
 
 def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:

@@ -26,7 +26,7 @@ from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
-from bmforge.models.stack import find_heads
+from bmforge.models.stack import expert_names, find_heads
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, expand_rules
 from bmforge.records import laid_out
@@ -176,9 +176,8 @@ class Model(nn.Module):
 
     def whole(self) -> Model:
         """Return a description of the whole model where this is a part of it in a pipeline."""
-        if self._pipeline is None:
-            return self
-        return type(self).from_config(self.config, device="meta")
+        record = laid_out(self)
+        return self if record is None or record.whole is None else record.whole
 
     def _stage_rank(self, name: str) -> int:
         """Return which rank of the pipeline has a parameter; 0 without one."""
@@ -246,7 +245,10 @@ class Model(nn.Module):
     def expand(self, rules: Sequence[WeightRule]) -> list[WeightRule]:
         """Return rules with numbers put in, for every tensor; changed ones have our names."""
         shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(self).items()}
-        return expand_rules(rules, shapes, self._own_names())
+        own = self._own_names()
+        if not any(".mlp.experts." in rule.ours for rule in rules):
+            own |= expert_names(self)
+        return expand_rules(rules, shapes, own)
 
     def _own_names(self) -> set[str]:
         """Return the names of tensors that published checkpoints have no place for."""

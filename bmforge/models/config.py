@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.changes import CHANGES_KEY, Change, changes_from_json, changes_to_json
 from bmforge.models.heads import Head, check_head
-from bmforge.models.sizes import LayerSizes
+from bmforge.models.sizes import LayerSizes, Sizes
+from bmforge.surgery import match_glob
 
 __all__ = ["ModelConfig", "read_config_file"]
 
@@ -267,8 +269,21 @@ class ModelConfig:
         return sum(layer.kv_width for layer in layers) * bytes_per_element
 
     def stack_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the sizes of every layer, by the names of their stacks; the last one writes."""
-        return self.own_sizes()
+        """Return the sizes of every layer, by the names of their stacks; the last one writes.
+
+        They are what `own_sizes` says, changed by what `changes` holds.
+        """
+        stacks = self.own_sizes()
+        for change in self.changes:
+            if change.kind != "resize":
+                continue
+            sizes = config_from_dict(Sizes, dict(change.options), "options.")
+            for stack, layers in stacks.items():
+                for number, layer in enumerate(layers):
+                    name = f"{stack}.{number}"
+                    if any(match_glob(name, glob) for glob in change.where):
+                        layers[number] = layer.resized(sizes, name)
+        return stacks
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
         """Return the sizes that the family gives its layers; one with other ones overrides this."""

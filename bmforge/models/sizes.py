@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any
 
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError
 from bmforge.nn import BlockSpec, MLPSpec, MoESpec
 
 __all__ = ["LayerSizes", "Sizes", "feed_sizes", "sizes_of"]
@@ -58,29 +57,10 @@ class Sizes:
         if self.attn is False and heads:
             problems.append("attention that is taken away has no heads")
         if problems:
-            raise ConfigError(
-                f"resize: {'; '.join(problems)}. Give some of {', '.join(_names(type(self)))}."
-            )
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """Read the options of a change.
-
-        Raises:
-            ConfigError: an unknown name; the nearest known one is given.
-        """
-        known = _names(cls)
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"resize has no option {name!r}.{suggest(name, known)} Known: "
-                    f"{', '.join(known)}."
-                )
-        return cls(**options)
+            raise ConfigError(f"resize: {'; '.join(problems)}. Give some of {', '.join(_NAMES)}.")
 
 
-def _names(kind: type) -> list[str]:
-    return [f.name for f in fields(kind)]
+_NAMES = [f.name for f in fields(Sizes)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
-from bmforge.nn import AttentionSpec, Block, BlockSpec
+from bmforge.nn import AttentionSpec, Block, BlockSpec, MoE
 from bmforge.nn.cuts import TokenCut, TokenShare
 from bmforge.records import Span, Stack
 
@@ -20,6 +20,7 @@ __all__ = [
     "build_layers",
     "check_ids",
     "differing",
+    "expert_names",
     "find_block",
     "find_heads",
     "number_places_",
@@ -92,6 +93,14 @@ def width_into(model: nn.Module, name: str) -> int:
     attn = spec.cross_attn if ".cross_attn." in name else spec.attn
     assert attn is not None
     return attn.num_heads * attn.head_dim
+
+
+def expert_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters of experts and their routers."""
+    found = (name for name, module in model.named_modules() if isinstance(module, MoE))
+    return {
+        f"{name}.{key}" for name in found for key, _ in model.get_submodule(name).named_parameters()
+    }
 
 
 def find_block(model: nn.Module, name: str) -> Block:

@@ -32,6 +32,7 @@ from bmforge.parallel.pipeline.stages import drop_the_rest_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_
 from bmforge.records import record_of
+from bmforge.surgery import copy_to_meta
 
 __all__ = ["Rules", "parallelize"]
 
@@ -80,6 +81,7 @@ def parallelize(
     record.mesh, record.layout, record.prefetch = mesh, layout, prefetch
     shared: dict[str, list[int]] = {}
     if division.cutting is not None:
+        record.whole = copy_to_meta(model)
         shared = drop_the_rest_(
             model, division.cutting, division.stages_of(mesh.get_local_rank("pp"))
         )

@@ -14,70 +14,32 @@ from bmforge.infer import generate
 from bmforge.memory.activations import apply_activation_offload_
 from bmforge.memory.copies import make_copy_engine
 from bmforge.memory.streaming import stream_blocks_
-from bmforge.models import Change, Model, ModelConfig, init_weights_
+from bmforge.models import Model, ModelConfig, init_weights_
 from bmforge.models.changes import freeze_base_
-from bmforge.models.sizes import sizes_of
-from bmforge.nn import Block, LMHead
-from bmforge.nn.int8 import Int8Experts, RowStore
-from bmforge.nn.low_rank import ExpertsLowRank, LowRank
-from bmforge.nn.moe import Experts
 from bmforge.parallel import Layout
 from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_batch, make_labels
 from bmforge.testing.capability import capability
+from bmforge.testing.changed import (
+    change_everything,
+    list_outputs,
+    list_parts,
+    list_stored,
+    low_rank_everywhere,
+    merge_parts_,
+    resized,
+    run_step_of,
+    silence_the_rest_,
+    spread_parts_,
+    stored_as_int8,
+    value_of,
+    widen,
+)
 from bmforge.testing.layouts import check_layout, train_and_save
 from bmforge.testing.pool import run_distributed
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
-__all__ = ["ChangedSuite", "low_rank_everywhere", "stored_as_int8"]
-
-_RANK = 2
-# Layers that get a part, and layers that are kept as int8 rows: some get both, some neither.
-_PARTS_BESIDE = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-_STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
-
-
-def resized(model: nn.Module) -> list[Change]:
-    """Return half the heads and half the features for the last block of every stack."""
-    last = {name.rpartition(".")[0]: name for name, m in model.named_modules() if is_block(m)}
-    changes = []
-    for name in last.values():
-        sizes = sizes_of(model.get_submodule(name).spec)
-        options = {}
-        if sizes.num_heads >= 2 * sizes.num_kv_heads or sizes.num_heads >= 4:
-            options["num_heads"] = sizes.num_heads // 2
-        if sizes.intermediate_size:
-            options["intermediate_size"] = sizes.intermediate_size // 2
-        changes.append(Change("resize", (name,), options))
-    return changes
-
-
-def is_block(module: nn.Module) -> bool:
-    """Tell a block from other modules."""
-    return isinstance(module, Block)
-
-
-def low_rank_everywhere(model: nn.Module) -> Change:
-    """Return parts beside projections, experts and the language model's head."""
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (LMHead, Experts))
-        or (isinstance(module, nn.Linear) and name.endswith(_PARTS_BESIDE))
-    ]
-    return Change("low_rank", tuple(found), {"rank": _RANK, "alpha": 3.0})
-
-
-def stored_as_int8(model: nn.Module) -> Change:
-    """Return int8 rows for projections, experts, the token embedding and the head."""
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (LMHead, Experts))
-        or (isinstance(module, nn.Linear) and name.endswith(_STORED))
-        or (isinstance(module, nn.Embedding) and name == "embed")
-    ]
-    return Change("int8", tuple(found))
+__all__ = ["ChangedSuite"]
 
 
 class ChangedSuite:
@@ -100,16 +62,7 @@ class ChangedSuite:
 
     def changed_config(self, tiny: Model) -> ModelConfig:
         """Return a model's config with every change at once."""
-        narrowed = copy.deepcopy(tiny)
-        for change in resized(tiny):
-            narrowed.change_(change)
-        return tiny.config.replace(
-            changes=(
-                *narrowed.config.changes,
-                low_rank_everywhere(narrowed),
-                stored_as_int8(narrowed),
-            )
-        )
+        return tiny.config.replace(changes=change_everything(tiny))
 
     @capability("low-rank")
     def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
@@ -117,17 +70,17 @@ class ChangedSuite:
         model, batch = self._doubled(tiny)
         whole = copy.deepcopy(model)
         model.change_(low_rank_everywhere(model))
-        for part in _parts(model):
+        for part in list_parts(model):
             for name, parameter in part.named_parameters():
                 if name.endswith("up"):
                     nn.init.normal_(parameter, std=0.1)
-        merged = _merge(model, whole)
-        got, want = _run(model, batch), _run(whole, batch)
+        merged = merge_parts_(model, whole)
+        got, want = run_step_of(model, batch), run_step_of(whole, batch)
         assert_close(got["loss"], want["loss"])
         for name, (down, up, scale) in merged.items():
             grad = want[f"grad/{name}"]
-            assert_close(got[f"grad/{up}"], scale * grad @ _value(model, down).mT)
-            assert_close(got[f"grad/{down}"], scale * _value(model, up).mT @ grad)
+            assert_close(got[f"grad/{up}"], scale * grad @ value_of(model, down).mT)
+            assert_close(got[f"grad/{down}"], scale * value_of(model, up).mT @ grad)
 
     @capability("int8")
     def test_int8_has_the_bits_of_its_dequantised_twin(self, tiny: Model) -> None:
@@ -137,9 +90,9 @@ class ChangedSuite:
         model.change_(stored_as_int8(model))
         kept = dict(twin.named_parameters(remove_duplicate=False))
         with torch.no_grad():
-            for name, rows, scale in _stored(model):
+            for name, rows, scale in list_stored(model):
                 kept[name].copy_(rows.double() * scale.double()[..., None])
-        got, want = _run(model, batch), _run(twin, batch)
+        got, want = run_step_of(model, batch), run_step_of(twin, batch)
         assert_equal_trees(got, {name: want[name] for name in got})
 
     @capability("resize")
@@ -149,8 +102,8 @@ class ChangedSuite:
         whole = copy.deepcopy(model)
         for change in resized(tiny):
             model.change_(change)
-        _silence_the_rest_(whole, model)
-        got, want = _run(model, batch), _run(whole, batch)
+        silence_the_rest_(whole, model)
+        got, want = run_step_of(model, batch), run_step_of(whole, batch)
         assert_close(got["loss"], want["loss"])
         counted = sum(tensor.numel() for tensor in persistent_tensors(model).values())
         assert counted < sum(tensor.numel() for tensor in persistent_tensors(whole).values())
@@ -163,28 +116,30 @@ class ChangedSuite:
         model = self.model_class.from_config(changed).eval()
         meta = init_weights_(self.model_class.from_config(changed, device="meta"), 0)
         assert_equal_trees(meta.state_dict(), model.state_dict())
-        after = self.model_class.from_config(tiny.config)
-        for change in changed.changes:
-            after.change_(change)
+        *sizes, parts, rows = changed.changes  # layers that are narrowed later keep what they had
+        after = self.model_class.from_config(tiny.config.replace(changes=tuple(sizes)))
+        after.change_(parts).change_(rows)
         assert_equal_trees(after.state_dict(), model.state_dict())
-        _spread_parts_(model)
+        spread_parts_(model)
         model.save_pretrained(tmp_path)
         again = self.model_class.from_pretrained(tmp_path)
         assert again.config == changed
         assert_equal_trees(persistent_tensors(again), persistent_tensors(model))
         inputs = self.make_inputs(model)
-        assert_equal_trees(_logits(again(**inputs)), _logits(model(**inputs)))
-        assert_equal_trees(_logits(copy.deepcopy(model)(**inputs)), _logits(model(**inputs)))
+        assert_equal_trees(list_outputs(again(**inputs)), list_outputs(model(**inputs)))
+        assert_equal_trees(
+            list_outputs(copy.deepcopy(model)(**inputs)), list_outputs(model(**inputs))
+        )
 
     @capability("changed: recompute", "changed: stream", "changed: offload")
     def test_changed_streams(self, changed: ModelConfig) -> None:
         """Blocks with packed weights and parts stream in, what they keep waits on the host."""
         model = self.model_class.from_config(changed)
-        _spread_parts_(model)
+        spread_parts_(model)
         freeze_base_(model)
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
-        want = _run(model, batch)
+        want = run_step_of(model, batch)
         kept = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
         blocks = find_modules(model, globs=model.layout_rules().recompute_units)
         streamer = stream_blocks_(
@@ -196,7 +151,7 @@ class ChangedSuite:
         engine = make_copy_engine(torch.device("cpu"), records=True)
         units = list(blocks.values())
         apply_activation_offload_(units, engine, keep_last=0, smallest_elements=1)
-        assert_equal_trees(_run(model, batch), want)
+        assert_equal_trees(run_step_of(model, batch), want)
         assert engine.events
         streamer.close()
 
@@ -206,11 +161,11 @@ class ChangedSuite:
         """Training a changed model is one graph without breaks, with the same numbers."""
         torch.compiler.reset()
         model = self.model_class.from_config(changed, dtype=torch.float64)
-        batch = _widen(self.make_inputs(model))
+        batch = widen(self.make_inputs(model))
         batch |= make_labels(model, batch)
-        want = _run(model, batch)
+        want = run_step_of(model, batch)
         compiled = torch.compile(model, fullgraph=True, backend="eager")
-        assert_close(_run(compiled, batch, model), want)
+        assert_close(run_step_of(compiled, batch, model), want)
         torch.compiler.reset()
 
     def write_text(self, model: Any) -> Tensor | None:
@@ -224,16 +179,16 @@ class ChangedSuite:
         """Parts on packed layers write what the plain model of the same weights writes."""
         model = copy.deepcopy(tiny).double()
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
-        _spread_parts_(model, 1.0)
+        spread_parts_(model, 1.0)
         plain = copy.deepcopy(tiny).double()
         kept = dict(plain.named_parameters(remove_duplicate=False))
         with torch.no_grad():
-            for name, rows, scale in _stored(model):
+            for name, rows, scale in list_stored(model):
                 kept[name].copy_(rows.double() * scale.double()[..., None])
         before = self.write_text(plain)
         if before is None:
             pytest.skip("writes no text")
-        _merge(model, plain)
+        merge_parts_(model, plain)
         got, want = self.write_text(model), self.write_text(plain)
         assert torch.equal(got, want)
         assert not torch.equal(want, before)
@@ -306,112 +261,5 @@ class ChangedSuite:
     def _doubled(self, tiny: Model) -> tuple[Any, Batch]:
         """Return a copy in float64 and a batch for it."""
         model = copy.deepcopy(tiny).double()
-        batch = _widen(self.make_inputs(model))
+        batch = widen(self.make_inputs(model))
         return model, batch | make_labels(model, batch)
-
-
-def _widen(batch: Batch) -> dict[str, Tensor]:
-    return {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
-
-
-def _parts(model: nn.Module) -> list[nn.Module]:
-    return [part for part in model.modules() if isinstance(part, (LowRank, ExpertsLowRank))]
-
-
-def _spread_parts_(model: nn.Module, std: float = 0.1) -> None:
-    """Let parts add something: their second matrices are zero at first."""
-    generator = torch.Generator().manual_seed(7)
-    for part in _parts(model):
-        for name, parameter in part.named_parameters():
-            if name.endswith("up"):
-                parameter.data.normal_(0.0, std, generator=generator)
-
-
-def _merge(model: nn.Module, whole: nn.Module) -> dict[str, tuple[str, str, float]]:
-    """Add what parts add to the plain weights of `whole`; tied weights part ways.
-
-    Returns:
-        name of each merged weight -> names of its part's matrices, and the part's scale.
-    """
-    merged: dict[str, tuple[str, str, float]] = {}
-    for name, part in model.named_modules():
-        if not isinstance(part, (LowRank, ExpertsLowRank)):
-            continue
-        owner = name.rpartition(".")[0]
-        keys = {"weight": ""} if isinstance(part, LowRank) else {k: f"{k}_" for k in part.keys}
-        for key, stem in keys.items():
-            down, up = f"{name}.{stem}down", f"{name}.{stem}up"
-            module = whole.get_submodule(owner)
-            added = part.scale * _value(model, up) @ _value(model, down)
-            plain = getattr(module, key).detach()
-            setattr(module, key, nn.Parameter(plain + added))
-            merged[f"{owner}.{key}"] = down, up, part.scale
-    return merged
-
-
-def _value(model: nn.Module, name: str) -> Tensor:
-    return model.get_parameter(name).detach()
-
-
-def _stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
-    """Return name, rows and scales of every packed weight."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, RowStore):
-            found.append((f"{name}.weight", module.weight, module.scale))
-        elif isinstance(module, Int8Experts):
-            found += [
-                (f"{name}.{key}", getattr(module, key), getattr(module, f"{key}_scale"))
-                for key in ("gate_proj", "up_proj", "down_proj")
-                if getattr(module, key) is not None
-            ]
-    return found
-
-
-@torch.no_grad()
-def _silence_the_rest_(whole: nn.Module, narrow: nn.Module) -> None:
-    """Make zero what the narrower blocks have not of the last projections of attention and MLP."""
-    for name, block in narrow.named_modules():
-        if not is_block(block):
-            continue
-        old: Any = whole.get_submodule(name)
-        new_spec, old_spec = block.spec.attn, old.spec.attn
-        if new_spec is not None and new_spec.num_heads < old_spec.num_heads:
-            for attn in (old.attn, old.cross_attn):
-                if attn is not None:
-                    _silence_heads_(attn.o_proj.weight, new_spec, old_spec)
-                    _rescale_(attn.o_proj.weight, new_spec.out_scale, old_spec.out_scale)
-        if old.mlp is not None:
-            kept, experts = block.spec.mlp.intermediate_size, getattr(old.mlp, "experts", None)
-            last = old.mlp.down_proj.weight if experts is None else experts.down_proj
-            last[..., kept:] = 0
-            _rescale_(last, block.spec.mlp.out_scale, old.spec.mlp.out_scale)
-
-
-def _silence_heads_(weight: Tensor, new: Any, old: Any) -> None:
-    """Leave the first queries of the first key-value heads."""
-    groups = weight.unflatten(1, (old.num_kv_heads, -1, old.head_dim))
-    groups[:, new.num_kv_heads :] = 0
-    groups[:, :, new.num_heads // new.num_kv_heads :] = 0
-
-
-def _rescale_(weight: Tensor, new: float, old: float) -> None:
-    """A scale that follows from a width is that of the new one (Tensor Programs)."""
-    weight *= new / old
-
-
-def _run(model: Any, batch: Batch, owner: Any = None) -> dict[str, Tensor]:
-    """Return the loss and every gradient."""
-    owner = model if owner is None else owner
-    owner.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    grads = {f"grad/{n}": p.grad for n, p in owner.named_parameters() if p.grad is not None}
-    assert grads
-    return {"loss": loss.detach(), **grads}
-
-
-def _logits(output: Any) -> dict[str, Tensor]:
-    found = {name: value for name, value in output._asdict().items() if torch.is_tensor(value)}
-    assert found
-    return found

@@ -23,14 +23,15 @@ from bmforge.device import device_memory_bytes, peak_flops
 from bmforge.errors import ConfigError
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
+    LOSS_AXES,
+    ROW_AXES,
     OffloadConfig,
-    axis_rank,
-    axis_size,
     counts_here,
     data_parallel_size,
     gradient_ranks,
     mesh_of,
     name_the_missing,
+    random_stream,
     reshard_,
     run_on_first,
     run_step,
@@ -136,8 +137,7 @@ class Trainer:
         last_step = self.config.steps if until_step is None else until_step
         last_step = min(self.config.steps, last_step)
         # Processes that share a block draw the same, but where the layout says otherwise.
-        stream = self._rank - axis_rank(self.mesh, "tp")
-        self._stream = stream // axis_size(self.mesh, "tp")
+        self._stream = random_stream(self.mesh, self._rank)
         reseed_rng(self.config.seed, self.step, self._stream)
         if self.run_dir is None:
             with StopRequest() as stop:
@@ -285,7 +285,7 @@ class Trainer:
         moved = [{n: t.to(self.device) for n, t in batch.items()} for batch in micro_batches]
         for loss in run_step(self.model, lambda b: self.objective(self.model, b, divisor), moved):
             total += loss.double()
-        total = sum_over_axes(total, self.mesh, "dp_replicate", "dp_shard", "cp", "pp")
+        total = sum_over_axes(total, self.mesh, *LOSS_AXES)
         if self.scaler is not None:
             self.scaler.unscale_(self.model.parameters())
         norm = clip_grad_norm_(self.model, self.config.grad_clip)
@@ -293,7 +293,7 @@ class Trainer:
 
     def _sum(self, counts: list[int], asked: int) -> list[int]:
         """Add up counts over the rows of a batch, and what was asked for over all processes."""
-        if not counts_here(self.mesh, "dp_replicate", "dp_shard"):
+        if not counts_here(self.mesh, *ROW_AXES):
             counts = [0] * len(counts)
         values = torch.tensor([*counts, asked], dtype=torch.int64, device=self.device)
         if self.mesh is not None and self.mesh.size() > 1:

@@ -25,6 +25,8 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+# Pages all of whose examples are run; of the others the first one is.
+RUNS_WHOLE = {"docs/changes.md"}
 COMMENT = re.compile(r"\s*#.*")
 PINNED = {
     "bmforge.models": "AutoModel GPT2 GPT2Config Llama LlamaConfig init_weights_ load_weights_",
@@ -167,14 +169,18 @@ def test_relative_links_resolve(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/models.md", "docs/generation.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/models.md", "docs/generation.md", "docs/changes.md"]
+)
 def test_python_examples_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first example of the page is run as it stands, in an empty directory; it is tiny."""
+    """The examples of the page are run as they stand, in an empty directory; they are tiny."""
     monkeypatch.chdir(tmp_path)
+    count = None if page in RUNS_WHOLE else 1
     try:
-        exec(compile(blocks(ROOT / page, "python")[0], page, "exec"), {"__name__": "example"})
+        for body in blocks(ROOT / page, "python")[:count]:
+            exec(compile(body, page, "exec"), {"__name__": "example"})
     finally:
         shutdown_distributed()
     assert capsys.readouterr().out.strip()

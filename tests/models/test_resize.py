@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.infer import generate
 from bmforge.infer.decoder import make_cache
-from bmforge.models import load_weights_
+from bmforge.models.changes import Change
 from bmforge.models.resize import resize_
 from bmforge.models.sizes import Sizes, sizes_of
 from bmforge.models.stack import find_heads
-from bmforge.nn import Block, MoESpec
+from bmforge.nn import Attention, Block, MoESpec
 from bmforge.nn.moe import Experts
 from bmforge.parallel.pipeline.stages import plan_cutting
 from bmforge.parallel.tensor.cuts import find_cuts
@@ -164,22 +164,21 @@ def test_experts_for_an_mlp(name: str) -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_on_meta_as_on_weights(name: str, tmp_path: Path) -> None:
-    """A model resized on meta has the same shapes, and opens what the other one saved."""
+    """Changes are replayed on meta: a saved model opens with the same sizes and weights."""
     model, stack = build(name, torch.float32), first_stack(name)
-    empty = family_of(name).from_config(TINY[name], device="meta")
-    for each in (model, empty):
-        resize_(each, [f"{stack}.0"], Sizes(num_heads=2, num_kv_heads=2, intermediate_size=12))
-        resize_(each, [f"{stack}.1"], Sizes(head_dim=4))
-        if name != "gptj":
-            resize_(each, [f"{stack}.2"], Sizes(attn=False))
+    changes = [("0", {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 12})]
+    changes += [("1", {"head_dim": 4}), ("2", {"num_experts": 2})]
+    changes += [] if name == "gptj" else [("2", {"attn": False})]
+    for number, options in changes:
+        model.change_(Change("resize", (f"{stack}.{number}",), options))
+    empty = family_of(name).from_config(model.config, device="meta")
     assert empty.spec == model.spec
-    assert all(p.is_meta for p in empty.parameters())
     shapes = {n: p.shape for n, p in model.named_parameters()}
     assert {n: p.shape for n, p in empty.named_parameters()} == shapes
-    model.whole = lambda: model  # type: ignore[method-assign]
     model.save_pretrained(tmp_path)
-    load_weights_(empty, tmp_path)
-    assert_equal_trees(empty.state_dict(), model.state_dict())
+    again = family_of(name).from_pretrained(tmp_path)
+    assert_equal_trees(again.state_dict(), model.state_dict())
+    assert again.config == model.config
 
 
 @pytest.mark.parametrize("name", DECODERS + SEQ2SEQ)
@@ -217,28 +216,34 @@ def test_generation_and_caches(name: str) -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_counts_are_those_of_the_modules(name: str) -> None:
-    """FLOPs and cached bytes of sizes, against the linear layers that are there."""
-    config, model = TINY[name], family_of(name).from_config(TINY[name], device="meta")
-    stacks = config.stack_sizes()
-    changes = [("0", Sizes(num_heads=2, num_kv_heads=1 if name != "longformer" else 2))]
-    changes += [("1", Sizes(intermediate_size=20))]
-    changes += [("1", Sizes(num_experts=4, experts_per_token=3))]
-    if name != "gptj":
-        changes += [("0", Sizes(mlp=False)), ("2", Sizes(attn=False))]
-    for stack, layers in stacks.items():
-        for number, sizes in changes:
-            resize_(model, [f"{stack}.{number}"], sizes)
-            layers[int(number)] = layers[int(number)].resized(sizes)
-        built = [sizes_of(b.spec) for b in model.get_submodule(stack).values()]
-        assert built == layers
-        for block, found in zip(model.get_submodule(stack).values(), layers, strict=True):
-            assert found.count_weights(config.hidden_size) == count_weights(block)
-            assert found.products == sum(
-                a.q_proj.out_features for a in (block.attn, block.cross_attn) if a is not None
-            )
-            assert found.kv_width == sum(
-                2 * a.k_proj.out_features for a in (block.attn, block.cross_attn) if a is not None
-            )
+    """FLOPs and cached bytes of a changed config, against the linear layers that are there."""
+    model = family_of(name).from_config(TINY[name], device="meta")
+    changes = [("0", {"num_heads": 2, "num_kv_heads": 1 if name != "longformer" else 2})]
+    changes += [("1", {"intermediate_size": 20}), ("1", {"num_experts": 4, "experts_per_token": 3})]
+    changes += [] if name == "gptj" else [("0", {"mlp": False}), ("2", {"attn": False})]
+    for number, options in changes:
+        model.change_(Change("resize", (f"**layers.{number}",), options))
+    config = model.config
+    for stack, layers in config.stack_sizes().items():
+        assert [sizes_of(b.spec) for b in model.get_submodule(stack).values()] == layers
+    assert config.flops_per_token(7) == count_flops(model, name, 7)
+    last = list(config.stack_sizes())[-1]
+    kept = sum(2 * a.k_proj.out_features for a in attentions(model.get_submodule(last)))
+    caches = name not in (*POST_NORM, "vit")
+    assert config.kv_bytes_per_token(2) == (2 * kept if caches else 0)
+
+
+def attentions(model: nn.Module) -> list[Attention]:
+    return [m for m in model.modules() if isinstance(m, Attention)]
+
+
+def count_flops(model: Any, name: str, length: int) -> float:
+    """Six per weight of a linear layer or head, twelve per key and dim of a query."""
+    weights = sum(count_weights(m) for m in model.modules() if isinstance(m, Block))
+    weights += model.config.vocab_size * model.config.hidden_size
+    weights += model.embed_patches.weight.numel() if name == "vit" else 0
+    widths = sum(a.q_proj.out_features for a in attentions(model))
+    return 6 * weights + 12 * widths * length
 
 
 def count_weights(block: Block) -> float:
@@ -254,15 +259,9 @@ def count_weights(block: Block) -> float:
 
 @pytest.mark.parametrize("name", TINY)
 def test_flops_of_a_family_are_those_of_its_modules(name: str) -> None:
-    """Six per weight of a linear layer or head, twelve per key and dim of a query."""
-    config, model = TINY[name], family_of(name).from_config(TINY[name], device="meta")
-    blocks = [m for m in model.modules() if isinstance(m, Block)]
-    weights = sum(count_weights(b) for b in blocks) + config.vocab_size * config.hidden_size
-    weights += model.embed_patches.weight.numel() if name == "vit" else 0
-    widths = [
-        a.q_proj.out_features for b in blocks for a in (b.attn, b.cross_attn) if a is not None
-    ]
-    assert config.flops_per_token(7) == 6 * weights + 12 * sum(widths) * 7
+    """Before any change."""
+    model = family_of(name).from_config(TINY[name], device="meta")
+    assert model.config.flops_per_token(7) == count_flops(model, name, 7)
 
 
 def test_units_of_tensor_parallelism() -> None:
@@ -301,7 +300,8 @@ def strip(model: Any) -> Any:
     [
         (["layers.0"], {"num_heads": 3}, "multiple of num_kv_heads=2"),
         (["layers.0"], {"num_heads": 4}, "these sizes already"),
-        (["layers.9"], {"num_heads": 2}, "no layer of this model.*layers.2"),
+        (["layers.9"], {"num_heads": 2}, "layers.9.*matches nothing"),
+        (["layers.0.attn"], {"num_heads": 2}, "no layer of this model.*layers.0"),
         (["layers.0"], {"head_dim": 3}, "head_dim=3 is odd"),
         (["layers.0", "layers.1", "layers.2"], {"attn": False}, "no attention in any layer"),
         (["layers.0"], {"experts_per_token": 2}, "experts_per_token needs num_experts"),
@@ -310,7 +310,7 @@ def strip(model: Any) -> Any:
         (["layers.0"], {"num_heads": 0}, "num_heads=0 must be a positive"),
         (["layers.0"], {"attn": True}, "attn=True can only be False"),
         (["layers.0"], {"mlp": False, "num_experts": 2}, "an MLP that is taken away"),
-        (["layers.0"], {"heads": 2}, "no option 'heads'"),
+        (["layers.0"], {"heads": 2}, "heads"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_refused(
     model = build("llama")
     before = [tuple(p.shape) for p in model.parameters()]
     with pytest.raises(ConfigError, match=message):
-        resize_(model, names, Sizes.from_options(sizes))
+        model.change_(Change("resize", tuple(names), sizes))
     assert [tuple(p.shape) for p in model.parameters()] == before
 
 

@@ -15,12 +15,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import bmforge.parallel
-from bmforge.cli.plan_workload import workload_of
+from bmforge.cli.plan_workload import read_model, workload_of
 from bmforge.errors import ConfigError
 from bmforge.models import init_weights_
 from bmforge.models.bert import BertConfig
+from bmforge.models.changes import Change
 from bmforge.models.gpt2 import GPT2, GPT2Config
-from bmforge.models.llama import LlamaConfig
+from bmforge.models.llama import Llama, LlamaConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import Layout, init_distributed, parallelize, run_step, shutdown_distributed
 from bmforge.parallel.pipeline.replay import replay
@@ -28,7 +29,7 @@ from bmforge.parallel.pipeline.schedules import write_schedule
 from bmforge.parallel.planner import trace as tracing
 from bmforge.parallel.planner.estimate import Choice, Estimator, Request
 from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
-from bmforge.parallel.planner.peak import Share, count_work, peak_memory
+from bmforge.parallel.planner.peak import Share, count_parameters, count_work, peak_memory
 from bmforge.parallel.planner.search import plan
 from bmforge.parallel.planner.step_time import Engine, Work, step_time
 from bmforge.parallel.planner.trace import Setting, trace_step
@@ -94,6 +95,40 @@ def test_three_blocks_tell_of_six(
     if not setting.piped:  # there the last of two micro-batches is asked for
         assert work[0] == pytest.approx(deep.flops, rel=1e-12)
         assert work[1] == pytest.approx(deep.traffic_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(zero=3, tp=2)])
+def test_kinds_of_blocks_tell_of_six(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that differ: composed of a trace of every kind, as a trace of the whole depth."""
+    narrow = Change("resize", ("layers.2", "layers.3"), {"num_heads": 2, "intermediate_size": 48})
+    config = CONFIGS["llama"].replace(changes=(narrow,))
+    workload, setting = workload_of("llama", config, 64), Setting(layout, 2, 4, "bf16")
+    assert [count for _, count in workload.kinds] == [2]
+    short = trace_step(workload, setting)
+    composed, work = peak_memory(short, Share(6)), count_work(short, 6)
+    whole = replace(workload, build=lambda _: Llama.from_config(config, device="meta"), kinds=())
+    monkeypatch.setattr(tracing, "BLOCKS", 6)
+    deep = trace_step(whole, setting)
+    live = np.cumsum([change for change, *_ in deep.events]).max() + 3 * deep.static
+    assert composed.total == pytest.approx(live, rel=1e-12)
+    assert work[0] == pytest.approx(deep.flops, rel=1e-12)
+    assert work[1] == pytest.approx(deep.traffic_bytes, rel=0.01)
+    blocks = [p.numel() for n, p in whole.build(6).named_parameters() if n.startswith("layers.")]
+    assert count_parameters(short, 6)[0] * layout.tp == pytest.approx(sum(blocks), rel=0.05)
+
+
+def test_layers_without_a_part_can_be_planned() -> None:
+    """Published sizes whose layers lack parts, windows by layer, dense layers among experts."""
+    for name in ("cpm-ant-1b", "longformer-base-4096", "qwen2.5-7b"):
+        family, config = read_model(name)
+        workload = workload_of(name, config, 64)
+        model = family.from_config(config, device="meta")
+        counts = [config.num_layers - sum(n for _, n in workload.kinds)]
+        counts += [n for _, n in workload.kinds]
+        builds = [workload.build, *(build for build, _ in workload.kinds)]
+        sizes = [sum(p.numel() for p in b(1).layers["0"].parameters()) for b in builds]
+        total = sum(n * size for n, size in zip(counts, sizes, strict=True))
+        assert total == sum(p.numel() for p in model.layers.parameters())
 
 
 def test_earlier_gradients_are_as_large_as_the_parameters() -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-
-from torch import nn
+from typing import Any
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.pipeline.replay import replay
 from bmforge.parallel.pipeline.schedules import problems, write_schedule
 from bmforge.parallel.planner.hardware import Cluster
-from bmforge.parallel.planner.peak import Memory, Share, count_work, peak_memory
+from bmforge.parallel.planner.peak import (
+    Memory,
+    Share,
+    count_parameters,
+    count_work,
+    peak_memory,
+)
 from bmforge.parallel.planner.step_time import OURS, Engine, Times, Work, step_time
-from bmforge.parallel.planner.trace import BLOCKS, Setting, StepTrace, Workload, trace_step
+from bmforge.parallel.planner.trace import BLOCKS, Setting, StepTrace, trace_step
+from bmforge.parallel.planner.workload import Workload
 
 __all__ = ["Choice", "Estimator", "Request", "Row"]
 
@@ -116,7 +122,7 @@ class Estimator:
     exact_shards: bool = False
     engine: Engine = OURS
     traces: dict[Setting, StepTrace] = field(default_factory=dict)
-    _counts: tuple[int, int] | None = None
+    _counts: int | None = None
 
     def estimate(self, choice: Choice) -> Row:
         """Return memory and time of one choice, whether it fits or not.
@@ -136,9 +142,7 @@ class Estimator:
         ratio = setting.shards / shards if layout.zero else 1.0
         memory = self._memory(trace, choice, count, ratio)
         times = self._times(trace, choice, count, shards)
-        local = sum(trace.parameters.values()) + (workload.depth / layout.pp - BLOCKS) * sum(
-            n for name, n in trace.parameters.items() if name
-        )
+        local = sum(count_parameters(trace, workload.depth, layout.pp))
         beside = min(cluster.per_node, cluster.count)
         host = _HOST_BYTES * local / shards * choice.offloaded * beside
         return Row(
@@ -214,8 +218,7 @@ class Estimator:
         blocks = workload.depth / layout.pp
         # Stages are balanced: the last has the head, and fewer blocks for it.
         flops, traffic = (w / layout.pp for w in count_work(trace, workload.depth))
-        inner = sum(n for name, n in trace.parameters.items() if name)
-        ends = sum(trace.parameters.values()) - BLOCKS * inner
+        inner, ends = count_parameters(trace, workload.depth, layout.pp)
         width = 4 if self.request.precision == "fp32" else 2
         tokens = choice.rows * workload.row_tokens / layout.cp
         work = Work(
@@ -224,7 +227,7 @@ class Estimator:
             count,
             tokens * workload.hidden_size * width,
             blocks * len([name for name in trace.parameters if name]),
-            blocks * inner + ends / min(layout.pp, 2),
+            inner + ends / min(layout.pp, 2),
             shards,
             choice.offloaded,
             width,
@@ -243,11 +246,10 @@ class Estimator:
     def least_static(self, choice: Choice) -> float:
         """Return bytes of parameters and states alone, without tracing."""
         if self._counts is None:
-            self._counts = _count(self.request.workload.build(BLOCKS))
-        block, _ = self._counts
+            self._counts = _count(self.request.workload)
         layout = choice.layout
         shards, _ = self.shards(layout)
-        here = block * self.request.workload.depth / layout.pp / layout.tp
+        here = self._counts / layout.pp / layout.tp
         kept = 12.0 * (1 - choice.offloaded)
         width = 4 if self.request.precision == "fp32" else 2
         least = here / shards * (kept + width * choice.offloaded)
@@ -258,15 +260,17 @@ class Estimator:
         return least
 
 
-def _count(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers in one block of every stack, and outside of blocks."""
-    rules = getattr(model, "layout_rules", None)
-    names = rules().stacks if callable(rules) else ()
-    block = sum(
-        sum(p.numel() for p in list(model.get_submodule(name).children())[1].parameters())
-        for name in names
-    )
-    return block, sum(p.numel() for p in model.parameters()) - BLOCKS * block
+def _count(workload: Workload) -> int:
+    """Return the numbers in all blocks of all stacks."""
+    usual = workload.depth - sum(count for _, count in workload.kinds)
+    total = 0
+    for build, count in ((workload.build, usual), *workload.kinds):
+        model = build(BLOCKS)
+        rules: Any = getattr(model, "layout_rules", None)
+        for name in rules().stacks if callable(rules) else ():
+            block = list(model.get_submodule(name).children())[1]
+            total += count * sum(p.numel() for p in block.parameters())
+    return total
 
 
 @lru_cache(maxsize=1024)

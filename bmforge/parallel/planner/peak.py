@@ -4,6 +4,8 @@ Between the start of one block and the start of the next, a middle block adds th
 time. So a deeper model's curve is the short one's with that difference put in once per further
 block: in forward where the second block has ended, in backward where it has. In between the curve
 is linear in the block's number, hence its highest point is at one of the ends, which were traced.
+Blocks of other kinds put in the difference of their own traces; the ends are taken for the first
+kind's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from bmforge.parallel.planner.follow import FIRST_END, INSIDE, LAST_END, PARTS
 from bmforge.parallel.planner.trace import BLOCKS, Mark, StepTrace
 
-__all__ = ["Memory", "Share", "count_work", "peak_memory"]
+__all__ = ["Memory", "Share", "count_parameters", "count_work", "further_blocks", "peak_memory"]
 
 Curve = NDArray[np.float64]
 _INDEX = {name: index for index, name in enumerate(PARTS)}
@@ -62,11 +64,6 @@ class Share:
     half: bool = True
     gradients_leave: bool = True
 
-    @property
-    def blocks(self) -> float:
-        """Blocks of every stack that are here."""
-        return self.depth / self.stages
-
 
 def peak_memory(trace: StepTrace, share: Share) -> Memory:
     """Return the fullest moment of a process.
@@ -77,10 +74,7 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
     """
     here = {INSIDE} | ({FIRST_END} if share.first else set())
     here |= {LAST_END} if share.last else set()
-    live = np.zeros((len(trace.events) + 1, len(PARTS)))
-    for row, (change, part, end) in enumerate(trace.events, start=1):
-        live[row, part] = change if end in here else 0
-    live = live.cumsum(0)
+    live = [_live(each, here) for _, each in further_blocks(trace, share.depth, share.stages)]
     # The middle block once as the first of its kind and once as the last: it gathers ahead, which
     # the blocks at the ends do not.
     curves = [_whole_curve(live, trace, share, last) for last in (False, True)]
@@ -90,20 +84,42 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
     return Memory(parts)
 
 
-def _whole_curve(live: Curve, trace: StepTrace, share: Share, last: bool) -> Curve:
-    curve = live + _of_more_blocks(live, trace, share.blocks - BLOCKS, last)
+def further_blocks(
+    trace: StepTrace, depth: float, stages: int = 1
+) -> list[tuple[float, StepTrace]]:
+    """Return how many blocks of every kind a rank has besides the three traced of the first kind.
+
+    Every kind is spread evenly over the stages of a pipeline.
+    """
+    usual = depth - sum(count for count, _ in trace.others)
+    others = [(count / stages, other) for count, other in trace.others]
+    return [(usual / stages - BLOCKS, trace), *others]
+
+
+def _live(trace: StepTrace, here: set[int]) -> Curve:
+    """Return the bytes alive after every event, by part."""
+    live = np.zeros((len(trace.events) + 1, len(PARTS)))
+    for row, (change, part, end) in enumerate(trace.events, start=1):
+        live[row, part] = change if end in here else 0
+    return live.cumsum(0)
+
+
+def _whole_curve(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
+    curve = lives[0] + _of_more_blocks(lives, trace, share, last)
     curve[:, _INDEX["activations"]] += _held_in_flight(curve, trace, share)
     _add_static(curve, trace, share)
     _offload(curve, trace, share)
     return curve
 
 
-def _of_more_blocks(live: Curve, trace: StepTrace, extra: float, last: bool) -> Curve:
-    """Return what `extra` further blocks per stack add, before or after the middle one."""
-    added = np.zeros_like(live)
-    for earlier, later in _steps(trace):
-        difference = live[later.event] - live[earlier.event]
-        added[(earlier if last else later).event :] += extra * difference
+def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
+    """Return what further blocks of every kind add, before or after the middle one."""
+    added = np.zeros_like(lives[0])
+    kinds = further_blocks(trace, share.depth, share.stages)
+    for live, (extra, each) in zip(lives, kinds, strict=True):
+        for place, step in zip(_steps(trace), _steps(each), strict=True):
+            difference = live[step[1].event] - live[step[0].event]
+            added[(place[0] if last else place[1]).event :] += extra * difference
     return added
 
 
@@ -133,12 +149,14 @@ def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
 
 def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
     """Add parameters and the optimizer's states, and shard all three kinds further."""
-    static = trace.static + (share.blocks - BLOCKS) * sum(trace.block_static.values())
+    kinds = further_blocks(trace, share.depth, share.stages)
+    further = sum(extra * sum(each.block_static.values()) for extra, each in kinds)
+    static = trace.static + further
     first, last = trace.ends_static
     static -= (0 if share.first else first) + (0 if share.last else last)
     live[:, _INDEX["parameters"]] += static
     if trace.has_gradients:
-        live[:, _INDEX["gradients"]] += (share.blocks - BLOCKS) * sum(trace.block_static.values())
+        live[:, _INDEX["gradients"]] += further
     live[:, _INDEX["optimizer"]] += _STATES * static
     for name in ("parameters", "gradients", "optimizer"):
         live[:, _INDEX[name]] *= share.shard_ratio
@@ -154,18 +172,29 @@ def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
     if not share.gradients_leave:
         return
     live[:, _INDEX["gradients"]] *= left
-    block = max(trace.block_static.values()) * share.shard_ratio
+    every = (trace, *(other for _, other in trace.others))
+    block = max(max(each.block_static.values()) for each in every) * share.shard_ratio
     live[:, _INDEX["communication"]] += 2 * block * share.offloaded
 
 
-def count_work(trace: StepTrace, blocks: float) -> tuple[float, float]:
-    """Return (matrix FLOPs, bytes of everything else) of one micro-batch through `blocks` blocks.
+def count_parameters(trace: StepTrace, depth: float, stages: int = 1) -> tuple[float, int]:
+    """Return the numbers in a rank's blocks, and in everything else, before ZeRO shards them."""
+    inner = 0.0
+    for extra, each in further_blocks(trace, depth, stages):
+        block = sum(n for name, n in each.parameters.items() if name)
+        inner += (extra + (BLOCKS if each is trace else 0)) * block
+    return inner, trace.parameters[""]
+
+
+def count_work(trace: StepTrace, depth: float) -> tuple[float, float]:
+    """Return (matrix FLOPs, bytes of everything else) of one micro-batch through `depth` blocks.
 
     Of several micro-batches in the trace the last is looked at.
     """
     flops, traffic = trace.flops / trace.micro_batches, trace.traffic_bytes / trace.micro_batches
-    for earlier, later in _steps(trace):
-        if later.micro_batch == trace.micro_batches - 1:
-            flops += (blocks - BLOCKS) * (later.flops - earlier.flops)
-            traffic += (blocks - BLOCKS) * (later.traffic_bytes - earlier.traffic_bytes)
+    for extra, each in further_blocks(trace, depth):
+        for earlier, later in _steps(each):
+            if later.micro_batch == trace.micro_batches - 1:
+                flops += extra * (later.flops - earlier.flops)
+                traffic += extra * (later.traffic_bytes - earlier.traffic_bytes)
     return flops, traffic

@@ -4,7 +4,7 @@ A model with three blocks per stack is laid out by `parallelize` itself, over a 
 that are not there, and runs forward and backward on fake tensors. Every storage is followed from
 its making to its end, so that what sharding gathers ahead, what blocks keep for backward and what
 the head needs for a moment are the engine's own. The second block stands for all that a longer
-model has more: see `plan_memory.py`.
+model has more: see `peak.py`. Where blocks differ, there is a trace of every kind.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,45 +38,17 @@ from bmforge.parallel.planner.follow import (
     Follower,
     resizes_seen,
 )
+from bmforge.parallel.planner.workload import Workload
 from bmforge.parallel.zero import param_groups_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import match_glob
 
-__all__ = ["BLOCKS", "Mark", "Setting", "StepTrace", "Workload", "trace_step"]
+__all__ = ["BLOCKS", "Mark", "Setting", "StepTrace", "trace_step"]
 
 # A first, a last, and one between them that stands for all others.
 BLOCKS = 3
 _GRADIENTS, _WHOLE = PARTS.index("gradients"), PARTS.index("whole gradients")
 _COMMUNICATION = PARTS.index("communication")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is to be trained, told in functions, as `parallel` knows no model.
-
-    Args:
-        name: for people.
-        build: (blocks per stack) -> the model on meta.
-        make_batch: (rows) -> one micro-batch.
-        run: (model, micro-batch) -> the loss.
-        materialize: gives a model on meta memory, in place.
-        depth: blocks per stack of the whole model.
-        row_tokens: tokens of a row.
-        hidden_size: features between blocks.
-        flops_per_token: of forward and backward of the whole model, without recomputing.
-        around: entered for the tracing; for models that look at what kind of tensors they get.
-    """
-
-    name: str
-    build: Callable[[int], nn.Module]
-    make_batch: Callable[[int], dict[str, Tensor]]
-    run: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    materialize: Callable[[nn.Module], None]
-    depth: int
-    row_tokens: int
-    hidden_size: int
-    flops_per_token: float
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -146,6 +118,7 @@ class StepTrace:
         parameters: numbers in one block of each stack, before ZeRO shards them, and under "" in
             everything else.
         carry_bytes: what goes from block to block.
+        others: of every further kind of block, how many there are and the same step with these.
     """
 
     events: tuple[tuple[int, int, int], ...]
@@ -159,14 +132,22 @@ class StepTrace:
     traffic_bytes: float
     parameters: dict[str, int]
     carry_bytes: int
+    others: tuple[tuple[int, StepTrace], ...] = ()
 
 
 def trace_step(workload: Workload, setting: Setting) -> StepTrace:
-    """Trace one step of the short model on one process.
+    """Trace one step of the short model on one process, with every kind of blocks.
 
     Raises:
         ConfigError: the layout does not fit the model; or this process has joined others already.
     """
+    others = [
+        (count, _trace(replace(workload, build=build), setting)) for build, count in workload.kinds
+    ]
+    return replace(_trace(workload, setting), others=tuple(others))
+
+
+def _trace(workload: Workload, setting: Setting) -> StepTrace:
     if dist.is_initialized():
         raise ConfigError("a plan needs a process of its own: this one has joined a group.")
     layout = setting.layout

@@ -1,0 +1,201 @@
+"""Changed models and the plain ones that they must equal, for `changed_suite.py`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.models import Change
+from bmforge.models.sizes import sizes_of
+from bmforge.nn import Block, LMHead
+from bmforge.nn.int8 import Int8Experts, RowStore
+from bmforge.nn.low_rank import ExpertsLowRank, LowRank
+from bmforge.nn.moe import Experts
+from bmforge.testing.batches import Batch
+
+__all__ = [
+    "change_everything",
+    "list_outputs",
+    "list_parts",
+    "list_stored",
+    "low_rank_everywhere",
+    "merge_parts_",
+    "resized",
+    "run_step_of",
+    "silence_the_rest_",
+    "spread_parts_",
+    "stored_as_int8",
+    "value_of",
+    "widen",
+]
+
+_RANK = 2
+# Layers that get a part, and layers that are kept as int8 rows: some get both, some neither.
+_PARTS_BESIDE = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+_STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+
+
+def resized(model: nn.Module) -> list[Change]:
+    """Return half the heads and half the features for the last block of every stack."""
+    last = {name.rpartition(".")[0]: name for name, m in model.named_modules() if is_block(m)}
+    changes = []
+    for name in last.values():
+        sizes = sizes_of(model.get_submodule(name).spec)
+        options = {}
+        if sizes.num_heads and (sizes.num_heads > sizes.num_kv_heads or sizes.num_heads >= 4):
+            options["num_heads"] = sizes.num_heads // 2
+        if sizes.intermediate_size:
+            options["intermediate_size"] = sizes.intermediate_size // 2
+        changes.append(Change("resize", (name,), options))
+    return changes
+
+
+def is_block(module: nn.Module) -> bool:
+    """Tell a block from other modules."""
+    return isinstance(module, Block)
+
+
+def low_rank_everywhere(model: nn.Module) -> Change:
+    """Return parts beside projections, experts and the language model's head."""
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (LMHead, Experts))
+        or (isinstance(module, nn.Linear) and name.endswith(_PARTS_BESIDE))
+    ]
+    return Change("low_rank", tuple(found), {"rank": _RANK, "alpha": 3.0})
+
+
+def stored_as_int8(model: nn.Module) -> Change:
+    """Return int8 rows for projections, experts, the token embedding and the head."""
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (LMHead, Experts))
+        or (isinstance(module, nn.Linear) and name.endswith(_STORED))
+        or (isinstance(module, nn.Embedding) and name == "embed")
+    ]
+    return Change("int8", tuple(found))
+
+
+def widen(batch: Batch) -> dict[str, Tensor]:
+    """Return a batch in float64."""
+    return {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+
+
+def change_everything(model: Any) -> tuple[Change, ...]:
+    """Return every change at once, for a model that is not changed yet."""
+    narrowed = copy.deepcopy(model)
+    for change in resized(model):
+        narrowed.change_(change)
+    parts, rows = low_rank_everywhere(narrowed), stored_as_int8(narrowed)
+    return *narrowed.config.changes, parts, rows
+
+
+def list_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the low-rank parts of a model."""
+    return [part for part in model.modules() if isinstance(part, (LowRank, ExpertsLowRank))]
+
+
+def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
+    """Let parts add something: their second matrices are zero at first."""
+    generator = torch.Generator().manual_seed(7)
+    for part in list_parts(model):
+        for name, parameter in part.named_parameters():
+            if name.endswith("up"):
+                parameter.data.normal_(0.0, std, generator=generator)
+
+
+def merge_parts_(model: nn.Module, whole: nn.Module) -> dict[str, tuple[str, str, float]]:
+    """Add what parts add to the plain weights of `whole`; tied weights part ways.
+
+    Returns:
+        name of each merged weight -> names of its part's matrices, and the part's scale.
+    """
+    merged: dict[str, tuple[str, str, float]] = {}
+    for name, part in model.named_modules():
+        if not isinstance(part, (LowRank, ExpertsLowRank)):
+            continue
+        owner = name.rpartition(".")[0]
+        keys = {"weight": ""} if isinstance(part, LowRank) else {k: f"{k}_" for k in part.keys}
+        for key, stem in keys.items():
+            down, up = f"{name}.{stem}down", f"{name}.{stem}up"
+            module = whole.get_submodule(owner)
+            added = part.scale * value_of(model, up) @ value_of(model, down)
+            plain = getattr(module, key).detach()
+            setattr(module, key, nn.Parameter(plain + added))
+            merged[f"{owner}.{key}"] = down, up, part.scale
+    return merged
+
+
+def value_of(model: nn.Module, name: str) -> Tensor:
+    """Return a parameter by name, without its gradient."""
+    return model.get_parameter(name).detach()
+
+
+def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
+    """Return name, rows and scales of every packed weight."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, RowStore):
+            found.append((f"{name}.weight", module.weight, module.scale))
+        elif isinstance(module, Int8Experts):
+            found += [
+                (f"{name}.{key}", getattr(module, key), getattr(module, f"{key}_scale"))
+                for key in ("gate_proj", "up_proj", "down_proj")
+                if getattr(module, key) is not None
+            ]
+    return found
+
+
+@torch.no_grad()
+def silence_the_rest_(whole: nn.Module, narrow: nn.Module) -> None:
+    """Make zero what the narrower blocks have not of the last projections of attention and MLP."""
+    for name, block in narrow.named_modules():
+        if not is_block(block):
+            continue
+        old: Any = whole.get_submodule(name)
+        new_spec, old_spec = block.spec.attn, old.spec.attn
+        if new_spec is not None and new_spec.num_heads < old_spec.num_heads:
+            for attn in (old.attn, old.cross_attn):
+                if attn is not None:
+                    _silence_heads_(attn.o_proj.weight, new_spec, old_spec)
+                    _rescale_(attn.o_proj.weight, new_spec.out_scale, old_spec.out_scale)
+        if old.mlp is not None:
+            kept, experts = block.spec.mlp.intermediate_size, getattr(old.mlp, "experts", None)
+            last = old.mlp.down_proj.weight if experts is None else experts.down_proj
+            last[..., kept:] = 0
+            _rescale_(last, block.spec.mlp.out_scale, old.spec.mlp.out_scale)
+
+
+def _silence_heads_(weight: Tensor, new: Any, old: Any) -> None:
+    """Leave the first queries of the first key-value heads."""
+    groups = weight.unflatten(1, (old.num_kv_heads, -1, old.head_dim))
+    groups[:, new.num_kv_heads :] = 0
+    groups[:, :, new.num_heads // new.num_kv_heads :] = 0
+
+
+def _rescale_(weight: Tensor, new: float, old: float) -> None:
+    """A scale that follows from a width is that of the new one (Tensor Programs)."""
+    weight *= new / old
+
+
+def run_step_of(model: Any, batch: Batch, owner: Any = None) -> dict[str, Tensor]:
+    """Return the loss and every gradient."""
+    owner = model if owner is None else owner
+    owner.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    grads = {f"grad/{n}": p.grad for n, p in owner.named_parameters() if p.grad is not None}
+    assert grads
+    return {"loss": loss.detach(), **grads}
+
+
+def list_outputs(output: Any) -> dict[str, Tensor]:
+    """Return the tensors of a model's output by name."""
+    found = {name: value for name, value in output._asdict().items() if torch.is_tensor(value)}
+    assert found
+    return found
