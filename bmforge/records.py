@@ -223,9 +223,8 @@ _SIDES = WeakIdKeyDictionary()
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Return what is known of a tensor."""
-    side: Side = _SIDES.get(tensor, _NOTHING)
-    return side
+    """Return what is known of a tensor; quick where nothing is known of any."""
+    return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 
 def note_(tensor: Tensor, **facts: Any) -> None:
