@@ -1,6 +1,6 @@
 """What is known of a model and of its tensors besides themselves: one record each.
 
-A layout, a streamer, an offloader note here what others will ask for, so that no one hangs
+A layout, a streamer, an offload note here what others will ask for, so that no one hangs
 attributes on modules and tensors: `laid_out` is a model's record, `side_of` a tensor's.
 """
 
