@@ -16,6 +16,7 @@ from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.parallel import init_distributed
 from bmforge.parallel.planner.hardware import DEVICES, Cluster, Device
+from bmforge.recipes.start import traits_of
 
 __all__ = ["apply_auto_layout", "find_cluster_here"]
 
@@ -35,6 +36,11 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
     Raises:
         ConfigError: nothing fits, or the machine's accelerator is not in the table.
     """
+    if traits_of(config.model).has_images:
+        raise ConfigError(
+            "--layout auto plans for rows of tokens, and this task reads images. Set the layout's "
+            "fields by name, such as --layout.zero 2."
+        )
     if getattr(config.data, "grad_accum_steps", None) is not None:
         raise ConfigError(
             "--layout auto chooses micro-batches, so data.grad_accum_steps would change the global "

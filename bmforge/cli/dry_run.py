@@ -1,4 +1,4 @@
-"""`bmforge train RECIPE --dry-run --world N`: the layout on processes that are not here."""
+"""`bmforge train TASK --dry-run --world N`: the layout on processes that are not here."""
 
 from __future__ import annotations
 

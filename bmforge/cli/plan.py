@@ -209,15 +209,15 @@ def cost_line(row: Row, request: Request, command: PlanCommand) -> str:
     return text
 
 
-def launch_line(request: Request, row: Row, recipe: str = "RECIPE") -> str:
-    """Return the command that starts a row's layout on every node."""
+def launch_line(request: Request, row: Row) -> str:
+    """Return the command that starts pretraining in a row's layout on every node."""
     cluster, choice = request.cluster, row.choice
     here = min(cluster.per_node, cluster.count)
     nodes = cluster.count // here
     start = f"torchrun --nproc-per-node {here}"
     if nodes > 1:
         start += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    return " ".join([start, "-m bmforge train", recipe, *_options(request, choice)])
+    return " ".join([start, "-m bmforge train pretrain --model", request.workload.name, *_options(request, choice)])
 
 
 def _options(request: Request, choice: Any) -> list[str]:

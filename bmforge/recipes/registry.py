@@ -251,7 +251,8 @@ def find_recipe(
                     "to start from published ones",
                     *(model, start.family.config_class.hub_ids.get(model, "OWNER/NAME")),
                 )
-            config = _with_model(form.config, name, start, published)
+            label = published or (name if recipe is None else recipe.task)
+            config = _with_model(form.config, label, start, published)
             return Recipe(config, form.run, f"{name} with {model}", task)
     can = [key for key, other in TASKS.items() if other.form(traits)]
     raise ConfigError(
@@ -315,7 +316,7 @@ def _read_file(file: str | None) -> dict[str, Any]:
 def _with_model(base: type[Any], name: str, start: Start, published: str | None) -> type[Any]:
     """Return a form's config with the fields that follow from the model."""
     family = start.family.__name__
-    place = Path("runs") / f"{family}-{published or name}".lower()
+    place = Path("runs") / f"{family}-{name}".lower()
     fields: list[tuple[str, Any, Any]] = [
         ("run_dir", Path, field(default=place)),
         ("model", type(start.config), field(default_factory=lambda: start.config.replace())),

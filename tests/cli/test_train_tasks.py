@@ -85,6 +85,11 @@ def test_options_are_the_models(start: Path, capsys: pytest.CaptureFixture[str])
     assert same == own
 
 
+def test_an_old_name_with_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    told = shown(capsys, "llama-sft", "--model", "gpt2-medium")
+    assert (told["run_dir"], told["family"]) == ("runs/gpt2-conversations", "GPT2")
+
+
 def test_a_published_task_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     told = shown(capsys, "boolq", "--model", "gpt2-small")
     assert (told["data"]["task"], told["run_dir"]) == ("BoolQ", "runs/gpt2-boolq")
@@ -136,6 +141,7 @@ def test_a_run_goes_on_under_either_name(start: Path, tmp_path: Path) -> None:
         ("dialogue --model t5", ["Families that can: EVA."]),
         ("stc --model gpt2", ["Families that can: CPM1."]),
         ("images --model gpt2", ["Families that can: ViT."]),
+        ("images --model vit --layout auto", ["--layout auto plans for rows of tokens"]),
         ("squad --model cpmant", ["CPMAnt cannot", "T5"]),
         ("pretrain --model gpt2 --family Llama", ["family='Llama'", "GPT2"]),
     ],
