@@ -217,7 +217,14 @@ def launch_line(request: Request, row: Row) -> str:
     start = f"torchrun --nproc-per-node {here}"
     if nodes > 1:
         start += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    return " ".join([start, "-m bmforge train pretrain --model", request.workload.name, *_options(request, choice)])
+    return " ".join(
+        [
+            start,
+            "-m bmforge train pretrain --model",
+            request.workload.name,
+            *_options(request, choice),
+        ]
+    )
 
 
 def _options(request: Request, choice: Any) -> list[str]:

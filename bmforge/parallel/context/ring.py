@@ -130,7 +130,7 @@ class _Work:
         # The kernels want as many heads of keys as of queries.
         pair = pair[:, :, tile.keys].repeat_interleave(self.query.shape[1] // pair.shape[1], 1)
         key, value = pair.chunk(2, -1)
-        mask, bias = (self.mask, self.bias) if block.columns is not None else (None, None)
+        mask, bias = (self.mask, self.bias) if tile.columns is not None else (None, None)
         if mask is not None:
             mask = mask[:, :, own if mask.shape[2] > 1 else slice(None), tile.columns]
         if bias is not None:
@@ -161,15 +161,9 @@ class _Work:
         query, key, value, scores = _attend_backward(self._scores(tile, pair), *results)
         self.grad_query[:, :, own] += query
         found = torch.cat((key, value), -1).unflatten(1, (pair.shape[1], -1)).sum(2)
-<<<<<<< HEAD
         grad_pair[:, :, tile.keys] += found
-        if self.grad_bias is not None and scores is not None:
+        if self.grad_bias is not None and scores is not None and tile.columns is not None:
             place = self.grad_bias[:, :, own, tile.columns]
-=======
-        grad_pair[:, :, block.keys] += found
-        if self.grad_bias is not None and scores is not None and block.columns is not None:
-            place = self.grad_bias[:, :, own, block.columns]
->>>>>>> helper-b
             place += scores if place.shape[0] > 1 else scores.sum(0, keepdim=True)
 
 
@@ -182,22 +176,17 @@ def _tiles_of(share: TokenShare, source: int, causal: bool) -> Iterator[_KeyTile
                 yield _KeyTile(mine, theirs.own, columns, causal and theirs.number == mine.number)
 
 
-<<<<<<< HEAD
-def _causal_tiles(share: TokenShare) -> Iterator[_KeyTile]:
-    """Pair this process's queries with all keys before their chunk, and with the chunk's own."""
-=======
-def _prefix_blocks(share: TokenShare, length: int) -> Iterator[_Block]:
+def _prefix_tiles(share: TokenShare, length: int) -> Iterator[_KeyTile]:
     """Pair this process's queries with a prefix."""
     for mine in share.mine:
-        yield _Block(mine, slice(0, length), None, False)
+        yield _KeyTile(mine, slice(0, length), None, False)
 
 
-def _causal_blocks(share: TokenShare, before: int) -> Iterator[_Block]:
+def _causal_tiles(share: TokenShare, before: int) -> Iterator[_KeyTile]:
     """Pair this process's queries with all keys before their chunk, and with the chunk's own.
 
     `before` keys of a prefix stand in front of the row's.
     """
->>>>>>> helper-b
     for mine in share.mine:
         for keys, diagonal in (
             (slice(0, before + mine.start), False),
@@ -246,13 +235,8 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, pair: Tensor, share: TokenShare, scale: float) -> Tensor:
         work = _Work(query, None, None, scale)
-<<<<<<< HEAD
-        for tile in _causal_tiles(share):
+        for tile in _causal_tiles(share, pair.shape[2] - share.length):
             work.add(tile, pair)
-=======
-        for block in _causal_blocks(share, pair.shape[2] - share.length):
-            work.add(block, pair)
->>>>>>> helper-b
         out = work.out.to(query.dtype)
         ctx.save_for_backward(query, pair, out, work.total)
         ctx.share, ctx.scale = share, scale
@@ -265,13 +249,8 @@ class _Causal(torch.autograd.Function):
         work = _Work(query, None, None, ctx.scale)
         work.start_backward(grads[0], out, total)
         grad_pair = torch.zeros_like(pair, dtype=work.wide)
-<<<<<<< HEAD
-        for tile in _causal_tiles(ctx.share):
+        for tile in _causal_tiles(ctx.share, pair.shape[2] - ctx.share.length):
             work.add_backward(tile, pair, grad_pair)
-=======
-        for block in _causal_blocks(ctx.share, pair.shape[2] - ctx.share.length):
-            work.add_backward(block, pair, grad_pair)
->>>>>>> helper-b
         return work.grad_query.to(query.dtype), grad_pair.to(pair.dtype), None, None
 
 
@@ -320,8 +299,8 @@ class _Ring(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         work, moving = _Work(query, mask, bias, scale), pair
-        for block in () if prefix is None else _prefix_blocks(share, prefix.shape[2]):
-            work.add(block, prefix)
+        for tile in () if prefix is None else _prefix_tiles(share, prefix.shape[2]):
+            work.add(tile, prefix)
         for step in range(share.size):
             coming = _Message(moving, share) if step + 1 < share.size else None
             for tile in _tiles_of(share, (share.rank - step) % share.size, causal):
@@ -340,8 +319,8 @@ class _Ring(torch.autograd.Function):
         work = _Work(query, mask, bias, ctx.scale)
         work.start_backward(grads[0], out, total)
         first = None if prefix is None else torch.zeros_like(prefix, dtype=work.wide)
-        for block in () if prefix is None else _prefix_blocks(share, prefix.shape[2]):
-            work.add_backward(block, prefix, first)
+        for tile in () if prefix is None else _prefix_tiles(share, prefix.shape[2]):
+            work.add_backward(tile, prefix, first)
         arriving: _Message | None = None
         for step in range(share.size):
             coming = _Message(moving, share) if step + 1 < share.size else None
