@@ -1,6 +1,6 @@
 """What is known of a model and of its tensors besides themselves: one record each.
 
-A layout, a streamer, an offloader note here what others will ask for, so that no one hangs
+A layout, a streamer, an offload note here what others will ask for, so that no one hangs
 attributes on modules and tensors: `laid_out` is a model's record, `side_of` a tensor's.
 """
 
@@ -223,9 +223,8 @@ _SIDES = WeakIdKeyDictionary()
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Return what is known of a tensor."""
-    side: Side = _SIDES.get(tensor, _NOTHING)
-    return side
+    """Return what is known of a tensor; quick where nothing is known of any."""
+    return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 
 def note_(tensor: Tensor, **facts: Any) -> None:

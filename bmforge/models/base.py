@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.changes import Change, apply_change_, changed_modules
 from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
@@ -26,9 +26,10 @@ from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
-from bmforge.models.stack import expert_names, find_heads
+from bmforge.models.stack import check_ids, expert_names, find_heads, given_inputs
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, expand_rules
+from bmforge.nn.prompt import count_ids, look_up
 from bmforge.records import laid_out
 from bmforge.surgery import persistent_tensors
 
@@ -204,6 +205,39 @@ class Model(nn.Module):
     def init_std(self, name: str) -> float:
         """Return the standard deviation a parameter is drawn with."""
         return self.config.init_std
+
+    def embed_inputs(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None = None,
+        name: str = "inputs_embeds",
+    ) -> Tensor:
+        """Return the tokens' embeddings, looked up or given, as they come out of the table.
+
+        What a family adds to them (positions, segments) and multiplies them with comes after.
+
+        Args:
+            input_ids: token ids; from the table's rows on those of its prompt (`nn.prompt`).
+            inputs_embeds: what the table would have returned for ids that are not there.
+            name: what messages call these.
+
+        Shape:
+            input_ids: any; inputs_embeds: (B, T, width of the table); returns (..., width)
+
+        Raises:
+            ShapeError: both or neither are given, or ids or embeddings that do not fit the table.
+        """
+        given = given_inputs(input_ids, inputs_embeds, name)
+        if inputs_embeds is None:
+            check_ids(given, count_ids(self.embed))  # type: ignore[arg-type]
+            return look_up(self.embed, given)  # type: ignore[arg-type]
+        width = self.embed.embedding_dim
+        if given.dim() != 3 or given.shape[-1] != width:
+            raise ShapeError(
+                f"{name} is {tuple(given.shape)}; it must be (rows, tokens, {width}), as the token "
+                "embedding returns it."
+            )
+        return given
 
     def count_items(self, batch: Mapping[str, Tensor]) -> int:
         """Return how many predictions a batch asks for: what its summed loss is a sum of.

@@ -15,7 +15,7 @@ from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import find_last_token, finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import StackSpec, build_layers, check_ids, run_layers, span_of
+from bmforge.models.stack import StackSpec, build_layers, given_inputs, run_layers, span_of
 from bmforge.models.traits import Traits
 from bmforge.nn import (
     LMHead,
@@ -121,7 +121,7 @@ class CausalLM(Model):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -132,6 +132,7 @@ class CausalLM(Model):
         logits_to_keep: int | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> ModelOutput:
         """Predict the next token at every position, or what the head answers.
 
@@ -148,21 +149,28 @@ class CausalLM(Model):
             logits_to_keep: return logits of only the last so many positions.
             start_positions: first token of the answers, for question answering.
             end_positions: last token of the answers.
+            inputs_embeds: instead of `input_ids`, what the token embedding would have returned.
 
         Shape:
             input_ids, document_ids: (B, T); attention_mask: (B, past + T);
-            position_ids: (B or 1, T); labels: (B, T) or (B,); start_positions, end_positions: (B,)
+            position_ids: (B or 1, T); labels: (B, T) or (B,); start_positions, end_positions: (B,);
+            inputs_embeds: (B, T, width of the embedding)
 
         Raises:
-            ShapeError: more positions than the model has, or ids outside the vocabulary.
+            ShapeError: more positions than the model has, ids outside the vocabulary, or not one of
+                ids and embeddings.
         """
+        given = given_inputs(input_ids, inputs_embeds)
         past = cache.length if cache is not None else 0
-        self._check_length(past + input_ids.shape[1])
+        self._check_length(past + given.shape[1])
         if position_ids is None:
-            position_ids = self._count_positions(input_ids, attention_mask, past)
+            position_ids = self._count_positions(given, attention_mask, past)
         span = span_of(self.layers)
-        x, *routed = self.arrived if span.first else (self._embed(input_ids, position_ids),)
-        masks = self._build_masks(input_ids, attention_mask, document_ids, past)
+        if span.first:
+            x, *routed = self.arrived
+        else:
+            x, routed = self._begin(self.embed_inputs(input_ids, inputs_embeds), position_ids), []
+        masks = self._build_masks(given, attention_mask, document_ids, past)
         rope = self.spec.rope
         table = None if rope is None else rope_table(rope, position_ids, x.dtype)
         x, states = run_layers(
@@ -185,21 +193,21 @@ class CausalLM(Model):
             return finish_spans(out, logits, start_positions, end_positions, num_items_in_batch)
         if self.config.head == "sequence_classification":
             rows = torch.arange(x.shape[0], device=x.device)
-            logits = logits[rows, self._pick_tokens(input_ids, attention_mask)]
+            logits = logits[rows, self._pick_tokens(given, attention_mask)]
         return finish_classes(out, logits, labels, self.config.problem_type, num_items_in_batch)
 
     def _build_masks(
         self,
-        input_ids: Tensor,
+        given: Tensor,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         past: int,
     ) -> dict[int | None, Tensor | None]:
-        """Return the mask of every window that layers have."""
+        """Return the mask of every window that layers have; `given` are ids or embeddings."""
         return {
             window: build_mask(
-                (input_ids.shape[0], input_ids.shape[1]),
-                input_ids.device,
+                (given.shape[0], given.shape[1]),
+                given.device,
                 past=past,
                 attention_mask=attention_mask,
                 document_ids=document_ids,
@@ -208,11 +216,11 @@ class CausalLM(Model):
             for window in self._windows()
         }
 
-    def _pick_tokens(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _pick_tokens(self, given: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return the token of every row that its class is read from, (B,)."""
         config = self.config
         padding = getattr(config, "pad_token_id", config.raw.get("pad_token_id"))
-        return find_last_token(input_ids, attention_mask, padding)
+        return find_last_token(given, attention_mask, padding)
 
     def _predict(
         self,
@@ -274,9 +282,8 @@ class CausalLM(Model):
         """From the last hidden state to what the language-model head reads."""
         return x if self.spec.head_scale == 1.0 else x * self.spec.head_scale
 
-    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        check_ids(input_ids, self.embed.num_embeddings)
-        x = self.embed(input_ids)
+    def _begin(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """From the tokens' embeddings to what goes into the first block."""
         x = x if self.spec.embed_scale == 1.0 else x * self.spec.embed_scale
         x = self.project_in(x) if self.spec.embed_size else x
         if self.spec.rope is None:
@@ -288,14 +295,12 @@ class CausalLM(Model):
         """Return the positions of whole rows where the ids decide them; None where tokens count."""
         return None
 
-    def _count_positions(
-        self, input_ids: Tensor, attention_mask: Tensor | None, past: int
-    ) -> Tensor:
+    def _count_positions(self, given: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
         if attention_mask is not None and self.spec.positions_from_mask:
             shown = attention_mask.long()
             return (shown.cumsum(1) * shown - 1)[:, past:]
-        end = past + input_ids.shape[1]
-        return torch.arange(past, end, device=input_ids.device)[None]
+        end = past + given.shape[1]
+        return torch.arange(past, end, device=given.device)[None]
 
     def _windows(self) -> set[int | None]:
         """The windows of the layers that are here."""

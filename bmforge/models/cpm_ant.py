@@ -20,7 +20,7 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.cpm_ant_config import TEXT_SEGMENT, CPMAntConfig
 from bmforge.models.cpm_live import CPMLive
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import check_ids
+from bmforge.models.stack import check_ids, given_inputs
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn.attention import KeyValueCache
@@ -56,7 +56,7 @@ class CPMAnt(CPMLive):
 
     def forward(  # type: ignore[override]
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
@@ -70,6 +70,7 @@ class CPMAnt(CPMLive):
         position: Tensor | None = None,
         segment: Tensor | None = None,
         span: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> ModelOutput:
         """Predict the next token at every position.
 
@@ -94,35 +95,38 @@ class CPMAnt(CPMLive):
             context: which tokens are given; the others are written one by one.
             segment: kind of segment of every token.
             span: tokens see only those of their own span; None is one span.
+            inputs_embeds: instead of `input_ids`, what the embedding would have returned, not
+                scaled; with `segment` the prompt's rows in front.
 
         Shape:
-            input_ids, labels: (B, T); length: (B,); all others (B, past + T)
+            input_ids, labels: (B, T); length: (B,); inputs_embeds: (B, T, D);
+            all others (B, past + T)
 
         Raises:
             ShapeError: ids outside the vocabulary, or inputs that do not belong together.
         """
         past = cache.length if cache is not None else 0
-        own = 0
+        given, own = given_inputs(input_ids, inputs_embeds), 0
         if segment is None:
             if context is not None or span is not None or length is not None:
                 raise ShapeError("context, span and length need segment. Give all of them or none.")
             own = 0 if past else self.config.prompt_length
-            x, mask, bias = self._read_text(input_ids, attention_mask, cache, past)
+            x, mask, bias = self._read_text(given, attention_mask, cache, past)
         elif context is None:
             raise ShapeError("segment needs context: which tokens are given. Give both or none.")
         else:
-            _check_width(input_ids, past, segment, context, span, attention_mask)
+            _check_width(given, past, segment, context, span, attention_mask)
             real = None if attention_mask is None else attention_mask.bool()
             if length is not None:
                 places = torch.arange(segment.shape[1], device=segment.device)
                 real = places < length[:, None]
-            x, mask, bias = self._read_segments(input_ids, segment, context, span, real, past)
+            x, mask, bias = self._read_segments(given, segment, context, span, real, past)
         x, kept = self._run(x, mask, bias, cache, output_hidden_states, own)
         return self._answer(x, kept, labels, num_items_in_batch, logits_to_keep)
 
     def _read_text(
         self,
-        input_ids: Tensor,
+        given: Tensor,
         attention_mask: Tensor | None,
         cache: KeyValueCache | None,
         past: int,
@@ -131,8 +135,8 @@ class CPMAnt(CPMLive):
 
         All rows have one bias: where it would differ is padding, which nobody sees.
         """
-        rows, length = input_ids.shape
-        real = self._find_tokens(input_ids, attention_mask, past)
+        rows, length = given.shape[:2]
+        real = self._find_tokens(given, attention_mask, past)
         own = self.config.prompt_length
         width = own + past + length
         if not past and cache is not None:
@@ -140,7 +144,7 @@ class CPMAnt(CPMLive):
         if self.is_begun:
             (x,) = self.arrived
         else:
-            x = self._embed_text(input_ids, real, past) * self.spec.embed_scale
+            x = self._embed_text(given, real, past) * self.spec.embed_scale
         kinds = TEXT_SEGMENT * (torch.arange(width, device=x.device) >= own)[None].long()
         mask = None
         if real is not None:
@@ -148,24 +152,23 @@ class CPMAnt(CPMLive):
         queries = x.shape[1]
         return x, mask, self._find_bias(kinds, queries, width - queries)
 
-    def _embed_text(self, input_ids: Tensor, real: Tensor | None, past: int) -> Tensor:
+    def _embed_text(self, given: Tensor, real: Tensor | None, past: int) -> Tensor:
         """Embed a text, behind the prompt where it begins."""
-        rows, length = input_ids.shape
-        check_ids(input_ids, self.embed.num_embeddings)
-        here = input_ids.new_full((1, length), TEXT_SEGMENT)
+        rows, length = given.shape[:2]
+        here = torch.full((1, length), TEXT_SEGMENT, device=given.device)
         if real is not None:
             here = torch.where(real[:, past:], TEXT_SEGMENT, 0)
-        x = self.embed(input_ids) + self.embed_segments(here)
+        x = self._embed_given(given) + self.embed_segments(here)
         if past:
             return x
-        prompt = self._prompt_ids(input_ids.device)
+        prompt = self._prompt_ids(given.device)
         first = self.embed_segments(prompt.new_zeros(1))
         prompt = self._embed_prompt(prompt)[None] + first
         return torch.cat((prompt.expand(rows, -1, -1), x), 1)
 
     def _read_segments(
         self,
-        input_ids: Tensor,
+        given: Tensor,
         segment: Tensor,
         context: Tensor,
         span: Tensor | None,
@@ -176,7 +179,7 @@ class CPMAnt(CPMLive):
         if self.is_begun:
             (x,) = self.arrived
         else:
-            x = self._embed_segments(input_ids, segment[:, past:], past) * self.spec.embed_scale
+            x = self._embed_segments(given, segment[:, past:], past) * self.spec.embed_scale
         together = None
         if span is not None:
             together = span[:, None, :] == span[:, past:, None]
@@ -184,24 +187,30 @@ class CPMAnt(CPMLive):
         mask = see_context(context.bool(), distance, together, real)
         return x, mask, self._find_bias(segment, x.shape[1], past)
 
-    def _embed_segments(self, input_ids: Tensor, segment: Tensor, past: int) -> Tensor:
+    def _embed_given(self, given: Tensor) -> Tensor:
+        """Embed ids that are no prompt's; embeddings are so already."""
+        return self.embed_inputs(given) if given.dim() == 2 else self.embed_inputs(None, given)
+
+    def _embed_segments(self, given: Tensor, segment: Tensor, past: int) -> Tensor:
         """Embed tokens of segments, the prompt's in front."""
         own = 0 if past or self.config.prompts_in_vocabulary else self.config.prompt_length
-        check_ids(input_ids[:, own:], self.embed.num_embeddings)
-        x = self.embed(input_ids[:, own:])
+        own = own if given.dim() == 2 else 0
+        x = self._embed_given(given[:, own:])
         if own:
-            check_ids(input_ids[:, :own], self.embed_prompt.num_embeddings)
-            x = torch.cat((self._embed_prompt(input_ids[:, :own]), x), 1)
+            check_ids(given[:, :own], self.embed_prompt.num_embeddings)
+            x = torch.cat((self._embed_prompt(given[:, :own]), x), 1)
         return x + self.embed_segments(segment)
 
     def _find_tokens(
-        self, input_ids: Tensor, attention_mask: Tensor | None, past: int
+        self, given: Tensor, attention_mask: Tensor | None, past: int
     ) -> Tensor | None:
         """Return which tokens of a text are no padding, (B, past + T); None where all are."""
         if attention_mask is not None:
-            _check_width(input_ids, past, attention_mask)
+            _check_width(given, past, attention_mask)
             return attention_mask.bool()
-        real = input_ids != self.config.pad_token_id
+        if given.dim() == 3:
+            return None
+        real = given != self.config.pad_token_id
         # What a model writes after a text is no padding, whatever its id.
         return None if past or (reads_are_free(real) and bool(real.all())) else real
 
@@ -241,14 +250,14 @@ class CPMAnt(CPMLive):
         ]
 
 
-def _check_width(input_ids: Tensor, past: int, *described: Tensor | None) -> None:
+def _check_width(given: Tensor, past: int, *described: Tensor | None) -> None:
     """Refuse descriptions that do not cover the past and the new tokens."""
-    wanted = (input_ids.shape[0], past + input_ids.shape[1])
+    wanted = (given.shape[0], past + given.shape[1])
     for tensor in described:
         if tensor is not None and tuple(tensor.shape) != wanted:
             raise ShapeError(
                 f"an input that describes tokens has shape {tuple(tensor.shape)}; with "
-                f"{input_ids.shape[1]} new and {past} cached tokens it must be {wanted}."
+                f"{given.shape[1]} new and {past} cached tokens it must be {wanted}."
             )
 
 

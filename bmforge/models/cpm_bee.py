@@ -21,7 +21,7 @@ from bmforge.errors import ShapeError
 from bmforge.models.cpm_live import CPMLive, CPMLiveConfig, read_masks
 from bmforge.models.heads import Head
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import check_ids
+from bmforge.models.stack import given_inputs
 from bmforge.models.traits import Traits
 from bmforge.nn import build_mask
 from bmforge.nn.attention import KeyValueCache
@@ -112,7 +112,7 @@ class CPMBee(CPMLive):
 
     def forward(  # type: ignore[override]
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -134,6 +134,7 @@ class CPMBee(CPMLive):
         position: Tensor | None = None,
         ext_table_ids: Tensor | None = None,
         ext_table_sub: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> ModelOutput:
         """Predict the next token at every position.
 
@@ -164,22 +165,28 @@ class CPMBee(CPMLive):
             position: from which distances are counted; None counts tokens.
             ext_table_ids: base ids of the extension's rows.
             ext_table_sub: their sub ids.
+            inputs_embeds: instead of `input_ids`, what the token embedding would have returned,
+                neither scaled nor turned by sub ids.
 
         Shape:
             input_ids, input_sub, labels: (B, T); length: (B,); segment_rel: (B, R);
             ext_table_ids, ext_table_sub: (E,); all others (B, past + T);
-            returns logits (B, T, V + E)
+            inputs_embeds: (B, T, D); returns logits (B, T, V + E)
 
         Raises:
             ShapeError: ids outside the vocabulary, or inputs that do not belong together.
         """
         past = cache.length if cache is not None else 0
-        x = self.arrived[0] if self.is_begun else self._embed_subs(input_ids, input_sub)
+        given = given_inputs(input_ids, inputs_embeds)
+        if self.is_begun:
+            (x,) = self.arrived
+        else:
+            x = self._turn(self.embed_inputs(input_ids, inputs_embeds), input_sub)
         if segment is None:
-            mask, bias = self._read_text(input_ids, attention_mask, document_ids, past)
+            mask, bias = self._read_text(given, attention_mask, document_ids, past)
         else:
             tokens = _check_tokens(
-                (input_ids.shape[0], past + input_ids.shape[1]),
+                (given.shape[0], past + given.shape[1]),
                 segment=segment,
                 context=context,
                 sample_ids=sample_ids,
@@ -193,31 +200,30 @@ class CPMBee(CPMLive):
         extension = None
         if ext_table_ids is not None and self.is_done:
             sub = None if ext_table_sub is None else ext_table_sub[None]
-            extension = self._embed_subs(ext_table_ids[None], sub)[0]
+            extension = self._turn(self.embed_inputs(ext_table_ids[None]), sub)[0]
         return self._answer(x, kept, labels, num_items_in_batch, logits_to_keep, extension)
 
-    def _embed_subs(self, ids: Tensor, sub: Tensor | None) -> Tensor:
-        """Embed (B, T) ids, turned by their sub ids where there are any."""
-        check_ids(ids, self.embed.num_embeddings)
-        x = self.embed(ids) * self.spec.embed_scale
+    def _turn(self, x: Tensor, sub: Tensor | None) -> Tensor:
+        """Scale the tokens' embeddings, (B, T, D), and turn them by their sub ids."""
+        x = x * self.spec.embed_scale
         return x if sub is None else turn_by_sub(x, sub)
 
     def _read_text(
         self,
-        input_ids: Tensor,
+        given: Tensor,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         past: int,
     ) -> tuple[Tensor | None, Tensor]:
         """Return mask and bias of a plain text; with nothing else to hide, the bias is both."""
-        rows, length = input_ids.shape
-        distance = find_distances(length, input_ids.device, past)
+        rows, length = given.shape[:2]
+        distance = find_distances(length, given.device, past)
         bias = self._find_bias(torch.zeros_like(distance), distance)
         if attention_mask is None and document_ids is None:
             return None, bias.masked_fill(distance > 0, -torch.inf)
         mask = build_mask(
             (rows, length),
-            input_ids.device,
+            given.device,
             past=past,
             attention_mask=attention_mask,
             document_ids=document_ids,

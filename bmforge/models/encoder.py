@@ -20,7 +20,7 @@ from bmforge.models.encoder_config import EncoderConfig
 from bmforge.models.encoder_heads import DeepClassifier, MaskedHead
 from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import StackSpec, build_layers, check_ids, run_layers, span_of
+from bmforge.models.stack import StackSpec, build_layers, given_inputs, run_layers, span_of
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import (
@@ -119,7 +119,7 @@ class EncoderModel(Model):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -129,6 +129,7 @@ class EncoderModel(Model):
         output_hidden_states: bool = False,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **extra: Any,
     ) -> ModelOutput:
         """Read a text and return what the head answers.
@@ -145,21 +146,27 @@ class EncoderModel(Model):
             output_hidden_states: return the embedding's and every layer's output.
             start_positions: first token of the answers, for question answering.
             end_positions: last token of the answers.
+            inputs_embeds: instead of `input_ids`, what the token embedding would have returned;
+                positions are then counted over all tokens.
             extra: further arguments of `build_masks`, in families that have some.
 
         Shape:
             input_ids, attention_mask, token_type_ids, document_ids: (B, T);
-            position_ids: (B or 1, T); labels: (B, T) or (B,); start_positions, end_positions: (B,)
+            position_ids: (B or 1, T); labels: (B, T) or (B,); start_positions, end_positions: (B,);
+            inputs_embeds: (B, T, D)
 
         Raises:
-            ShapeError: more positions than the model has, or ids outside the vocabulary.
+            ShapeError: more positions than the model has, ids outside the vocabulary, or not one of
+                ids and embeddings.
         """
-        masks = self.build_masks(input_ids, attention_mask, document_ids, **extra)
+        given = given_inputs(input_ids, inputs_embeds)
+        masks = self.build_masks(given, attention_mask, document_ids, **extra)
         span = span_of(self.layers)
         if span.first:
             (x,) = self.arrived
         else:
-            x = self._embed(input_ids, token_type_ids, position_ids)
+            x = self.embed_inputs(input_ids, inputs_embeds)
+            x = self._begin(x, given, token_type_ids, position_ids)
         x, states = run_layers(self.layers, x, masks, output_hidden_states)
         if span.last < span.total:
             return ModelOutput(carry=(x,))
@@ -207,7 +214,8 @@ class EncoderModel(Model):
             raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, cls.")
         segments, positions = inputs.pop("token_type_ids", None), inputs.pop("position_ids", None)
         masks = self.build_masks(input_ids, attention_mask, None, **inputs)
-        x, _ = run_layers(self.layers, self._embed(input_ids, segments, positions), masks, False)
+        x = self._begin(self.embed_inputs(input_ids), input_ids, segments, positions)
+        x, _ = run_layers(self.layers, x, masks, False)
         if pooling == "cls":
             x = x[:, 0]
         elif attention_mask is None:
@@ -218,36 +226,47 @@ class EncoderModel(Model):
         return F.normalize(x, dim=-1) if normalize else x
 
     def build_masks(
-        self, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None
+        self, given: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None
     ) -> dict[int | None, Any]:
-        """Return window -> mask of the layers that have it; made once for all layers."""
-        shape = (input_ids.shape[0], input_ids.shape[1])
+        """Return window -> mask of the layers that have it; made once for all layers.
+
+        `given` are ids or embeddings.
+        """
         mask = build_mask(
-            shape,
-            input_ids.device,
+            (given.shape[0], given.shape[1]),
+            given.device,
             attention_mask=attention_mask,
             document_ids=document_ids,
             causal=False,
         )
         return {None: mask}
 
-    def _embed(self, ids: Tensor, segments: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Sum of the three embeddings, normed."""
-        self._check_length(ids.shape[1])
-        check_ids(ids, self.embed.num_embeddings)
+    def _begin(
+        self, x: Tensor, given: Tensor, segments: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
+        """Add positions and segments to the tokens' embeddings, and norm the sum.
+
+        Args:
+            x: the tokens' embeddings.
+            given: ids or embeddings, whichever they come from.
+            segments: kind of segment of every token.
+            positions: rows of the position table.
+        """
+        self._check_length(x.shape[1])
         if positions is None:
-            positions = self._count_positions(ids)
-        kind = self.embed_segments(ids.new_zeros(1) if segments is None else segments)
-        x = self.embed_norm(self.embed(ids) + (self.embed_positions(positions) + kind))
+            positions = self._count_positions(given)
+        if segments is None:
+            segments = torch.zeros(1, dtype=torch.long, device=x.device)
+        x = self.embed_norm(x + (self.embed_positions(positions) + self.embed_segments(segments)))
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
 
-    def _count_positions(self, ids: Tensor) -> Tensor:
+    def _count_positions(self, given: Tensor) -> Tensor:
         """Rows of the position table, (B or 1, T)."""
         offset = self.spec.position_offset
-        if not offset:
-            return torch.arange(ids.shape[1], device=ids.device)[None]
-        real = (ids != self.config.pad_token_id).int()
+        if not offset or given.dim() == 3:
+            return torch.arange(given.shape[1], device=given.device)[None] + offset
+        real = (given != self.config.pad_token_id).int()
         return (real.cumsum(1) * real).long() + (offset - 1)
 
     def _check_length(self, length: int) -> None:

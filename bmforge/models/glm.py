@@ -24,7 +24,6 @@ from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.encoder import DeepClassifier
 from bmforge.models.heads import Head
-from bmforge.models.stack import check_ids
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, build_mask
@@ -209,6 +208,11 @@ class GLM(CausalLM):
 
         The config must have `sop_token_id` and `mask_token_id`.
         """
+        if input_ids.dim() != 2:
+            raise ShapeError(
+                "where blanks are is read from input_ids: with inputs_embeds pass position_ids "
+                "(B, 2, T), and the length of part A as attention_mask (B,)."
+            )
         padding = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
         ids = self.config.sop_token_id, self.config.mask_token_id
         return blank_positions(input_ids, *ids, padding)
@@ -219,18 +223,16 @@ class GLM(CausalLM):
             return None
         return self.derive_positions(input_ids, attention_mask)[0]
 
-    def _count_positions(
-        self, input_ids: Tensor, attention_mask: Tensor | None, past: int
-    ) -> Tensor:
-        found = self.row_positions(input_ids, attention_mask)
+    def _count_positions(self, given: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+        found = self.row_positions(given, attention_mask)
         if found is not None and past:
             raise ShapeError(
                 "with a cache, position_ids (B, 2, T) must be given: the blank that a later token "
                 "fills is found in the whole row (model.row_positions does that)."
             )
-        return super()._count_positions(input_ids, None, past) if found is None else found
+        return super()._count_positions(given, None, past) if found is None else found
 
-    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def _begin(self, x: Tensor, position_ids: Tensor) -> Tensor:
         if position_ids.dim() == 2:
             position_ids = torch.stack((position_ids, torch.zeros_like(position_ids)), 1)
         limit = self.embed_positions.num_embeddings - 1
@@ -240,31 +242,30 @@ class GLM(CausalLM):
                 f"to max_seq_len={limit}. Cut the input."
             )
         places = self.embed_positions(position_ids[:, 0]) + self.embed_blocks(position_ids[:, 1])
-        check_ids(input_ids, self.embed.num_embeddings)
-        x = self.embed(input_ids) + places
+        x = x + places
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def _build_masks(
         self,
-        input_ids: Tensor,
+        given: Tensor,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         past: int,
     ) -> dict[int | None, Tensor | None]:
         if attention_mask is not None and attention_mask.dim() == 4:
             return {None: attention_mask.bool()}
-        rows, prefix = input_ids.shape[0], None
+        rows, prefix = given.shape[0], None
         if attention_mask is not None and attention_mask.dim() < 2:
             count = attention_mask.numel()
             if count not in (1, rows):
                 raise ShapeError(f"attention_mask has {count} lengths for {rows} rows.")
             prefix, attention_mask = attention_mask.reshape(-1).expand(rows), None
         elif self.config.sop_token_id is not None and not past:
-            prefix = self.derive_positions(input_ids, attention_mask)[1]
+            prefix = self.derive_positions(given, attention_mask)[1]
         mask = build_mask(
-            (rows, input_ids.shape[1]),
-            input_ids.device,
+            (rows, given.shape[1]),
+            given.device,
             past=past,
             attention_mask=attention_mask,
             document_ids=document_ids,
@@ -272,8 +273,8 @@ class GLM(CausalLM):
         )
         return {None: mask}
 
-    def _pick_tokens(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        return torch.zeros_like(input_ids[:, 0])
+    def _pick_tokens(self, given: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return torch.zeros(given.shape[0], dtype=torch.long, device=given.device)
 
     def _check_length(self, length: int) -> None:
         """Allow any length: what counts are the positions, and part B uses them again."""

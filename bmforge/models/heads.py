@@ -155,21 +155,21 @@ def finish_spans(
     return out._replace(start_logits=logits[..., 0], end_logits=logits[..., 1], loss=loss)
 
 
-def find_last_token(
-    input_ids: Tensor, attention_mask: Tensor | None, padding: int | None
-) -> Tensor:
+def find_last_token(given: Tensor, attention_mask: Tensor | None, padding: int | None) -> Tensor:
     """Return the index of every row's last real token, (B,).
 
     It is the last one that `attention_mask` shows; without a mask the last that is not padding,
-    where there is a padding token; else the last.
+    where there is a padding token; else, and of embeddings, the last.
+
+    Shape:
+        given: (B, T) ids or (B, T, D) embeddings
     """
-    real = attention_mask
-    if real is None and padding is not None:
-        real = input_ids != padding
-    length = input_ids.shape[1]
+    real, (rows, length) = attention_mask, given.shape[:2]
+    if real is None and padding is not None and given.dim() == 2:
+        real = given != padding
     if real is None:
-        return torch.full_like(input_ids[:, 0], length - 1)
-    places = torch.arange(length, device=input_ids.device)
+        return torch.full((rows,), length - 1, device=given.device)
+    places = torch.arange(length, device=given.device)
     return (places * (real != 0)).argmax(-1)
 
 

@@ -136,7 +136,7 @@ class Longformer(EncoderModel):
 
     def build_masks(
         self,
-        input_ids: Tensor,
+        given: Tensor,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         global_attention_mask: Tensor | None = None,
@@ -145,7 +145,7 @@ class Longformer(EncoderModel):
         """Return window -> mask of the layers that have it.
 
         Args:
-            input_ids: token ids.
+            given: token ids, or their embeddings.
             attention_mask: 1 for tokens, 0 for padding.
             document_ids: packed rows: tokens see only their own document.
             global_attention_mask: 1 for tokens that see all and are seen by all. None takes the
@@ -155,16 +155,16 @@ class Longformer(EncoderModel):
                 is linear in the length.
 
         Shape:
-            all tensors: (B, T)
+            given: (B, T) or (B, T, D); all other tensors: (B, T)
         """
         if global_attention_mask is None:
-            global_attention_mask = self._default_globals(input_ids)
+            global_attention_mask = self._default_globals(given)
             if self.config.head == "sequence_classification":
                 max_global_tokens = 1
         return {
             window: build_window_mask(
-                (input_ids.shape[0], input_ids.shape[1]),
-                input_ids.device,
+                (given.shape[0], given.shape[1]),
+                given.device,
                 window,
                 attention_mask=attention_mask,
                 global_mask=global_attention_mask,
@@ -174,15 +174,20 @@ class Longformer(EncoderModel):
             for window in {layer.attn.window for layer in self.layers.values() if layer.attn}
         }
 
-    def _default_globals(self, input_ids: Tensor) -> Tensor | None:
+    def _default_globals(self, given: Tensor) -> Tensor | None:
         """Which tokens are global where nobody says so, as in transformers."""
-        place = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        place = torch.arange(given.shape[1], device=given.device).expand(given.shape[:2])
         if self.config.head == "sequence_classification":
             return place == 0
         if self.config.head != "question_answering":
             return None
-        separators = input_ids == self.config.sep_token_id
-        if reads_are_free(input_ids) and not bool((separators.sum(1) == 3).all()):
+        if given.dim() != 2:
+            raise ShapeError(
+                "where the question ends is read from input_ids: with inputs_embeds pass "
+                "global_attention_mask."
+            )
+        separators = given == self.config.sep_token_id
+        if reads_are_free(given) and not bool((separators.sum(1) == 3).all()):
             raise ShapeError(
                 f"every row must have three separators (sep_token_id={self.config.sep_token_id}), "
                 "after the question, before and after the text; these rows have "

@@ -64,6 +64,7 @@ _STYLES = {
     "q_proj": ("column", "heads"),
     "k_proj": ("key_value", "kv_heads"),
     "v_proj": ("key_value", "kv_heads"),
+    "prefix": ("key_value", "kv_heads"),
     "q_global_proj": ("column", "heads"),
     "k_global_proj": ("key_value", "kv_heads"),
     "v_global_proj": ("key_value", "kv_heads"),

@@ -18,11 +18,14 @@ from bmforge.models.heads import finish_classes, finish_spans
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
 from bmforge.models.seq2seq_stack import Seq2SeqSpec, Stack
-from bmforge.models.stack import check_ids, span_of
+from bmforge.models.stack import check_ids, given_inputs, span_of
 from bmforge.models.traits import Traits
 from bmforge.nn import LMHead, build_mask
 from bmforge.nn.attention import KeyValueCache
 from bmforge.records import Span
+
+# Token ids of a text, or what the embedding would have returned for it; neither for no text.
+Pair = tuple[Tensor | None, Tensor | None]
 
 __all__ = ["Seq2Seq", "shift_right"]
 
@@ -85,6 +88,8 @@ class Seq2Seq(Model):
         end_positions: Tensor | None = None,
         role_ids: Tensor | None = None,
         decoder_role_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
     ) -> ModelOutput:
         """Read the source and predict the target, or what the head answers.
 
@@ -105,27 +110,33 @@ class Seq2Seq(Model):
             end_positions: last token of the answers.
             role_ids: who speaks each token of the source, where the model has roles.
             decoder_role_ids: likewise of the target.
+            inputs_embeds: instead of `input_ids`, what the token embedding would have returned.
+            decoder_inputs_embeds: likewise of the target.
 
         Shape:
             input_ids, attention_mask, role_ids: (B, S);
             decoder_input_ids, decoder_role_ids: (B, T);
             decoder_attention_mask: (B, past + T); labels: (B, T) or (B,);
-            start_positions, end_positions: (B,)
+            start_positions, end_positions: (B,); inputs_embeds: (B, S, D);
+            decoder_inputs_embeds: (B, T, D)
 
         Raises:
-            ShapeError: no source, no target, or ids outside the vocabulary.
+            ShapeError: no source or no target, one given twice, or ids outside the vocabulary.
         """
-        if encoder_outputs is None and input_ids is None:
-            raise ShapeError("no source was given: pass input_ids or encoder_outputs.")
         head, source = self.config.head, encoder_outputs
-        target = None if self.decoder is None else decoder_input_ids
-        if self.decoder is not None and target is None:
+        if source is None and input_ids is None and inputs_embeds is None:
+            raise ShapeError("no source: pass input_ids or encoder_outputs, or inputs_embeds.")
+        target, begun = decoder_input_ids, decoder_inputs_embeds
+        if self.decoder is None:
+            target = begun = None
+        elif target is None and begun is None:
             target = self._shift(input_ids, labels)
         reads, writes = span_of(self.encoder.layers), self._decoder_span()
         if reads.first:
             x, y = (*self.arrived, None)[:2]
         else:
-            x, y = self._embed(input_ids if source is None else None, target)
+            read = (input_ids, inputs_embeds) if source is None else (None, None)
+            x, y = self._embed(read, (target, begun))
             x, y = self._add_roles(x, role_ids), self._add_roles(y, decoder_role_ids)
         if source is None and reads.first < reads.last:
             x, states = self.encoder(x, attention_mask, keep_states=output_hidden_states)
@@ -165,24 +176,30 @@ class Seq2Seq(Model):
         Shape:
             input_ids, attention_mask, role_ids: (B, S)
         """
-        x = self._add_roles(self._embed(input_ids, None)[0], role_ids)
+        x = self._add_roles(self.embed_inputs(input_ids), role_ids)
         x, states = self.encoder(x, attention_mask, keep_states=output_hidden_states)
         return ModelOutput(last_hidden_state=x, hidden_states=states)
 
     def _decoder_span(self) -> Span:
         return Span(0, 0, 0) if self.decoder is None else span_of(self.decoder.layers)
 
-    def _embed(self, source: Tensor | None, target: Tensor | None) -> tuple[Any, Any]:
-        """Look up both texts at once, so that the embedding's gradient is made once."""
-        texts = [ids for ids in (source, target) if ids is not None]
-        for ids in texts:
-            check_ids(ids, self.embed.num_embeddings)
-        if source is None or target is None:
-            x, y = (None if ids is None else self.embed(ids) for ids in (source, target))
+    def _embed(self, source: Pair, target: Pair) -> tuple[Any, Any]:
+        """Embed both texts; where both are ids at once, so that the table has one gradient."""
+        names = ("inputs_embeds", "decoder_inputs_embeds")
+        texts: list[Any] = [
+            None if ids is None and embeds is None else given_inputs(ids, embeds, name)
+            for (ids, embeds), name in zip((source, target), names, strict=True)
+        ]
+        if any(text is None or text.dim() == 3 for text in texts):
+            x, y = (
+                None if text is None else self.embed_inputs(*pair, name)
+                for text, pair, name in zip(texts, (source, target), names, strict=True)
+            )
             return x, y
-        joined = self.embed(torch.cat((source.flatten(), target.flatten())))
-        x, y = joined.split([source.numel(), target.numel()])
-        return x.view(*source.shape, -1), y.view(*target.shape, -1)
+        joined = self.embed_inputs(torch.cat([text.flatten() for text in texts]))
+        parts = joined.split([text.numel() for text in texts])
+        x, y = (part.view(*t.shape, -1) for part, t in zip(parts, texts, strict=True))
+        return x, y
 
     def _add_roles(self, x: Tensor | None, roles: Tensor | None) -> Any:
         """Add who speaks to embedded tokens."""

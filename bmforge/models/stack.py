@@ -23,6 +23,7 @@ __all__ = [
     "expert_names",
     "find_block",
     "find_heads",
+    "given_inputs",
     "number_places_",
     "run_layers",
     "span_of",
@@ -181,6 +182,23 @@ def _gather_logits(share: TokenShare, logits: list[Tensor], rows: int) -> list[T
         return []
     joined = share.gather(torch.cat(logits, -1).unflatten(0, (rows, -1))).flatten(0, 1)
     return list(joined.split([part.shape[-1] for part in logits], -1))
+
+
+def given_inputs(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, name: str = "inputs_embeds"
+) -> Tensor:
+    """Return which of the two was given: token ids (B, T) or embeddings (B, T, D).
+
+    Raises:
+        ShapeError: both or neither.
+    """
+    ids = name.replace("inputs_embeds", "input_ids")
+    if (input_ids is None) == (inputs_embeds is None):
+        what = "neither was given" if input_ids is None else "both were given"
+        raise ShapeError(f"pass either {ids} or {name}: {what}.")
+    given = inputs_embeds if input_ids is None else input_ids
+    assert given is not None
+    return given
 
 
 def check_ids(

@@ -19,13 +19,12 @@ from bmforge.nn.biased import biased_attention
 from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.position import apply_rope, narrow_rope
+from bmforge.nn.prefix import Pair, put_before
 
 __all__ = ["Attention", "AttentionSpec", "KeyValueCache", "build_mask", "mix_values"]
 
 # As `mix_values`.
-Mix = Callable[
-    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, float | None, float], Tensor
-]
+Mix = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,7 @@ def mix_values(
     causal: bool,
     scale: float | None,
     dropout: float,
+    prefix: Pair | None = None,
 ) -> Tensor:
     """Weigh the values by what queries and keys have in common.
 
@@ -110,11 +110,15 @@ def mix_values(
         bias: added to the scores.
         scale: factor on the scores; None is 1/sqrt(H).
         dropout: of the weights.
+        prefix: keys and values that stand before those of all rows, and that all queries see.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
-        bias: (B or 1, N, T, S); returns (B, N, T, H)
+        bias: (B or 1, N, T, S); prefix: (K, P, H) each; returns (B, N, T, H)
     """
+    if prefix is not None:
+        key, value, mask, bias = put_before(prefix, query, key, value, mask, bias, causal)
+        causal = False
     if bias is not None:
         times = query.shape[1] // key.shape[1]
         if times > 1:
@@ -219,6 +223,8 @@ class Attention(nn.Module):
         enter_memory: what `memory` goes through first, and
         mix: what weighs the values; a layout that cuts heads or tokens puts its own here.
         head_share: which share of the heads is here, and how many shares there are; likewise.
+        prefix: None, or a module that returns keys and values to put before all others; see
+            `nn.prefix`.
 
     Shape:
         x: (B, T, D) -> (B, T, D)
@@ -239,6 +245,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, key_size, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(hidden_size, key_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(query_size, hidden_size, bias=spec.out_bias)
+        self.prefix: nn.Module | None = None
         self.q_norm = self.k_norm = None
         if spec.qk_norm_eps is not None:
             self.q_norm = RMSNorm(spec.head_dim, spec.qk_norm_eps)
@@ -303,7 +310,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Weigh the values: (B, N, T, H)."""
         dropout = self.dropout if self.training else 0.0
-        return self.mix(query, key, value, mask, bias, self.causal, self.scale, dropout)
+        given = (query, key, value, mask, bias, self.causal, self.scale, dropout)
+        # Without one as before: a program's own `mix` need not know of prefixes.
+        return self.mix(*given) if self.prefix is None else self.mix(*given, self.prefix())
 
     def _keys_and_values(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None

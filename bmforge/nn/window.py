@@ -145,7 +145,7 @@ class WindowAttention(Attention):
         query = self.q_global_proj(_take(x, mask.chosen))
         few = 2 * query.shape[1] * (query.shape[2] // self.head_dim) <= x.shape[2]
         # Adapted or cut over processes, a projection's weight is not all that it does.
-        plain = all(
+        plain = self.prefix is None and all(
             type(proj) is nn.Linear and type(proj.weight) is nn.Parameter
             for proj in (self.k_global_proj, self.v_global_proj)
         )

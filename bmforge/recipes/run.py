@@ -245,8 +245,8 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     finally:
         if data.close is not None:
             data.close()
-        if trainer.offloader is not None and not config.offload.weights:
-            trainer.offloader.close()
+        if trainer.state_offload is not None and not config.offload.weights:
+            trainer.state_offload.close()
     if world.rank == 0:
         get_logger().info("report: %s", write_report(config.run_dir))
     return RunResult(model, trainer.step, evaluation, world)
@@ -335,8 +335,8 @@ def _finish(
     config: Any, trainer: Trainer, data: TrainingData, world: World, mesh: DeviceMesh | None
 ) -> EvalResult | None:
     """Evaluate the trained model and export it."""
-    if trainer.offloader is not None:
-        trainer.offloader.restore_()
+    if trainer.state_offload is not None:
+        trainer.state_offload.restore_()
     model: Any = trainer.model
     evaluation = None
     if trainer.evaluator is not None:

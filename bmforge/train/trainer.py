@@ -44,7 +44,7 @@ from bmforge.train.checkpoint.rng import reseed_rng
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult
 from bmforge.train.objective import Objective, causal_lm, count_labels, count_tokens
-from bmforge.train.offload.offloader import Offloader
+from bmforge.train.offload.states import StateOffload
 from bmforge.train.optim.build import build_optimizers, clip_grad_norm_
 from bmforge.train.precision import LossScaler
 from bmforge.train.profile import trace_steps
@@ -113,9 +113,9 @@ class Trainer:
         self.device = next(model.parameters()).device
         is_offloaded = offload is not None and offload.is_on
         self.optimizers = build_optimizers(model, config.optim, offloaded=is_offloaded)
-        self.offloader: Offloader | None = None
+        self.state_offload: StateOffload | None = None
         if offload is not None and is_offloaded:
-            self.offloader = Offloader(model, self.optimizers, offload)
+            self.state_offload = StateOffload(model, self.optimizers, offload)
         self.schedule = build_schedule(config.schedule, config.steps)
         self.guard = SpikeGuard(config.spike_sigmas)
         self.scaler = LossScaler() if config.precision == "fp16" else None
@@ -196,8 +196,8 @@ class Trainer:
                 if writer is not None:
                     writer.write(self.step, row)
                 self._show(row, bar)
-                if self.offloader is not None and (self.callbacks or self.step == last_step):
-                    self.offloader.wait()
+                if self.state_offload is not None and (self.callbacks or self.step == last_step):
+                    self.state_offload.wait()
                 for callback in self.callbacks:
                     callback(self, row)
                 due = config.save_every_steps and self.step % config.save_every_steps == 0
@@ -252,8 +252,8 @@ class Trainer:
         skipped = self.guard.check(loss, norm)
         multiplier = self.schedule(self.step)
         set_learning_rate_(self.optimizers, multiplier)
-        if self.offloader is not None:
-            self.offloader.settle()
+        if self.state_offload is not None:
+            self.state_offload.settle()
         for optimizer in self.optimizers:
             if skipped is None:
                 optimizer.step()

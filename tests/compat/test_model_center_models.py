@@ -256,10 +256,25 @@ def test_images() -> None:
     assert model(images).shape == (2, 5)
 
 
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "Llama", "T5"])
+def test_embeddings_instead_of_ids(name: str) -> None:
+    """They are taken where both are given, as in the old models; lengths are those of the rows."""
+    model = small(name).eval()
+    more = {"decoder_input_ids": IDS[:, :5]} if name == "T5" else {}
+    embeds = model.input_embedding(IDS)
+    want = model(IDS, LENGTH, **more).last_hidden_state
+    other = torch.zeros_like(IDS)
+    assert torch.equal(model(other, LENGTH, inputs_embeds=embeds, **more).last_hidden_state, want)
+    alone = model(length=LENGTH, inputs_embeds=embeds, **more).last_hidden_state
+    assert torch.equal(alone, want)
+    if more:
+        begun = model.input_embedding(more["decoder_input_ids"])
+        got = model(IDS, LENGTH, decoder_inputs_embeds=begun).last_hidden_state
+        assert torch.equal(got, want)
+
+
 def test_inputs_that_are_not_taken() -> None:
     model = small("Bert")
-    with pytest.raises(ConfigError, match="inputs_embeds"):
-        model(IDS, LENGTH, inputs_embeds=torch.zeros(2, 12, 32))
     with pytest.raises(TypeError, match="lenght"):
         model(IDS, lenght=LENGTH)
     assert model(IDS, LENGTH, head_mask=None, output_attentions=True).attentions is None

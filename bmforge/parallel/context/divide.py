@@ -33,8 +33,10 @@ from bmforge.surgery import wrap_forward_
 
 __all__ = ["METHODS", "apply_context_parallel_", "context_problems"]
 
-# (queries, keys, values, mask, bias, causal, scale, dropout); see `nn.attention.mix_values`.
+# (queries, keys, values, mask, bias, causal, scale, dropout, prefix), of which the last may be left
+# out; see `nn.attention.mix_values`.
 Mix = Callable[..., Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def apply_context_parallel_(
@@ -118,20 +120,36 @@ def _mix_gathered(
     causal: bool,
     scale: float | None,
     dropout: float,
+    *prefix: Pair,
 ) -> Tensor:
     """Gather all keys and values; each process weighs them for its own queries.
 
     Plain causal attention has no mask, but where it drops weights.
     """
     if not isinstance(mask, Rows):
-        return inner(query, key, value, mask, bias, causal, scale, dropout)
+        return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share, rows = mask.share, mask.mask
     pair = share.gather(torch.cat((key, value), -1), 2)
     if causal and rows is None and bias is None:
         if not dropout:
-            return attend_causally(query, pair, share, scale)
+            return attend_causally(query, _behind(pair, *prefix), share, scale)
         rows = _causal_rows(share, query.device)
-    return inner(query, *pair.chunk(2, -1), rows, bias, False, scale, dropout)
+    return inner(query, *pair.chunk(2, -1), rows, bias, False, scale, dropout, *prefix)
+
+
+def _behind(pair: Tensor, *prefix: Pair) -> Tensor:
+    """Put keys and values side by side, (B, K, T, 2 H), behind those of a prefix."""
+    parts = [
+        torch.cat(each, -1).to(pair.dtype).expand(pair.shape[0], -1, -1, -1) for each in prefix
+    ]
+    return torch.cat((*parts, pair), 2) if parts else pair
+
+
+def _heads_here(prefix: Pair, times: int, share: TokenShare) -> Pair:
+    """Return a prefix for the heads that this process weighs, repeated as the keys are."""
+    count = prefix[0].shape[0] * times // share.size
+    key, value = (t.repeat_interleave(times, 0)[share.rank * count :][:count] for t in prefix)
+    return key, value
 
 
 def _causal_rows(share: TokenShare, device: torch.device) -> Tensor:
@@ -150,13 +168,15 @@ def _mix_in_ring(
     causal: bool,
     scale: float | None,
     dropout: float,
+    *prefix: Pair,
 ) -> Tensor:
     """Let keys and values go round; weights that are dropped need all of them at once."""
     if dropout or not isinstance(mask, Rows):
-        return _mix_gathered(inner, query, key, value, mask, bias, causal, scale, dropout)
+        return _mix_gathered(inner, query, key, value, mask, bias, causal, scale, dropout, *prefix)
     is_plain = mask.mask is None and bias is None
+    first = torch.cat(prefix[0], -1).to(key.dtype)[None] if prefix else None
     return attend_in_ring(
-        query, key, value, mask.mask, bias, mask.share, causal and is_plain, scale
+        query, key, value, mask.mask, bias, mask.share, causal and is_plain, scale, first
     )
 
 
@@ -170,10 +190,11 @@ def _mix_by_heads(
     causal: bool,
     scale: float | None,
     dropout: float,
+    *prefix: Pair,
 ) -> Tensor:
     """Exchange tokens for heads: each process weighs whole rows for some of the heads."""
     if not isinstance(mask, Rows):
-        return inner(query, key, value, mask, bias, causal, scale, dropout)
+        return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share, size = mask.share, mask.share.size
     one = [1] * size
     times = _repeat_for(key.shape[1], query.shape[1], size)
@@ -182,7 +203,8 @@ def _mix_by_heads(
     parts = torch.cat([t.unflatten(1, (size, -1)) for t in (query, key, value)], 2)
     parts = exchange_rows(share.pad(parts, 3).movedim(1, 0), share.group, one, one)
     whole = share.order(parts.movedim(0, 2).flatten(2, 3), 2)
-    mixed = inner(*whole.split(heads, 1), mask.mask, bias, causal, scale, dropout)
+    here = [_heads_here(pair, times, share) for pair in prefix]
+    mixed = inner(*whole.split(heads, 1), mask.mask, bias, causal, scale, dropout, *here)
     parts = share.spread(mixed, 2).unflatten(2, (size, share.width)).movedim(2, 0)
     parts = exchange_rows(parts, share.group, one, one).narrow(3, 0, query.shape[2])
     return parts.movedim(0, 1).flatten(1, 2)

@@ -25,7 +25,14 @@ from bmforge.models.formats.model_center import is_model_center, load_model_cent
 from bmforge.models.hub import FAMILIES
 from bmforge.models.resolve import resolve_model
 
-__all__ = ["BaseModel", "InputEmbedding", "draw_model", "lengths_to_mask", "refuse_unused"]
+__all__ = [
+    "BaseModel",
+    "InputEmbedding",
+    "draw_model",
+    "lengths_to_mask",
+    "one_of",
+    "refuse_unused",
+]
 
 # What the zoo's models call the module that makes logits.
 _HEADS = ("lm_head", "mlm_head")
@@ -253,19 +260,17 @@ def lengths_to_mask(length: Tensor, width: int) -> Tensor:
 
 
 def refuse_unused(inputs: dict[str, Any]) -> None:
-    """Raise `ConfigError` for an input that cannot be computed; the old "unused" ones pass."""
-    given = [name for name, value in inputs.items() if value is not None and name in _REFUSED]
-    unknown = [name for name in inputs if name not in _REFUSED and name not in _UNUSED]
+    """Raise `TypeError` for an input that no old model had; those they did not use pass."""
+    unknown = [name for name in inputs if name not in _UNUSED]
     if unknown:
         raise TypeError(f"forward() got an unexpected keyword argument {unknown[0]!r}")
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)} cannot be given here: pass input_ids. To embed by yourself, use "
-            "the model of bmforge.models that is in `model`."
-        )
 
 
-_REFUSED = ("inputs_embeds", "decoder_inputs_embeds")
+def one_of(ids: Tensor | None, embeds: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return what a model of the zoo takes: as in the old ones embeddings come before ids."""
+    return (ids, None) if embeds is None else (None, embeds)
+
+
 _UNUSED = (
     *("head_mask", "decoder_head_mask", "cross_attn_head_mask"),
     *("encoder_hidden_states", "encoder_attention_mask", "output_attentions"),

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.compat.model_center.model.base import BaseModel, lengths_to_mask, refuse_unused
+from bmforge.compat.model_center.model.base import BaseModel, lengths_to_mask, one_of, refuse_unused
 from bmforge.compat.model_center.model.config import Config
 from bmforge.compat.model_center.model.outputs import BaseModelOutput
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
+from bmforge.models.stack import given_inputs
 
 __all__ = [
     "CPM1",
@@ -42,7 +43,7 @@ class DecoderModel(BaseModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         length: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -54,6 +55,7 @@ class DecoderModel(BaseModel):
         output_hidden_states: bool | None = None,
         return_dict: bool = True,
         return_logits: bool = False,
+        inputs_embeds: Tensor | None = None,
         **others: Any,
     ) -> Any:
         """Read a text, or its next tokens.
@@ -70,14 +72,17 @@ class DecoderModel(BaseModel):
             output_hidden_states: return the hidden states of all layers.
             return_dict: an output with names; else its values as a plain tuple.
             return_logits: return the logits alone, as early versions did.
+            inputs_embeds: taken instead of what the embedding makes of `input_ids`.
             others: what the old models took without using it.
 
         Shape:
             input_ids: (B, T); attention_mask: (B, past + T); length: (B,)
         """
         refuse_unused(others)
+        input_ids, inputs_embeds = one_of(input_ids, inputs_embeds)
+        given = given_inputs(input_ids, inputs_embeds)
         past = 0 if past_key_values is None else past_key_values.length
-        width = past + input_ids.shape[1]
+        width = past + given.shape[1]
         if attention_mask is None and length is not None:
             attention_mask = lengths_to_mask(length, width)
         cache = self._open_cache(past_key_values, use_cache, width)
@@ -87,6 +92,7 @@ class DecoderModel(BaseModel):
             position_ids,
             cache=cache,
             output_hidden_states=bool(output_hidden_states),
+            inputs_embeds=inputs_embeds,
         )
         last, layers = found.last_hidden_state, found.hidden_states
         return self.answer(
@@ -198,7 +204,7 @@ class GLM(DecoderModel):
 
     def forward(  # type: ignore[override]
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         length: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,

@@ -11,6 +11,7 @@ from bmforge.compat.model_center.model.base import (
     BaseModel,
     draw_model,
     lengths_to_mask,
+    one_of,
     refuse_unused,
 )
 from bmforge.compat.model_center.model.config import Config
@@ -18,6 +19,7 @@ from bmforge.compat.model_center.model.outputs import BaseModelOutputWithPooling
 from bmforge.models import Model
 from bmforge.models.formats.hf_format import WeightFiles, read_pickle
 from bmforge.models.formats.model_center import load_model_center
+from bmforge.models.stack import given_inputs
 
 __all__ = [
     "Bert",
@@ -74,7 +76,7 @@ class EncoderModel(BaseModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         length: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -85,6 +87,7 @@ class EncoderModel(BaseModel):
         output_hidden_states: bool | None = None,
         return_dict: bool = True,
         return_logits: bool = False,
+        inputs_embeds: Tensor | None = None,
         **others: Any,
     ) -> Any:
         """Read a text.
@@ -100,6 +103,7 @@ class EncoderModel(BaseModel):
             output_hidden_states: return the hidden states of all layers.
             return_dict: an output with names; else its values as a plain tuple.
             return_logits: return the logits alone, as early versions did.
+            inputs_embeds: taken instead of what the embedding makes of `input_ids`.
             others: of a Longformer `global_attention_mask`; and what the old models took without
                 using it.
 
@@ -108,14 +112,17 @@ class EncoderModel(BaseModel):
         """
         extra = {n: others.pop(n) for n in ("global_attention_mask",) if n in others}
         refuse_unused(others)
+        input_ids, inputs_embeds = one_of(input_ids, inputs_embeds)
         if attention_mask is None and length is not None:
-            attention_mask = lengths_to_mask(length, input_ids.shape[1])
+            given = given_inputs(input_ids, inputs_embeds)
+            attention_mask = lengths_to_mask(length, given.shape[1])
         found = self.model(
             input_ids,
             attention_mask,
             token_type_ids,
             position_ids,
             output_hidden_states=bool(output_hidden_states),
+            inputs_embeds=inputs_embeds,
             **extra,
         )
         last, layers = found.last_hidden_state, found.hidden_states

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from bmforge.compat.model_center.model.base import BaseModel, lengths_to_mask, refuse_unused
+from bmforge.compat.model_center.model.base import BaseModel, lengths_to_mask, one_of, refuse_unused
 from bmforge.compat.model_center.model.config import Config
 from bmforge.compat.model_center.model.outputs import Seq2SeqModelOutput
 from bmforge.infer.cache import KVCache
@@ -34,6 +34,8 @@ class Seq2SeqModel(BaseModel):
         output_hidden_states: bool | None = None,
         return_dict: bool = True,
         return_logits: bool = False,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
         **others: Any,
     ) -> Any:
         """Read the source and the target so far.
@@ -52,6 +54,8 @@ class Seq2SeqModel(BaseModel):
             output_hidden_states: return the hidden states of all layers.
             return_dict: an output with names; else its values as a plain tuple.
             return_logits: return the logits alone, as early versions did.
+            inputs_embeds: taken instead of what the embedding makes of `input_ids`.
+            decoder_inputs_embeds: likewise of the target.
             others: what the old models took without using it.
 
         Shape:
@@ -59,10 +63,12 @@ class Seq2SeqModel(BaseModel):
             decoder_length: (B,); encoder_outputs: (B, S, D)
         """
         refuse_unused(others)
-        width = (past_key_values.length if past_key_values is not None else 0) + (
-            0 if decoder_input_ids is None else decoder_input_ids.shape[1]
-        )
-        source = input_ids if encoder_outputs is None else encoder_outputs
+        input_ids, inputs_embeds = one_of(input_ids, inputs_embeds)
+        target, begun = one_of(decoder_input_ids, decoder_inputs_embeds)
+        past = past_key_values.length if past_key_values is not None else 0
+        width = past + next((t.shape[1] for t in (target, begun) if t is not None), 0)
+        texts = (encoder_outputs, input_ids, inputs_embeds)
+        source = next((text for text in texts if text is not None), None)
         if attention_mask is None and length is not None and source is not None:
             attention_mask = lengths_to_mask(length, source.shape[1])
         if decoder_attention_mask is None and decoder_length is not None:
@@ -74,11 +80,13 @@ class Seq2SeqModel(BaseModel):
         found = self.model(
             None if known else input_ids,
             attention_mask,
-            decoder_input_ids,
+            target,
             decoder_attention_mask,
             encoder_outputs=known,
             cache=cache,
             output_hidden_states=bool(output_hidden_states),
+            inputs_embeds=None if known else inputs_embeds,
+            decoder_inputs_embeds=begun,
         )
         return self.answer(
             found.last_hidden_state,
