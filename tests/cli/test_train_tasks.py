@@ -126,6 +126,15 @@ def test_a_run_goes_on_under_either_name(start: Path, tmp_path: Path) -> None:
     file = tmp_path / "run" / "run.toml"
     assert main(["train", "pretrain", "--config", str(file), "--train.steps", "3"]) == 0
     assert main(["train", "gpt2-pretrain", "--config", str(file), "--train.steps", "4"]) == 0
+    kept = [
+        line
+        for line in file.read_text().splitlines()
+        if line.partition(" ")[0] not in ("new_head", "family", "changes")
+    ]
+    file.write_text("\n".join(kept) + "\n")  # as earlier versions wrote it
+    words[1:4] = ["gpt2-pretrain"]
+    assert main([*words[:-1], "5"]) == 0
+    assert tomllib.loads(file.read_text())["train"]["steps"] == 5
     assert AutoModel.from_pretrained(tmp_path / "run" / "export").config.hidden_size == 16
 
 

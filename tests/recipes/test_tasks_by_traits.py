@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_runs import HEAD, losses_of_answers, settings, write_jsonl, write_vocabulary
 from task_folders import write_boolq, write_squad, write_words
+from test_every_family import TRIALS, write_glm
 
 from bmforge.cli import main
 from bmforge.data.tasks import TASKS, read_task
@@ -18,6 +19,7 @@ from bmforge.data.tasks.rows import encode_segments
 from bmforge.data.tasks.wording import word_task
 from bmforge.infer import generate
 from bmforge.models import GLM, AutoModel, GLMConfig
+from bmforge.models.hub import FAMILIES
 from bmforge.nn.blanks import blank_positions
 from bmforge.recipes import find_recipe
 from bmforge.recipes.blanks import BlankConfig, cut_blanks
@@ -77,8 +79,6 @@ def test_blanks_put_together_are_the_text() -> None:
 
 def test_a_blanks_loss_is_that_of_its_tokens(tmp_path: Path) -> None:
     """Against log-probabilities by hand: of every span's tokens and its end, given all before."""
-    from test_every_family import write_glm
-
     (tmp_path / "glm").mkdir()
     options = write_glm(tmp_path)
     run_dir = tmp_path / "run"
@@ -198,6 +198,33 @@ def test_a_decoder_answers_questions(words: Path, tmp_path: Path) -> None:
         stop = written.index(tokenizer.eos_id) if tokenizer.eos_id in written else len(written)
         exact += tokenizer.decode(written[:stop]).strip() in example.answers
     assert told["em"]["model"] == pytest.approx(exact / len(examples))
+
+
+LEFT = [n for n, f in FAMILIES.items() if f.family_traits.reads == "left"]
+QUICK = ("OPT", "Qwen2Moe")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.long)
+        for name in LEFT
+        if FAMILIES[name].family_traits.objective == "next token"
+    ],
+)
+def test_decoders_learn_conversations(family: str, words: Path, tmp_path: Path) -> None:
+    """Packed rows are read by every decoder; the loss falls to a half."""
+    talks = (("sky", "sea"), ("mud", "fire"))
+    rows = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in talks * 4
+    ]
+    file = write_jsonl(tmp_path / "talks.jsonl", rows)
+    command = task_options("conversations", file, words, tmp_path / "run", 10)
+    sizes = TRIALS[family].options.replace("--data.seq-len 40", "--train.optim.lr 0.01")
+    assert main([*command, "--model", family, *sizes.split()]) == 0
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_an_encoder_decoder_learns_conversations(words: Path, tmp_path: Path) -> None:
