@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from bmforge.config import config_to_dict
 from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
+from bmforge.surgery import persistent_tensors
 
 __all__ = ["describe_model"]
 
@@ -23,7 +24,7 @@ def describe_model(name: str, seq_len: int | None = None) -> str:
     """
     family, config = find_config(name)
     model = family.from_config(config, device="meta")
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(tensor.numel() for tensor in persistent_tensors(model).values())
     length = seq_len or config.max_seq_len
     flops = config.flops_per_token(length)
     fields = {k: v for k, v in config_to_dict(config).items() if k != "raw"}

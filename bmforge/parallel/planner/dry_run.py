@@ -20,6 +20,7 @@ from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipeline.model import pipeline_of
 from bmforge.shards import local_tensor
+from bmforge.surgery import persistent_tensors
 
 __all__ = ["DryRun", "Share", "dry_run", "join_fakes"]
 
@@ -80,7 +81,7 @@ def dry_run(
     shares, axes, total = [], {}, 0
     for stage in range(max(1, world_size // beside)):
         model = build_model()
-        total = sum(p.numel() for p in model.parameters())
+        total = sum(tensor.numel() for tensor in persistent_tensors(model).values())
         join_fakes(stage * beside, world_size)
         try:
             mesh = build_mesh(layout)
@@ -132,7 +133,7 @@ def _measure(model: nn.Module, rank: int) -> Share:
     rules: Any = getattr(model, "layout_rules", None)
     stacks = rules().stacks if callable(rules) else ()
     blocks = sum(len(list(model.get_submodule(name).children())) for name in stacks)
-    local = [local_tensor(parameter) for parameter in model.parameters()]
+    local = [local_tensor(tensor) for tensor in persistent_tensors(model).values()]
     return Share(
         rank,
         stages,

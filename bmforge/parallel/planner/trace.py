@@ -236,7 +236,8 @@ def _prepare_(sharded: list[FSDPModule], setting: Setting) -> None:
 def _begin_gradients_(model: nn.Module) -> None:
     """Give every parameter the gradient that earlier micro-batches have left."""
     for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
 
 
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
