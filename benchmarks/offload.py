@@ -42,7 +42,7 @@ from bmforge.models import (  # noqa: E402
 )
 from bmforge.parallel import OffloadConfig  # noqa: E402
 from bmforge.train import OptimConfig, build_optimizers, clip_grad_norm_  # noqa: E402
-from bmforge.train.offload.offloader import Offloader  # noqa: E402
+from bmforge.train.offload.states import StateOffload  # noqa: E402
 from bmforge.train.optim.adam_kernel import load_adam_kernel, step_plain  # noqa: E402
 
 MIB = 1 << 20
@@ -76,13 +76,13 @@ def train_gpt(mode: str, limit_bytes: int, directory: str) -> dict[str, Any]:
     if limit_bytes:
         limit_data(limit_bytes)
     model = GPT2.from_config(GPT, seed=0)
-    optimizers, offloader = [], None
+    optimizers, state_offload = [], None
     if mode == "plain":
         optimizers = build_optimizers(model, OptimConfig())
     if mode == "disk":
         offload = OffloadConfig(1.0, target="disk", directory=Path(directory))
         optimizers = build_optimizers(model, OptimConfig(), offloaded=True)
-        offloader = Offloader(model, optimizers, offload)
+        state_offload = StateOffload(model, optimizers, offload)
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(4):
@@ -94,8 +94,8 @@ def train_gpt(mode: str, limit_bytes: int, directory: str) -> dict[str, Any]:
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
-    if offloader is not None:
-        offloader.wait()
+    if state_offload is not None:
+        state_offload.wait()
     count = sum(p.numel() for p in model.parameters())
     return {"losses": losses, "peak": status_bytes("VmHWM") - base, "parameters": count}
 

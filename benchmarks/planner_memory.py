@@ -45,7 +45,7 @@ from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.recipes.run import family_of
 from bmforge.testing.pool import run_distributed
 from bmforge.train import OptimConfig, clip_grad_norm_
-from bmforge.train.offload.offloader import Offloader
+from bmforge.train.offload.states import StateOffload
 from bmforge.train.optim.build import build_optimizers
 
 MIB = 2**20
@@ -121,9 +121,9 @@ def _train(case: Case) -> int:
     parallelize(model, case.layout, precision=case.precision, recompute=case.recompute)
     init_weights_(model, 0)
     optimizers = build_optimizers(model, OptimConfig(), offloaded=case.on_disk)
-    offloader = None
+    state_offload = None
     if case.on_disk:
-        offloader = Offloader(model, optimizers, OffloadConfig(fraction=1.0, target="disk"))
+        state_offload = StateOffload(model, optimizers, OffloadConfig(fraction=1.0, target="disk"))
     assert mesh_of(model) is not None
     ids = torch.randint(case.model.vocab_size, (case.rows, case.length))
     batches = [{"input_ids": ids, "labels": ids.clone()} for _ in range(case.micro_batches)]
@@ -133,8 +133,8 @@ def _train(case: Case) -> int:
         run_step(model, lambda b: model(**b, num_items_in_batch=1000.0).loss, batches)
         highest = max(highest, resident_bytes())
         clip_grad_norm_(model, 1.0)
-        if offloader is not None:
-            offloader.settle()
+        if state_offload is not None:
+            state_offload.settle()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

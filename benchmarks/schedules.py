@@ -13,7 +13,7 @@ import argparse
 from harness import table
 
 from bmforge.parallel.pipeline.replay import replay
-from bmforge.parallel.pipeline.schedules import SCHEDULES, build_schedule, problems
+from bmforge.parallel.pipeline.schedules import SCHEDULES, problems, write_schedule
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         for count in (arguments.micro_batches, 4 * arguments.micro_batches):
             if problems(name, arguments.ranks, count):
                 continue
-            schedule = build_schedule(name, arguments.ranks, count)
+            schedule = write_schedule(name, arguments.ranks, count)
             per_rank = schedule.num_stages // arguments.ranks
             found = replay(schedule, forward=1 / per_rank, backward=2 / per_rank)
             idle = f"{max(found.bubble_ratios):.3f}"

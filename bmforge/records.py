@@ -1,6 +1,6 @@
 """What is known of a model and of its tensors besides themselves: one record each.
 
-A layout, a streamer, an offloader note here what others will ask for, so that no one hangs
+A layout, a streamer, an offload note here what others will ask for, so that no one hangs
 attributes on modules and tensors: `laid_out` is a model's record, `side_of` a tensor's.
 """
 
@@ -146,7 +146,8 @@ class LaidOut:
         layout: that it was laid out as.
         precision: in which blocks compute.
         prefetch: how many units ahead parameters are gathered.
-        pipeline: what runs the stages, where a pipeline cuts the model.
+        pipeline: what runs the stages, where a pipeline cuts the model, and
+        whole: the whole model on meta, as it was before.
         streamer: what brings weights that live elsewhere.
         units: what is used as a whole, in the order of the model; of a pipeline those here.
     """
@@ -156,6 +157,7 @@ class LaidOut:
     precision: str | None = None
     prefetch: int = 1
     pipeline: Any = None
+    whole: Any = None
     streamer: Any = None
     units: tuple[Unit, ...] | None = None
 
@@ -221,9 +223,8 @@ _SIDES = WeakIdKeyDictionary()
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Return what is known of a tensor."""
-    side: Side = _SIDES.get(tensor, _NOTHING)
-    return side
+    """Return what is known of a tensor; quick where nothing is known of any."""
+    return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 
 def note_(tensor: Tensor, **facts: Any) -> None:

@@ -7,6 +7,7 @@ matches nothing is an error.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from bmforge.errors import ConfigError, suggest
 
 __all__ = [
     "PLACES",
+    "copy_to_meta",
     "Wrapper",
     "find_modules",
     "find_parameters",
@@ -126,6 +128,17 @@ def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
                 seen.add(id(buffer))
                 found[f"{prefix}.{key}" if prefix else key] = buffer
     return found
+
+
+def copy_to_meta(root: nn.Module) -> Any:
+    """Return a copy of a module that has no memory: what it looks like, and nothing else."""
+    memo: dict[int, Any] = {}
+    for tensor in (*root.parameters(), *root.buffers()):
+        described: Tensor = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            described = nn.Parameter(described, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = described
+    return copy.deepcopy(root, memo)
 
 
 def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:

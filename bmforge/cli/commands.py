@@ -21,7 +21,7 @@ from bmforge.infer.openbmb.chat import ChatConfig
 from bmforge.logging import get_logger
 from bmforge.recipes import RECIPES, TASKS, QuickstartConfig, find_recipe, quickstart
 from bmforge.recipes.registry import read_config
-from bmforge.recipes.start import record_given, settle_model
+from bmforge.recipes.start import read_changes, record_given, settle_model
 from bmforge.train import write_report
 
 __all__ = ["COMMANDS"]
@@ -101,10 +101,14 @@ def run_train(arguments: Sequence[str]) -> None:
     old_file = _take_option(rest, "--ds-config")
     plans = _take_option(rest, "--layout")
     tries, world = _take_option(rest, "--dry-run"), _take_option(rest, "--world")
+    changes = _take_option(rest, "--changes")
     default = read_config(recipe, file)
     # What follows from other fields (heads from widths) is left to follow from the changed ones.
     default.model = default.model.with_implied()
-    config = record_given(_parse(recipe.config, rest, f"train {arguments[0]}", default), file, rest)
+    config = _parse_run(recipe.config, rest, f"train {arguments[0]}", default)
+    config = record_given(config, file, rest)
+    if changes is not None:
+        config.changes = read_changes(changes)
     if show == "True" or tries == "True" or plans is not None:
         config = settle_model(config)
     if traces == "True" and not config.train.profile_steps:
@@ -125,13 +129,23 @@ def run_train(arguments: Sequence[str]) -> None:
     recipe.run(config)
 
 
+def _parse_run(kind: Any, arguments: Sequence[str], command: str, default: Any) -> Any:
+    """Set a run's fields; changes of models, which are no plain fields, stay what they were."""
+    run, model = default.changes, default.model.changes
+    default.changes, default.model.changes = (), ()
+    config = _parse(kind, arguments, command, default)
+    config.changes, config.model.changes = run, model
+    return config
+
+
 def _list_tasks() -> str:
     """Return what `bmforge train --help` says."""
     tasks = "\n".join(f"  {name:<18}{task.about}" for name, task in TASKS.items())
     recipes = "\n".join(f"  {name:<18}{recipe.about}" for name, recipe in RECIPES.items())
     return (
         "usage: bmforge train TASK --model NAME_OR_DIR [--config FILE] [--ds-config FILE] "
-        "[--print-config] [--dry-run --world N] [--profile] [--field.path VALUE ...]\n\n"
+        "[--changes JSON] [--print-config] [--dry-run --world N] [--profile] "
+        "[--field.path VALUE ...]\n\n"
         f"{tasks}\n\nold names, each a task with a model:\n{recipes}"
     )
 

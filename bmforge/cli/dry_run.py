@@ -7,7 +7,7 @@ from typing import Any
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.planner.dry_run import DryRun, dry_run
-from bmforge.recipes.run import family_of
+from bmforge.recipes.start import family_of, with_changes
 
 __all__ = ["launched_processes", "parse_world", "show_dry_run"]
 
@@ -37,7 +37,7 @@ def show_dry_run(config: Any, world_size: int) -> str:
     """
     family = family_of(config.model)
     found = dry_run(
-        lambda: family.from_config(config.model, device="meta"),
+        lambda: family.from_config(with_changes(config), device="meta"),
         config.layout,
         world_size,
         precision=config.train.precision,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from bmforge.config import config_to_dict
 from bmforge.models.config import ModelConfig
-from bmforge.models.hub import AutoModel, find_preset
+from bmforge.models.hub import find_config
 
 __all__ = ["describe_model"]
 
@@ -23,13 +21,7 @@ def describe_model(name: str, seq_len: int | None = None) -> str:
     Raises:
         ConfigError: neither a preset nor a model.
     """
-    file = Path(name) / "config.json"
-    if file.is_file():
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        family = AutoModel.family_of(raw)
-        config = family.config_class.from_hf(raw)
-    else:
-        family, config = find_preset(name)
+    family, config = find_config(name)
     model = family.from_config(config, device="meta")
     parameters = sum(p.numel() for p in model.parameters())
     length = seq_len or config.max_seq_len

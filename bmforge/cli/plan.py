@@ -221,11 +221,8 @@ def launch_line(request: Request, row: Row, recipe: str = "RECIPE") -> str:
 
 
 def _options(request: Request, choice: Any) -> list[str]:
-    layout, usual = choice.layout, Layout()
-    names = ("tp", "pp", "cp", "sequence_parallel")
-    changed = {n: getattr(layout, n) for n in names if getattr(layout, n) != getattr(usual, n)}
-    options = {
-        f"layout.{n.replace('_', '-')}": v for n, v in {"zero": layout.zero, **changed}.items()
+    options: dict[str, Any] = {
+        f"layout.{n.replace('_', '-')}": v for n, v in choice.layout.unusual().items()
     }
     options |= {"train.precision": request.precision}
     if choice.recompute:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model
 from bmforge.models.config import ModelConfig
-from bmforge.models.hub import AutoModel, find_preset
+from bmforge.models.hub import find_config
 from bmforge.models.init import materialize_
 from bmforge.models.stack import StackSpec, number_places_
 from bmforge.nn import remake
@@ -39,13 +38,7 @@ def read_model(name: str, changes: Sequence[str] = ()) -> tuple[type[Model], Mod
     Raises:
         ConfigError: neither a preset nor a model; a field that the config does not have.
     """
-    file = Path(name) / "config.json"
-    if file.is_file():
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        family = AutoModel.family_of(raw)
-        config = family.config_class.from_hf(raw)
-    else:
-        family, config = find_preset(name)
+    family, config = find_config(name)
     if not changes:
         return family, config
     known = {f.name for f in fields(config)} - {"raw"}

@@ -1,7 +1,11 @@
-"""Zero-shot classification: of several texts, the one that a language model finds likeliest.
+"""What a model answers: how likely texts are, scores of classes, and texts that it writes.
 
-Each class is written as a text after a prompt; the class with the lowest mean loss of its text is
-chosen. What stands in the prompt is not scored.
+`choose_text` is zero-shot classification: each class is written as a text after a prompt, and the
+class with the lowest mean loss of its text is chosen. What stands in the prompt is not scored.
+
+`score_answers`, `score_classes` and `write_answers` work on any layout. Processes share the rows;
+where these do not divide evenly, the last ones are read again and what comes of them is dropped, so
+that nothing counts twice.
 
 Source: ``zero-shot-cls.py`` of TsinghuaAI/CPM-1-Generate, which puts the class into the prompt and
 scores the same text each time ("这是关于{class}的文章：" and then the article).
@@ -9,19 +13,30 @@ scores the same text each time ("这是关于{class}的文章：" and then the a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from bmforge.batch import IGNORE_INDEX
+from bmforge.batch import Batch
+from bmforge.data.tasks.rows import Pair
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.generate import evaluating
+from bmforge.infer.generate import evaluating, generate
 from bmforge.models.base import Model
+from bmforge.models.seq2seq import shift_right
+from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
 
-__all__ = ["Choice", "choose_text", "score_texts"]
+__all__ = [
+    "Choice",
+    "choose_text",
+    "score_answers",
+    "score_classes",
+    "score_texts",
+    "write_answers",
+]
 
+_WIDTH_STEP = 64
 # The others read a whole text in both directions, so its own tokens would give it away.
 _SCORES = ("left", "apart")
 
@@ -70,7 +85,7 @@ def score_texts(
 ) -> list[float]:
     """Return the mean loss of each option's text after its prompt, in nats per token.
 
-    One option is read at a time, so that rows need no padding and the logits are never whole.
+    One option is read at a time, so that rows need no padding; logits are those of its text alone.
 
     Args:
         model: as in `choose_text`.
@@ -85,19 +100,9 @@ def score_texts(
     losses = []
     with evaluating(model), torch.no_grad():
         for prompt, text in options:
-            ids, scored = (torch.tensor([list(part)], device=device) for part in (prompt, text))
-            losses.append(float(_read(model, ids, scored)))
+            pair = Pair(list(prompt), list(text))
+            losses.append(-float(_score(model, [pair], device, 0)))
     return losses
-
-
-def _read(model: Model, prompt: Tensor, text: Tensor) -> Tensor:
-    """Return the mean loss of a text, (1, T), after a prompt, (1, P)."""
-    if model.traits.reads == "apart":
-        return model(input_ids=prompt, labels=text).loss
-    labels = torch.cat((torch.full_like(prompt, IGNORE_INDEX), text), 1)
-    if not model.shifts_labels:
-        labels = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)), 1)
-    return model(torch.cat((prompt, text), 1), labels=labels).loss
 
 
 def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
@@ -115,3 +120,146 @@ def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]])
                 f"option {number} has {len(prompt)} tokens of prompt and {len(text)} of text; each "
                 "needs at least one."
             )
+
+
+def score_classes(
+    model: Any, count: int, make: Callable[[Sequence[int]], Batch], size: int, rows: World
+) -> Tensor:
+    """Return the logits of every row, the same on every process.
+
+    Args:
+        model: a classifier.
+        count: number of rows.
+        make: numbers of rows -> their batch.
+        size: rows of a batch.
+        rows: this process's place among those that read different rows.
+
+    Shape:
+        returns (count, L)
+    """
+
+    def read(numbers: Sequence[int]) -> Tensor:
+        batch = {n: t.to(rows.device) for n, t in make(numbers).items() if n != "labels"}
+        return model(**batch).logits
+
+    return _collect(model, count, read, size, rows)
+
+
+def score_answers(
+    model: Any, pairs: Sequence[Pair], size: int, rows: World, width: int
+) -> list[float]:
+    """Return the mean log-probability of every answer's tokens, the same on every process.
+
+    Args:
+        model: a language model, or an encoder-decoder with its language-model head.
+        pairs: prompts and answers.
+        size: pairs of a batch.
+        rows: this process's place among those that read different rows.
+        width: longest row.
+    """
+
+    def read(numbers: Sequence[int]) -> Tensor:
+        return _score(model, [pairs[n] for n in numbers], rows.device, width)
+
+    return _collect(model, len(pairs), read, size, rows).tolist()
+
+
+def write_answers(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    size: int,
+    rows: World,
+    width: int,
+    max_new_tokens: int,
+) -> list[list[int]]:
+    """Return what a model writes to every prompt, greedily, the same on every process.
+
+    Every process writes all `max_new_tokens`, as on a sharded model all must run as often; what
+    stands behind an end token is the caller's to drop.
+    """
+
+    apart = model.traits.reads == "apart"
+
+    def read(numbers: Sequence[int]) -> Tensor:
+        ids, mask = _pad([prompts[n] for n in numbers], rows.device, width, left=not apart)
+        written = generate(model, ids, mask, max_new_tokens=max_new_tokens, eos_token_id=())
+        return written[:, 1 if apart else ids.shape[1] :]
+
+    return _collect(model, len(prompts), read, size, rows).long().tolist()
+
+
+def _collect(
+    model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
+) -> Tensor:
+    """Put together what all processes read."""
+    found: Tensor | None = None
+    with evaluating(model), torch.no_grad():
+        for numbers in _share(count, size, rows):
+            part = read([min(number, count - 1) for number in numbers])
+            if found is None:
+                found = torch.zeros(count, *part.shape[1:], dtype=torch.float64, device=rows.device)
+            mine = [number for number in numbers if number < count]
+            if mine:
+                found[mine] = part[: len(mine)].to(found)
+    reshard_(model)
+    assert found is not None
+    return sum_over_axes(found, mesh_of(model), *ROW_AXES)
+
+
+def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
+    """Yield the row numbers of this process's batches, equally many on every process."""
+    for start in range(rows.rank * size, count + rows.rank * size, size * rows.size):
+        yield list(range(start, start + size))
+
+
+def _pad(
+    lines: Sequence[Sequence[int]], device: torch.device, width: int, left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return ids, filled up with 0, and their mask; widths are few."""
+    longest = max(map(len, lines))
+    length = max(longest, min(-(-longest // _WIDTH_STEP) * _WIDTH_STEP, width))
+    ids = torch.zeros(len(lines), length, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for number, line in enumerate(lines):
+        place = slice(length - len(line), length) if left else slice(len(line))
+        ids[number, place] = torch.tensor(list(line))
+        mask[number, place] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
+    """Return the mean log-probability of every answer's tokens; rows are at most `width` wide."""
+    read = _read_apart if model.traits.reads == "apart" else _read_rows
+    return read(model, pairs, device, width)
+
+
+def _read_rows(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
+    """Score answers that stand behind their prompts; rows are filled up in front."""
+    ids, mask = _pad([[*p.prompt, *p.answer] for p in pairs], device, width, left=True)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    keep = max(len(pair.answer) for pair in pairs) + 1
+    logits = model(ids, attention_mask=mask, position_ids=places, logits_to_keep=keep).logits
+    scores = _pick(logits[:, :-1], ids[:, 1 - keep :])
+    lengths = torch.tensor([len(pair.answer) for pair in pairs], device=device)
+    behind = torch.arange(keep - 1, 0, -1, device=device) <= lengths[:, None]
+    return (scores * behind).sum(1) / lengths
+
+
+def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
+    """Score answers that a decoder writes."""
+    ids, mask = _pad([pair.prompt for pair in pairs], device, width)
+    longest = max(len(pair.answer) for pair in pairs)
+    answers, shown = _pad([pair.answer for pair in pairs], device, longest)
+    config = model.config
+    target = shift_right(answers, config.decoder_start_token_id, config.pad_token_id)
+    logits = model(input_ids=ids, attention_mask=mask, decoder_input_ids=target).logits
+    return (_pick(logits, answers) * shown).sum(1) / shown.sum(1)
+
+
+def _pick(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the log-probability of each id.
+
+    Shape:
+        logits: (B, T, V); ids: (B, T) -> (B, T)
+    """
+    return logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]

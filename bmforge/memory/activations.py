@@ -87,14 +87,14 @@ class _Slot:
         self._pool.give(self._host)
 
 
-class _Block:
+class _Call:
     """What one call of a block keeps.
 
     Args:
         before: the call before it, which goes backward after it.
     """
 
-    def __init__(self, number: int, before: _Block | None) -> None:
+    def __init__(self, number: int, before: _Call | None) -> None:
         self.number = number
         self.slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
         self._before = None if before is None else weakref.ref(before)
@@ -123,7 +123,7 @@ class _Offload:
     def __init__(self, engine: CopyEngine, smallest: int) -> None:
         self.engine, self._smallest = engine, smallest
         self._pool = _Pool(engine)
-        self._last: _Block | None = None
+        self._last: _Call | None = None
 
     def send(
         self,
@@ -137,7 +137,7 @@ class _Offload:
         """Run a block; what it keeps goes to the host."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        record = _Block(number, self._last)
+        record = _Call(number, self._last)
         if self._last is not None:
             self._last.let_go()
         self._last = record
@@ -152,7 +152,7 @@ class _Offload:
         return inner(*args, **kwargs)
 
     def _pack(
-        self, tensor: Tensor, record: _Block, seen: dict[tuple[Any, ...], _Slot], block: nn.Module
+        self, tensor: Tensor, record: _Call, seen: dict[tuple[Any, ...], _Slot], block: nn.Module
     ) -> Any:
         is_small = tensor.numel() < self._smallest
         if is_small or not _is_dense(tensor):

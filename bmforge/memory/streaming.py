@@ -51,7 +51,7 @@ class _Slot:
         self.copied: Ticket | None = None
 
 
-class _Block:
+class _PackedBlock:
     """One block's parameters, and where each lies in a slot."""
 
     def __init__(self, prefix: str, module: nn.Module, parameters: dict[str, Tensor]) -> None:
@@ -113,7 +113,7 @@ class Streamer:
             for parameter in persistent_tensors(module).values():
                 counts[id(parameter)] = counts.get(id(parameter), 0) + 1
         self.blocks = [
-            _Block(
+            _PackedBlock(
                 prefix,
                 module,
                 {

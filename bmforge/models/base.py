@@ -177,9 +177,8 @@ class Model(nn.Module):
 
     def whole(self) -> Model:
         """Return a description of the whole model where this is a part of it in a pipeline."""
-        if self._pipeline is None:
-            return self
-        return type(self).from_config(self.config, device="meta")
+        record = laid_out(self)
+        return self if record is None or record.whole is None else record.whole
 
     def _stage_rank(self, name: str) -> int:
         """Return which rank of the pipeline has a parameter; 0 without one."""

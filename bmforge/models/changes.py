@@ -194,17 +194,19 @@ def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
             raise ConfigError(f"{inside} shares its weight with {left[0]}: name both in `where`.")
 
 
-def make_another_size_(model: nn.Module, names: Sequence[str], options: Sizes, name: str) -> None:
-    """Give layers other sizes; see `resize_`."""
+def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: str) -> None:
+    """Make layers another size; see `resize.resize_`."""
+    if name:
+        raise ConfigError(f"name={name!r} has no effect: nothing new stands beside a module.")
     if getattr(model, "spec", None) is None:
         raise ConfigError("only models of bmforge know how their layers are made.")
-    resize_(model, names, options)
+    resize_(model, names, sizes)
 
 
 KINDS: Mapping[str, Kind] = {
-    "resize": Kind(Sizes, make_another_size_, "layers of other sizes, or without a part"),
     "low_rank": Kind(LowRankOptions, add_low_rank_, "a low-rank part beside linear layers"),
     "int8": Kind(NoOptions, store_as_int8_, "weights of layers kept as int8 rows"),
+    "resize": Kind(Sizes, resize_blocks_, "layers of other sizes, or without a part"),
 }
 
 

@@ -11,7 +11,7 @@ from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.families import FAMILIES
 from bmforge.models.resolve import resolve_model
 
-__all__ = ["FAMILIES", "AutoModel", "find_model", "find_preset"]
+__all__ = ["FAMILIES", "AutoModel", "find_config", "find_model", "find_preset"]
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
@@ -25,6 +25,19 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
             return family, family.config_class.preset(name)
     known = [n for f in FAMILIES.values() for n in f.config_class.presets]
     raise ConfigError(f"no preset {name!r}.{suggest(name, known)} Known: {', '.join(known)}.")
+
+
+def find_config(name: str) -> tuple[type[Model], ModelConfig]:
+    """Return the family and config of a model directory, or of a preset by its name.
+
+    Raises:
+        ConfigError: neither a preset nor a model.
+    """
+    if not (Path(name) / "config.json").is_file():
+        return find_preset(name)
+    raw = read_config_file(name)
+    family = AutoModel.family_of(raw)
+    return family, family.config_class.from_hf(raw)
 
 
 def find_model(name: str | Path) -> Path:

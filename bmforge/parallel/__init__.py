@@ -15,6 +15,12 @@ from bmforge.parallel.distributed import (
     shutdown_distributed,
 )
 from bmforge.parallel.layout import (
+    CONTEXT_AXES,
+    LOSS_AXES,
+    ROW_AXES,
+    STAGE_AXES,
+    TENSOR_AXES,
+    TOKEN_AXES,
     Layout,
     axis_rank,
     axis_size,
@@ -24,6 +30,7 @@ from bmforge.parallel.layout import (
     data_parallel_size,
     gradient_ranks,
     mesh_of,
+    random_stream,
     sum_over_axes,
 )
 from bmforge.parallel.parallelize import parallelize
@@ -35,6 +42,12 @@ from bmforge.parallel.roll_call import name_the_missing
 from bmforge.parallel.zero import reshard_
 
 __all__ = [
+    "CONTEXT_AXES",
+    "LOSS_AXES",
+    "ROW_AXES",
+    "STAGE_AXES",
+    "TENSOR_AXES",
+    "TOKEN_AXES",
     "Cluster",
     "Layout",
     "OffloadConfig",
@@ -57,6 +70,7 @@ __all__ = [
     "parallelize",
     "pipeline_of",
     "plan",
+    "random_stream",
     "reshard_",
     "run_everywhere",
     "run_on_first",

@@ -16,13 +16,13 @@ from bmforge.parallel.context.divide import context_problems
 from bmforge.parallel.distributed import World
 from bmforge.parallel.expert import expert_problems
 from bmforge.parallel.layout import Layout
-from bmforge.parallel.pipeline.schedules import Schedule, build_schedule
+from bmforge.parallel.pipeline.schedules import Schedule, write_schedule
 from bmforge.parallel.pipeline.schedules import problems as schedule_problems
 from bmforge.parallel.pipeline.stages import Cutting, PipelineRules, plan_cutting
 from bmforge.parallel.tensor.cuts import Cut, find_cuts, tensor_problems
 from bmforge.records import Cuts, Unit, find_units
 
-__all__ = ["Plan", "Rules", "check_layout"]
+__all__ = ["Division", "Rules", "find_division"]
 
 
 class Rules(PipelineRules, Cuts, Protocol):
@@ -34,7 +34,7 @@ class Rules(PipelineRules, Cuts, Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Division:
     """What is to be done, once everything has been checked."""
 
     units: tuple[Unit, ...]
@@ -69,7 +69,7 @@ class Plan:
         )
 
 
-def check_layout(
+def find_division(
     model: nn.Module,
     layout: Layout,
     rules: Rules | None,
@@ -77,7 +77,7 @@ def check_layout(
     precision: str,
     need_blocks: bool,
     prefetch: int,
-) -> Plan:
+) -> Division:
     """Find the units, or raise everything that does not fit in one `ConfigError`."""
     problems = layout.problems(world.size)
     rules = _rules_of(model, rules)
@@ -104,7 +104,7 @@ def check_layout(
             precision,
         )
     units = tuple(replace(unit, stage=_stage_of(unit.name, cutting)) for unit in units)
-    return Plan(units, styles, stacks, cutting, stage_ranks, dtype, is_sharded)
+    return Division(units, styles, stacks, cutting, stage_ranks, dtype, is_sharded)
 
 
 def _check_blocks(
@@ -162,7 +162,7 @@ def _smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule 
     counts = range(1, 16 * ranks + 1)
     fits = (n for n in counts if not schedule_problems(name, ranks, n, per_rank))
     count = next(fits, None)
-    return None if count is None else build_schedule(name, ranks, count, per_rank)
+    return None if count is None else write_schedule(name, ranks, count, per_rank)
 
 
 def _rules_of(model: nn.Module, rules: Rules | None) -> Rules | None:

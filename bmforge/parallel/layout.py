@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,12 @@ from bmforge.errors import ConfigError
 from bmforge.records import laid_out
 
 __all__ = [
+    "CONTEXT_AXES",
+    "LOSS_AXES",
+    "ROW_AXES",
+    "STAGE_AXES",
+    "TENSOR_AXES",
+    "TOKEN_AXES",
     "Layout",
     "axis_group",
     "axis_rank",
@@ -25,12 +31,21 @@ __all__ = [
     "data_parallel_size",
     "gradient_ranks",
     "mesh_of",
+    "random_stream",
     "sum_over_axes",
 ]
 
 CPMethod = Literal["gather", "ring", "ulysses"]
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_ROWS = ("dp_replicate", "dp_shard")
+
+# Sets of axes by what processes along them have different; others name these, and no axis.
+ROW_AXES = ("dp_replicate", "dp_shard")
+CONTEXT_AXES = ("cp",)
+TENSOR_AXES = ("tp",)
+STAGE_AXES = ("pp",)
+TOKEN_AXES = (*ROW_AXES, *CONTEXT_AXES)
+# Each has a part of a step's loss, or none of it.
+LOSS_AXES = (*TOKEN_AXES, *STAGE_AXES)
 
 
 @dataclass(frozen=True)
@@ -72,10 +87,17 @@ class Layout:
 
     def __str__(self) -> str:
         """Name what is not as usual."""
+        return f"Layout({', '.join(f'{n}={v!r}' for n, v in self.unusual().items())})"
+
+    def unusual(self) -> dict[str, Any]:
+        """Return `zero`, and the other fields that are not as by default."""
         usual = Layout()
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        shown = (f"{n}={v!r}" for n, v in values if n == "zero" or v != getattr(usual, n))
-        return f"Layout({', '.join(shown)})"
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {n: v for n, v in values.items() if n == "zero" or v != getattr(usual, n)}
+
+    def row_groups(self, world_size: int) -> int:
+        """Return how many groups of `world_size` processes work on different rows of a batch."""
+        return world_size // (self.tp * self.pp * self.cp)
 
     def problems(self, world_size: int) -> list[str]:
         """Return everything that keeps this layout from fitting `world_size` processes."""
@@ -166,7 +188,7 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 
 def data_parallel_size(mesh: DeviceMesh | None) -> int:
     """Return how many groups of processes work on different rows of a batch."""
-    return axis_size(mesh, *_ROWS)
+    return axis_size(mesh, *ROW_AXES)
 
 
 def data_parallel_rank(mesh: DeviceMesh | None) -> int:
@@ -178,7 +200,13 @@ def data_parallel_rank(mesh: DeviceMesh | None) -> int:
 
 def gradient_ranks(mesh: DeviceMesh | None) -> int:
     """Return over how many processes gradients are averaged."""
-    return axis_size(mesh, *_ROWS, "cp")
+    return axis_size(mesh, *TOKEN_AXES)
+
+
+def random_stream(mesh: DeviceMesh | None, rank: int) -> int:
+    """Return which random numbers a process draws: those that share a block draw the same."""
+    (axis,) = TENSOR_AXES
+    return (rank - axis_rank(mesh, axis)) // axis_size(mesh, axis)
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:

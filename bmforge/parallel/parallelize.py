@@ -18,7 +18,7 @@ from bmforge.errors import ConfigError
 from bmforge.memory.activations import apply_activation_offload_
 from bmforge.memory.copies import make_copy_engine
 from bmforge.memory.recompute import apply_recompute_
-from bmforge.parallel.check import Plan, Rules, check_layout
+from bmforge.parallel.check import Division, Rules, find_division
 from bmforge.parallel.context.divide import apply_context_parallel_
 from bmforge.parallel.distributed import init_distributed
 from bmforge.parallel.expert import (
@@ -32,6 +32,7 @@ from bmforge.parallel.pipeline.stages import drop_the_rest_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_
 from bmforge.records import record_of
+from bmforge.surgery import copy_to_meta
 
 __all__ = ["Rules", "parallelize"]
 
@@ -74,42 +75,45 @@ def parallelize(
     _check_wrapping(offload_activations, compile)
     world = init_distributed()
     need_blocks = recompute or compile or offload_activations
-    plan = check_layout(model, layout, rules, world, precision, need_blocks, prefetch)
+    division = find_division(model, layout, rules, world, precision, need_blocks, prefetch)
     mesh = build_mesh(layout, world.device) if mesh is None else _check_mesh(mesh, layout)
     record = record_of(model)
     record.mesh, record.layout, record.prefetch = mesh, layout, prefetch
     shared: dict[str, list[int]] = {}
-    if plan.cutting is not None:
-        shared = drop_the_rest_(model, plan.cutting, plan.stages_of(mesh.get_local_rank("pp")))
-        plan = plan.without_dropped(model)
-    _divide_blocks_(model, layout, plan, mesh)
+    if division.cutting is not None:
+        record.whole = copy_to_meta(model)
+        shared = drop_the_rest_(
+            model, division.cutting, division.stages_of(mesh.get_local_rank("pp"))
+        )
+        division = division.without_dropped(model)
+    _divide_blocks_(model, layout, division, mesh)
     share_statistics_(model, mesh)
     expert_mesh = build_expert_mesh(mesh, layout.ep) if layout.ep > 1 else None
     experts = [] if expert_mesh is None else apply_expert_parallel_(model, expert_mesh)
-    _wrap_blocks_(plan.blocks, world.device, recompute, offload_activations, compile)
-    if plan.is_sharded:
+    _wrap_blocks_(division.blocks, world.device, recompute, offload_activations, compile)
+    if division.is_sharded:
         apply_zero_(
             model,
-            plan.gathered,
+            division.gathered,
             mesh,
             zero=layout.zero,
-            dtype=plan.dtype,
+            dtype=division.dtype,
             prefetch=prefetch,
             experts=experts,
             expert_mesh=expert_mesh,
         )
-    if plan.cutting is not None:
+    if division.cutting is not None:
         record.pipeline = PipelinedModel(
             model,
-            plan.cutting,
+            division.cutting,
             mesh,
             (layout.pp_schedule, layout.pp_stages_per_rank),
             shared,
             slices=layout.tp > 1,
             frees=layout.zero == 3,
-            splits=not (plan.is_sharded or recompute or compile or offload_activations),
+            splits=not (division.is_sharded or recompute or compile or offload_activations),
         )
-    record.units, record.precision = plan.units, precision
+    record.units, record.precision = division.units, precision
     return model
 
 
@@ -125,14 +129,18 @@ def _check_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     return mesh
 
 
-def _divide_blocks_(model: nn.Module, layout: Layout, plan: Plan, mesh: DeviceMesh) -> None:
+def _divide_blocks_(model: nn.Module, layout: Layout, division: Division, mesh: DeviceMesh) -> None:
     """Cut what blocks compute over the axes `tp` and `cp`."""
     if layout.tp > 1:
         sequence = layout.sequence_parallel
-        apply_tensor_parallel_(model, plan.styles, plan.stacks, mesh["tp"], sequence=sequence)
+        apply_tensor_parallel_(
+            model, division.styles, division.stacks, mesh["tp"], sequence=sequence
+        )
     if layout.cp > 1:
         unit = layout.tp if layout.sequence_parallel else 1
-        apply_context_parallel_(model, plan.stacks, mesh["cp"], method=layout.cp_method, unit=unit)
+        apply_context_parallel_(
+            model, division.stacks, mesh["cp"], method=layout.cp_method, unit=unit
+        )
 
 
 def _wrap_blocks_(

@@ -26,7 +26,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.infer.generate import evaluating
 from bmforge.models import Model
 from bmforge.models.cpm1 import CPM1Config
-from bmforge.parallel import World, mesh_of, reshard_, sum_over_axes
+from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out, open_examples
 from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
@@ -288,5 +288,5 @@ def _measure_accuracy(
                 right = counted and numbers[int(logits.argmax())] == int(wanted[place])
                 counts += torch.tensor([right, counted], device=rows.device)
     reshard_(model)
-    right, total = sum_over_axes(counts, mesh_of(model), "dp_replicate", "dp_shard").tolist()
+    right, total = sum_over_axes(counts, mesh_of(model), *ROW_AXES).tolist()
     return right / max(total, 1)

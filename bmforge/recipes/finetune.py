@@ -27,7 +27,7 @@ from bmforge.data.tasks.rows import (
 )
 from bmforge.data.tasks.wording import Wording, word_task
 from bmforge.errors import ConfigError, DataError, suggest
-from bmforge.infer.answers import score_answers, score_classes, write_answers
+from bmforge.infer.score import score_answers, score_classes, write_answers
 from bmforge.models import Model
 from bmforge.models.bert import BertConfig
 from bmforge.models.gpt2 import GPT2Config

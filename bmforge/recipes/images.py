@@ -12,7 +12,7 @@ from typing import Any
 
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError
-from bmforge.infer.answers import score_classes
+from bmforge.infer.score import score_classes
 from bmforge.models import Model
 from bmforge.parallel import World
 from bmforge.recipes.inputs.examples import ExampleLoader, iter_held_out

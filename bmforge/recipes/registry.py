@@ -16,6 +16,7 @@ from typing import Any
 from bmforge.config import config_from_dict, config_to_dict, load_toml
 from bmforge.data.tasks import TASKS as DATA_TASKS
 from bmforge.errors import ConfigError, suggest
+from bmforge.logging import get_logger
 from bmforge.models.hub import FAMILIES
 from bmforge.models.traits import Traits
 from bmforge.recipes.ant import AntConfig, CPMAntTrainConfig, train_ant
@@ -67,10 +68,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of training: what it is about, and its forms; the first that fits is taken."""
+    """A kind of training.
+
+    Args:
+        about: what is learned.
+        forms: of which the first that fits a family is taken.
+        tunes: it is meant for models that were trained before.
+    """
 
     about: str
     forms: tuple[Form, ...]
+    tunes: bool = False
 
     def form(self, traits: Traits) -> Form | None:
         """Return the form for a family; None where it cannot do the task."""
@@ -129,7 +137,9 @@ TASKS: Mapping[str, Task] = {
         ),
     ),
     "conversations": Task(
-        "fine-tune on conversations", (Form(_writes, ConversationsConfig, train_sft),)
+        "fine-tune on conversations",
+        (Form(_writes, ConversationsConfig, train_sft),),
+        tunes=True,
     ),
     "classify": Task(
         "fine-tune on a task with labels or choices; its name can stand in place of `classify`",
@@ -137,9 +147,12 @@ TASKS: Mapping[str, Task] = {
             Form(_reads_texts, TaskTuneConfig, tune_task),
             Form(_writes, TaskTuneConfig, tune_task),
         ),
+        tunes=True,
     ),
     "squad": Task(
-        "fine-tune on questions about a text", (Form(_writes, SQuADTuneConfig, tune_squad),)
+        "fine-tune on questions about a text",
+        (Form(_writes, SQuADTuneConfig, tune_squad),),
+        tunes=True,
     ),
     "dialogue": Task("train on dialogues", (_DIALOGUE,)),
     "documents": Task("train on CPM-Bee's documents", (_DOCUMENTS,)),
@@ -232,6 +245,12 @@ def find_recipe(
     for task, published in meant:
         form = TASKS[task].form(traits)
         if form is not None:
+            if TASKS[task].tunes and start.init_from is None and init_from is None:
+                get_logger().info(
+                    "--model %s is a size: its weights are drawn. Name a directory or hub id (%s) "
+                    "to start from published ones",
+                    *(model, start.family.config_class.hub_ids.get(model, "OWNER/NAME")),
+                )
             config = _with_model(form.config, name, start, published)
             return Recipe(config, form.run, f"{name} with {model}", task)
     can = [key for key, other in TASKS.items() if other.form(traits)]

@@ -22,6 +22,7 @@ from bmforge.errors import ConfigError
 from bmforge.logging import get_logger, log_to_file
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
+from bmforge.models.changes import Change
 from bmforge.models.config import read_config_file
 from bmforge.models.hub import find_model
 from bmforge.parallel import (
@@ -36,7 +37,7 @@ from bmforge.parallel import (
     run_on_first,
 )
 from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir
-from bmforge.recipes.start import family_of, need_fields, settle_model
+from bmforge.recipes.start import family_of, need_fields, settle_model, with_changes
 from bmforge.train import (
     EvalResult,
     TrainConfig,
@@ -85,6 +86,8 @@ class RunConfig:
             fills this in. None takes those that differ from what the recipe usually has.
         new_head: with `init_from`, draw the weights of the task's head where that model has none.
         family: of `model`; the command line fills it in, so that `run.toml` says it.
+        changes: what is changed in the model before it is laid out; see `models.changes`. What they
+            add is drawn with `seed`. The command line takes them as JSON, or as a file with it.
         seed: of the drawn weights.
         train: the loop.
         layout: how it is divided over processes.
@@ -102,6 +105,7 @@ class RunConfig:
     model_changes: tuple[str, ...] | None = None
     new_head: bool = False
     family: str | None = None
+    changes: tuple[Change, ...] = ()
     seed: int = 0
     train: TrainConfig = field(default_factory=TrainConfig)
     layout: Layout = field(default_factory=Layout)
@@ -193,7 +197,7 @@ def settle_batch(config: Any, world_size: int) -> Any:
         return data
     if steps < 1:
         raise ConfigError(f"data.grad_accum_steps={steps} must be at least 1.")
-    rows = world_size // (layout.tp * layout.pp * layout.cp)
+    rows = layout.row_groups(world_size)
     product = data.micro_batch_size * steps * rows
     usual = type(config)().data.global_batch_size
     if data.global_batch_size not in (usual, product):
@@ -241,19 +245,22 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     finally:
         if data.close is not None:
             data.close()
-        if trainer.offloader is not None and not config.offload.weights:
-            trainer.offloader.close()
+        if trainer.state_offload is not None and not config.offload.weights:
+            trainer.state_offload.close()
     if world.rank == 0:
         get_logger().info("report: %s", write_report(config.run_dir))
     return RunResult(model, trainer.step, evaluation, world)
 
 
 def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
-    sizes, start = config.model, None
+    sizes, start = with_changes(config), None
     if config.init_from is not None:
         start = find_model(config.init_from)
-        sizes = sizes.replace(raw=read_config_file(start))
+        sizes = config.model.replace(raw=read_config_file(start))
     model = family_of(sizes).from_config(sizes, device="meta")
+    is_loaded = start is not None and bool(config.changes)
+    if is_loaded:
+        _load_and_change_(model, start, config)
     streams = config.offload.weights
     if streams:
         _stream_(model, config, world, start)
@@ -267,9 +274,26 @@ def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
         prefetch=config.prefetch,
         offload_activations=config.offload.activations,
     )
+    if is_loaded:
+        return model
     if start is not None:
         return load_weights_(model, start, device=world.device, new_head=config.new_head)
     return init_weights_(model, config.seed, device=world.device)
+
+
+def _load_and_change_(model: Model, start: Any, config: Any) -> None:
+    """Load what the run starts from and change it, whole on every process.
+
+    A change may need the weights that it takes the place of.
+    """
+    if config.offload.weights:
+        raise ConfigError(
+            "offload.weights=True reads blocks when they are needed, and changes need them before. "
+            "Change the model first, save it, and start from what was saved."
+        )
+    load_weights_(model, start, device="cpu", new_head=config.new_head)
+    for change in config.changes:
+        model.change_(change, seed=config.seed)
 
 
 def _stream_(model: Model, config: Any, world: World, start: Path | None) -> None:
@@ -311,8 +335,8 @@ def _finish(
     config: Any, trainer: Trainer, data: TrainingData, world: World, mesh: DeviceMesh | None
 ) -> EvalResult | None:
     """Evaluate the trained model and export it."""
-    if trainer.offloader is not None:
-        trainer.offloader.restore_()
+    if trainer.state_offload is not None:
+        trainer.state_offload.restore_()
     model: Any = trainer.model
     evaluation = None
     if trainer.evaluator is not None:

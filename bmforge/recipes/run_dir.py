@@ -65,17 +65,23 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
     changed = [
         f"{name}: {before.get(name)!r} there, {now.get(name)!r} now"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not _is_free(name, free)
+        if _differ(before.get(name), now.get(name)) and not _is_free(name, free)
     ]
     if changed:
         return (
             f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(changed)}. "
             "Name another run_dir, or set these back to go on with that run."
         )
-    freely = [n for n in now if before.get(n) != now.get(n)]
+    freely = [n for n in now if _differ(before.get(n), now.get(n))]
     if freely:
         get_logger().info("changed since the run began: %s", ", ".join(freely))
     return None
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two values differ; an empty list is one that an older run.toml does not have."""
+    absent: tuple[Any, ...] = (None, [])
+    return one != other and not (one in absent and other in absent)
 
 
 def _is_free_place(run_dir: Path) -> bool:

@@ -6,6 +6,7 @@ With a model to start from its sizes hold, but for the fields of `model` that we
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model
+from bmforge.models.changes import Change
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import FAMILIES, AutoModel, find_model, find_preset
@@ -26,9 +28,11 @@ __all__ = [
     "family_of",
     "find_start",
     "need_fields",
+    "read_changes",
     "record_given",
     "settle_model",
     "traits_of",
+    "with_changes",
 ]
 
 _OPTION = "--model."
@@ -106,6 +110,36 @@ def check_length(config: Any) -> None:
 def family_of(config: ModelConfig) -> type[Model]:
     """Return the family of a model config."""
     return next(f for f in FAMILIES.values() if f.config_class is type(config))
+
+
+def with_changes(config: Any) -> Any:
+    """Return the config of a run's model with what the run changes in it."""
+    model = config.model
+    return model.replace(changes=(*model.changes, *config.changes)) if config.changes else model
+
+
+def read_changes(given: str) -> tuple[Change, ...]:
+    """Read changes of a model.
+
+    Args:
+        given: JSON, or a file of it: one change or a list, each with kind, where and options.
+
+    Raises:
+        ConfigError: there is no such file, or it is of another form.
+    """
+    text = given
+    if not given.lstrip().startswith(("[", "{")):
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--changes {given!r} is neither JSON nor a file ({error})."
+            ) from error
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--changes {given!r} is not valid JSON: {error}.") from error
+    return tuple(Change.from_json(one) for one in (found if isinstance(found, list) else [found]))
 
 
 def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -> Any:

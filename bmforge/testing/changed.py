@@ -82,6 +82,7 @@ def stored_as_int8(model: nn.Module) -> Change:
 
 
 def widen(batch: Batch) -> dict[str, Tensor]:
+    """Return a batch in float64."""
     return {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
 
 
@@ -95,6 +96,7 @@ def change_everything(model: Any) -> tuple[Change, ...]:
 
 
 def list_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the low-rank parts of a model."""
     return [part for part in model.modules() if isinstance(part, (LowRank, ExpertsLowRank))]
 
 
@@ -130,6 +132,7 @@ def merge_parts_(model: nn.Module, whole: nn.Module) -> dict[str, tuple[str, str
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
+    """Return a parameter by name, without its gradient."""
     return model.get_parameter(name).detach()
 
 
@@ -192,6 +195,7 @@ def run_step_of(model: Any, batch: Batch, owner: Any = None) -> dict[str, Tensor
 
 
 def list_outputs(output: Any) -> dict[str, Tensor]:
+    """Return the tensors of a model's output by name."""
     found = {name: value for name, value in output._asdict().items() if torch.is_tensor(value)}
     assert found
     return found

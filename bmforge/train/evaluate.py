@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bmforge.parallel import axis_size, mesh_of, reshard_, sum_over_axes
+from bmforge.parallel import (
+    CONTEXT_AXES,
+    ROW_AXES,
+    TOKEN_AXES,
+    axis_size,
+    mesh_of,
+    reshard_,
+    sum_over_axes,
+)
 from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
 
 __all__ = ["EvalResult", "evaluate"]
@@ -61,8 +69,7 @@ def evaluate(
         sums[1] += count_labels(batch, model)
     reshard_(model)
     model.train(training)
-    rows = ("dp_replicate", "dp_shard")
     # The mean over processes that divide a row's tokens is its loss; they count its labels alike.
-    total = sum_over_axes(sums[0], mesh, *rows, "cp").item() / axis_size(mesh, "cp")
-    tokens = int(sum_over_axes(sums[1], mesh, *rows))
+    total = sum_over_axes(sums[0], mesh, *TOKEN_AXES).item() / axis_size(mesh, *CONTEXT_AXES)
+    tokens = int(sum_over_axes(sums[1], mesh, *ROW_AXES))
     return EvalResult(total / max(tokens, 1), tokens)

@@ -33,7 +33,7 @@ from bmforge.errors import ConfigError, suggest
 
 __all__ = ["ScheduleConfig", "build_schedule", "set_learning_rate_"]
 
-Schedule = Callable[[int], float]
+LearningRate = Callable[[int], float]
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda p: 1.0 - p,
@@ -64,7 +64,7 @@ class ScheduleConfig:
     decay_kind: str | None = None
 
 
-def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
+def build_schedule(config: ScheduleConfig, total_steps: int) -> LearningRate:
     """Return the function from optimizer step number (0-based) to learning-rate multiplier.
 
     Args:
@@ -89,7 +89,7 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
     return multiplier
 
 
-def _after_warmup(config: ScheduleConfig, total: int) -> Schedule:
+def _after_warmup(config: ScheduleConfig, total: int) -> LearningRate:
     """Return the part of the schedule behind the warm-up."""
     warmup, floor = config.warmup_steps, config.min_lr_ratio
     if config.kind == "constant":

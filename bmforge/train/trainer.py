@@ -23,14 +23,15 @@ from bmforge.device import device_memory_bytes, peak_flops
 from bmforge.errors import ConfigError
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
+    LOSS_AXES,
+    ROW_AXES,
     OffloadConfig,
-    axis_rank,
-    axis_size,
     counts_here,
     data_parallel_size,
     gradient_ranks,
     mesh_of,
     name_the_missing,
+    random_stream,
     reshard_,
     run_on_first,
     run_step,
@@ -43,7 +44,7 @@ from bmforge.train.checkpoint.rng import reseed_rng
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult
 from bmforge.train.objective import Objective, causal_lm, count_labels, count_tokens
-from bmforge.train.offload.offloader import Offloader
+from bmforge.train.offload.states import StateOffload
 from bmforge.train.optim.build import build_optimizers, clip_grad_norm_
 from bmforge.train.precision import LossScaler
 from bmforge.train.profile import trace_steps
@@ -112,9 +113,9 @@ class Trainer:
         self.device = next(model.parameters()).device
         is_offloaded = offload is not None and offload.is_on
         self.optimizers = build_optimizers(model, config.optim, offloaded=is_offloaded)
-        self.offloader: Offloader | None = None
+        self.state_offload: StateOffload | None = None
         if offload is not None and is_offloaded:
-            self.offloader = Offloader(model, self.optimizers, offload)
+            self.state_offload = StateOffload(model, self.optimizers, offload)
         self.schedule = build_schedule(config.schedule, config.steps)
         self.guard = SpikeGuard(config.spike_sigmas)
         self.scaler = LossScaler() if config.precision == "fp16" else None
@@ -136,8 +137,7 @@ class Trainer:
         last_step = self.config.steps if until_step is None else until_step
         last_step = min(self.config.steps, last_step)
         # Processes that share a block draw the same, but where the layout says otherwise.
-        stream = self._rank - axis_rank(self.mesh, "tp")
-        self._stream = stream // axis_size(self.mesh, "tp")
+        self._stream = random_stream(self.mesh, self._rank)
         reseed_rng(self.config.seed, self.step, self._stream)
         if self.run_dir is None:
             with StopRequest() as stop:
@@ -196,8 +196,8 @@ class Trainer:
                 if writer is not None:
                     writer.write(self.step, row)
                 self._show(row, bar)
-                if self.offloader is not None and (self.callbacks or self.step == last_step):
-                    self.offloader.wait()
+                if self.state_offload is not None and (self.callbacks or self.step == last_step):
+                    self.state_offload.wait()
                 for callback in self.callbacks:
                     callback(self, row)
                 due = config.save_every_steps and self.step % config.save_every_steps == 0
@@ -252,8 +252,8 @@ class Trainer:
         skipped = self.guard.check(loss, norm)
         multiplier = self.schedule(self.step)
         set_learning_rate_(self.optimizers, multiplier)
-        if self.offloader is not None:
-            self.offloader.settle()
+        if self.state_offload is not None:
+            self.state_offload.settle()
         for optimizer in self.optimizers:
             if skipped is None:
                 optimizer.step()
@@ -285,7 +285,7 @@ class Trainer:
         moved = [{n: t.to(self.device) for n, t in batch.items()} for batch in micro_batches]
         for loss in run_step(self.model, lambda b: self.objective(self.model, b, divisor), moved):
             total += loss.double()
-        total = sum_over_axes(total, self.mesh, "dp_replicate", "dp_shard", "cp", "pp")
+        total = sum_over_axes(total, self.mesh, *LOSS_AXES)
         if self.scaler is not None:
             self.scaler.unscale_(self.model.parameters())
         norm = clip_grad_norm_(self.model, self.config.grad_clip)
@@ -293,7 +293,7 @@ class Trainer:
 
     def _sum(self, counts: list[int], asked: int) -> list[int]:
         """Add up counts over the rows of a batch, and what was asked for over all processes."""
-        if not counts_here(self.mesh, "dp_replicate", "dp_shard"):
+        if not counts_here(self.mesh, *ROW_AXES):
             counts = [0] * len(counts)
         values = torch.tensor([*counts, asked], dtype=torch.int64, device=self.device)
         if self.mesh is not None and self.mesh.size() > 1:

@@ -15,6 +15,7 @@ import pytest
 
 import bmforge
 from bmforge.cli import commands, main
+from bmforge.models.hub import find_preset
 from bmforge.parallel import shutdown_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,12 +26,26 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+# Pages all of whose examples are run; of the others the first one is.
+RUNS_WHOLE = {"docs/changes.md"}
 COMMENT = re.compile(r"\s*#.*")
 PINNED = {
     "bmforge.models": "AutoModel GPT2 GPT2Config Llama LlamaConfig init_weights_ load_weights_",
     "bmforge.parallel": "Layout init_distributed parallelize",
     "bmforge.train": "Trainer save_checkpoint load_checkpoint",
     "bmforge.infer": "generate",
+}
+
+
+# Models that the pages start from: where, and of which kind they are.
+STARTS = {
+    "google-bert/bert-base-uncased": "bert-base-uncased",
+    "google/t5-v1_1-small": "t5-v1_1-small",
+    "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
+    "google/vit-base-patch16-224-in21k": "vit-base-patch16-224-in21k",
+    "openbmb/cpm-bee-1b": "cpm-bee-1b",
+    "models/cpm-ant": "cpm-ant-10b",
+    "models/eva2.0-base": "eva2.0-base",
 }
 
 
@@ -96,7 +111,20 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             told_before = COMMENT.sub("", file.read_text("utf-8")) if file.exists() else None
             assert told_before in (None, COMMENT.sub("", body)), f"two kinds of {name[1]}"
             file.write_text(body, encoding="utf-8")
+    for name, preset in STARTS.items():
+        write_tiny(place / name, preset)
     return place
+
+
+def write_tiny(folder: Path, preset: str) -> None:
+    """A model of a preset's family that is small, for pages to start from."""
+    family, sizes = find_preset(preset)
+    heads = {"num_heads": 2, "num_kv_heads": 0, "head_dim": 16}
+    wide = {"hidden_size": 32, "intermediate_size": 0, "num_layers": 1, **heads}
+    text = {} if family.family_traits.has_images else {"vocab_size": 64}
+    small = {"intermediate_size": 48, "mask_modules": (), "num_buckets": 16}
+    kept = {n: v for n, v in small.items() if hasattr(sizes, n)}
+    family.from_config(sizes.replace(**{**wide, **text, **kept})).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("line", BMFORGE, ids=" ".join)
@@ -111,7 +139,7 @@ def test_every_command_line_parses(
 
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(commands, "_parse", parse_only)
-    arguments = [word for word in line[1:] if word not in ("...", "RECIPE", "NAME")]
+    arguments = [word for word in line[1:] if word not in ("...", "RECIPE", "TASK", "NAME")]
     try:
         status = main(arguments)
     except ParsedError:
@@ -167,14 +195,18 @@ def test_relative_links_resolve(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/models.md", "docs/generation.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/models.md", "docs/generation.md", "docs/changes.md"]
+)
 def test_python_examples_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first example of the page is run as it stands, in an empty directory; it is tiny."""
+    """The examples of the page are run as they stand, in an empty directory; they are tiny."""
     monkeypatch.chdir(tmp_path)
+    count = None if page in RUNS_WHOLE else 1
     try:
-        exec(compile(blocks(ROOT / page, "python")[0], page, "exec"), {"__name__": "example"})
+        for body in blocks(ROOT / page, "python")[:count]:
+            exec(compile(body, page, "exec"), {"__name__": "example"})
     finally:
         shutdown_distributed()
     assert capsys.readouterr().out.strip()

@@ -308,6 +308,31 @@ def test_nothing_unpickles_what_can_run_code(path):
                 assert called not in ("pickle.load", "pickle.loads"), f"line {node.lineno}"
 
 
+# Who may name an axis of the mesh; others ask `Layout` and the named sets of `parallel/layout.py`.
+KNOWS_AXES = {"parallel", "memory", "testing", "compat"}
+AXES = {"tp", "pp", "cp", "ep", "dp_shard", "dp_replicate"}
+
+
+def axis_names(tree):
+    """Lines on which a string or a field is the name of an axis."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in AXES:
+            yield node.lineno
+        if isinstance(node, ast.Attribute) and node.attr in AXES:
+            yield node.lineno
+
+
+def test_axis_names_are_found():
+    lines = sorted(axis_names(ast.parse("a = mesh['tp']\nb = layout.pp\nc = 'tp is long'\n")))
+    assert lines == [1, 2]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_axes_are_named_in_few_rooms(path):
+    if room_of(path) not in KNOWS_AXES:
+        assert not list(axis_names(ast.parse(path.read_text())))
+
+
 # Whoever may ask for a family's class: its room, the tests of families, old programs' names.
 KNOWS_FAMILIES = {"models", "testing", "compat"}
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from bmforge.errors import ConfigError, DistributedError, ShapeError
 from bmforge.parallel.pipeline.messages import MAX_TENSORS, Link
 from bmforge.parallel.pipeline.run import Pipeline
-from bmforge.parallel.pipeline.schedules import SCHEDULES, build_schedule
+from bmforge.parallel.pipeline.schedules import SCHEDULES, write_schedule
 from bmforge.testing import assert_close, run_distributed
 
 WIDTH, VOCAB, ROWS = 6, 11, 3
@@ -123,7 +123,7 @@ def reference(stages: int, count: int, steps: int):
 def train(name, count, steps, link=None, **options):
     """Gradients add up from step to step, so that each step's must be right."""
     link = link or Link()
-    schedule = build_schedule(name, link.size, count, STAGES[name])
+    schedule = write_schedule(name, link.size, count, STAGES[name])
     parts = {n: Part(n, schedule.num_stages) for n in schedule.stages_of(link.rank)}
     pipeline = Pipeline(schedule, parts, link, **options)
     found = []
@@ -145,7 +145,7 @@ def compare(got, want, last_rank):
 
 
 def last_rank(name, world):
-    return build_schedule(name, world, 2 * world * STAGES[name], STAGES[name]).stage_ranks[-1]
+    return write_schedule(name, world, 2 * world * STAGES[name], STAGES[name]).stage_ranks[-1]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -263,7 +263,7 @@ def test_what_has_arrived_is_let_go():
 
 def evaluate(name, count, share):
     link = Link()
-    schedule = build_schedule(name, link.size, 4, STAGES[name])
+    schedule = write_schedule(name, link.size, 4, STAGES[name])
     parts = {n: Part(n, schedule.num_stages) for n in schedule.stages_of(link.rank)}
     pipeline = Pipeline(schedule, parts, link)
     before = pipeline.step(batches(4, 0))
@@ -315,7 +315,7 @@ class Freezing(nn.Module):
 
 def train_frozen(name):
     link = Link()
-    schedule = build_schedule(name, link.size, 4, 2)
+    schedule = write_schedule(name, link.size, 4, 2)
     parts = {n: Freezing(n) for n in schedule.stages_of(link.rank)}
     micro_batch = {"x": torch.ones(2, WIDTH, dtype=torch.float64)}
     Pipeline(schedule, parts, link).step([micro_batch] * 4)
@@ -332,7 +332,7 @@ def train_sharded(name, split, zero3):
     """Two data-parallel replicas of a pipeline, sharded; each sees half of the rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     link = Link(mesh.get_group("pp"))
-    schedule = build_schedule(name, 2, 4, STAGES[name])
+    schedule = write_schedule(name, 2, 4, STAGES[name])
     parts = {n: Part(n, schedule.num_stages) for n in schedule.stages_of(link.rank)}
     for part in parts.values():
         for unit in (part.mix, part.use):
@@ -386,7 +386,7 @@ def test_sharded_stages_reduce_once(name, split, zero3):
 def fail(kind):
     """One rank goes wrong; the other must be told where and by whom."""
     link = Link()
-    schedule = build_schedule("1f1b", 2, 2)
+    schedule = write_schedule("1f1b", 2, 2)
     part = Part(link.rank, 2)
     if kind == "wrong stages":
         Pipeline(schedule, {5: part}, link)

@@ -114,6 +114,21 @@ def wait_for_step(process: subprocess.Popen[str], steps: int) -> bool:
     return False
 
 
+def workers_of(agent: int) -> list[int]:
+    """Process ids of torchrun's workers, from /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(fields[1]) == agent and b"bmforge" in line:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
 def kill_in_start_up(process: subprocess.Popen[str], delay_s: float) -> bool:
     """SIGKILL the process `delay_s` from now, or at its first step where that comes before."""
     assert process.stderr is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 from real_runs import environment, write_config
 
-from bmforge.testing import run_distributed
+from bmforge.parallel import Layout
+from bmforge.testing import assert_close, run_distributed
 from bmforge.train import read_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import own_part  # noqa: E402
 import train_hugging_face  # noqa: E402
 import train_own_module  # noqa: E402
 
@@ -59,3 +62,40 @@ def test_hugging_face_on_two_processes_is_the_same(data: str, family: str) -> No
     for losses in run_distributed(train_hugging_face.main, 2, data, family, 6):
         assert losses == pytest.approx(alone, rel=1e-5)
     assert alone[-1] < alone[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, Layout(tp=2)),
+        (2, Layout(tp=2, sequence_parallel=True)),
+        (2, Layout(pp=2)),
+        (2, Layout(cp=2)),
+        (4, Layout(tp=2, zero=3)),
+    ],
+    ids=str,
+)
+def test_own_part_on_any_layout(world: int, layout: Layout, tmp_path: Path) -> None:
+    """The gate trains, is saved and opened the same on every layout."""
+    (alone,) = run_distributed(own_part.main, 1, Layout(), 4, str(tmp_path / "alone"))
+    assert alone["losses"][-1] < alone["losses"][0]
+    gates = [name for name in alone["again"] if name.endswith("mlp.gate.weight")]
+    assert len(gates) == own_part.CONFIG.num_layers
+    assert not any(bool((alone["again"][name] == 1).all()) for name in gates)
+    for got in run_distributed(own_part.main, world, layout, 4, str(tmp_path / "many")):
+        assert_close(got["again"], alone["again"])
+
+
+def test_own_part_script() -> None:
+    """It prints the losses."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "own_part.py")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (alone,) = run_distributed(own_part.main, 1, Layout(), 4)
+    assert json.loads(done.stdout) == pytest.approx(alone["losses"], rel=1e-9)

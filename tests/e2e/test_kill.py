@@ -18,6 +18,7 @@ from real_runs import (
     losses,
     start,
     wait_for_step,
+    workers_of,
     write_config,
 )
 
@@ -97,21 +98,6 @@ def test_stop_signals_save_and_exit_cleanly(config, unkilled, tmp_path: Path) ->
         assert find_checkpoints(run_dir / "checkpoints")[0].name == f"step-{stopped_at:08d}"
     run_distributed(pretrain_here, 1, config, run_dir)
     assert_same_end(run_dir, unkilled)
-
-
-def workers_of(agent: int) -> list[int]:
-    """Process ids of torchrun's workers, from /proc."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if int(fields[1]) == agent and b"bmforge" in line:
-                found.append(int(entry.name))
-    return sorted(found)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from bmforge.models.llama import Llama, LlamaConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import Layout, init_distributed, parallelize, run_step, shutdown_distributed
 from bmforge.parallel.pipeline.replay import replay
-from bmforge.parallel.pipeline.schedules import build_schedule
+from bmforge.parallel.pipeline.schedules import write_schedule
 from bmforge.parallel.planner import trace as tracing
 from bmforge.parallel.planner.estimate import Choice, Estimator, Request
 from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
@@ -228,7 +228,7 @@ def test_a_processor_offloads_states_to_disk_and_keeps_gradients() -> None:
 def test_pipeline_bubble_is_that_of_the_schedule() -> None:
     work = Work(1e12, 0.0, 16, 0.0, 6, 0.0, 1)
     times = step_time(work, Cluster(find_device("h100-80gb"), 4), Layout(zero=0, pp=4), "bf16")
-    schedule = replay(build_schedule("1f1b", 4, 16))
+    schedule = replay(write_schedule("1f1b", 4, 16))
     assert times.parts["bubble"] / times.total == pytest.approx(schedule.bubble_ratios[0])
 
 

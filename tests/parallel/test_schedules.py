@@ -13,9 +13,9 @@ from bmforge.parallel.pipeline.replay import order_messages, replay
 from bmforge.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
-    build_schedule,
     forward_only,
     problems,
+    write_schedule,
 )
 
 SIZES = [
@@ -35,7 +35,7 @@ ROUNDS = [(p, m, v) for p in (1, 2, 3, 4, 8) for m in (p, 2 * p, 5 * p) for v in
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_bubble_of_the_plain_ones(name, p, m, backward):
     """(p - 1) / (m + p - 1), on every rank."""
-    found = replay(build_schedule(name, p, m), backward=backward)
+    found = replay(write_schedule(name, p, m), backward=backward)
     assert found.bubble_ratios == pytest.approx([(p - 1) / (m + p - 1)] * p)
     assert found.total == pytest.approx((m + p - 1) * (1 + backward))
 
@@ -43,14 +43,14 @@ def test_bubble_of_the_plain_ones(name, p, m, backward):
 @pytest.mark.parametrize(("p", "m", "v"), ROUNDS)
 def test_bubble_of_the_interleaved_one(p, m, v):
     """(p - 1) / (v m + p - 1), on every rank."""
-    found = replay(build_schedule("interleaved-1f1b", p, m, v))
+    found = replay(write_schedule("interleaved-1f1b", p, m, v))
     assert found.bubble_ratios == pytest.approx([(p - 1) / (v * m + p - 1)] * p)
 
 
 @pytest.mark.parametrize(("p", "m"), PLAIN)
 def test_memory_peaks(p, m):
-    assert replay(build_schedule("gpipe", p, m)).peak_micro_batches == (m,) * p
-    assert replay(build_schedule("1f1b", p, m)).peak_micro_batches == tuple(
+    assert replay(write_schedule("gpipe", p, m)).peak_micro_batches == (m,) * p
+    assert replay(write_schedule("1f1b", p, m)).peak_micro_batches == tuple(
         min(m, p - rank) for rank in range(p)
     )
 
@@ -59,12 +59,12 @@ def test_memory_peaks(p, m):
 def test_zero_bubble_ones_against_their_papers(p, m, v):
     """With F = I = W, ZB-H1 idles (p - 1)(F + I - W) and ZBV nowhere between start and end."""
     for name, stages in (("interleaved-zero-bubble", v), ("interleaved-zero-bubble", 1)):
-        found = replay(build_schedule(name, p, m, stages))
+        found = replay(write_schedule(name, p, m, stages))
         assert found.bubble_ratios == pytest.approx([(p - 1) / (3 * stages * m + p - 1)] * p)
         assert max(found.peak_micro_batches) <= p * stages
     if m >= 2 * p:
         for name in ("zbv", "dualpipev"):
-            found = replay(build_schedule(name, p, m))
+            found = replay(write_schedule(name, p, m))
             # Rank r starts r late and is done p - 1 - r early, and that is all.
             assert found.total == pytest.approx(6 * m + p - 1)
 
@@ -72,16 +72,16 @@ def test_zero_bubble_ones_against_their_papers(p, m, v):
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_zero_bubble_ones_idle_less_than_1f1b(p):
     m = 4 * p
-    plain = max(replay(build_schedule("1f1b", p, m)).bubble_ratios)
+    plain = max(replay(write_schedule("1f1b", p, m)).bubble_ratios)
     for name in ("interleaved-zero-bubble", "zbv", "dualpipev"):
-        assert max(replay(build_schedule(name, p, m)).bubble_ratios) < 0.5 * plain
+        assert max(replay(write_schedule(name, p, m)).bubble_ratios) < 0.5 * plain
 
 
 def test_every_action_once_and_in_a_possible_order():
     """Replaying raises on a deadlock, so it is the proof that there is none."""
     assert {name for name, *_ in SIZES} == set(SCHEDULES)
     for size in SIZES:
-        schedule = build_schedule(*size)
+        schedule = write_schedule(*size)
         assert replay(schedule).total > 0
         done = Counter()
         for rank, order in enumerate(schedule.orders):
@@ -96,7 +96,7 @@ def test_every_action_once_and_in_a_possible_order():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_forward_only_has_every_forward_once(name):
-    schedule = build_schedule(name, 4, 8)
+    schedule = write_schedule(name, 4, 8)
     for m in (1, 3, 4, 9):
         half = forward_only(schedule, m)
         assert half.stage_ranks == schedule.stage_ranks
@@ -109,7 +109,7 @@ def test_forward_only_has_every_forward_once(name):
 def test_messages_of_a_pair_are_in_an_order_that_both_ranks_can_keep(name):
     """All that cross, once; each rank's own in its own order; none before what its sender needs."""
     for p in (2, 3, 4):
-        schedule = build_schedule(name, p, 3 * p)
+        schedule = write_schedule(name, p, 3 * p)
         ranks, found = schedule.stage_ranks, set()
         for pair, order in order_messages(schedule).items():
             for rank in pair:
@@ -134,7 +134,7 @@ def test_messages_of_a_pair_are_in_an_order_that_both_ranks_can_keep(name):
 
 
 def test_a_deadlock_is_found_and_named():
-    schedule = build_schedule("1f1b", 2, 2)
+    schedule = write_schedule("1f1b", 2, 2)
     first, second = schedule.orders
     wrong = replace(schedule, orders=(first, second[::-1]))
     with pytest.raises(ConfigError, match=r"deadlocks: rank 0 at .*; rank 1 at .*backward"):
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_said(args, words):
     found = problems(*args)
     assert found
     with pytest.raises(ConfigError) as caught:
-        build_schedule(*args)
+        write_schedule(*args)
     for word in words:
         assert word in "; ".join(found)
         assert word in str(caught.value)
@@ -171,7 +171,7 @@ def test_the_numbers_that_errors_recommend_work():
 
 
 def test_where_the_stages_live():
-    assert build_schedule("interleaved-1f1b", 3, 3).stage_ranks == (0, 1, 2, 0, 1, 2)
-    schedule = build_schedule("zbv", 3, 3)
+    assert write_schedule("interleaved-1f1b", 3, 3).stage_ranks == (0, 1, 2, 0, 1, 2)
+    schedule = write_schedule("zbv", 3, 3)
     assert schedule.stage_ranks == (0, 1, 2, 2, 1, 0)
     assert [schedule.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.data import TokenStoreWriter
 from bmforge.recipes.inputs.examples import ExampleConfig
 from bmforge.tokenizers import CPM1Tokenizer
@@ -107,3 +109,22 @@ def train_cpm1_tokenizer() -> CPM1Tokenizer:
         minloglevel=2,
     )
     return CPM1Tokenizer(model.getvalue())
+
+
+def losses_of_answers(model: Any, pairs: Sequence[Any]) -> list[float]:
+    """The model's own mean loss of every answer behind its prompt, one at a time."""
+    losses = []
+    model.eval()
+    with torch.no_grad():
+        for prompt, answer in pairs:
+            ids, labels = torch.tensor([prompt]), torch.tensor([answer])
+            if model.traits.reads == "apart":
+                loss = model(input_ids=ids, labels=labels).loss
+            else:
+                hidden = torch.full_like(ids, IGNORE_INDEX)
+                both, aimed = torch.cat((ids, labels), 1), torch.cat((hidden, labels), 1)
+                if not model.shifts_labels:
+                    aimed = torch.cat((aimed[:, 1:], hidden[:, :1]), 1)
+                loss = model(both, labels=aimed).loss
+            losses.append(float(loss))
+    return losses

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import losses_of_answers
 from task_folders import (
     MODELS,
     run_task,
@@ -31,8 +32,7 @@ from bmforge.data.tasks.rows import (
 from bmforge.data.tasks.wording import word_task
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer import generate
-from bmforge.infer.answers import score_answers
-from bmforge.infer.score import score_texts
+from bmforge.infer.score import score_answers
 from bmforge.models import AutoModel, Bert
 from bmforge.models.hub import FAMILIES
 from bmforge.parallel import Layout, World, init_distributed
@@ -84,7 +84,7 @@ def read_alone(model: Any, tokenizer: Any, example: Any) -> int:
         pairs = [(source, a) for a in encode_answers(("No", "Yes"), tokenizer)]
     else:
         pairs = [tuple(p) for p in continue_prompt(prompt, ("No", "Yes"), tokenizer, 64)]
-    losses = score_texts(model, pairs)
+    losses = losses_of_answers(model, pairs)
     return losses.index(min(losses))
 
 
@@ -152,7 +152,7 @@ def test_batched_scores_are_those_of_single_rows(family: str) -> None:
     config = MODELS[family]
     kind = next(f for f in FAMILIES.values() if f.config_class is type(config))
     model = kind.from_config(config, seed=4, dtype=torch.float64).eval()
-    want = [-loss for loss in score_texts(model, pairs)]
+    want = [-loss for loss in losses_of_answers(model, pairs)]
     for size in (1, 2, 5):
         assert score_answers(model, pairs, size, WORLD, 20) == pytest.approx(want, rel=1e-5)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import HEAD, settings, write_jsonl, write_vocabulary
+from small_runs import HEAD, losses_of_answers, settings, write_jsonl, write_vocabulary
 from task_folders import write_boolq, write_squad, write_words
 
 from bmforge.cli import main
@@ -17,7 +17,6 @@ from bmforge.data.tasks import TASKS, read_task
 from bmforge.data.tasks.rows import encode_segments
 from bmforge.data.tasks.wording import word_task
 from bmforge.infer import generate
-from bmforge.infer.score import score_texts
 from bmforge.models import GLM, AutoModel, GLMConfig
 from bmforge.nn.blanks import blank_positions
 from bmforge.recipes import find_recipe
@@ -176,7 +175,7 @@ def answer_alone(model: Any, words: Path, example: Any) -> int:
             pairs.append(([*tokenizer.encode(prompt), end], [*tokenizer.encode(option), end]))
         else:
             pairs.append((tokenizer.encode(prompt), [*tokenizer.encode(option), end]))
-    losses = score_texts(model, pairs)
+    losses = losses_of_answers(model, pairs)
     return losses.index(min(losses))
 
 

@@ -129,10 +129,9 @@ def test_nothing_to_train_is_said_by_all_stages(prefix: str, trained: str, words
 def save_buffers(layout: Layout, directory: str) -> None:
     init_distributed()
     model = tiny_model()
-    model.register_buffer("seen", torch.zeros(3, device="meta"))
     parallelize(model, layout)
-    init_weights_(model.to_empty(device="cpu"), seed=3)
-    model.seen.copy_(torch.arange(3.0))
+    init_weights_(model, seed=3)
+    model.register_buffer("seen", torch.arange(3.0))
     save_checkpoint(directory, model, step=1)
     model.seen.zero_()
     load_checkpoint(directory, model)

@@ -34,11 +34,13 @@ DYING_STEP = 4
 
 
 def make(step: int) -> tuple[nn.Module, AdamW]:
-    """A model and an optimizer whose contents are a function of `step`."""
+    """A model and an optimizer whose contents are a function of `step`, one frozen layer's too."""
     torch.manual_seed(step)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
-    optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
-    for parameter in model.parameters():
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(16, 16))
+    model[2].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = AdamW(trained, lr=0.1, fused=True)
+    for parameter in trained:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     return model, optimizer
@@ -86,8 +88,12 @@ def assert_is_step(directory: Path, step: int) -> None:
         checkpointer.save(DYING_STEP, *make(DYING_STEP), state={"step": DYING_STEP})
         checkpointer.wait()
         assert checkpointer.last_error is None
+    named = set()
     for path in find_checkpoints(directory):
-        verify_checkpoint(path)
+        files = verify_checkpoint(path)["files"]
+        named |= {name for name, record in files.items() if "shared" in record}
+    assert {path.name for path in (directory / "frozen").iterdir()} == named
+    assert named  # the killed save had some to write
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +137,7 @@ def test_full_disk_leaves_the_last_good_one(point: str, tmp_path: Path) -> None:
         checkpointer.wait()
         assert isinstance(checkpointer.last_error, CheckpointError)
         assert "No space left on device" in str(checkpointer.last_error)
-        assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "latest"}
+        assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "latest", "frozen"}
         assert load_checkpoint(tmp_path, *make(99)) == {"step": 1}
         full = False
         checkpointer.save(3, *make(3), state={"step": 3})

@@ -15,7 +15,7 @@ from trainer_cases import run, write_corpus
 from bmforge.parallel import Layout, OffloadConfig
 from bmforge.testing import run_distributed
 from bmforge.train import Trainer
-from bmforge.train.offload.offloader import Offloader
+from bmforge.train.offload.states import StateOffload
 
 LEAVING = OffloadConfig(1.0, gradients="leave")
 SHARES = OffloadConfig(0.5)
@@ -38,7 +38,7 @@ def count() -> dict[str, int]:
     for one in gc.get_objects():
         found["models"] += type(one).__name__ == "GPT2"
         found["meshes"] += issubclass(type(one), DeviceMesh)
-        found["trainers"] += issubclass(type(one), Trainer | Offloader)
+        found["trainers"] += issubclass(type(one), Trainer | StateOffload)
     return found
 
 

@@ -29,8 +29,8 @@ from bmforge.train import (
     save_checkpoint,
 )
 from bmforge.train.checkpoint.state import read_state
-from bmforge.train.offload import offloader
-from bmforge.train.offload.offloader import Offloader
+from bmforge.train.offload import states as offload_states
+from bmforge.train.offload.states import StateOffload
 
 LEAVING = OffloadConfig(1.0, gradients="leave")
 DISK = OffloadConfig(1.0, target="disk", gradients="leave")
@@ -146,8 +146,8 @@ def run_masters(prefix: str, offload: OffloadConfig, **changes: Any) -> Any:
     with trainer.loader:
         trainer.fit()
     kept = {name: p.dtype for name, p in trainer.model.named_parameters()}
-    assert trainer.offloader is not None
-    trainer.offloader.close()
+    assert trainer.state_offload is not None
+    trainer.state_offload.close()
     wide = {name: whole(p) for name, p in trainer.model.named_parameters()}
     return rows, {"kept": kept, "wide": wide}
 
@@ -226,12 +226,12 @@ def test_weights_stream(prefix: str, tmp_path: Path, optimizer: str, target: Any
 
 def run_auto(prefix: str, run_dir: str | None, room: int, **changes: Any) -> Any:
     """Train on a device that has `room` bytes left for states."""
-    before = offloader.memory_room_bytes
-    offloader.memory_room_bytes = lambda device: room
+    before = offload_states.memory_room_bytes
+    offload_states.memory_room_bytes = lambda device: room
     try:
         rows, state = run(prefix, run_dir, **changes)
     finally:
-        offloader.memory_room_bytes = before
+        offload_states.memory_room_bytes = before
     return rows, state
 
 
@@ -261,7 +261,7 @@ def skip_the_first(prefix: str) -> None:
     kept: list[int] = []
 
     def note(trainer: Trainer, row: Any) -> None:
-        away = trainer.offloader._away.values()
+        away = trainer.state_offload._away.values()
         assert away
         kept.append(sum(one.early is not None for one in away))
 
@@ -287,7 +287,7 @@ def never_stepped(folder: str) -> None:
     for _ in range(2):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         optimizers = build_optimizers(model, config, offloaded=True)
-        places.append((model, optimizers, Offloader(model, optimizers, OffloadConfig(1.0))))
+        places.append((model, optimizers, StateOffload(model, optimizers, OffloadConfig(1.0))))
     model, optimizers, offload = places[0]
     model[0](torch.ones(2, 4)).sum().backward()
     optimizers[0].step()
@@ -309,7 +309,7 @@ def half_is_refused() -> None:
     model = torch.nn.Linear(4, 4).bfloat16()
     optimizers = build_optimizers(model, OptimConfig(), offloaded=True)
     with pytest.raises(ConfigError, match="needs fp32 parameters; 2 are narrower, weight first"):
-        Offloader(model, optimizers, OffloadConfig(1.0))
+        StateOffload(model, optimizers, OffloadConfig(1.0))
 
 
 def test_half_precision_parameters_are_refused() -> None:

@@ -21,7 +21,7 @@ from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ShapeError
 from bmforge.parallel.collectives import gather_tokens, take_tokens
 from bmforge.parallel.pipeline.messages import Link, Route, Wire, share_from
-from bmforge.parallel.pipeline.schedules import Message, build_schedule, forward_only
+from bmforge.parallel.pipeline.schedules import Message, forward_only, write_schedule
 
 __all__ = ["PipelineTransformerBlockList"]
 
@@ -49,7 +49,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
         for index, block in enumerate(self):
             _place_(block, self.get_stage_by_layer_id(index))
         self._link = Link(config["pipe_comm"], config.device)
-        self._schedule = build_schedule("gpipe", self.stages, config["micros"])
+        self._schedule = write_schedule("gpipe", self.stages, config["micros"])
         self._link.connect(list(Route(self._schedule).messages))
 
     def get_stage_by_layer_id(self, layer_id: int) -> int:

@@ -1,12 +1,12 @@
-"""Attention in blocks whose results are merged, so that no process needs all keys, or all scores.
+"""Attention in tiles whose results are merged, so that no process needs all keys, or all scores.
 
 Softmax over all keys is the mean of softmaxes over some of them, weighed by the exponentials of
-their log-sum-exps. With the log-sum-exp of all keys, backward takes every block alone.
+their log-sum-exps. With the log-sum-exp of all keys, backward takes every tile alone.
 
-On a CPU a fused kernel does the blocks that have neither mask nor bias; all others exist as scores,
-one block at a time.
+On a CPU a fused kernel does the tiles that have neither mask nor bias; all others exist as scores,
+one tile at a time.
 
-Source: Dao, "FlashAttention-2" (2023) for the blocks' backward; Liu et al., "Ring attention"
+Source: Dao, "FlashAttention-2" (2023) for the tiles' backward; Liu et al., "Ring attention"
 (2023).
 """
 
@@ -31,7 +31,7 @@ _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class _Block(NamedTuple):
+class _KeyTile(NamedTuple):
     """Queries of one chunk and keys at hand that they look at.
 
     Args:
@@ -48,7 +48,7 @@ class _Block(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """What the scores of a block are made of."""
+    """What the scores of a tile are made of."""
 
     query: Tensor
     key: Tensor
@@ -64,7 +64,7 @@ class _Scores(NamedTuple):
         return self.query.is_cpu and self.mask is None and self.bias is None
 
     def make(self) -> Tensor:
-        """Return the scores, (B, N, T, S), of a block that no fused kernel can do."""
+        """Return the scores, (B, N, T, S), of a tile that no fused kernel can do."""
         wide = torch.promote_types(self.query.dtype, torch.float32)
         scores = (self.query @ self.key.transpose(-1, -2)).to(wide) * self.scale
         if self.bias is not None:
@@ -125,23 +125,23 @@ class _Work:
         self.out = torch.zeros_like(query, dtype=self.wide, memory_format=torch.contiguous_format)
         self.total = self.out.new_full(query.shape[:3], -torch.inf)
 
-    def _scores(self, block: _Block, pair: Tensor) -> _Scores:
-        own = block.mine.own
+    def _scores(self, tile: _KeyTile, pair: Tensor) -> _Scores:
+        own = tile.mine.own
         # The kernels want as many heads of keys as of queries.
-        pair = pair[:, :, block.keys].repeat_interleave(self.query.shape[1] // pair.shape[1], 1)
+        pair = pair[:, :, tile.keys].repeat_interleave(self.query.shape[1] // pair.shape[1], 1)
         key, value = pair.chunk(2, -1)
-        mask, bias = (self.mask, self.bias) if block.columns is not None else (None, None)
+        mask, bias = (self.mask, self.bias) if tile.columns is not None else (None, None)
         if mask is not None:
-            mask = mask[:, :, own if mask.shape[2] > 1 else slice(None), block.columns]
+            mask = mask[:, :, own if mask.shape[2] > 1 else slice(None), tile.columns]
         if bias is not None:
-            bias = bias[:, :, own, block.columns]
+            bias = bias[:, :, own, tile.columns]
         query = self.query[:, :, own]
-        return _Scores(query, key, value, mask, bias, block.diagonal, self.scale)
+        return _Scores(query, key, value, mask, bias, tile.diagonal, self.scale)
 
-    def add(self, block: _Block, pair: Tensor) -> None:
-        """Merge what the queries find in a block into what they have found."""
-        out, total = _attend(self._scores(block, pair))
-        own = block.mine.own
+    def add(self, tile: _KeyTile, pair: Tensor) -> None:
+        """Merge what the queries find in a tile into what they have found."""
+        out, total = _attend(self._scores(tile, pair))
+        own = tile.mine.own
         before = self.total[:, :, own]
         both = torch.logaddexp(before, total.to(self.wide))
         kept, new = ((t - _finite(both)).exp()[..., None] for t in (before, total.to(self.wide)))
@@ -154,35 +154,37 @@ class _Work:
         self.grad_query = torch.zeros_like(self.query, dtype=self.wide)
         self.grad_bias = None if self.bias is None else torch.zeros_like(self.bias, dtype=self.wide)
 
-    def add_backward(self, block: _Block, pair: Tensor, grad_pair: Tensor) -> None:
-        """Add a block's gradients, those of its keys and values to `grad_pair`."""
-        own = block.mine.own
+    def add_backward(self, tile: _KeyTile, pair: Tensor, grad_pair: Tensor) -> None:
+        """Add a tile's gradients, those of its keys and values to `grad_pair`."""
+        own = tile.mine.own
         results = (t[:, :, own] for t in (self.grad, self.out, self.total))
-        query, key, value, scores = _attend_backward(self._scores(block, pair), *results)
+        query, key, value, scores = _attend_backward(self._scores(tile, pair), *results)
         self.grad_query[:, :, own] += query
         found = torch.cat((key, value), -1).unflatten(1, (pair.shape[1], -1)).sum(2)
-        grad_pair[:, :, block.keys] += found
-        if self.grad_bias is not None and scores is not None and block.columns is not None:
-            place = self.grad_bias[:, :, own, block.columns]
+        grad_pair[:, :, tile.keys] += found
+        if self.grad_bias is not None and scores is not None and tile.columns is not None:
+            place = self.grad_bias[:, :, own, tile.columns]
             place += scores if place.shape[0] > 1 else scores.sum(0, keepdim=True)
 
 
-def _blocks_of(share: TokenShare, source: int, causal: bool) -> Iterator[_Block]:
+def _tiles_of(share: TokenShare, source: int, causal: bool) -> Iterator[_KeyTile]:
     """Pair this process's queries with the keys of another one, or its own."""
     for mine in share.mine:
         for theirs in share.chunks_of(source):
             if not causal or theirs.number <= mine.number:
                 columns = slice(theirs.start, theirs.end)
-                yield _Block(mine, theirs.own, columns, causal and theirs.number == mine.number)
+                yield _KeyTile(mine, theirs.own, columns, causal and theirs.number == mine.number)
 
 
-def _prefix_blocks(share: TokenShare, length: int) -> Iterator[_Block]:
+def _prefix_tiles(share: TokenShare, prefix: Tensor | None) -> Iterator[_KeyTile]:
     """Pair this process's queries with a prefix."""
+    if prefix is None:
+        return
     for mine in share.mine:
-        yield _Block(mine, slice(0, length), None, False)
+        yield _KeyTile(mine, slice(0, prefix.shape[2]), None, False)
 
 
-def _causal_blocks(share: TokenShare, before: int) -> Iterator[_Block]:
+def _causal_tiles(share: TokenShare, before: int) -> Iterator[_KeyTile]:
     """Pair this process's queries with all keys before their chunk, and with the chunk's own.
 
     `before` keys of a prefix stand in front of the row's.
@@ -193,7 +195,7 @@ def _causal_blocks(share: TokenShare, before: int) -> Iterator[_Block]:
             (slice(before + mine.start, before + mine.end), True),
         ):
             if keys.stop > keys.start:
-                yield _Block(mine, keys, keys, diagonal)
+                yield _KeyTile(mine, keys, keys, diagonal)
 
 
 def attend_causally(query: Tensor, pair: Tensor, share: TokenShare, scale: float | None) -> Tensor:
@@ -201,8 +203,7 @@ def attend_causally(query: Tensor, pair: Tensor, share: TokenShare, scale: float
 
     Shape:
         query: (B, N, T here, H); pair: keys and values side by side, (B, K, P + T, 2 H), those of
-        a prefix, which all see, in front; returns
-        (B, N, T here, H)
+        a prefix, which all see, in front; returns (B, N, T here, H)
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if query.is_cpu:
@@ -235,8 +236,8 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, pair: Tensor, share: TokenShare, scale: float) -> Tensor:
         work = _Work(query, None, None, scale)
-        for block in _causal_blocks(share, pair.shape[2] - share.length):
-            work.add(block, pair)
+        for tile in _causal_tiles(share, pair.shape[2] - share.length):
+            work.add(tile, pair)
         out = work.out.to(query.dtype)
         ctx.save_for_backward(query, pair, out, work.total)
         ctx.share, ctx.scale = share, scale
@@ -249,8 +250,8 @@ class _Causal(torch.autograd.Function):
         work = _Work(query, None, None, ctx.scale)
         work.start_backward(grads[0], out, total)
         grad_pair = torch.zeros_like(pair, dtype=work.wide)
-        for block in _causal_blocks(ctx.share, pair.shape[2] - ctx.share.length):
-            work.add_backward(block, pair, grad_pair)
+        for tile in _causal_tiles(ctx.share, pair.shape[2] - ctx.share.length):
+            work.add_backward(tile, pair, grad_pair)
         return work.grad_query.to(query.dtype), grad_pair.to(pair.dtype), None, None
 
 
@@ -274,7 +275,7 @@ def attend_in_ring(
         bias: (B or 1, N, T here, T); prefix: (1, K, P, 2 H), keys and values side by side;
         returns (B, N, T here, H)
 
-    Memory: keys and values of two processes, and one block of scores where there is a mask or bias.
+    Memory: keys and values of two processes, and one tile of scores where there is a mask or bias.
     Comm: with R processes, R - 1 messages of the keys and values forward; backward as many again,
         and R of their gradients, in fp32 or wider.
     """
@@ -299,12 +300,12 @@ class _Ring(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         work, moving = _Work(query, mask, bias, scale), pair
-        for block in () if prefix is None else _prefix_blocks(share, prefix.shape[2]):
-            work.add(block, prefix)
+        for tile in _prefix_tiles(share, prefix):
+            work.add(tile, prefix)  # type: ignore[arg-type]
         for step in range(share.size):
             coming = _Message(moving, share) if step + 1 < share.size else None
-            for block in _blocks_of(share, (share.rank - step) % share.size, causal):
-                work.add(block, moving)
+            for tile in _tiles_of(share, (share.rank - step) % share.size, causal):
+                work.add(tile, moving)
             moving = moving if coming is None else coming.wait()
         out = work.out.to(query.dtype)
         ctx.save_for_backward(query, pair, bias, prefix, mask, out, work.total)
@@ -318,15 +319,15 @@ class _Ring(torch.autograd.Function):
         share, pair = ctx.share, moving
         work = _Work(query, mask, bias, ctx.scale)
         work.start_backward(grads[0], out, total)
-        first = None if prefix is None else torch.zeros_like(prefix, dtype=work.wide)
-        for block in () if prefix is None else _prefix_blocks(share, prefix.shape[2]):
-            work.add_backward(block, prefix, first)
+        grad_prefix = None if prefix is None else torch.zeros_like(prefix, dtype=work.wide)
+        for tile in _prefix_tiles(share, prefix):
+            work.add_backward(tile, prefix, grad_prefix)
         arriving: _Message | None = None
         for step in range(share.size):
             coming = _Message(moving, share) if step + 1 < share.size else None
             found = torch.zeros_like(pair, dtype=work.wide)
-            for block in _blocks_of(share, (share.rank - step) % share.size, ctx.causal):
-                work.add_backward(block, moving, found)
+            for tile in _tiles_of(share, (share.rank - step) % share.size, ctx.causal):
+                work.add_backward(tile, moving, found)
             # What the processes before this one found follows its keys and values.
             found = found if arriving is None else found + arriving.wait()
             arriving = _Message(found, share)
@@ -334,8 +335,8 @@ class _Ring(torch.autograd.Function):
         assert arriving is not None
         grad_bias = None if work.grad_bias is None else work.grad_bias.to(bias.dtype)
         grad_pair = arriving.wait().to(pair.dtype)
-        grad_prefix = None if first is None else first.to(prefix.dtype)
         grad_query = work.grad_query.to(query.dtype)
+        grad_prefix = None if grad_prefix is None else grad_prefix.to(prefix.dtype)
         return grad_query, grad_pair, grad_bias, grad_prefix, None, None, None, None
 
 

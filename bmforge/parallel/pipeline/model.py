@@ -22,7 +22,7 @@ from bmforge.batch import Batch
 from bmforge.errors import ConfigError
 from bmforge.parallel.pipeline.messages import Link
 from bmforge.parallel.pipeline.run import Pipeline
-from bmforge.parallel.pipeline.schedules import Schedule, build_schedule, problems
+from bmforge.parallel.pipeline.schedules import Schedule, problems, write_schedule
 from bmforge.parallel.pipeline.stages import Cutting
 from bmforge.parallel.zero import groups_of_state
 from bmforge.records import as_stack_, fill_slot_, laid_out
@@ -214,7 +214,7 @@ class PipelinedModel:
     def _build(self, num_micro_batches: int | None) -> Schedule:
         name, per_rank = self.schedule
         count = self._least() if num_micro_batches is None else num_micro_batches
-        return build_schedule(name, self.mesh["pp"].size(), count, per_rank)
+        return write_schedule(name, self.mesh["pp"].size(), count, per_rank)
 
     def _pipeline(self, num_micro_batches: int) -> Pipeline:
         if num_micro_batches not in self._pipelines:

@@ -70,7 +70,7 @@ class Pipeline:
     """This rank's stages and the order in which they run.
 
     Args:
-        schedule: from `build_schedule`.
+        schedule: from `write_schedule`.
         stages: the stages that the schedule places on this rank, by their number.
         link: the way to the other ranks.
         sync: called as sync(stage, is_last) before each backward of a stage; `is_last` is true once

@@ -24,7 +24,7 @@ __all__ = [
     "Kind",
     "Message",
     "Schedule",
-    "build_schedule",
+    "write_schedule",
     "forward_only",
     "problems",
 ]
@@ -251,7 +251,7 @@ def _rounds(num_ranks: int, num_micro_batches: int) -> int:
 def problems(
     name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
 ) -> list[str]:
-    """Return everything that keeps this schedule from being built; see `build_schedule`."""
+    """Return everything that keeps this schedule from being built; see `write_schedule`."""
     if name not in _RECIPES:
         return [
             f"schedule={name!r} is not one of {', '.join(SCHEDULES)}." + suggest(name, SCHEDULES)
@@ -282,7 +282,7 @@ def problems(
     return found
 
 
-def build_schedule(
+def write_schedule(
     name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
 ) -> Schedule:
     """Write a schedule.

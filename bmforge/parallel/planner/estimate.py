@@ -9,7 +9,7 @@ from typing import Any
 from bmforge.errors import ConfigError
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.pipeline.replay import replay
-from bmforge.parallel.pipeline.schedules import build_schedule, problems
+from bmforge.parallel.pipeline.schedules import problems, write_schedule
 from bmforge.parallel.planner.hardware import Cluster
 from bmforge.parallel.planner.peak import (
     Memory,
@@ -282,6 +282,6 @@ def _in_flight(layout: Layout, count: int) -> tuple[float, ...]:
     fitting = (
         n for n in range(min(count, 2 * size), 8 * size) if not problems(name, size, n, per_rank)
     )
-    schedule = build_schedule(name, size, next(fitting), per_rank)
+    schedule = write_schedule(name, size, next(fitting), per_rank)
     share = schedule.num_stages // size
     return tuple(peak / share for peak in replay(schedule).peak_micro_batches)

@@ -194,7 +194,9 @@ def _cut_parameters_(
 ) -> Iterator[tuple[str, View]]:
     """Make a module's own parameters DTensors; yield how computing sees each."""
     dims = _dims_of(module, cut)
-    follows = cut is not None and (cut.style == "head_norm" or is_beside(module))
+    # A part beside what is whole behind its sum, as a whole MLP is, is used as its neighbours are.
+    is_cut = cut is not None and bool(_DIMS[cut.style])
+    follows = cut is not None and (cut.style == "head_norm" or (is_cut and is_beside(module)))
     shared = cut is not None and cut.style == "key_value" and bool(cut.units % tensor.size)
     for key, parameter in list(module.named_parameters(recurse=False)):
         takes_share = shared and dims.get(key) == 0

@@ -5,9 +5,8 @@ a damaged one is refused before any state is touched and the newest sound one is
 holds parameters, buffers, optimizer state, the caller's state and every random generator, and loads
 on any number of processes in any layout.
 
-The parts: `checkpoint_format` (files, hashes), `checkpoint_state` (which tensors),
-`checkpoint_rng`, `checkpoint_write` (publishing), `checkpoint_read` (fitting and copying),
-`checkpoint_peers`.
+The parts: `format` (files, hashes), `state` (which tensors), `rng`, `write` (publishing), `frozen`
+(what is kept once), `read` (fitting and copying), `peers`.
 """
 
 from __future__ import annotations
@@ -226,6 +225,7 @@ class Checkpointer:
         self._keep_every = keep_every
         self._asynchronous = asynchronous
         self._fault = fault
+        self._sound: set[str] = set()
         self._thread: threading.Thread | None = None
         run_on_first(lambda: clean_leftovers(self.directory))
         self._peers = Peers()
@@ -265,7 +265,7 @@ class Checkpointer:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            publish(self.directory, snapshot, self._peers, self._fault)
+            publish(self.directory, snapshot, self._peers, self._fault, self._sound)
             self.last_error = None
             if self._peers.rank == 0:
                 remove_old(

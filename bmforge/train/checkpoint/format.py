@@ -4,8 +4,9 @@
       manifest.json                          what is where: files, tensors, chunks, state
       manifest.sha256                        hash of manifest.json, as `sha256sum` prints it
       shard-00000-of-00004.safetensors ...   one per process
+    checkpoints/frozen/                      what several checkpoints have alike, see `frozen.py`
 
-The manifest holds size and sha256 of every shard, and a file of its own holds the manifest's, so no
+The manifest holds size and sha256 of every file, and a file of its own holds the manifest's, so no
 byte can change unseen. Nothing here is a pickle; `sha256sum -c` and safetensors read it all.
 """
 
@@ -28,11 +29,14 @@ __all__ = [
     "DTYPE_CODES",
     "FORMAT_NAME",
     "FORMAT_VERSION",
+    "FROZEN_NAME",
     "LATEST_NAME",
     "MANIFEST_HASH_NAME",
     "MANIFEST_NAME",
     "TEMPORARY_PREFIX",
     "DamagedCheckpointError",
+    "damage_of",
+    "file_path",
     "find_checkpoints",
     "find_damage",
     "hash_line",
@@ -46,11 +50,12 @@ __all__ = [
 ]
 
 FORMAT_NAME = "bmforge-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1: without frozen tensors kept apart; such checkpoints are still written so
 MANIFEST_NAME = "manifest.json"
 MANIFEST_HASH_NAME = "manifest.sha256"
 LATEST_NAME = "latest"
 TEMPORARY_PREFIX = ".tmp-"
+FROZEN_NAME = "frozen"
 
 _BLOCK_BYTES = 4 << 20
 _STEP_PATTERN = re.compile(r"step-(\d{8,})")
@@ -132,7 +137,7 @@ def _hash_file(path: Path) -> str:
 
 
 def write_shard(
-    path: Path, tensors: Mapping[str, Source], fault: Callable[[str], None]
+    path: Path, tensors: Mapping[str, Source], fault: Callable[[str], None] = lambda phase: None
 ) -> dict[str, Any]:
     """Write tensors as one new safetensors file, hashed on the way and synced.
 
@@ -226,7 +231,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 def find_damage(
     path: str | Path, manifest: dict[str, Any], part: int = 0, parts: int = 1
 ) -> list[str]:
-    """Compare size and sha256 of shards with the manifest; return one line per damaged file.
+    """Compare size and sha256 of files with the manifest; return one line per damaged one.
 
     Args:
         path: the checkpoint directory.
@@ -234,18 +239,33 @@ def find_damage(
         part: check only every `parts`-th file, from this one on (processes share the work).
         parts: number of processes that share the work.
     """
-    problems = []
-    for name in sorted(manifest["files"])[part::parts]:
-        record = manifest["files"][name]
-        try:
-            size = os.path.getsize(Path(path) / name)
-            if size != record["bytes"]:
-                problems.append(f"{name} has {size} bytes instead of {record['bytes']}")
-            elif _hash_file(Path(path) / name) != record["sha256"]:
-                problems.append(f"{name} does not match its sha256")
-        except OSError as error:
-            problems.append(str(error))
-    return problems
+    names = sorted(manifest["files"])[part::parts]
+    found = (damage_of(Path(path), name, manifest["files"][name]) for name in names)
+    return [problem for problem in found if problem is not None]
+
+
+def file_path(path: Path, name: str, record: dict[str, Any]) -> Path:
+    """Return where a file lies that a checkpoint's manifest names."""
+    return path.resolve().parent / FROZEN_NAME / name if record.get("shared") else path / name
+
+
+def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
+    """Return what is wrong with a file that a checkpoint names; None for a sound one."""
+    where = file_path(path, name, record)
+    if record.get("shared") and not where.exists():
+        return (
+            f"{where} is missing: frozen tensors are kept once for all checkpoints of a run. Copy "
+            f"the folder {FROZEN_NAME!r} along with a checkpoint, beside it"
+        )
+    try:
+        size = os.path.getsize(where)
+        if size != record["bytes"]:
+            return f"{name} has {size} bytes instead of {record['bytes']}"
+        if _hash_file(where) != record["sha256"]:
+            return f"{name} does not match its sha256"
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def verify_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from bmforge.shards import (
     put_values_,
     source_of,
 )
-from bmforge.train.checkpoint.format import shard_name
+from bmforge.train.checkpoint.format import file_path, shard_name
 from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.rng import reseed_rng, restore_rng
 from bmforge.train.checkpoint.state import (
@@ -56,6 +56,7 @@ class ChunkReader:
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self._path = path
         self._tensors: dict[str, Any] = manifest["tensors"]
+        self._records: dict[str, Any] = manifest["files"]
         self._files: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
 
@@ -68,7 +69,8 @@ class ChunkReader:
     def file(self, name: str) -> Any:
         """Return the open safetensors file of that name."""
         if name not in self._files:
-            handle = safe_open(self._path / name, framework="pt")
+            where = file_path(self._path, name, self._records[name])
+            handle = safe_open(where, framework="pt")
             self._files[name] = self._stack.enter_context(handle)
         return self._files[name]
 

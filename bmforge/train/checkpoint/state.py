@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
 from bmforge.memory.homes import Home
-from bmforge.parallel import counts_here, pipeline_of
+from bmforge.parallel import STAGE_AXES, counts_here, pipeline_of
 from bmforge.records import laid_out, side_of
 from bmforge.shards import (
     Box,
@@ -30,6 +30,7 @@ from bmforge.shards import (
     local_tensor,
     source_of,
 )
+from bmforge.surgery import persistent_tensors
 from bmforge.train.checkpoint.format import DTYPE_CODES
 from bmforge.train.checkpoint.rng import capture_rng
 
@@ -56,6 +57,8 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 NOT_SETTINGS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 )
+# Smaller tensors go along with every checkpoint: counters and statistics, which may change.
+_SMALLEST_FROZEN_BYTES = 1 << 10
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -68,6 +71,7 @@ class Snapshot:
         tensors: this process's chunks by tensor name; late ones are read as they are written.
         boxes: where each chunk lies in its whole tensor.
         records: dtype and whole shape of every tensor this process knows, its own or not.
+        frozen: names of tensors of the model that nothing changes, as far as one can tell.
         optimizer: per parameter: optimizer class, hyper-parameters, python values, tensor keys;
             None when no optimizer was given.
         state: the caller's state as JSON text.
@@ -79,6 +83,7 @@ class Snapshot:
     tensors: dict[str, Source]
     boxes: dict[str, Box]
     records: dict[str, dict[str, Any]]
+    frozen: frozenset[str]
     optimizer: dict[str, Any] | None
     state: str
     seed: int
@@ -132,7 +137,7 @@ def state_tensor_name(parameter_name: str, key: str) -> str:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by checkpoint name, each tensor once.
+    """Return what a checkpoint holds of a model, by the names it has there, each tensor once.
 
     FSDP2 modules are resharded first: after a forward pass without a backward one they would show
     gathered parameters that no optimizer knows.
@@ -140,23 +145,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in _all_tensors(model):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found["model/" + _plain_name(name)] = tensor
-    return found
-
-
-def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        if not is_streamed(parameter) or side_of(parameter).master is not None:
-            yield name, parameter  # what streams and is not trained stays where it comes from
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+    return {
+        "model/" + _plain_name(name): tensor
+        for name, tensor in persistent_tensors(model).items()
+        # What streams and is not trained stays where it comes from.
+        if not is_streamed(tensor) or side_of(tensor).master is not None
+    }
 
 
 def _plain_name(name: str) -> str:
@@ -207,7 +201,7 @@ def take_snapshot(
     check_json(state, "state")
     record, pipeline = laid_out(model), pipeline_of(model)
     mesh = None if record is None else record.mesh
-    leads = rank == 0 if mesh is None else counts_here(mesh, "pp")
+    leads = rank == 0 if mesh is None else counts_here(mesh, *STAGE_AXES)
 
     def is_first_stage(name: str) -> bool:
         """Of what several stages have, the first of them writes."""
@@ -218,11 +212,13 @@ def take_snapshot(
         name: (source_of(tensor), is_first_replica(tensor, leads) and is_first_stage(name))
         for name, tensor in model_tensors(model).items()
     }
+    fixed = {name for name, (source, _) in owned.items() if _is_fixed(source.pattern)}
     listed = list_optimizers(optimizers)
     described: dict[str, Any] | None = {} if listed else None
     for name, parameter, group, optimizer in optimizer_parameters(model, listed):
         values = read_state(optimizer, parameter)
         assert described is not None
+        fixed.discard(f"model/{name}")
         described[name] = _describe(name, values, group, optimizer)
         for key in described[name]["tensors"]:
             writes = _writes_state(values[key], parameter, leads) and is_first_stage(name)
@@ -234,6 +230,7 @@ def take_snapshot(
         records={name: _record(name, source) for name, (source, _) in owned.items()},
         boxes={name: local_box(source.pattern) for name, source in own.items()},
         tensors={name: source.taken() for name, source in own.items()},
+        frozen=frozenset(fixed),
         optimizer=described,
         state=json.dumps(state),
         seed=seed if isinstance(seed, int) else torch.initial_seed(),
@@ -259,6 +256,12 @@ def _describe(
         "values": plain,
         "tensors": [key for key, value in values.items() if isinstance(value, Source)],
     }
+
+
+def _is_fixed(tensor: Tensor) -> bool:
+    """Whether nothing trains a tensor, and it is large enough to be kept apart."""
+    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    return not is_trained and tensor.numel() * tensor.element_size() >= _SMALLEST_FROZEN_BYTES
 
 
 def _writes_state(source: Source, parameter: Tensor, leads: bool) -> bool:

@@ -39,6 +39,16 @@ from bmforge.train.checkpoint.format import (
     write_durably,
     write_shard,
 )
+from bmforge.train.checkpoint.frozen import (
+    Known,
+    describe_part,
+    find_changed,
+    hash_values,
+    known_frozen,
+    publish_frozen,
+    sweep_frozen,
+    write_frozen,
+)
 from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.read import ChunkReader
 from bmforge.train.checkpoint.state import Snapshot
@@ -54,6 +64,7 @@ FAULT_POINTS = (
     "shard-written",
     "shard-synced",
     "exchanged",
+    "frozen-kept",
     "manifest-written",
     "manifest-hash-written",
     "directory-synced",
@@ -88,7 +99,13 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
         return _Outcome(error=f"{type(error).__name__}: {error}")
 
 
-def publish(directory: Path, snapshot: Snapshot, peers: Peers, fault: Fault = no_fault) -> None:
+def publish(
+    directory: Path,
+    snapshot: Snapshot,
+    peers: Peers,
+    fault: Fault = no_fault,
+    sound: set[str] | None = None,
+) -> None:
     """Write one checkpoint, or nothing if the same one is there already. Collective.
 
     Args:
@@ -96,26 +113,33 @@ def publish(directory: Path, snapshot: Snapshot, peers: Peers, fault: Fault = no
         snapshot: this process's share.
         peers: all processes that save; they call this together.
         fault: called with the name of each phase.
+        sound: files of frozen tensors that need not be verified again; gets more.
 
     Raises:
         CheckpointError: it could not be written (full disk, ...), or a sound one of this step is
             there that holds something else; the same on every process.
 
     Comm:
-        Two small broadcasts and one gather of the tensor index.
+        Two small broadcasts and two gathers of the tensor index.
     """
     first = peers.rank == 0
-    final = directory / step_name(snapshot.step)
-    opened = peers.broadcast(_attempt(_open_temporary, final) if first else None)
+    final, sound = directory / step_name(snapshot.step), set() if sound is None else sound
+    opened = peers.broadcast(_attempt(_open_temporary, final, sound) if first else None)
     _raise_failure(final, opened)
     if opened.value is None:
         _keep_the_same(final, snapshot, peers)
         return
-    temporary = directory / opened.value
-    outcomes = peers.gather(_attempt(_write_own_share, temporary, snapshot, peers, fault))
+    folder, known = opened.value
+    temporary = directory / folder
+    outcomes = peers.gather(_attempt(find_changed, final, snapshot, known))
+    if all(outcome.error is None for outcome in outcomes):
+        changed = frozenset().union(*(outcome.value for outcome in outcomes))
+        given = temporary, snapshot, known, changed, peers, fault
+        outcomes = peers.gather(_attempt(_write_own_share, *given))
     verdict = _Outcome()
     if first:
-        verdict = _attempt(_finish, temporary, final, outcomes, snapshot, fault)
+        verdict = _attempt(_finish, temporary, final, outcomes, snapshot, known, fault)
+        sound.update(verdict.value or ())
         shutil.rmtree(temporary, ignore_errors=True)
     _raise_failure(final, peers.broadcast(verdict))
 
@@ -125,17 +149,22 @@ def _raise_failure(final: Path, outcome: _Outcome) -> None:
         raise CheckpointError(f"saving checkpoint {final} failed: {outcome.error}")
 
 
-def _open_temporary(final: Path) -> str | None:
-    """Make the directory to write into and return its name; None if `final` is sound already."""
+def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
+    """Make the directory to write into; None if `final` is sound already.
+
+    Returns:
+        its name, and what is known of frozen tensors.
+    """
     if final.exists():
         try:
             verify_checkpoint(final)
             return None
         except DamagedCheckpointError as error:
             get_logger().warning("%s; it will be moved aside and saved anew", error)
+    known = known_frozen(final.parent, sound)
     temporary = final.parent / f"{TEMPORARY_PREFIX}{final.name}-{os.urandom(4).hex()}"
     temporary.mkdir(parents=True)
-    return temporary.name
+    return temporary.name, known
 
 
 def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
@@ -178,30 +207,62 @@ def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
 
 
 def _write_own_share(
-    temporary: Path, snapshot: Snapshot, peers: Peers, fault: Fault
+    temporary: Path,
+    snapshot: Snapshot,
+    known: Known,
+    changed: frozenset[str],
+    peers: Peers,
+    fault: Fault,
 ) -> dict[str, Any]:
-    """Write this process's shard and return its entry for the manifest."""
+    """Write this process's shard, and what is frozen and new; return its entry for the manifest.
+
+    What was frozen and has changed since goes with the shard: it may change again.
+    """
     name = shard_name(peers.rank, peers.world_size)
+    kept = snapshot.frozen - changed
+    added = (snapshot.frozen & changed) - known["tensors"].keys()
+    new = {n: s for n, s in snapshot.tensors.items() if n in added}
+    rest = {n: s for n, s in snapshot.tensors.items() if n not in kept and n not in new}
+    files: dict[str, Any] = {}
+    parts = {n: {"file": name, "key": n, **describe_part(snapshot.boxes[n])} for n in rest}
+    if new:
+        frozen, files[frozen] = write_frozen(temporary, peers.rank, new)
+        for key, source in new.items():
+            where = {"file": frozen, "key": key, **describe_part(snapshot.boxes[key])}
+            parts[key] = {**where, "sha256": hash_values(source)}
     generators = {key: Source(tensor) for key, tensor in snapshot.rng.items()}
-    record = write_shard(temporary / name, {**snapshot.tensors, **generators}, fault)
+    files[name] = write_shard(temporary / name, {**rest, **generators}, fault)
     return {
-        "file": name,
-        "file_record": record,
-        "boxes": {key: (box.offsets, box.lengths) for key, box in snapshot.boxes.items()},
+        "files": files,
+        "parts": parts,
+        "kept": sorted(kept & snapshot.tensors.keys()),
         "records": snapshot.records,
         "optimizer": snapshot.optimizer,
     }
 
 
 def _finish(
-    temporary: Path, final: Path, outcomes: list[_Outcome], snapshot: Snapshot, fault: Fault
-) -> None:
-    """On rank 0: write the manifest, publish the directory, then move `latest`."""
+    temporary: Path,
+    final: Path,
+    outcomes: list[_Outcome],
+    snapshot: Snapshot,
+    known: Known,
+    fault: Fault,
+) -> list[str]:
+    """On rank 0: write the manifest, publish the directory, then move `latest`.
+
+    Returns:
+        the files of frozen tensors that it added.
+    """
     failures = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
     if failures:
         raise CheckpointError("; ".join(failures))
     fault("exchanged")
-    manifest = _build_manifest([outcome.value for outcome in outcomes], snapshot)
+    manifest = _build_manifest([outcome.value for outcome in outcomes], snapshot, known)
+    shared = [name for name, record in manifest["files"].items() if record.get("shared")]
+    added = [name for name in shared if name not in known["files"]]
+    publish_frozen(temporary, final.parent, added)
+    fault("frozen-kept")
     content = json.dumps(manifest, separators=(",", ":")).encode()
     write_durably(temporary / MANIFEST_NAME, content)
     fault("manifest-written")
@@ -216,6 +277,7 @@ def _finish(
     sync_directory(final.parent)
     fault("parent-synced")
     _move_latest(final, fault)
+    return added
 
 
 def _move_latest(final: Path, fault: Fault) -> None:
@@ -227,21 +289,23 @@ def _move_latest(final: Path, fault: Fault) -> None:
     sync_directory(final.parent)
 
 
-def _build_manifest(entries: list[dict[str, Any]], snapshot: Snapshot) -> dict[str, Any]:
+def _build_manifest(
+    entries: list[dict[str, Any]], snapshot: Snapshot, known: Known
+) -> dict[str, Any]:
     """Join all processes' entries; raises CheckpointError if any part of a tensor is missing."""
     tensors: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     optimizer: dict[str, Any] | None = None
     for entry in entries:
+        files |= entry["files"]
         for name, record in entry["records"].items():
             tensors.setdefault(name, {**record, "chunks": []})
-        for name, (offsets, lengths) in entry["boxes"].items():
-            chunk = {
-                "file": entry["file"],
-                "key": name,
-                "offsets": list(offsets),
-                "lengths": list(lengths),
-            }
-            tensors[name]["chunks"].append(chunk)
+        for name, part in entry["parts"].items():
+            tensors[name]["chunks"].append(part)
+        for name in entry["kept"]:
+            tensors[name] = known["tensors"][name]
+            named = {chunk["file"] for chunk in tensors[name]["chunks"]}
+            files |= {file: known["files"][file] for file in named}
         if entry["optimizer"] is not None:
             optimizer = {**(optimizer or {}), **entry["optimizer"]}
     for name, record in tensors.items():
@@ -253,12 +317,12 @@ def _build_manifest(entries: list[dict[str, Any]], snapshot: Snapshot) -> dict[s
             )
     return {
         "format": FORMAT_NAME,
-        "version": FORMAT_VERSION,
+        "version": FORMAT_VERSION if any("shared" in record for record in files.values()) else 1,
         "step": snapshot.step,
         "world_size": len(entries),
         "byte_order": sys.byteorder,
         "seed": snapshot.seed,
-        "files": {entry["file"]: entry["file_record"] for entry in entries},
+        "files": files,
         "tensors": tensors,
         "optimizer": optimizer,
         "state": json.loads(snapshot.state),
@@ -275,7 +339,7 @@ def _product(lengths: list[int]) -> int:
 def remove_old(
     directory: Path, step: int, keep_last: int, keep_every: int | None, fault: Fault = no_fault
 ) -> None:
-    """Remove checkpoints that retention does not keep; `step` is published and stays.
+    """Remove what retention does not keep, and what only that needed; `step` stays.
 
     Directories of a later step than `step` are left alone: the run has yet to come there again.
     """
@@ -288,6 +352,7 @@ def remove_old(
         fault("retention-renamed")
         shutil.rmtree(doomed)
         fault("retention-deleted")
+    sweep_frozen(directory, directory / step_name(step))
 
 
 def clean_leftovers(directory: Path) -> None:

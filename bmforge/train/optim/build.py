@@ -26,7 +26,12 @@ from bmforge.train.optim.muon import Muon
 
 __all__ = ["Muon", "OptimConfig", "build_optimizers", "clip_grad_norm_", "param_groups"]
 
-_NAMES = ("adamw", "muon", "sgd")
+# The optimizers, and the settings that have no effect on each.
+_UNUSED = {
+    "adamw": ("momentum", "muon_lr", "ns_steps"),
+    "muon": (),
+    "sgd": ("betas", "eps", "muon_lr", "ns_steps"),
+}
 _NOT_HIDDEN = ("embed*", "*_head", "classifier*", "rel_bias")
 Group = dict[str, Any]
 
@@ -57,10 +62,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a number out of range or one that has no effect."""
-        if self.name not in _NAMES:
+        if self.name not in _UNUSED:
             raise ConfigError(
-                f"optim.name={self.name!r} is unknown; the optimizers are {', '.join(_NAMES)}."
-                + suggest(self.name, _NAMES)
+                f"optim.name={self.name!r} is unknown; the optimizers are {', '.join(_UNUSED)}."
+                + suggest(self.name, _UNUSED)
             )
         for field in ("lr", "weight_decay", "eps", "muon_lr"):
             value = getattr(self, field)
@@ -72,12 +77,7 @@ class OptimConfig:
             raise ConfigError(f"optim.momentum={self.momentum} must be at least 0 and below 1.")
         if self.ns_steps is not None and not 1 <= self.ns_steps < 100:
             raise ConfigError(f"optim.ns_steps={self.ns_steps} must be between 1 and 99.")
-        unused = {
-            "adamw": ("momentum", "muon_lr", "ns_steps"),
-            "muon": (),
-            "sgd": ("betas", "eps", "muon_lr", "ns_steps"),
-        }[self.name]
-        for field in unused:
+        for field in _UNUSED[self.name]:
             if getattr(self, field) != type(self).__dataclass_fields__[field].default:
                 raise ConfigError(
                     f"optim.{field}={getattr(self, field)} has no effect with "
@@ -107,7 +107,7 @@ def build_optimizers(
     Args:
         model: laid out.
         config: which optimizer.
-        offloaded: of the kind whose state may leave the device, see `Offloader`.
+        offloaded: of the kind whose state may leave the device, see `StateOffload`.
 
     Raises:
         ConfigError: nothing is trainable, name="muon" and there is no hidden matrix, or the

@@ -23,6 +23,9 @@ from torch.utils.module_tracker import ModuleTracker
 
 from bmforge.errors import ConfigError, DistributedError, suggest
 from bmforge.parallel import (
+    CONTEXT_AXES,
+    STAGE_AXES,
+    TENSOR_AXES,
     axis_rank,
     axis_size,
     counts_here,
@@ -70,7 +73,7 @@ def inspect_parameters(model: nn.Module, globs: Iterable[str] | str = ("**",)) -
     if pipeline is not None:
         shapes = _join(shapes, pipeline.group)
     names = _select(shapes, globs, "parameter")
-    leads = counts_here(mesh, "pp")
+    leads = counts_here(mesh, *STAGE_AXES)
     for name in () if pipeline is None else pipeline.copied:
         own.pop(name)
     parts = []
@@ -282,14 +285,14 @@ def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> lis
     same order, so that they are equal in every bit; parts of a tensor are not.
     """
     parts = list(parts)
-    for axis in ("cp", "tp"):
+    for axis in (*CONTEXT_AXES, *TENSOR_AXES):
         if not parts or mesh is None or axis_size(mesh, axis) == 1:
             continue
         own = _stack(parts, mesh)
         everyone = [torch.empty_like(own) for _ in range(axis_size(mesh, axis))]
         dist.all_gather(everyone, own, group=axis_group(mesh, axis))
         equal = torch.stack([other == own for other in everyone]).all(dim=0).all(dim=1).tolist()
-        if axis == "cp":
+        if axis in CONTEXT_AXES:
             # Each copy has the gradient of its process's tokens, and says nothing of the sum.
             for index, is_copy in enumerate(equal[::2]):
                 parts[2 * index + 1] = None if is_copy else parts[2 * index + 1]

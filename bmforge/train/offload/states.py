@@ -25,7 +25,7 @@ from bmforge.records import laid_out, note_
 from bmforge.shards import is_streamed, local_tensor, source_of
 from bmforge.train.offload.optimizers import Away, OffloadedAdamW, OffloadedMuon
 
-__all__ = ["Offloader"]
+__all__ = ["StateOffload"]
 
 # Name of a state -> whether it may be negative.
 _STATES: dict[type[Optimizer], dict[str, bool]] = {
@@ -36,7 +36,7 @@ _STATES: dict[type[Optimizer], dict[str, bool]] = {
 _SMALLEST_BACKLOG_BYTES = 64 << 20
 
 
-class Offloader:
+class StateOffload:
     """Decides which parameters' optimizer state leaves the device, and sends it there.
 
     Args:

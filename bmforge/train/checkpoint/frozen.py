@@ -1,0 +1,179 @@
+"""Frozen tensors: kept once, beside a run's checkpoints, and named by each that needs them.
+
+    checkpoints/
+      frozen/5d41...c592.safetensors     one file of each process that had some to write first
+      step-00001000/manifest.json        names it, with size and hash, like files of its own
+
+A save compares what is frozen with what the newest checkpoint has: by the hash of a part where the
+same part lies on one process, else, on another layout, bit for bit. What is equal is named, the
+rest is written anew. Files are only ever added, whole and synced, before the checkpoint that names
+them is published, and removed after the last one that did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmforge.errors import CheckpointError
+from bmforge.files import sync_directory
+from bmforge.logging import get_logger
+from bmforge.shards import Box, Source
+from bmforge.train.checkpoint.format import (
+    FROZEN_NAME,
+    damage_of,
+    file_path,
+    find_checkpoints,
+    read_manifest,
+    write_shard,
+)
+from bmforge.train.checkpoint.read import ChunkReader
+from bmforge.train.checkpoint.state import Snapshot
+
+__all__ = [
+    "Known",
+    "describe_part",
+    "find_changed",
+    "hash_values",
+    "known_frozen",
+    "publish_frozen",
+    "sweep_frozen",
+    "write_frozen",
+]
+
+Known = dict[str, dict[str, Any]]
+"""Parts of a manifest: `tensors` and `files`, of what is frozen."""
+
+
+def known_frozen(directory: Path, sound: set[str]) -> Known:
+    """Return what the newest checkpoint that has any keeps of frozen tensors.
+
+    Args:
+        directory: the folder that holds the step directories.
+        sound: names of files that have been verified or written; others are, and added.
+    """
+    if not (directory / FROZEN_NAME).is_dir():
+        return {"tensors": {}, "files": {}}
+    for path in find_checkpoints(directory):
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            get_logger().debug("%s", error)
+            continue
+        files = _shared(manifest)
+        if not files:
+            continue
+        files = {name: r for name, r in files.items() if _is_sound(path, name, r, sound)}
+        tensors = {
+            name: record
+            for name, record in manifest["tensors"].items()
+            if all(chunk["file"] in files for chunk in record["chunks"])
+        }
+        return {"tensors": tensors, "files": files}
+    return {"tensors": {}, "files": {}}
+
+
+def _is_sound(path: Path, name: str, record: dict[str, Any], sound: set[str]) -> bool:
+    where = file_path(path, name, record)
+    if name in sound and where.exists() and where.stat().st_size == record["bytes"]:
+        return True
+    sound.discard(name)
+    problem = damage_of(path, name, record)
+    if problem is not None:
+        get_logger().warning("%s; what it held is written anew", problem)
+        return False
+    sound.add(name)
+    return True
+
+
+def _shared(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {name: record for name, record in manifest["files"].items() if record.get("shared")}
+
+
+def find_changed(final: Path, snapshot: Snapshot, known: Known) -> frozenset[str]:
+    """Return the tensors of the model that cannot be named only, as far as this process sees.
+
+    They are not frozen here, or this process has a part of one that is not as it is known.
+    """
+    changed = {name for name in snapshot.records if name.startswith("model/")} - snapshot.frozen
+    with ChunkReader(final, known) as reader:
+        for name, box in snapshot.boxes.items():
+            if name in snapshot.frozen and not _is_known(name, box, snapshot, known, reader):
+                changed.add(name)
+    return frozenset(changed)
+
+
+def _is_known(name: str, box: Box, snapshot: Snapshot, known: Known, reader: ChunkReader) -> bool:
+    record, source = known["tensors"].get(name), snapshot.tensors[name]
+    if record is None or any(record[k] != v for k, v in snapshot.records[name].items()):
+        return False
+    part = describe_part(box)
+    for chunk in record["chunks"]:
+        if {key: chunk[key] for key in part} == part:
+            return bool(chunk["sha256"] == hash_values(source))
+    kept, mine = reader.read(name, box), source.read()
+    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (kept, mine)))
+
+
+def describe_part(box: Box) -> dict[str, Any]:
+    """Return how a manifest says where a part lies in its tensor."""
+    return {"offsets": list(box.offsets), "lengths": list(box.lengths)}
+
+
+def hash_values(source: Source) -> str:
+    """Return the SHA-256 of a part's bytes."""
+    payload = source.read().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(payload)).hexdigest()
+
+
+def write_frozen(
+    folder: Path, rank: int, sources: Mapping[str, Source]
+) -> tuple[str, dict[str, Any]]:
+    """Write this process's frozen tensors into a checkpoint that is being made.
+
+    Returns:
+        the file's name, which is its hash, and its record for the manifest.
+    """
+    path = folder / f"frozen-{rank:05d}"
+    record = write_shard(path, sources)
+    name = f"{record['sha256']}.safetensors"
+    path.rename(folder / name)
+    return name, {**record, "shared": True}
+
+
+def publish_frozen(temporary: Path, directory: Path, names: list[str]) -> None:
+    """Bring files of frozen tensors from a checkpoint that is being made to where they stay."""
+    if not names:
+        return
+    folder = directory / FROZEN_NAME
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (temporary / name).replace(folder / name)  # one of that name is the same, or damaged
+    sync_directory(folder)
+    sync_directory(directory)
+
+
+def sweep_frozen(directory: Path, newest: Path) -> None:
+    """Remove the files of frozen tensors that no checkpoint names any more.
+
+    Where a checkpoint cannot be read all stay: it may be mended.
+    """
+    folder = directory / FROZEN_NAME
+    if not folder.is_dir():
+        return
+    left = {path.name for path in folder.iterdir()}
+    for path in (newest, *find_checkpoints(directory)):
+        if not left:  # as ever: the newest names them all
+            return
+        try:
+            left -= set(_shared(read_manifest(path)))
+        except CheckpointError as error:
+            get_logger().debug("%s; frozen tensors stay", error)
+            return
+    for name in left:
+        (folder / name).unlink()
+    sync_directory(folder)

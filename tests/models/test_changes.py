@@ -1,0 +1,271 @@
+"""Changes as data: JSON, replay, and everything that can be wrong with one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.models import (
+    GPT2,
+    AutoModel,
+    Change,
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    freeze_base_,
+    init_weights_,
+)
+from bmforge.models.changes import CHANGES_KEY, apply_change_
+from bmforge.nn.part import attach_part_, beside_parts, detach_part_
+from bmforge.parallel import Layout, parallelize, shutdown_distributed
+from bmforge.surgery import copy_to_meta, persistent_tensors
+from bmforge.testing import assert_close, run_distributed
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_seq_len": 16,
+}
+IDS = torch.arange(16).view(2, 8)
+
+
+def small() -> GPT2:
+    return GPT2.from_config(GPT2Config(**SIZES)).eval()
+
+
+def low_rank(where: Any = "layers.*.attn.q_proj", **more: Any) -> Change:
+    return Change("low_rank", where, {"rank": 2}, **more)
+
+
+def test_json_and_back() -> None:
+    change = Change("low_rank", ["a.*", "b"], {"rank": 2, "alpha": 4.0}, "mine")
+    assert Change.from_json(json.loads(json.dumps(change.to_json()))) == change
+    assert Change("int8", "a").where == ("a",)
+    assert "name" not in Change("int8", "a").to_json()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"kind": "low_rank"}, "kind and where are"),
+        ({"kind": "low_rank", "where": "a", "rank": 2}, "this one has kind, rank, where"),
+        (["low_rank"], "is a table with kind and where"),
+        ({"kind": "lowrank", "where": "a"}, "Did you mean 'low_rank'"),
+    ],
+)
+def test_json_that_is_no_change(value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Change.from_json(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (low_rank("layers.*.attn.qproj"), "GPT2 .*'low_rank'.*matches nothing.*q_proj"),
+        (Change("low_rank", "layers.*.attn.q_proj", {"rnk": 2}), "Did you mean 'rank'"),
+        (Change("low_rank", "layers.*.attn.q_proj", {"rank": 33}), "between 1 and 32"),
+        (Change("low_rank", "layers.*.attn.q_proj", {}), "missing options.rank"),
+        (low_rank("layers.0.attn"), "beside a linear layer, not a Attention"),
+        (low_rank(name="not a word"), "must be a word"),
+        (low_rank(name="weight"), "already has 'weight'"),
+        (Change("int8", "embed"), "shares its weight with lm_head"),
+        (Change("int8", "layers.0.attn_norm"), "not a LayerNorm"),
+        (Change("int8", ("layers.0.mlp.up_proj",), {"bits": 4}), "unknown field options.bits"),
+        (Change("resize", "layers.0", {"num_heads": 3, "num_kv_heads": 2}), "multiple of"),
+        (Change("low_rankk", "layers.0"), "GPT2.*'low_rankk' is not known"),
+    ],
+)
+def test_a_change_that_does_not_fit_leaves_the_model(change: Change, said: str) -> None:
+    """The message names the kind and the model, and nothing was changed."""
+    model = small()
+    before = {name: tensor.clone() for name, tensor in persistent_tensors(model).items()}
+    config = copy.deepcopy(model.config)
+    with pytest.raises(ConfigError, match=said) as error:
+        model.change_(change)
+    assert "GPT2" in str(error.value)
+    assert change.kind in str(error.value)
+    after = persistent_tensors(model)
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert model.config == config
+
+
+def test_twice_is_refused() -> None:
+    model = small().change_(low_rank()).change_(Change("int8", "layers.0.mlp.*_proj"))
+    for change in (low_rank(), Change("int8", "layers.*.mlp.*_proj")):
+        with pytest.raises(ConfigError, match=r"already"):
+            model.change_(change)
+    assert len(model.config.changes) == 2
+    model.change_(low_rank(name="second"))
+    assert [name for name, _ in beside_parts(model.layers["0"].attn.q_proj)] == [
+        "low_rank",
+        "second",
+    ]
+
+
+def test_sizes_come_before_parts() -> None:
+    model = small().change_(low_rank())
+    with pytest.raises(ConfigError, match="Resize layers first"):
+        model.change_(Change("resize", "layers.0", {"num_heads": 2}))
+
+
+def test_a_laid_out_model_is_not_changed() -> None:
+    model = small()
+    try:
+        parallelize(model, Layout(), precision="bf16")
+        with pytest.raises(ConfigError, match="before parallelize"):
+            model.change_(low_rank())
+    finally:
+        shutdown_distributed()
+
+
+def save_changed(folder: Path) -> dict[str, Any]:
+    small().change_(low_rank()).save_pretrained(folder)
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return raw
+
+
+def test_a_newer_version_and_an_unknown_kind(tmp_path: Path) -> None:
+    raw = save_changed(tmp_path)
+    for change, said in (
+        ({"version": 2}, "GPT2Config.*changes of version 2.*reads version 1"),
+        ({"changes": [{"kind": "int3", "where": ["embed"]}]}, "GPT2Config.*'int3' is not known"),
+        ({"changes": 5}, "must be a table"),
+    ):
+        text = json.dumps({**raw, CHANGES_KEY: {**raw[CHANGES_KEY], **change}})
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            AutoModel.from_pretrained(tmp_path)
+
+
+def test_tensors_that_are_missing_or_too_many(tmp_path: Path) -> None:
+    raw = save_changed(tmp_path / "changed")
+    (tmp_path / "changed" / "config.json").write_text(
+        json.dumps({name: value for name, value in raw.items() if name != CHANGES_KEY})
+    )
+    with pytest.raises(CheckpointError, match=r"unexpected: bmforge\.layers\.0.*low_rank\.down"):
+        AutoModel.from_pretrained(tmp_path / "changed")
+    small().save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"missing: bmforge\.layers\.0.*low_rank\.down"):
+        AutoModel.from_pretrained(tmp_path / "plain")
+
+
+def test_saving_says_what_transformers_cannot_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a plain model still opens there, with the same logits."""
+    logging.getLogger("bmforge").propagate = True
+    with caplog.at_level(logging.INFO, "bmforge"):
+        small().change_(low_rank()).save_pretrained(tmp_path / "changed")
+    assert "low_rank" in caplog.text
+    assert "transformers" in caplog.text
+    small().save_pretrained(tmp_path / "plain")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert_close(theirs(IDS).logits, small()(IDS).logits)
+
+
+def test_only_parts_are_trained() -> None:
+    model = small().change_(Change("int8", ("embed", "lm_head"))).change_(low_rank())
+    freeze_base_(model)
+    model(IDS, labels=IDS).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {
+        f"layers.{i}.attn.q_proj.low_rank.{side}" for i in range(2) for side in ("down", "up")
+    }
+
+
+def test_a_part_goes_away_again() -> None:
+    model, plain = small().change_(low_rank()), small()
+    names = set(persistent_tensors(plain))
+    for block in model.layers.values():
+        part = detach_part_(block.attn.q_proj, "low_rank")
+        assert not block.attn.q_proj._forward_hooks
+        attach_part_(block.attn.q_proj, "again", part)
+        detach_part_(block.attn.q_proj, "again")
+    assert set(persistent_tensors(model)) == names
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+
+
+def test_a_hugging_face_model() -> None:
+    """Conv1D holds its matrix the other way round; packed rows and parts follow it."""
+    config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).double().eval()
+    twin = copy.deepcopy(model)
+    apply_change_(model, Change("int8", "transformer.h.*.*.c_*"))
+    apply_change_(model, low_rank("transformer.h.*.attn.c_attn"))
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if not hasattr(module, "scale") or not hasattr(module, "weight"):
+                continue
+            plain = twin.get_submodule(name).weight
+            rows = module.weight.double() * module.scale[:, None]
+            assert (rows.t() - plain).abs().max() <= plain.abs().max() / 127
+            plain.copy_(rows.t())
+            if hasattr(module, "low_rank"):
+                part = module.low_rank
+                nn.init.normal_(part.up, std=0.1)
+                plain += (part.up @ part.down).t()
+    assert_close(model(IDS).logits, twin(IDS).logits)
+    with pytest.raises(ConfigError, match="only models of bmforge"):
+        apply_change_(model, Change("resize", "transformer.h.0", {"num_heads": 2}))
+
+
+def say_what_cannot_be_cut() -> str:
+    model = Llama.from_config(LlamaConfig(**SIZES, intermediate_size=64))
+    model.change_(low_rank("layers.0.attn.q_proj"))
+    model.layers["0"].attn.q_proj.low_rank.__class__ = type(
+        "Stubborn", (type(model.layers["0"].attn.q_proj.low_rank),), {"cut_styles": frozenset({""})}
+    )
+    try:
+        parallelize(model, Layout(tp=2, pp=3))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_part_that_a_layout_cannot_cut_is_said_with_all_else() -> None:
+    """On every process, before the first collective."""
+    said = run_distributed(say_what_cannot_be_cut, 2)
+    assert said[0] == said[1]
+    assert "layers.0.attn.q_proj.low_rank, a Stubborn, stands beside" in said[0]
+    assert "pp=3" in said[0]
+
+
+def test_a_copy_on_meta_has_the_same_names_and_ties() -> None:
+    model = small().change_(low_rank())
+    described = copy_to_meta(model)
+    assert all(tensor.is_meta for tensor in persistent_tensors(described).values())
+    shapes = {n: (t.shape, t.dtype) for n, t in persistent_tensors(model).items()}
+    assert {n: (t.shape, t.dtype) for n, t in persistent_tensors(described).items()} == shapes
+    assert described.lm_head.weight is described.embed.weight
+
+
+class Counted(nn.Linear):
+    """Has a persistent buffer that nothing describes."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_buffer("seen", torch.zeros(3))
+
+
+def test_a_tensor_that_no_rule_names_is_an_error_everywhere(tmp_path: Path) -> None:
+    model = small()
+    model.layers["0"].attn.q_proj = Counted()
+    assert "layers.0.attn.q_proj.seen" in persistent_tensors(model)
+    with pytest.raises(TypeError, match=r"no weight rule for layers\.0\.attn\.q_proj\.seen"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match=r"nothing says how layers\.0\.attn\.q_proj\.seen"):
+        init_weights_(model)
