@@ -176,10 +176,12 @@ def _tiles_of(share: TokenShare, source: int, causal: bool) -> Iterator[_KeyTile
                 yield _KeyTile(mine, theirs.own, columns, causal and theirs.number == mine.number)
 
 
-def _prefix_tiles(share: TokenShare, length: int) -> Iterator[_KeyTile]:
+def _prefix_tiles(share: TokenShare, prefix: Tensor | None) -> Iterator[_KeyTile]:
     """Pair this process's queries with a prefix."""
+    if prefix is None:
+        return
     for mine in share.mine:
-        yield _KeyTile(mine, slice(0, length), None, False)
+        yield _KeyTile(mine, slice(0, prefix.shape[2]), None, False)
 
 
 def _causal_tiles(share: TokenShare, before: int) -> Iterator[_KeyTile]:
@@ -201,8 +203,7 @@ def attend_causally(query: Tensor, pair: Tensor, share: TokenShare, scale: float
 
     Shape:
         query: (B, N, T here, H); pair: keys and values side by side, (B, K, P + T, 2 H), those of
-        a prefix, which all see, in front; returns
-        (B, N, T here, H)
+        a prefix, which all see, in front; returns (B, N, T here, H)
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if query.is_cpu:
@@ -299,8 +300,8 @@ class _Ring(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         work, moving = _Work(query, mask, bias, scale), pair
-        for tile in () if prefix is None else _prefix_tiles(share, prefix.shape[2]):
-            work.add(tile, prefix)
+        for tile in _prefix_tiles(share, prefix):
+            work.add(tile, prefix)  # type: ignore[arg-type]
         for step in range(share.size):
             coming = _Message(moving, share) if step + 1 < share.size else None
             for tile in _tiles_of(share, (share.rank - step) % share.size, causal):
@@ -318,9 +319,9 @@ class _Ring(torch.autograd.Function):
         share, pair = ctx.share, moving
         work = _Work(query, mask, bias, ctx.scale)
         work.start_backward(grads[0], out, total)
-        first = None if prefix is None else torch.zeros_like(prefix, dtype=work.wide)
-        for tile in () if prefix is None else _prefix_tiles(share, prefix.shape[2]):
-            work.add_backward(tile, prefix, first)
+        grad_prefix = None if prefix is None else torch.zeros_like(prefix, dtype=work.wide)
+        for tile in _prefix_tiles(share, prefix):
+            work.add_backward(tile, prefix, grad_prefix)
         arriving: _Message | None = None
         for step in range(share.size):
             coming = _Message(moving, share) if step + 1 < share.size else None
@@ -334,8 +335,8 @@ class _Ring(torch.autograd.Function):
         assert arriving is not None
         grad_bias = None if work.grad_bias is None else work.grad_bias.to(bias.dtype)
         grad_pair = arriving.wait().to(pair.dtype)
-        grad_prefix = None if first is None else first.to(prefix.dtype)
         grad_query = work.grad_query.to(query.dtype)
+        grad_prefix = None if grad_prefix is None else grad_prefix.to(prefix.dtype)
         return grad_query, grad_pair, grad_bias, grad_prefix, None, None, None, None
 
 
