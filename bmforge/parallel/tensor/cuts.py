@@ -23,7 +23,14 @@ from bmforge.parallel.tensor.parts import APPLY, TensorGroup, hide, is_mixture, 
 from bmforge.parallel.tensor.sequence import divide_tokens_
 from bmforge.surgery import match_names, wrap_forward_
 
-__all__ = ["Cut", "apply_tensor_parallel_", "compute_on_views_", "find_cuts", "tensor_problems"]
+__all__ = [
+    "CUT_DIMS",
+    "Cut",
+    "apply_tensor_parallel_",
+    "compute_on_views_",
+    "find_cuts",
+    "tensor_problems",
+]
 
 View = Callable[[Tensor], Tensor]
 
@@ -45,7 +52,7 @@ class Cut(Protocol):
 
 
 # style -> parameter -> the dim that is cut. What is not named stays whole on every process.
-_DIMS: dict[str, dict[str, int]] = {
+CUT_DIMS: dict[str, dict[str, int]] = {
     "part": {},
     "column": {"weight": 0, "bias": 0},
     "key_value": {"weight": 0, "bias": 0},
@@ -71,7 +78,7 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
         except BmforgeError as error:
             found.append(f"tensor_parallel: {error}")
             continue
-        if cut.style not in _DIMS:
+        if cut.style not in CUT_DIMS:
             found.append(f"tensor_parallel: {cut.glob} has the unknown style {cut.style!r}")
             continue
         shares = cut.style == "key_value" and cut.units and size % cut.units == 0
@@ -123,9 +130,9 @@ def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
     if cut is None:
         return {}
     if not callable(getattr(module, "tensor_notes", None)):
-        return _DIMS[cut.style]
+        return CUT_DIMS[cut.style]
     notes = {key: note.cuts.get(cut.style) for key, note in module.tensor_notes().items()}
-    return {k: v for k, v in {**_DIMS[cut.style], **notes}.items() if v is not None}
+    return {k: v for k, v in {**CUT_DIMS[cut.style], **notes}.items() if v is not None}
 
 
 def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
@@ -195,7 +202,7 @@ def _cut_parameters_(
     """Make a module's own parameters DTensors; yield how computing sees each."""
     dims = _dims_of(module, cut)
     # A part beside what is whole behind its sum, as a whole MLP is, is used as its neighbours are.
-    is_cut = cut is not None and bool(_DIMS[cut.style])
+    is_cut = cut is not None and bool(CUT_DIMS[cut.style])
     follows = cut is not None and (cut.style == "head_norm" or (is_cut and is_beside(module)))
     shared = cut is not None and cut.style == "key_value" and bool(cut.units % tensor.size)
     for key, parameter in list(module.named_parameters(recurse=False)):

@@ -1,0 +1,47 @@
+"""What every part that changes a model must say of itself, whoever wrote it; see `nn.part`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmforge.models.init import draw_tensor_
+from bmforge.nn.part import BesidePart, Derived, tensor_notes
+from bmforge.parallel.tensor.cuts import CUT_DIMS
+
+__all__ = ["check_part"]
+
+
+def check_part(part: nn.Module) -> None:
+    """Raise `AssertionError` for a part that says too little of its tensors, or what cannot be.
+
+    Args:
+        part: with memory, not laid out.
+    """
+    notes = tensor_notes(part)
+    own: dict[str, Any] = dict(part.named_parameters(recurse=False))
+    own |= dict(part.named_buffers(recurse=False))
+    kept = {n for n in own if n not in part._non_persistent_buffers_set}
+    plain = kept - set(notes)
+    assert set(notes) <= kept, f"notes of tensors that are not there: {set(notes) - kept}"
+    if isinstance(part, BesidePart):
+        assert not plain, f"nothing is said of {plain}"
+        unknown = part.cut_styles - set(CUT_DIMS) - {""}
+        assert not unknown, f"styles that no layout has: {unknown}"
+    for key, note in notes.items():
+        tensor = own[key]
+        assert set(note.cuts) <= set(CUT_DIMS), f"{key}: styles that no layout has"
+        assert all(0 <= dim < tensor.dim() for dim in note.cuts.values()), f"{key}: no such dim"
+        assert note.trains or not tensor.requires_grad, f"{key} wants a gradient and may not train"
+        assert not note.trains or tensor.is_floating_point(), f"{key}: integers do not train"
+        if isinstance(note.draw, Derived):
+            assert note.draw.shape[0] == tensor.shape[0], f"{key}: other rows than its base"
+        drawn = []
+        for seed in (0, 0, 1):
+            draw_tensor_(tensor.data, f"part.{key}", note, 0.02, seed)
+            drawn.append(tensor.detach().clone())
+        assert torch.equal(drawn[0], drawn[1]), f"{key} is drawn in two ways by one seed"
+        is_random = not isinstance(note.draw, str)
+        assert torch.equal(drawn[0], drawn[2]) != is_random, f"{key}: the seed decides nothing"

@@ -1,0 +1,72 @@
+"""Every part of the house says what it must, and a part that does not is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from bmforge.nn import LMHead, MoESpec
+from bmforge.nn.int8 import store_int8
+from bmforge.nn.low_rank import ExpertsLowRank, LowRank
+from bmforge.nn.moe import Experts
+from bmforge.nn.part import BesidePart, TensorNote
+from bmforge.nn.prefix import Prefix
+from bmforge.nn.prompt import Prompt
+from bmforge.testing.part_suite import check_part
+
+EXPERTS = Experts(16, MoESpec(4, 2, 24))
+STACKS = {key: tuple(stack.shape) for key, stack in EXPERTS.named_parameters()}
+PARTS = {
+    "low rank": LowRank(16, 24, 4),
+    "low rank of experts": ExpertsLowRank(STACKS, 2, 1.0, EXPERTS.up_proj),
+    "prefix": Prefix(2, 3, 8),
+    "prompt": Prompt(3, 16),
+    "int8 linear": store_int8(nn.Linear(16, 24), {}),
+    "int8 head": store_int8(LMHead(16, 96), {}),
+    "int8 embedding": store_int8(nn.Embedding(96, 16), {}),
+    "int8 experts": store_int8(EXPERTS, {}),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_parts_say_what_they_are(part: nn.Module) -> None:
+    check_part(part)
+
+
+class Wrong(BesidePart):
+    """Says what it is told to say."""
+
+    def __init__(self, notes: Mapping[str, TensorNote], styles: frozenset[str]) -> None:
+        super().__init__()
+        self.notes, self.weight = notes, nn.Parameter(torch.empty(4))
+        type(self).cut_styles = styles
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        return self.notes
+
+
+@pytest.mark.parametrize(
+    ("notes", "styles", "said"),
+    [
+        ({"weight": TensorNote("ones"), "bias": TensorNote("zeros")}, {""}, "not there"),
+        ({"weight": TensorNote("ones", {"column": 1})}, {""}, "no such dim"),
+        ({"weight": TensorNote("ones", {"diagonal": 0})}, {""}, "no layout has"),
+        ({"weight": TensorNote("ones")}, {"diagonal"}, "no layout has"),
+        ({"weight": TensorNote("ones", trains=False)}, {""}, "may not train"),
+    ],
+)
+def test_a_part_that_says_what_cannot_be(
+    notes: Mapping[str, TensorNote], styles: set[str], said: str
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        check_part(Wrong(notes, frozenset(styles)))
+
+
+def test_a_part_that_says_nothing_of_a_tensor() -> None:
+    part = Wrong({"weight": TensorNote("ones")}, frozenset({""}))
+    part.register_buffer("seen", torch.zeros(2))
+    with pytest.raises(AssertionError, match="nothing is said of"):
+        check_part(part)
