@@ -22,7 +22,7 @@ from bmforge.errors import ConfigError
 from bmforge.logging import get_logger, log_to_file
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
-from bmforge.models.changes import Change
+from bmforge.models.changes import Change, freeze_base_
 from bmforge.models.config import read_config_file
 from bmforge.models.hub import find_model
 from bmforge.parallel import (
@@ -88,6 +88,7 @@ class RunConfig:
         family: of `model`; the command line fills it in, so that `run.toml` says it.
         changes: what is changed in the model before it is laid out; see `models.changes`. What they
             add is drawn with `seed`. The command line takes them as JSON, or as a file with it.
+        freeze_base: train nothing but what changes have put beside layers.
         seed: of the drawn weights.
         train: the loop.
         layout: how it is divided over processes.
@@ -106,6 +107,7 @@ class RunConfig:
     new_head: bool = False
     family: str | None = None
     changes: tuple[Change, ...] = ()
+    freeze_base: bool = False
     seed: int = 0
     train: TrainConfig = field(default_factory=TrainConfig)
     layout: Layout = field(default_factory=Layout)
@@ -261,6 +263,8 @@ def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
     is_loaded = start is not None and bool(config.changes)
     if is_loaded:
         _load_and_change_(model, start, config)
+    if config.freeze_base:
+        _freeze_(model)
     streams = config.offload.weights
     if streams:
         _stream_(model, config, world, start)
@@ -279,6 +283,16 @@ def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
     if start is not None:
         return load_weights_(model, start, device=world.device, new_head=config.new_head)
     return init_weights_(model, config.seed, device=world.device)
+
+
+def _freeze_(model: Model) -> None:
+    """Let only parts beside layers be trained; there must be some."""
+    freeze_base_(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"freeze_base=True leaves nothing to train: no part stands beside a layer of this "
+            f"{type(model).__name__}. Add one with changes, such as a low_rank."
+        )
 
 
 def _load_and_change_(model: Model, start: Any, config: Any) -> None:

@@ -163,3 +163,19 @@ def test_bad_changes(
     assert main(command(start, tmp_path / "run", *words)) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "run" / "run.toml").exists()
+
+
+def test_only_the_parts_are_trained(start: Path, tmp_path: Path) -> None:
+    """With the base frozen its weights end as they began; without parts there is nothing to do."""
+    change = json.dumps(LOW_RANK.to_json())
+    words = ["--model", str(start / "model"), "--freeze-base", "True", "--train.steps", "3"]
+    assert main(command(start, tmp_path / "run", *words, "--changes", change)) == 0
+    made = AutoModel.from_pretrained(tmp_path / "run" / "export")
+    before = dict(GPT2.from_pretrained(start / "model").named_parameters())
+    for name, parameter in made.named_parameters():
+        if ".low_rank." not in name:
+            assert torch.equal(parameter, before[name]), name
+    ups = [p for n, p in made.named_parameters() if n.endswith("low_rank.up")]
+    assert ups
+    assert all(bool(up.any()) for up in ups)
+    assert main(command(start, tmp_path / "none", *words)) == 2
