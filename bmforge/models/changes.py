@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from bmforge.config import config_from_dict
@@ -19,10 +20,13 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.models.init import draw_tensor_
 from bmforge.models.resize import resize_
 from bmforge.models.sizes import Sizes
+from bmforge.nn.attention import Attention
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.low_rank import ExpertsLowRank, LowRank
 from bmforge.nn.moe import Experts
-from bmforge.nn.part import BesidePart, attach_part_, move_parts_, tensor_notes
+from bmforge.nn.part import BesidePart, Derived, attach_part_, move_parts_, tensor_notes
+from bmforge.nn.prefix import Prefix
+from bmforge.nn.prompt import Prompt
 from bmforge.surgery import match_names, persistent_tensors, replace_module_
 
 __all__ = [
@@ -124,6 +128,24 @@ class LowRankOptions:
 
 
 @dataclass(frozen=True)
+class LengthOptions:
+    """Options of "prefix" and "prompt".
+
+    Args:
+        length: keys and values of every layer, or tokens.
+        std: standard deviation of freshly drawn ones.
+    """
+
+    length: int
+    std: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        if self.length < 1:
+            raise ConfigError(f"length={self.length} must be at least 1.")
+
+
+@dataclass(frozen=True)
 class NoOptions:
     """Options of a kind that has none."""
 
@@ -179,7 +201,10 @@ def store_as_int8_(model: nn.Module, names: Sequence[str], options: NoOptions, n
     _check_ties(model, names)
     new = {n: store_int8(model.get_submodule(n), stored) for n in names}
     for n, module in new.items():
-        move_parts_(replace_module_(model, n, module), module)
+        old = replace_module_(model, n, module)
+        move_parts_(old, module)
+        for slot, part in old.named_children():  # a prompt behind a table
+            setattr(module, slot, part)
 
 
 def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
@@ -203,9 +228,58 @@ def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: s
     resize_(model, names, sizes)
 
 
+def put_prefixes_(
+    model: nn.Module, names: Sequence[str], options: LengthOptions, name: str
+) -> None:
+    """Put trained keys and values before those of attentions."""
+
+    def build(attn: Any) -> Prefix:
+        heads = attn.k_proj.out_features // attn.head_dim
+        return Prefix(heads, options.length, attn.head_dim, options.std)
+
+    _fill_slots_(model, names, "prefix", Attention, build, name)
+
+
+def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions, name: str) -> None:
+    """Put trained rows behind those of the token embedding."""
+
+    def build(table: Any) -> Prompt:
+        return Prompt(options.length, table.embedding_dim, options.std)
+
+    _fill_slots_(model, names, "prompt", nn.Embedding, build, name)
+
+
+def _fill_slots_(
+    model: nn.Module,
+    names: Sequence[str],
+    slot: str,
+    kind: type[nn.Module],
+    build: Callable[[Any], nn.Module],
+    name: str,
+) -> None:
+    """Put a part into a slot that modules of a kind have, one each."""
+    if name:
+        raise ConfigError(f"name={name!r} has no effect: the part stands at {slot!r}.")
+    modules = {n: model.get_submodule(n) for n in names}
+    for n, module in modules.items():
+        if not isinstance(module, kind):
+            raise ConfigError(
+                f"{n} is a {type(module).__name__}; a {slot} needs a {kind.__name__}."
+            )
+        if getattr(module, slot, None) is not None:
+            raise ConfigError(f"{n} already has a {slot}.")
+    for module in modules.values():
+        like = next(p for p in module.parameters() if p.is_floating_point())
+        with torch.device(like.device):
+            part = build(module).to(like.dtype)
+        setattr(module, slot, part.train(module.training))
+
+
 KINDS: Mapping[str, Kind] = {
     "low_rank": Kind(LowRankOptions, add_low_rank_, "a low-rank part beside linear layers"),
     "int8": Kind(NoOptions, store_as_int8_, "weights of layers kept as int8 rows"),
+    "prefix": Kind(LengthOptions, put_prefixes_, "trained keys and values before attention's own"),
+    "prompt": Kind(LengthOptions, put_prompts_, "trained rows behind the token embedding"),
     "resize": Kind(Sizes, resize_blocks_, "layers of other sizes, or without a part"),
 }
 
@@ -253,8 +327,9 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
     for name, tensor in persistent_tensors(model).items():
         owner, _, key = name.rpartition(".")
         note = tensor_notes(notes[owner]).get(key) if owner in notes else None
-        is_new = id(tensor) not in before and isinstance(notes.get(owner), BesidePart)
-        if note is not None and is_new and not tensor.is_meta:
+        # What is derived was made of the weight whose place it takes.
+        is_drawn = note is not None and not isinstance(note.draw, Derived)
+        if note is not None and is_drawn and id(tensor) not in before and not tensor.is_meta:
             draw_tensor_(tensor, name, note, 0.0, seed)
 
 
@@ -264,13 +339,12 @@ def changed_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def freeze_base_(model: nn.Module) -> nn.Module:
-    """Switch gradients off for all but what parts beside modules train; return the model."""
+    """Switch gradients off for all but what changes have put in to be trained; return the model."""
     trained = {
         id(parameter)
-        for part in model.modules()
-        if isinstance(part, BesidePart)
+        for part in changed_modules(model).values()
         for key, parameter in part.named_parameters(recurse=False)
-        if tensor_notes(part)[key].trains
+        if key in tensor_notes(part) and tensor_notes(part)[key].trains
     }
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)

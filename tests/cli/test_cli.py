@@ -104,6 +104,18 @@ def test_info_of_a_preset() -> None:
     assert matrices * 0.999 <= flops <= (matrices + 12 * layers * d * 512) * 1.001
 
 
+def test_info_of_layers_that_differ() -> None:
+    """CPM-Bee 2B lacks parts in 31 of its 48 layers; which has what is listed."""
+    (said,) = bmforge("info", "cpm-bee-2b")
+    found = re.findall(r"  layers ([\d, ]+): (.*)", said.out)
+    assert sorted(int(n) for numbers, _ in found for n in numbers.split(", ")) == list(range(48))
+    kinds = {what: len(numbers.split(", ")) for numbers, what in found}
+    heads = "attention of 32 heads of 64"
+    assert kinds == {f"{heads}, an MLP of 5120": 17, heads: 2, "an MLP of 5120": 7, "nothing": 22}
+    # Two numbers per head and dim, of two bytes each, where there is attention.
+    assert number(said.out, "KV-cache bytes per token") == 19 * 2 * 32 * 64 * 2
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A quickstart of few steps on a tiny folder: its run directory and its arguments."""

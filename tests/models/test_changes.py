@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import (
     GPT2,
@@ -28,7 +29,8 @@ from bmforge.models.changes import CHANGES_KEY, apply_change_
 from bmforge.nn.part import attach_part_, beside_parts, detach_part_
 from bmforge.parallel import Layout, parallelize, shutdown_distributed
 from bmforge.surgery import copy_to_meta, persistent_tensors
-from bmforge.testing import assert_close, run_distributed
+from bmforge.testing import assert_close, assert_equal_trees, run_distributed
+from bmforge.testing.layouts import check_layout
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -83,6 +85,9 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("int8", "layers.0.attn_norm"), "not a LayerNorm"),
         (Change("int8", ("layers.0.mlp.up_proj",), {"bits": 4}), "unknown field options.bits"),
         (Change("resize", "layers.0", {"num_heads": 3, "num_kv_heads": 2}), "multiple of"),
+        (Change("prefix", "layers.*.mlp", {"length": 2}), "has no place for a prefix"),
+        (Change("prompt", "embed", {"length": 0}), "length=0 must be at least 1"),
+        (Change("prompt", "embed", {"length": 2}, "mine"), "name='mine' has no effect"),
         (Change("low_rankk", "layers.0"), "GPT2.*'low_rankk' is not known"),
     ],
 )
@@ -269,3 +274,54 @@ def test_a_tensor_that_no_rule_names_is_an_error_everywhere(tmp_path: Path) -> N
         model.save_pretrained(tmp_path)
     with pytest.raises(TypeError, match=r"nothing says how layers\.0\.attn\.q_proj\.seen"):
         init_weights_(model)
+
+
+INPUTS = (
+    Change("prefix", "layers.*.attn", {"length": 3, "std": 0.5}),
+    Change("prompt", "embed", {"length": 4, "std": 0.5}),
+    Change("int8", ("embed", "lm_head", "layers.*.attn.k_proj")),
+)
+
+
+def prompted(model: Any) -> Any:
+    """Prompt rows in front of the ids."""
+    rows = torch.arange(96, 100).expand(2, -1)
+    return model(torch.cat((rows, IDS), 1)).logits
+
+
+def test_prefixes_and_prompts_are_saved_and_opened(tmp_path: Path) -> None:
+    """They are drawn as they say, trained alone, kept through packing, and opened again."""
+    model = small()
+    for change in INPUTS:
+        model.change_(change)
+    twin = GPT2.from_config(model.config).eval()
+    assert_equal_trees(persistent_tensors(twin), persistent_tensors(model))
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(prompted(again), prompted(model))
+    assert not torch.equal(model(IDS).logits, small()(IDS).logits)
+    freeze_base_(model)
+    prompted(model).sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    sides = {f"layers.{i}.attn.prefix.{side}" for i in range(2) for side in ("key", "value")}
+    assert trained == sides | {"embed.prompt.weight"}
+    with pytest.raises(ConfigError, match="already has a prefix"):
+        model.change_(INPUTS[0])
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(zero=3)], ids=str)
+def test_prefixes_and_prompts_on_layouts(layout: Layout) -> None:
+    config = GPT2Config(**SIZES, changes=INPUTS)
+    rows = torch.arange(96, 100).expand(4, -1)
+    ids = torch.cat((rows, torch.arange(32).view(4, 8)), 1)
+    labels = ids.masked_fill(ids >= 96, IGNORE_INDEX)
+    check_layout(
+        GPT2,
+        config,
+        {"input_ids": ids},
+        {"labels": labels},
+        world=2,
+        layout=layout,
+        micro_batches=2,
+        frozen=True,
+    )
