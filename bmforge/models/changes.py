@@ -264,7 +264,8 @@ def _fill_slots_(
     for n, module in modules.items():
         if not isinstance(module, kind):
             raise ConfigError(
-                f"{n} is a {type(module).__name__}; a {slot} needs a {kind.__name__}."
+                f"{n} is a {type(module).__name__}, which has no place for a {slot}: name modules "
+                f"of kind {kind.__name__}."
             )
         if getattr(module, slot, None) is not None:
             raise ConfigError(f"{n} already has a {slot}.")
