@@ -15,7 +15,7 @@ from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec
 from bmforge.nn.norm import NormSpec, build_norm
-from bmforge.nn.remake import call_and_drop
+from bmforge.nn.remake import call_and_drop, hold_weights
 from bmforge.nn.window import WindowAttention
 
 __all__ = ["Block", "BlockSpec"]
@@ -174,11 +174,13 @@ class Block(nn.Module):
         if self.norm_place == "post":
             return norm(_times(x + self._shrink(part(_times(x, into)), out), self.sum_scale))
 
+        again = hold_weights(norm)
+
         def enter() -> Tensor:
-            return _times(norm(x), into)
+            return _times(again(x), into)
 
         # `enter` runs again in backward, so its `x` must stay what it is.
-        added = x + self._shrink(call_and_drop(part, enter(), enter), out)
+        added = x + self._shrink(call_and_drop(part, _times(norm(x), into), enter), out)
         return self._guard(_times(added, self.sum_scale))
 
     def _guard(self, x: Tensor) -> Tensor:
@@ -197,7 +199,8 @@ class Block(nn.Module):
             attended = self._shrink(attend(_times(value, attn_in)), attn_out)
             return attended + self._shrink(feed(_times(value, mlp_in)), mlp_out)
 
-        added = call_and_drop(both, self.attn_norm(x), lambda: self.attn_norm(x))
+        again = hold_weights(self.attn_norm)
+        added = call_and_drop(both, self.attn_norm(x), lambda: again(x))
         return _times(x + added, self.sum_scale)
 
     def _keep_or_drop(self, before: Tensor, after: Tensor) -> Tensor:

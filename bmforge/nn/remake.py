@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["call_and_drop"]
+__all__ = ["call_and_drop", "hold_weights"]
 
 
 class _Dropped(NamedTuple):
@@ -48,6 +48,29 @@ def _unpack(kept: Any) -> Tensor:
         return kept
     with torch.no_grad():
         return kept.make().view(kept.shape)
+
+
+def hold_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return what calls a module with the weights that it has now, whatever it has by then.
+
+    Who swaps a model's parameters for one call (`torch.func.functional_call`, averaged weights) has
+    put the others back before backward makes the module's output again.
+
+    Args:
+        module: without children that have parameters.
+    """
+    own = module._parameters
+    held = dict(own)
+
+    def run(x: Tensor) -> Tensor:
+        now = dict(own)
+        own.update(held)
+        try:
+            return module(x)
+        finally:
+            own.update(now)
+
+    return run
 
 
 def call_and_drop(

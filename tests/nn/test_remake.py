@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, NormSpec
 from bmforge.nn.remake import call_and_drop
+from bmforge.testing import assert_close
 
 KINDS = [
     pytest.param((NormSpec("layer"), True, MLPSpec(96)), id="plain"),
@@ -97,3 +98,23 @@ def test_other_peoples_hooks_are_left_alone():
 def test_without_gradients_nothing_changes():
     value = torch.randn(2, 8)
     assert torch.equal(call_and_drop(torch.sin, value, lambda: value), torch.sin(value))
+
+
+@pytest.mark.parametrize("place", ["pre", "parallel"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_swapped_weights_are_those_of_forward(kind, place) -> None:
+    """A call with other weights has their gradients, though backward comes after they are gone."""
+    norm, bias, mlp = kind
+    torch.manual_seed(0)
+    spec = BlockSpec(32, AttentionSpec(4, 2, 8, qkv_bias=bias), mlp, norm=norm, norm_place=place)
+    block, plain = Block(spec, 0).double(), Block(spec, 0).double()
+    other = {
+        name: (p.detach() + torch.randn_like(p)).requires_grad_()
+        for name, p in block.named_parameters()
+    }
+    plain.load_state_dict(other)
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    torch.func.functional_call(block, other, (x,)).square().sum().backward()
+    plain(x).square().sum().backward()
+    wanted = dict(plain.named_parameters())
+    assert_close({n: t.grad for n, t in other.items()}, {n: wanted[n].grad for n in other})
