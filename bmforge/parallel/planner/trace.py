@@ -41,7 +41,7 @@ from bmforge.parallel.planner.follow import (
 from bmforge.parallel.planner.workload import Workload
 from bmforge.parallel.zero import param_groups_of
 from bmforge.shards import local_tensor
-from bmforge.surgery import match_glob
+from bmforge.surgery import match_glob, persistent_tensors
 
 __all__ = ["BLOCKS", "Mark", "Setting", "StepTrace", "trace_step"]
 
@@ -195,7 +195,7 @@ def _follow_step(
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _prepare_(sharded, setting)
     with torch.no_grad():  # where a shard is taken out without noting it for autograd
-        follower.know(local_tensor(p) for p in model.parameters())
+        follower.know(local_tensor(t) for t in persistent_tensors(model).values())
     model.train()
     with resizes_seen(follower), follower:
         if setting.accumulates and not setting.piped:
@@ -209,12 +209,11 @@ def _follow_step(
         if setting.piped:
             reduce_gradients_(model, sharded)
             _assign(follower, model, owners)
-    whole = {id(p): p for p in model.parameters()}
     return StepTrace(
         tuple(follower.events),
         tuple(marks.found),
-        sum(_local_bytes(p) for p in whole.values()),
-        {name: sum(map(_local_bytes, block.parameters())) for name, block in marks.middles()},
+        sum(map(_local_bytes, persistent_tensors(model).values())),
+        {name: _held_bytes(block) for name, block in marks.middles()},
         (_bytes_of(model, ends[0]), _bytes_of(model, ends[1])),
         count,
         setting.accumulates and not setting.piped,
@@ -339,6 +338,10 @@ def _local_bytes(parameter: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
+def _held_bytes(module: nn.Module) -> int:
+    return sum(map(_local_bytes, persistent_tensors(module).values()))
+
+
 def _ends(model: nn.Module) -> tuple[set[str], set[str]]:
     """Return the names of what stands before the blocks and behind them."""
     found = []
@@ -350,8 +353,8 @@ def _ends(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def _bytes_of(model: nn.Module, names: set[str]) -> int:
-    parts = {id(p): p for n in names for p in getattr(model, n).parameters()}
-    return sum(map(_local_bytes, parts.values()))
+    parts = (t for n in names for t in persistent_tensors(getattr(model, n)).values())
+    return sum(map(_local_bytes, {id(tensor): tensor for tensor in parts}.values()))
 
 
 def _count_parameters(model: nn.Module, marks: _Marks) -> dict[str, int]:
