@@ -17,7 +17,15 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bmforge.data import DataLoader, PackedDataset, TokenStore
-from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize, shutdown_distributed
+from bmforge.parallel import (
+    Layout,
+    build_mesh,
+    data_parallel_rank,
+    data_parallel_size,
+    init_distributed,
+    parallelize,
+    shutdown_distributed,
+)
 from bmforge.train import OptimConfig, TrainConfig, Trainer
 
 SEQ_LEN = 64
@@ -60,8 +68,8 @@ def main(
         PackedDataset(store, SEQ_LEN),
         global_batch_size=8,
         micro_batch_size=4,
-        rank=world.rank,
-        world=world.size,
+        rank=data_parallel_rank(mesh),
+        world=data_parallel_size(mesh),
     )
     losses: list[float] = []
     trainer = Trainer(

@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize, shutdown_distributed
+from bmforge.parallel import (
+    Layout,
+    build_mesh,
+    data_parallel_rank,
+    data_parallel_size,
+    init_distributed,
+    parallelize,
+    shutdown_distributed,
+)
 from bmforge.train import OptimConfig, TrainConfig, Trainer
 
 SEQ_LEN, ROWS_PER_STEP = 64, 8
@@ -97,7 +105,7 @@ def main(steps: int = 100, run_dir: str | None = None) -> list[float]:
     losses: list[float] = []
     trainer = Trainer(
         model,
-        TextRows(world.rank, world.size),
+        TextRows(data_parallel_rank(mesh), data_parallel_size(mesh)),
         TrainConfig(steps=steps, optim=OptimConfig(lr=3e-3)),
         mesh=mesh,
         run_dir=run_dir,

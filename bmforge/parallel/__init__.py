@@ -31,6 +31,7 @@ from bmforge.parallel.layout import (
     gradient_ranks,
     mesh_of,
     random_stream,
+    rows_agree,
     sum_over_axes,
 )
 from bmforge.parallel.parallelize import parallelize
@@ -71,6 +72,7 @@ __all__ = [
     "pipeline_of",
     "plan",
     "random_stream",
+    "rows_agree",
     "reshard_",
     "run_everywhere",
     "run_on_first",

@@ -32,6 +32,7 @@ __all__ = [
     "gradient_ranks",
     "mesh_of",
     "random_stream",
+    "rows_agree",
     "sum_over_axes",
 ]
 
@@ -228,6 +229,29 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
     """Tell whether what processes have in common along all axes but these counts on this one."""
     return all(axis_rank(mesh, axis) == 0 for axis in _AXES if axis not in axes)
+
+
+def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
+    """Tell, on all processes alike, whether those that share rows have the same ones.
+
+    Args:
+        mesh: of all axes.
+        digest: of this process's rows, 63 bits.
+
+    Comm: one all-reduce of an integer per process.
+    """
+    if mesh is None or mesh.size() == axis_size(mesh, *ROW_AXES):
+        return True
+    found = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=mesh.device_type)
+    found[dist.get_rank()] = digest
+    dist.all_reduce(found)
+    table = found[mesh.mesh.to(found.device)]
+    for dim, axis in enumerate(mesh.mesh_dim_names or ()):
+        if axis not in ROW_AXES and not torch.equal(
+            table, table.narrow(dim, 0, 1).expand_as(table)
+        ):
+            return False
+    return True
 
 
 def sum_over_axes(values: Tensor, mesh: DeviceMesh | None, *axes: str) -> Tensor:

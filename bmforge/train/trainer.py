@@ -55,6 +55,7 @@ from bmforge.train.report.metrics import (
     format_progress,
     measure_memory,
 )
+from bmforge.train.same_rows import check_same_rows
 from bmforge.train.schedule import build_schedule, set_learning_rate_
 from bmforge.train.signals import StopRequest
 from bmforge.train.spike import SpikeGuard
@@ -120,6 +121,7 @@ class Trainer:
         self.guard = SpikeGuard(config.spike_sigmas)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self.step = 0
+        self._knows_rows = False
         self.mesh = mesh or mesh_of(model)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         peak = peak_flops(self.device)
@@ -240,6 +242,9 @@ class Trainer:
         """
         self._throughput.start()
         micro_batches = next(self.loader)
+        if not self._knows_rows:
+            check_same_rows(micro_batches, self.mesh)
+            self._knows_rows = True
         counts = [
             sum(count_labels(b, self.model) for b in micro_batches),
             sum(count_tokens(b) for b in micro_batches),

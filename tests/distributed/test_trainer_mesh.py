@@ -56,6 +56,23 @@ def test_a_model_that_is_not_laid_out_is_refused():
         run_distributed(one_loss, 2, False)
 
 
+def loss_on(layout: Layout) -> float:
+    model = GPT2.from_config(GPT2Config(**SIZES))
+    parallelize(model, layout)
+    return Trainer(model, OneRow(), TrainConfig(steps=1)).train_step()[0]["loss"]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2), Layout(tp=2, zero=2)], ids=str)
+def test_other_rows_where_they_should_be_shared_are_refused(layout: Layout) -> None:
+    """The rows depend on the process's own rank; all processes say the same."""
+    world = 4 if layout.zero == 2 else 2
+    said = "".join(
+        f"rank {rank}.*ConfigError: processes that share rows.*" for rank in range(world)
+    )
+    with pytest.raises(DistributedError, match=f"(?s){said}"):
+        run_distributed(loss_on, world, layout)
+
+
 class LeavesAtTheSecondStep(OneRow):
     """A loader that takes rank 1 away in the middle of the run."""
 
