@@ -91,7 +91,7 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("prompt", "embed", {"length": 2}, "mine"), "name='mine' has no effect"),
         (
             Change("prompt", ("embed", "embed_positions"), {"length": 2}),
-            "looked up in a model's token embedding",
+            "token embedding, embed",
         ),
         (Change("prefix", "layers.*.attn", {"length": 2, "std": -1.0}), "std=-1.0 must be"),
         (Change("int8", "layers.0.mlp.up_proj", name="mine"), "name='mine' has no effect"),
