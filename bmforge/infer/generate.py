@@ -16,6 +16,7 @@ from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import choose_tokens, is_one_of, process_scores
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
+from bmforge.nn.prompt import count_ids
 
 __all__ = ["evaluating", "generate", "run_decoder"]
 
@@ -156,11 +157,13 @@ def _check_prompt(
             f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; it must be "
             "integers of shape (B, T) with at least one token. For one prompt use input_ids[None]."
         )
-    low, high, vocab_size = int(input_ids.min()), int(input_ids.max()), model.config.vocab_size
-    if low < 0 or high >= vocab_size:
+    low, high = int(input_ids.min()), int(input_ids.max())
+    table: Any = model.whole().embed
+    if low < 0 or high >= count_ids(table):
         raise ShapeError(
-            f"input_ids has ids from {low} to {high}, but the model has vocab_size={vocab_size}. "
-            "Use the tokenizer that belongs to the model."
+            f"input_ids has ids from {low} to {high}, but the model has "
+            f"vocab_size={model.config.vocab_size}{_describe_prompt(table)}. Use the tokenizer "
+            "that belongs to the model."
         )
     longest = input_ids.shape[1] + config.max_new_tokens
     if model.position_limit is not None and longest > model.position_limit:
@@ -175,6 +178,12 @@ def _check_prompt(
     if attention_mask is None:
         return None
     return _check_mask(input_ids, attention_mask, goes_on=model.traits.reads != "apart")
+
+
+def _describe_prompt(table: Any) -> str:
+    """Say how many ids a table answers beyond its own; nothing where it has no prompt."""
+    more = count_ids(table) - table.num_embeddings
+    return f" and a prompt of {more} rows behind" if more else ""
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Tensor | None:

@@ -32,12 +32,14 @@ def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
 def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Tensor) -> Tensor:
     """Divide positive and multiply negative scores of tokens already in the row by `penalty`.
 
+    Ids that have no score, rows of a prompt, do not count.
+
     Shape:
         scores: (B, V); ids: (B, S); padding: (B,), how many leading ids of a row do not count
     """
     vocab_size = scores.shape[1]
     place = torch.arange(ids.shape[1], device=ids.device)
-    ids = ids.masked_fill(place < padding[:, None], vocab_size)
+    ids = ids.masked_fill(place < padding[:, None], vocab_size).clamp(max=vocab_size)
     seen = torch.zeros(ids.shape[0], vocab_size + 1, dtype=torch.bool, device=ids.device)
     seen = seen.scatter(1, ids, True)[:, :vocab_size]
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)

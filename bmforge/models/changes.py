@@ -8,6 +8,7 @@ place. `docs/changes.md` shows how a part of your own becomes one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,14 @@ from bmforge.nn.attention import Attention
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.low_rank import ExpertsLowRank, LowRank
 from bmforge.nn.moe import Experts
-from bmforge.nn.part import BesidePart, Derived, attach_part_, move_parts_, tensor_notes
+from bmforge.nn.part import (
+    BesidePart,
+    Derived,
+    attach_part_,
+    beside_parts,
+    move_parts_,
+    tensor_notes,
+)
 from bmforge.nn.prefix import Prefix
 from bmforge.nn.prompt import Prompt
 from bmforge.surgery import match_names, persistent_tensors, replace_module_
@@ -140,9 +148,11 @@ class LengthOptions:
     std: float = 0.02
 
     def __post_init__(self) -> None:
-        """Check the number."""
+        """Check the numbers."""
         if self.length < 1:
             raise ConfigError(f"length={self.length} must be at least 1.")
+        if not (self.std >= 0 and math.isfinite(self.std)):
+            raise ConfigError(f"std={self.std} must be finite and at least 0.")
 
 
 @dataclass(frozen=True)
@@ -156,16 +166,8 @@ def add_low_rank_(
     """Put a low-rank part beside linear layers, heads or stacked experts."""
 
     def build(module: nn.Module) -> BesidePart:
-        if not isinstance(module, Experts):
-            return LowRank.beside(module, options.rank, options.alpha, options.dropout)
-        sizes = {
-            key: tuple(stack.shape)
-            for key, stack in module.named_parameters(recurse=False)
-            if not key.endswith("_scale")
-        }
-        like = next(p for p in module.parameters() if p.is_floating_point())
-        scale = 1.0 if options.alpha is None else options.alpha / options.rank
-        return ExpertsLowRank(sizes, options.rank, scale, like)  # type: ignore[arg-type]
+        part = ExpertsLowRank if isinstance(module, Experts) else LowRank
+        return part.beside(module, options.rank, options.alpha, options.dropout)
 
     add_parts_(model, names, name or "low_rank", build)
 
@@ -198,13 +200,22 @@ def add_parts_(
 def store_as_int8_(model: nn.Module, names: Sequence[str], options: NoOptions, name: str) -> None:
     """Keep the weights of layers as int8 rows; tied ones stay tied."""
     stored: dict[int, Any] = {}
+    _refuse_name(name)
     _check_ties(model, names)
     new = {n: store_int8(model.get_submodule(n), stored) for n in names}
+    for n, module in new.items():
+        if taken := [p for p, _ in beside_parts(model.get_submodule(n)) if hasattr(module, p)]:
+            raise ConfigError(f"the part beside {n} has a name that int8 rows need: {taken[0]!r}.")
     for n, module in new.items():
         old = replace_module_(model, n, module)
         move_parts_(old, module)
         for slot, part in old.named_children():  # a prompt behind a table
             setattr(module, slot, part)
+
+
+def _refuse_name(name: str) -> None:
+    if name:
+        raise ConfigError(f"name={name!r} has no effect: nothing new stands beside a module.")
 
 
 def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
@@ -221,8 +232,7 @@ def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
 
 def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: str) -> None:
     """Make layers another size; see `resize.resize_`."""
-    if name:
-        raise ConfigError(f"name={name!r} has no effect: nothing new stands beside a module.")
+    _refuse_name(name)
     if getattr(model, "spec", None) is None:
         raise ConfigError("only models of bmforge know how their layers are made.")
     resize_(model, names, sizes)
@@ -244,6 +254,8 @@ def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions,
     """Put trained rows behind those of the token embedding."""
 
     def build(table: Any) -> Prompt:
+        if table is not getattr(model, "embed", None):
+            raise ConfigError("rows of a prompt are looked up in a model's token embedding, embed.")
         return Prompt(options.length, table.embedding_dim, options.std)
 
     _fill_slots_(model, names, "prompt", nn.Embedding, build, name)
@@ -258,8 +270,7 @@ def _fill_slots_(
     name: str,
 ) -> None:
     """Put a part into a slot that modules of a kind have, one each."""
-    if name:
-        raise ConfigError(f"name={name!r} has no effect: the part stands at {slot!r}.")
+    _refuse_name(name)
     modules = {n: model.get_submodule(n) for n in names}
     for n, module in modules.items():
         if not isinstance(module, kind):
@@ -269,11 +280,13 @@ def _fill_slots_(
             )
         if getattr(module, slot, None) is not None:
             raise ConfigError(f"{n} already has a {slot}.")
+    parts = []
     for module in modules.values():
         like = next(p for p in module.parameters() if p.is_floating_point())
         with torch.device(like.device):
-            part = build(module).to(like.dtype)
-        setattr(module, slot, part.train(module.training))
+            parts.append(build(module).to(like.dtype).train(module.training))
+    for module, part in zip(modules.values(), parts, strict=True):
+        setattr(module, slot, part)
 
 
 KINDS: Mapping[str, Kind] = {
@@ -320,6 +333,8 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
     try:
         kind = find_kind(change.kind)
         options = config_from_dict(kind.options, dict(change.options), "options.")
+        if not change.where:
+            raise ConfigError("`where` names no module.")
         names = match_names([n for n, _ in model.named_modules() if n], change.where)
         kind.apply(model, names, options, change.name)
     except ConfigError as error:

@@ -103,7 +103,8 @@ class LMHead(nn.Linear):
                     f"{name!r} beside a language model's head is a {type(part).__name__}: the loss "
                     "is made inside the head, which takes low-rank parts only."
                 )
-            found.append(part.factors(x))
+            low, up = part.factors(x)
+            found.append((low.to(x.dtype), up.to(x.dtype)))  # parts may be kept in a wider one
         return found
 
 

@@ -33,6 +33,20 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
+def _check_numbers(sizes: tuple[int, int], rank: int, alpha: float | None, dropout: float) -> float:
+    """Return the factor on what a part adds to a layer of (in, out)."""
+    if not 1 <= rank <= min(sizes):
+        raise ConfigError(
+            f"rank={rank} must lie between 1 and {min(sizes)}, the smaller side of a layer "
+            f"from {sizes[0]} to {sizes[1]}."
+        )
+    if alpha is not None and not (alpha > 0 and math.isfinite(alpha)):
+        raise ConfigError(f"alpha={alpha} must be finite and above 0, or nothing would be added.")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout={dropout} must be at least 0 and below 1.")
+    return 1.0 if alpha is None else alpha / rank
+
+
 class LowRank(BesidePart):
     """``scale * x @ down.T @ up.T``, added to what a linear layer makes of x.
 
@@ -78,20 +92,16 @@ class LowRank(BesidePart):
             dropout: of what goes in.
 
         Raises:
-            ConfigError: no linear layer, or a rank that it cannot have.
+            ConfigError: no linear layer, or numbers that its part cannot have.
         """
         sizes = linear_sizes(module)
         if sizes is None:
             raise ConfigError(
                 f"a low-rank part stands beside a linear layer, not a {type(module).__name__}."
             )
-        if not 1 <= rank <= min(sizes):
-            raise ConfigError(
-                f"rank={rank} must lie between 1 and {min(sizes)}, the smaller side of a layer "
-                f"from {sizes[0]} to {sizes[1]}."
-            )
+        scale = _check_numbers(sizes, rank, alpha, dropout)
         floats = (p for p in module.parameters() if p.is_floating_point())
-        return cls(*sizes, rank, 1.0 if alpha is None else alpha / rank, dropout, next(floats))
+        return cls(*sizes, rank, scale, dropout, next(floats))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """`up` starts at zero, so nothing changes at first; the cut dim follows the layer's."""
@@ -133,20 +143,38 @@ class ExpertsLowRank(BesidePart):
         rank: R.
         scale: factor on what is added.
         like: gives dtype and device.
+        dropout: of what goes into each, in training.
     """
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({"", "experts"})
 
     def __init__(
-        self, sizes: Mapping[str, tuple[int, int, int]], rank: int, scale: float, like: Tensor
+        self,
+        sizes: Mapping[str, tuple[int, int, int]],
+        rank: int,
+        scale: float,
+        like: Tensor,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.scale, self.keys = scale, tuple(sizes)
+        self.scale, self.dropout, self.keys = scale, dropout, tuple(sizes)
         made = {"dtype": like.dtype, "device": like.device}
         for key, (experts, outs, ins) in sizes.items():
             down, up = (experts, rank, ins), (experts, outs, rank)
             self.register_parameter(f"{key}_down", nn.Parameter(torch.empty(down, **made)))
             self.register_parameter(f"{key}_up", nn.Parameter(torch.empty(up, **made)))
+
+    @classmethod
+    def beside(
+        cls, experts: nn.Module, rank: int, alpha: float | None = None, dropout: float = 0.0
+    ) -> ExpertsLowRank:
+        """Return a part for stacked experts; see `LowRank.beside`."""
+        own = dict(experts.named_parameters(recurse=False))
+        sizes: Any = {k: tuple(p.shape) for k, p in own.items() if not k.endswith("_scale")}
+        for _, outs, ins in sizes.values():
+            scale = _check_numbers((ins, outs), rank, alpha, dropout)
+        like = next(p for p in own.values() if p.is_floating_point())
+        return cls(sizes, rank, scale, like, dropout)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Each expert is cut by its width, and so are the sides of its parts that have it."""
@@ -160,5 +188,7 @@ class ExpertsLowRank(BesidePart):
 
     def forward(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
         """Return what is added to the rows that the stack `key` made of x."""
+        if self.dropout and self.training:
+            x = F.dropout(x, self.dropout)
         low = grouped_linear(x, getattr(self, f"{key}_down"), ends) * self.scale
         return grouped_linear(low, getattr(self, f"{key}_up"), ends)

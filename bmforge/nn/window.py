@@ -144,10 +144,8 @@ class WindowAttention(Attention):
         assert mask.is_chosen is not None
         query = self.q_global_proj(_take(x, mask.chosen))
         few = 2 * query.shape[1] * (query.shape[2] // self.head_dim) <= x.shape[2]
-        # Adapted or cut over processes, a projection's weight is not all that it does.
         plain = self.prefix is None and all(
-            type(proj) is nn.Linear and type(proj.weight) is nn.Parameter
-            for proj in (self.k_global_proj, self.v_global_proj)
+            map(_is_plain, (self.k_global_proj, self.v_global_proj))
         )
         if few and plain:
             out = self._see_all_at_once(query, x, mask)
@@ -187,6 +185,14 @@ class WindowAttention(Attention):
             mass = weights.sum(-1).transpose(1, 2)[..., None]
             out = out + mass * value[1].unflatten(0, (-1, self.head_dim))
         return out.flatten(2)
+
+
+def _is_plain(proj: nn.Linear) -> bool:
+    """Tell whether a projection's weight and bias are all that it does: not where it is stored
+    otherwise, cut over processes, or has something beside it.
+    """
+    is_own = type(proj) is nn.Linear and type(proj.weight) is nn.Parameter
+    return is_own and not (proj._forward_hooks or proj._forward_pre_hooks)
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer import GenerationConfig, generate
 from bmforge.infer.beam import beam_search
 from bmforge.infer.decoder import Decoder
-from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
+from bmforge.models import GPT2, Change, GPT2Config, Llama, LlamaConfig
 from bmforge.testing.twin import Twin, make_twin
 
 # A small vocabulary, so that end tokens come up often.
@@ -306,3 +306,25 @@ def test_a_negative_padding_token_is_none() -> None:
     found = generate(model, ids, max_new_tokens=12)
     assert torch.equal(found, generate(model, ids, max_new_tokens=12, pad_token_id=2))
     assert (found[:, 2:] == 2).any()
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 3.0}, {"num_beams": 3}], ids=str)
+def test_rows_of_a_prompt_are_ids(options: dict[str, Any]) -> None:
+    """They stand before the text as in the model's own forward, and no score is theirs."""
+    config = GPT2Config(vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, init_std=0.3)
+    model = GPT2.from_config(config, dtype=torch.float64).eval()
+    model.change_(Change("prompt", "embed", {"length": 3, "std": 1.0}))
+    ids = torch.tensor([[VOCAB, VOCAB + 1, VOCAB + 2, 5, 6]])
+    got = generate(model, ids, max_new_tokens=6, do_sample=False, eos_token_id=(), **options)
+    if "num_beams" not in options:
+        want = ids
+        for _ in range(6):
+            scores = model(want).logits[0, -1].detach().clone()
+            for seen in {int(i) for i in want[0] if i < VOCAB}:
+                scores[seen] *= options.get("repetition_penalty", 1.0) ** (-scores[seen].sign())
+            want = torch.cat((want, scores.argmax().view(1, 1)), 1)
+        assert torch.equal(got, want)
+    assert got.shape == (1, 11)
+    assert int(got[0, 5:].max()) < VOCAB
+    with pytest.raises(ShapeError, match=r"vocab_size.*and a prompt of 3 rows behind"):
+        generate(model, ids + 1, max_new_tokens=2)

@@ -26,6 +26,7 @@ from bmforge.models import (
     init_weights_,
 )
 from bmforge.models.changes import CHANGES_KEY, apply_change_
+from bmforge.nn.low_rank import ExpertsLowRank
 from bmforge.nn.part import attach_part_, beside_parts, detach_part_
 from bmforge.parallel import Layout, parallelize, shutdown_distributed
 from bmforge.surgery import copy_to_meta, persistent_tensors
@@ -88,6 +89,17 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("prefix", "layers.*.mlp", {"length": 2}), "has no place for a prefix"),
         (Change("prompt", "embed", {"length": 0}), "length=0 must be at least 1"),
         (Change("prompt", "embed", {"length": 2}, "mine"), "name='mine' has no effect"),
+        (
+            Change("prompt", ("embed", "embed_positions"), {"length": 2}),
+            "token embedding, embed",
+        ),
+        (Change("prefix", "layers.*.attn", {"length": 2, "std": -1.0}), "std=-1.0 must be"),
+        (Change("int8", "layers.0.mlp.up_proj", name="mine"), "name='mine' has no effect"),
+        (Change("int8", ()), "names no module"),
+        (low_rank(()), "names no module"),
+        (Change("low_rank", "lm_head", {"rank": 2, "alpha": 0.0}), "alpha=0.0 must be"),
+        (Change("low_rank", "lm_head", {"rank": 2, "alpha": float("nan")}), "alpha=nan must be"),
+        (Change("low_rank", "lm_head", {"rank": 2, "dropout": 1.0}), "dropout=1.0 must be"),
         (Change("low_rankk", "layers.0"), "GPT2.*'low_rankk' is not known"),
     ],
 )
@@ -117,6 +129,31 @@ def test_twice_is_refused() -> None:
         "low_rank",
         "second",
     ]
+
+
+def test_a_part_whose_name_int8_rows_need() -> None:
+    model = small().change_(low_rank(name="scale"))
+    before = persistent_tensors(model)
+    with pytest.raises(ConfigError, match=r"beside layers\.0\.attn\.q_proj has a name.*'scale'"):
+        model.change_(Change("int8", "layers.*.attn.*_proj"))
+    after = persistent_tensors(model)
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_numbers_of_parts_beside_experts() -> None:
+    """They are checked as beside a linear layer; dropout drops in training only."""
+    model = small().change_(Change("resize", "layers.0", {"num_experts": 2}))
+    for rank in (-1, 0, 33):
+        with pytest.raises(ConfigError, match=f"rank={rank} must lie between 1 and 32"):
+            model.change_(Change("low_rank", "layers.0.mlp.experts", {"rank": rank}))
+    experts = model.layers["0"].mlp.experts
+    part = ExpertsLowRank.beside(experts, 2, dropout=0.5)
+    for side in part.parameters():
+        nn.init.normal_(side)
+    x, ends = torch.ones(4, 32), torch.tensor([2, 4])
+    assert torch.equal(*(part.eval()("up_proj", x, ends) for _ in range(2)))
+    assert not torch.equal(*(part.train()("up_proj", x, ends) for _ in range(2)))
 
 
 def test_sizes_come_before_parts() -> None:

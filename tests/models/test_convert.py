@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.models import GPT2, AutoModel, GPT2Config
+from bmforge.models import GPT2, AutoModel, Change, GPT2Config
 from bmforge.models.formats.convert import convert_checkpoint
 from bmforge.models.hub import FAMILIES
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
@@ -337,6 +337,20 @@ def small(tmp_path: Path) -> Path:
     for name in ("tokenizer.json", "vocab.json", "merges.txt", "notes.txt"):
         (tmp_path / "source" / name).write_text(name)
     return tmp_path / "source"
+
+
+def test_a_changed_model(tmp_path: Path) -> None:
+    """Packed rows, most of what it holds, stay what they are; the rest has the file's dtype."""
+    config = GPT2Config(vocab_size=60, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=24)
+    model = GPT2.from_config(config, dtype=torch.bfloat16)
+    model.change_(Change("int8", ("layers.*.*.*_proj", "embed", "lm_head")))
+    model.save_pretrained(tmp_path / "source")
+    out = convert_checkpoint(tmp_path / "source", tmp_path / "same")
+    source = load_file(tmp_path / "source" / "model.safetensors")
+    assert_equal_trees(load_file(out / "model.safetensors"), source)
+    wide = convert_checkpoint(tmp_path / "source", tmp_path / "wide", dtype=torch.float32)
+    kinds = {tensor.dtype for tensor in load_file(wide / "model.safetensors").values()}
+    assert kinds == {torch.int8, torch.float32}
 
 
 def test_hugging_face_directory(small: Path, tmp_path: Path) -> None:

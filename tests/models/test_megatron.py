@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bmforge.cli import main
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.models import Model
+from bmforge.models import Change, Model
 from bmforge.models.cpm1 import CPM1, CPM1Config
 from bmforge.models.cpm2 import CPM2, CPM2Config
 from bmforge.models.eva import EVA, EVAConfig
@@ -397,6 +397,17 @@ def test_families_without_shards(tmp_path: Path) -> None:
     for model in (GPT2.from_config(GPT2Config(**small)), experts):
         with pytest.raises(ConfigError, match="has no form in Megatron's shards"):
             save_megatron(model, tmp_path, 2)
+
+
+def test_changed_models_have_no_shards(tmp_path: Path) -> None:
+    for change in (
+        Change("resize", "layers.1", {"num_heads": 2}),
+        Change("low_rank", "layers.0.attn.q_proj", {"rank": 2}),
+    ):
+        model = build("cpm1").change_(change)
+        with pytest.raises(ConfigError, match=f"CPM1 was changed .{change.kind}.*our form"):
+            save_megatron(model, tmp_path / "new", 2)
+        assert not (tmp_path / "new").exists()
 
 
 def test_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

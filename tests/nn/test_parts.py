@@ -12,10 +12,11 @@ from bmforge.nn import LMHead, MoESpec
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.low_rank import ExpertsLowRank, LowRank
 from bmforge.nn.moe import Experts
-from bmforge.nn.part import BesidePart, TensorNote
+from bmforge.nn.part import BesidePart, TensorNote, attach_part_
 from bmforge.nn.prefix import Prefix
 from bmforge.nn.prompt import Prompt
 from bmforge.testing.part_suite import check_part
+from bmforge.testing.tolerance import assert_close
 
 EXPERTS = Experts(16, MoESpec(4, 2, 24))
 STACKS = {key: tuple(stack.shape) for key, stack in EXPERTS.named_parameters()}
@@ -70,3 +71,22 @@ def test_a_part_that_says_nothing_of_a_tensor() -> None:
     part.register_buffer("seen", torch.zeros(2))
     with pytest.raises(AssertionError, match="nothing is said of"):
         check_part(part)
+
+
+def test_parts_in_fp32_beside_a_head_in_bf16() -> None:
+    """Both in the loss and in the logits, as beside any other layer."""
+    head, x = LMHead(16, 24, bias=False).bfloat16(), torch.randn(5, 16).bfloat16()
+    part = LowRank(16, 24, 2)
+    for side in part.parameters():
+        nn.init.normal_(side)
+    attach_part_(head, "low_rank", part)
+    labels = torch.arange(5)
+    with torch.no_grad():
+        weight = head.weight.float() + part.up @ part.down
+    want = nn.functional.cross_entropy(x.float() @ weight.t(), labels)
+    loss = head(x, labels)
+    loss.backward()
+    assert_close(loss.double(), want.double(), rtol=0.02)
+    assert_close(head(x).double(), (x.float() @ weight.t()).double(), rtol=0.05, atol=0.1)
+    assert part.down.grad is not None
+    assert part.down.grad.dtype == torch.float32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn import AttentionSpec
+from bmforge.nn.low_rank import LowRank
+from bmforge.nn.part import attach_part_
 from bmforge.nn.window import WindowAttention
 from bmforge.nn.window_mask import WindowMask, build_window_mask
 from bmforge.testing.tolerance import assert_close
@@ -214,3 +218,19 @@ def test_whole_window_is_plain_attention() -> None:
     )
     want = attn.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
     assert_close(attn(x, build_window_mask((2, 50), x.device, 200)), want)
+
+
+def test_what_stands_beside_a_global_projection_counts() -> None:
+    """Few global tokens take their products with the weights alone; parts beside them join in."""
+    attn, x = make_attention(), torch.randn(3, 100, D, dtype=torch.float64)
+    mask = build(x, 8, make_masks(100, 1, ""))
+    whole = copy.deepcopy(attn)
+    for name in ("k_global_proj", "v_global_proj"):
+        proj = getattr(attn, name)
+        part = LowRank.beside(proj, 2)
+        for side in part.parameters():
+            torch.nn.init.normal_(side, std=0.4)
+        attach_part_(proj, "low_rank", part)
+        with torch.no_grad():
+            getattr(whole, name).weight += part.up @ part.down
+    assert_close(attn(x, mask), whole(x, mask))

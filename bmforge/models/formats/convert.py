@@ -94,7 +94,8 @@ def convert_checkpoint(
             else:
                 model.save_pretrained(partial, max_file_bytes=max_file_bytes)
             count = sum(p.numel() for p in model.parameters())
-            kind = str(next(model.parameters()).dtype).removeprefix("torch.")
+            floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+            kind = str(next(floats)).removeprefix("torch.")
             said = f"{type(model).__name__}, {count:,} parameters in {kind}"
         for name in _find_companions(directory):
             shutil.copyfile(directory / name, partial / name)
@@ -124,7 +125,8 @@ def _open(
     files = WeightFiles(directory)
     sizes: Counter[torch.dtype] = Counter()
     for name, shape in files.shapes.items():
-        sizes[files.dtype(name)] += torch.Size(shape).numel()
+        if files.dtype(name).is_floating_point:  # packed ones stay what they are
+            sizes[files.dtype(name)] += torch.Size(shape).numel()
     dtype = dtype or sizes.most_common(1)[0][0]
     return AutoModel.from_pretrained(directory, dtype=dtype, allow_unknown=allow_unknown)
 

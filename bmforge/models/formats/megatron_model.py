@@ -122,7 +122,7 @@ def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
         degree: number of shards.
 
     Raises:
-        ConfigError: a model that was never published in shards.
+        ConfigError: a model that was never published in shards, or a changed one.
         CheckpointError: the directory has shards already, or `degree` does not divide the model.
     """
     has_experts = isinstance(model, CPM2) and model.config.num_experts > 0
@@ -130,6 +130,12 @@ def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
         raise ConfigError(
             f"{type(model).__name__} has no form in Megatron's shards; CPM1, EVA and CPM2 without "
             "experts have."
+        )
+    if model.config.changes:
+        kinds = ", ".join(dict.fromkeys(change.kind for change in model.config.changes))
+        raise ConfigError(
+            f"this {type(model).__name__} was changed ({kinds}), which Megatron's shards cannot "
+            "say. Save it in our form (save_pretrained)."
         )
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     rules = expand_rules(
