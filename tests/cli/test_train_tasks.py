@@ -190,3 +190,4 @@ def test_a_missing_head_is_said_before_anything_is_read(
     assert not (tmp_path / "run").exists()
     assert main([*words, "--new-head"]) == 2
     assert "BoolQ has no file for 'train'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
