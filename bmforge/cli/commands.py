@@ -13,14 +13,15 @@ import torch
 import tyro
 
 from bmforge.cli.dry_run import launched_processes, parse_world, show_dry_run
+from bmforge.cli.train_help import describe_run, list_tasks
 from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config
 from bmforge.config import dump_toml
 from bmforge.data import PrepareConfig, prepare
 from bmforge.errors import ConfigError
 from bmforge.infer.openbmb.chat import ChatConfig
 from bmforge.logging import get_logger
-from bmforge.recipes import RECIPES, TASKS, QuickstartConfig, find_recipe, quickstart
-from bmforge.recipes.registry import read_config
+from bmforge.recipes import QuickstartConfig, find_recipe, quickstart
+from bmforge.recipes.registry import Recipe, read_config
 from bmforge.recipes.start import read_changes, record_given, settle_model
 from bmforge.train import write_report
 
@@ -32,12 +33,15 @@ Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
 _PROFILED_STEPS = 3
 
 
-def _parse(kind: Any, arguments: Sequence[str], command: str, default: Any = None) -> Any:
+def _parse(
+    kind: Any, arguments: Sequence[str], command: str, default: Any = None, about: str | None = None
+) -> Any:
     """Turn arguments into a dataclass; a wrong one is explained and ends the program with 2."""
     return tyro.cli(
         kind,
         args=list(arguments),
         prog=f"bmforge {command}",
+        description=about,
         default=default if default is not None else tyro.MISSING_NONPROP,
         config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
     )
@@ -90,9 +94,10 @@ def run_prepare(arguments: Sequence[str]) -> None:
 def run_train(arguments: Sequence[str]) -> None:
     """Run a recipe, or go on with it."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_list_tasks())
+        print(list_tasks())
         return
-    rest = _bare_flags(arguments[1:], "print-config", "dry-run", "profile", "new-head")
+    flags = ("print-config", "dry-run", "profile", "new-head", "freeze-base")
+    rest = _bare_flags(arguments[1:], *flags)
     file = _take_option(rest, "--config")
     model = _take_option(rest, "--model")
     recipe = find_recipe(arguments[0], model, _see_option(rest, "--init-from"), file)
@@ -102,10 +107,11 @@ def run_train(arguments: Sequence[str]) -> None:
     plans = _take_option(rest, "--layout")
     tries, world = _take_option(rest, "--dry-run"), _take_option(rest, "--world")
     changes = _take_option(rest, "--changes")
+    command = f"train {arguments[0]}" + ("" if model is None else f" --model {model}")
     default = read_config(recipe, file)
     # What follows from other fields (heads from widths) is left to follow from the changed ones.
     default.model = default.model.with_implied()
-    config = _parse_run(recipe.config, rest, f"train {arguments[0]}", default)
+    config = _parse_run(recipe, rest, command, default)
     config = record_given(config, file, rest)
     if changes is not None:
         config.changes = read_changes(changes)
@@ -129,25 +135,13 @@ def run_train(arguments: Sequence[str]) -> None:
     recipe.run(config)
 
 
-def _parse_run(kind: Any, arguments: Sequence[str], command: str, default: Any) -> Any:
+def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
     """Set a run's fields; changes of models, which are no plain fields, stay what they were."""
     run, model = default.changes, default.model.changes
     default.changes, default.model.changes = (), ()
-    config = _parse(kind, arguments, command, default)
+    config = _parse(recipe.config, arguments, command, default, describe_run(recipe))
     config.changes, config.model.changes = run, model
     return config
-
-
-def _list_tasks() -> str:
-    """Return what `bmforge train --help` says."""
-    tasks = "\n".join(f"  {name:<18}{task.about}" for name, task in TASKS.items())
-    recipes = "\n".join(f"  {name:<18}{recipe.about}" for name, recipe in RECIPES.items())
-    return (
-        "usage: bmforge train TASK --model NAME_OR_DIR [--config FILE] [--ds-config FILE] "
-        "[--changes JSON] [--print-config] [--dry-run --world N] [--profile] "
-        "[--field.path VALUE ...]\n\n"
-        f"{tasks}\n\nold names, each a task with a model:\n{recipes}"
-    )
 
 
 def _choose_layout(config: Any, word: str, world: int | None) -> Any:

@@ -36,7 +36,7 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
-from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir
+from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir, tidy_run_dir
 from bmforge.recipes.start import family_of, need_fields, settle_model, with_changes
 from bmforge.train import (
     EvalResult,
@@ -177,6 +177,7 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     config.loss_scale.check(config.train.precision)
     config = need_fields(settle_model(config), needs)
     config = dataclasses.replace(config, data=settle_batch(config, world.size))
+    is_new = not config.run_dir.exists()
     open_run_dir(config.run_dir, config, _FREE)
     log = log_to_file(config.run_dir / "log.txt") if world.rank == 0 else None
     try:
@@ -185,6 +186,7 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
         if log is not None:
             get_logger().removeHandler(log)
             log.close()
+            tidy_run_dir(config.run_dir, is_new)
 
 
 def settle_batch(config: Any, world_size: int) -> Any:

@@ -13,9 +13,9 @@ from bmforge.files import partial_name, replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
 
-__all__ = ["add_results", "check_run_dir", "claim_run_dir", "open_run_dir"]
+__all__ = ["add_results", "check_run_dir", "claim_run_dir", "open_run_dir", "tidy_run_dir"]
 
-_FILE = "run.toml"
+_FILE, _LOG = "run.toml", "log.txt"
 
 
 def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
@@ -45,6 +45,20 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
 def claim_run_dir(run_dir: Path, config: Any) -> None:
     """Write ``run.toml``, once all else is checked: from here on the directory is this run's."""
     run_on_first(lambda: save_toml(config, run_dir / _FILE))
+
+
+def tidy_run_dir(run_dir: Path, is_new: bool) -> None:
+    """Remove what a run leaves that was refused before it began; one process calls it.
+
+    Args:
+        run_dir: the directory; where it holds a run it stays as it is.
+        is_new: it was not there before, so it goes too if nothing else is in it.
+    """
+    if (run_dir / _FILE).exists():
+        return
+    (run_dir / _LOG).unlink(missing_ok=True)
+    if is_new and not any(run_dir.iterdir()):
+        run_dir.rmdir()
 
 
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
@@ -87,7 +101,7 @@ def _differ(one: Any, other: Any) -> bool:
 def _is_free_place(run_dir: Path) -> bool:
     """True for an empty directory, or one in which a run was prepared but never begun."""
     # A kill while the config is written leaves a part of it.
-    free = {"data", "log.txt", partial_name(_FILE)}
+    free = {"data", _LOG, partial_name(_FILE)}
     return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= free
 
 

@@ -76,7 +76,7 @@ def find_start(name: str) -> Start:
         hint = suggest(name, [*presets, *FAMILIES, *(key.lower() for key in FAMILIES)])
         raise ConfigError(
             f"model={name!r} is no preset, no family and no directory.{hint} Families: "
-            f"{', '.join(FAMILIES)}; presets are in docs/models.md. A model of the hub is named "
+            f"{', '.join(FAMILIES)}; presets are in docs/presets.md. A model of the hub is named "
             "with its owner, such as openai-community/gpt2."
         )
     directory = find_model(name)

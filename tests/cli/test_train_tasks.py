@@ -85,6 +85,22 @@ def test_options_are_the_models(start: Path, capsys: pytest.CaptureFixture[str])
     assert same == own
 
 
+def test_help_names_the_model_and_what_is_no_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "pretrain", "--model", "gpt2-medium", "--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: bmforge train pretrain --model gpt2-medium [-h]")
+    for word in (TASKS["pretrain"].about, "--config FILE", "--print-config", "--changes JSON"):
+        assert word in said
+    assert "--model.hidden-size INT" in said
+
+
+def test_switches_need_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+    told = shown(capsys, "pretrain", "--model", "gpt2-small", "--freeze-base", "--new-head")
+    assert (told["freeze_base"], told["new_head"]) == (True, True)
+
+
 def test_an_old_name_with_another_model(capsys: pytest.CaptureFixture[str]) -> None:
     told = shown(capsys, "llama-sft", "--model", "gpt2-medium")
     assert (told["run_dir"], told["family"]) == ("runs/gpt2-conversations", "GPT2")
@@ -190,3 +206,4 @@ def test_a_missing_head_is_said_before_anything_is_read(
     assert not (tmp_path / "run").exists()
     assert main([*words, "--new-head"]) == 2
     assert "BoolQ has no file for 'train'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -9,7 +9,13 @@ import pytest
 
 from bmforge.config import load_toml
 from bmforge.errors import ConfigError
-from bmforge.recipes.run_dir import add_results, check_run_dir, claim_run_dir, open_run_dir
+from bmforge.recipes.run_dir import (
+    add_results,
+    check_run_dir,
+    claim_run_dir,
+    open_run_dir,
+    tidy_run_dir,
+)
 
 FREE = frozenset({"cadence"})
 
@@ -33,6 +39,24 @@ def test_claimed_late_and_found_again(tmp_path):
     open_run_dir(run_dir, Config(lr=0.2, cadence=7), FREE)
     with pytest.raises(ConfigError, match=r"lr: 0.2 there, 0.3 now"):
         open_run_dir(run_dir, Config(lr=0.3), FREE)
+
+
+def test_a_refused_run_leaves_nothing(tmp_path):
+    new, old, own = tmp_path / "new", tmp_path / "old", tmp_path / "own"
+    old.mkdir()
+    for run_dir in (new, old, own):
+        is_new = not run_dir.exists()
+        open_run_dir(run_dir, Config(), FREE)
+        (run_dir / "log.txt").write_text("said something, then was refused")
+        if run_dir == own:
+            claim_run_dir(own, Config())
+        tidy_run_dir(run_dir, is_new)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "log.txt",
+        "old",
+        "own",
+        "run.toml",
+    ]
 
 
 def test_killed_while_the_config_is_written(tmp_path, monkeypatch):
