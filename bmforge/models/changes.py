@@ -253,8 +253,10 @@ def put_prefixes_(
 def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions, name: str) -> None:
     """Put trained rows behind those of the token embedding."""
 
+    tokens: Any = getattr(model, "embed", None)
+
     def build(table: Any) -> Prompt:
-        if table is not getattr(model, "embed", None):
+        if table is not tokens:
             raise ConfigError("rows of a prompt are looked up in a model's token embedding, embed.")
         return Prompt(options.length, table.embedding_dim, options.std)
 
