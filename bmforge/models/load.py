@@ -21,6 +21,7 @@ from bmforge.logging import get_logger
 from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import Read, run_reads
+from bmforge.models.heads import Head
 from bmforge.models.init import init_tensor_, materialize_
 from bmforge.models.weights import OWN_PREFIX, WeightRule
 from bmforge.shards import is_streamed, local_box, local_tensor
@@ -98,7 +99,7 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
     head = model.config.heads[model.config.head]
     tensors, found = persistent_tensors(model), []
     for rule in model.rules_for(files.shapes):
-        if rule.ours not in head.names or rule.ours in head.optional:
+        if not _is_in(rule.ours, head) or rule.ours in head.optional:
             continue
         name = _find_name(model, rule, files.shapes)
         need = rule.source_shape(tuple(tensors[rule.ours].shape))
@@ -166,13 +167,13 @@ def _match_sources(
     for rule in model.rules_for(shapes):
         source = _find_name(model, rule, shapes)
         if source is None:
-            if rule.ours in head.optional or (new_head and rule.ours in head.names):
+            if rule.ours in head.optional or (new_head and _is_in(rule.ours, head)):
                 fresh.append(rule.ours)
             else:
                 missing.append(rule.theirs)
             continue
         need = rule.source_shape(tuple(tensors[rule.ours].shape))
-        if shapes[source] != need and new_head and rule.ours in head.names:
+        if shapes[source] != need and new_head and _is_in(rule.ours, head):
             fresh.append(rule.ours)  # the stored one is of another number of classes
             replaced.add(source)
             continue
@@ -183,6 +184,12 @@ def _match_sources(
     if missing or wrong or extra:
         _refuse(model, files, missing, extra, wrong)
     return [(r, n) for r, n in pairs if r.ours in here], [name for name in fresh if name in here]
+
+
+def _is_in(name: str, head: Head) -> bool:
+    """Tell whether a tensor is the head's, or of what changes have put beside or in its place."""
+    own = {ours.rpartition(".")[0] for ours in head.names}
+    return name in head.names or any(name.startswith(f"{module}.") for module in own if module)
 
 
 def _is_dead(name: str) -> bool:

@@ -67,9 +67,9 @@ def _write_config(model: Any, out: Path, tensors: dict[str, Tensor]) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if model.config.changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in model.config.changes))
-        get_logger().info(
-            "%s holds a changed model (%s): bmforge opens it; transformers would leave out what "
-            "was changed",
+        get_logger().warning(
+            "%s holds a changed model (%s): bmforge opens it; transformers would draw what was "
+            "changed at random",
             *(out, kinds),
         )
 

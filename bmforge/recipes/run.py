@@ -8,7 +8,7 @@ goes on where it stopped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -88,7 +88,8 @@ class RunConfig:
         family: of `model`; the command line fills it in, so that `run.toml` says it.
         changes: what is changed in the model before it is laid out; see `models.changes`. What they
             add is drawn with `seed`. The command line takes them as JSON, or as a file with it.
-        freeze_base: train nothing but what changes have put beside layers.
+        freeze_base: train nothing but what changes have put beside layers, and with `new_head` the
+            head.
         seed: of the drawn weights.
         train: the loop.
         layout: how it is divided over processes.
@@ -266,7 +267,8 @@ def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
     if is_loaded:
         _load_and_change_(model, start, config)
     if config.freeze_base:
-        _freeze_(model)
+        head = sizes.heads[sizes.head].names if config.new_head else ()
+        _freeze_(model, head)
     streams = config.offload.weights
     if streams:
         _stream_(model, config, world, start)
@@ -287,9 +289,9 @@ def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
     return init_weights_(model, config.seed, device=world.device)
 
 
-def _freeze_(model: Model) -> None:
-    """Let only parts beside layers be trained; there must be some."""
-    freeze_base_(model)
+def _freeze_(model: Model, head: Collection[str]) -> None:
+    """Let only parts beside layers be trained, and a drawn head; there must be some."""
+    freeze_base_(model, head)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"freeze_base=True leaves nothing to train: no part stands beside a layer of this "

@@ -295,6 +295,23 @@ def test_a_copy_on_meta_has_the_same_names_and_ties() -> None:
     assert described.lm_head.weight is described.embed.weight
 
 
+def test_a_changed_head_of_another_size_is_drawn_anew(tmp_path: Path) -> None:
+    """Its packed rows and what stands beside it as well, as a fresh model draws them."""
+    config = GPT2Config(**SIZES, head="sequence_classification", num_labels=5)
+    model = GPT2.from_config(config, seed=3)
+    model.change_(Change("int8", "classifier"))
+    model.change_(Change("low_rank", "classifier", {"rank": 2})).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"wrong shape: bmforge\.classifier\.weight"):
+        GPT2.from_pretrained(tmp_path, num_labels=3)
+    again = GPT2.from_pretrained(tmp_path, num_labels=3, new_head=True)
+    found, before = persistent_tensors(again), persistent_tensors(model)
+    fresh = persistent_tensors(GPT2.from_config(again.config))
+    drawn = [f"classifier.{key}" for key in ("weight", "scale", "low_rank.up")]
+    assert list(found) == list(before)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, (fresh if name in drawn else before)[name]), name
+
+
 class Counted(nn.Linear):
     """Has a persistent buffer that nothing describes."""
 
