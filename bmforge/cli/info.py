@@ -27,7 +27,7 @@ def describe_model(name: str, seq_len: int | None = None) -> str:
     parameters = sum(tensor.numel() for tensor in persistent_tensors(model).values())
     length = seq_len or config.max_seq_len
     flops = config.flops_per_token(length)
-    fields = {k: v for k, v in config_to_dict(config).items() if k != "raw"}
+    fields = {k: v for k, v in config_to_dict(config).items() if k != "raw" and v not in ("", [])}
     lines = [f"{name}: {family.__name__}"]
     lines += [f"  {key:<28}{value}" for key, value in fields.items()]
     lines += [

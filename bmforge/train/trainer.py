@@ -317,7 +317,8 @@ class Trainer:
             get_logger().warning("step %d was skipped: %s", self.step, row["skipped"])
         if "val_loss" in row:
             text += f"  val_loss {row['val_loss']:.4f}"
-        if self.step % self.config.log_every_steps == 0 or "val_loss" in row:
+        is_last = self.step == self.config.steps
+        if is_last or self.step % self.config.log_every_steps == 0 or "val_loss" in row:
             bar.log(text)
 
     def state_dict(self) -> dict[str, Any]:

@@ -104,6 +104,13 @@ def test_info_of_a_preset() -> None:
     assert matrices * 0.999 <= flops <= (matrices + 12 * layers * d * 512) * 1.001
 
 
+def test_info_is_what_the_page_shows() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+    (shown,) = re.findall(r"```text\n(gpt2: GPT2\n.*?)```", page.read_text(), re.DOTALL)
+    (said,) = bmforge("info", "gpt2")
+    assert said.out == shown
+
+
 def test_info_of_layers_that_differ() -> None:
     """CPM-Bee 2B lacks parts in 31 of its 48 layers; which has what is listed."""
     (said,) = bmforge("info", "cpm-bee-2b")

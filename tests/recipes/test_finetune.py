@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,19 @@ def test_bad_input(
     config.data = dataclasses.replace(config.data, **changes)
     with pytest.raises(error, match=text):
         run_task(recipe, config)
+
+
+def test_a_tokenizer_without_marks_is_refused_before_the_run_begins(
+    words: Path, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(words, plain)
+    (plain / "tokenizer_config.json").write_text("{}")
+    folder = write_boolq(tmp_path)
+    config = task_config("bert-superglue", "BoolQ", folder, plain, tmp_path / "run", 2)
+    with pytest.raises(ConfigError, match=r"roles cls and sep; .*tokenizer_config.json"):
+        run_task("bert-superglue", config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_long_texts_are_cut(words: Path) -> None:

@@ -68,9 +68,7 @@ def encode_segments(
     Raises:
         ConfigError: the tokenizer has no such marks.
     """
-    begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
-    if begin is None or end is None:
-        raise ConfigError("the tokenizer has no tokens for the roles cls and sep; give a BERT's.")
+    begin, end = _outer_marks(tokenizer)
     parts = tokenizer.encode_batch(list(texts))
     marks = [end] * marks_between
     over = sum(map(len, parts)) + marks_between * (len(parts) - 1) + 2 - longest
@@ -90,6 +88,17 @@ def encode_segments(
     return ids, segments
 
 
+def _outer_marks(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return what stands before the first text, and what stands behind each."""
+    begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
+    if begin is None or end is None:
+        raise ConfigError(
+            "the tokenizer has no tokens for the roles cls and sep; give that of a BERT, or name "
+            "them in its tokenizer_config.json (cls_token, sep_token)."
+        )
+    return begin, end
+
+
 class ClassRows:
     """Rows with a class; an `ExampleSource`.
 
@@ -98,6 +107,9 @@ class ClassRows:
         tokenizer: a BERT's.
         config: of the run: widths and padding.
         marks_between: see `encode_segments`.
+
+    Raises:
+        ConfigError: the tokenizer has no marks for segments.
     """
 
     def __init__(
@@ -107,6 +119,7 @@ class ClassRows:
         config: Any,
         marks_between: int = 1,
     ) -> None:
+        _outer_marks(tokenizer)  # before a run begins
         width = config.data.seq_len
         self._rows, self._tokenizer, self._width = rows, tokenizer, width
         self._marks, self._segments = marks_between, config.model.num_segments
