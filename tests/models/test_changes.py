@@ -228,6 +228,18 @@ def test_only_parts_are_trained() -> None:
     }
 
 
+def test_a_drawn_head_is_trained_with_the_parts() -> None:
+    config = GPT2Config(**SIZES, head="sequence_classification", changes=(low_rank(),))
+    model = GPT2.from_config(config)
+    freeze_base_(model, config.heads[config.head].names)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.rpartition(".")[0] for name in trained} == {
+        "layers.0.attn.q_proj.low_rank",
+        "layers.1.attn.q_proj.low_rank",
+        "classifier",
+    }
+
+
 def test_a_part_goes_away_again() -> None:
     model, plain = small().change_(low_rank()), small()
     names = set(persistent_tensors(plain))
