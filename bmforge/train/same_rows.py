@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError
-from bmforge.parallel import rows_agree
+from bmforge.parallel import data_parallel_size, rows_agree
 
 __all__ = ["check_same_rows"]
 
@@ -32,12 +32,15 @@ def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> 
 
     Comm: one all-reduce of an integer per process, where processes share rows.
     """
+    if mesh is None or data_parallel_size(mesh) == mesh.size():
+        return
     digest = blake2b(digest_size=8)
     for batch in micro_batches:
         for name, value in sorted(batch.items()):
             digest.update(name.encode())
             if isinstance(value, Tensor):
-                flat = value.detach().cpu().contiguous().reshape(-1)
+                flat = torch.empty(value.numel(), dtype=value.dtype)
+                flat.copy_(value.detach().reshape(-1))
                 digest.update(flat.view(torch.uint8).numpy())
     if not rows_agree(mesh, int.from_bytes(digest.digest(), "little") >> 1):
         raise ConfigError(

@@ -16,10 +16,18 @@ import torch.distributed as dist
 
 from bmforge.errors import ConfigError, DistributedError, MissingDependencyError
 from bmforge.models import GPT2, GPT2Config
-from bmforge.parallel import Layout, parallelize, run_everywhere, run_on_first
+from bmforge.parallel import (
+    Layout,
+    build_mesh,
+    init_distributed,
+    parallelize,
+    run_everywhere,
+    run_on_first,
+)
 from bmforge.testing import run_distributed
 from bmforge.train import TrainConfig, Trainer
 from bmforge.train.checkpoint import checkpointer as checkpoint
+from bmforge.train.same_rows import check_same_rows
 
 SIZES = {"vocab_size": 17, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_seq_len": 8}
 
@@ -71,6 +79,18 @@ def test_other_rows_where_they_should_be_shared_are_refused(layout: Layout) -> N
     )
     with pytest.raises(DistributedError, match=f"(?s){said}"):
         run_distributed(loss_on, world, layout)
+
+
+def compare_odd_rows() -> None:
+    mesh = build_mesh(Layout(tp=2), init_distributed().device)
+    strided = torch.arange(8, dtype=torch.int32)[::2][:1]
+    rows = {"a": strided, "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.tensor(True)}
+    check_same_rows([rows], mesh)
+
+
+def test_rows_of_any_form_are_compared() -> None:
+    """One element with a stride, half precision, a scalar."""
+    run_distributed(compare_odd_rows, 2)
 
 
 class LeavesAtTheSecondStep(OneRow):

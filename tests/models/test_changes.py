@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import CheckpointError, ConfigError
+from bmforge.logging import get_logger
 from bmforge.models import (
     GPT2,
     AutoModel,
@@ -208,9 +208,11 @@ def test_saving_says_what_transformers_cannot_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And a plain model still opens there, with the same logits."""
-    logging.getLogger("bmforge").propagate = True
-    with caplog.at_level(logging.INFO, "bmforge"):
+    get_logger().addHandler(caplog.handler)
+    try:
         small().change_(low_rank()).save_pretrained(tmp_path / "changed")
+    finally:
+        get_logger().removeHandler(caplog.handler)
     assert "low_rank" in caplog.text
     assert "transformers" in caplog.text
     small().save_pretrained(tmp_path / "plain")
