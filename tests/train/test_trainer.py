@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from trainer_cases import LENGTH, VOCAB, run, tiny_model, write_corpus
 
 from bmforge.data import DataLoader, PackedDataset, TokenStore, iter_once
-from bmforge.logging import get_logger
+from bmforge.logging import get_logger, log_to_file
 from bmforge.models import init_weights_
 from bmforge.parallel import Layout
 from bmforge.testing import assert_close, run_distributed
@@ -183,15 +184,15 @@ def test_own_module_and_objective_without_a_run_directory(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_last_step_is_always_in_the_log(
-    corpus: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_step_is_always_in_the_log(corpus: str, tmp_path: Path) -> None:
     model = init_weights_(tiny_model(), seed=0)
     rows = PackedDataset(TokenStore(corpus), seq_len=LENGTH)
     loader = DataLoader(rows, global_batch_size=4, micro_batch_size=4)
-    monkeypatch.setattr(get_logger(), "propagate", True)
-    with caplog.at_level("INFO", logger="bmforge"):
+    handler = log_to_file(tmp_path / "log.txt")
+    try:
         Trainer(model, loader, TrainConfig(steps=3, log_every_steps=2)).fit()
-    said = [record.message for record in caplog.records]
-    steps = [text.split("  ")[0] for text in said if text.startswith("step ")]
+    finally:
+        get_logger().removeHandler(handler)
+        handler.close()
+    steps = re.findall(r"step \d/\d", (tmp_path / "log.txt").read_text("utf-8"))
     assert steps == ["step 2/3", "step 3/3"]
