@@ -81,16 +81,21 @@ def test_other_rows_where_they_should_be_shared_are_refused(layout: Layout) -> N
         run_distributed(loss_on, world, layout)
 
 
-def compare_odd_rows() -> None:
+def compare_odd_rows(differs: str) -> None:
     mesh = build_mesh(Layout(tp=2), init_distributed().device)
     strided = torch.arange(8, dtype=torch.int32)[::2][:1]
     rows = {"a": strided, "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.tensor(True)}
+    if differs and dist.get_rank() == 1:
+        rows[differs] = torch.zeros_like(rows[differs]) + (differs == "a")
     check_same_rows([rows], mesh)
 
 
-def test_rows_of_any_form_are_compared() -> None:
-    """One element with a stride, half precision, a scalar."""
-    run_distributed(compare_odd_rows, 2)
+@pytest.mark.parametrize("differs", ["a", "b", "c"])
+def test_rows_of_any_form_are_compared(differs: str) -> None:
+    """One element with a stride, half precision, a scalar: equal ones pass, another is refused."""
+    run_distributed(compare_odd_rows, 2, "")
+    with pytest.raises(DistributedError, match=r"(?s)rank 0.*that share rows.*rank 1.*that share"):
+        run_distributed(compare_odd_rows, 2, differs)
 
 
 class LeavesAtTheSecondStep(OneRow):
