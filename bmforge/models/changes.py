@@ -53,8 +53,13 @@ class Change:
 
     def __post_init__(self) -> None:
         """Bring `where`, which may be one glob or a list, into one form."""
-        where = (self.where,) if isinstance(self.where, str) else tuple(self.where)
-        object.__setattr__(self, "where", where)
+        where: Any = (self.where,) if isinstance(self.where, str) else self.where
+        if not isinstance(where, (list, tuple)) or not all(isinstance(w, str) for w in where):
+            raise ConfigError(
+                f"where={self.where!r} must be the name glob of a module, or a list of them, such "
+                "as 'layers.*.attn.q_proj'."
+            )
+        object.__setattr__(self, "where", tuple(where))
         object.__setattr__(self, "options", dict(self.options))
 
     def to_json(self) -> dict[str, Any]:

@@ -58,6 +58,12 @@ def test_json_and_back() -> None:
     assert "name" not in Change("int8", "a").to_json()
 
 
+@pytest.mark.parametrize("where", [3, None, ["embed", 3]])
+def test_places_that_are_no_names(where: Any) -> None:
+    with pytest.raises(ConfigError, match="must be the name glob of a module"):
+        Change("int8", where)
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
