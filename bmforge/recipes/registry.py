@@ -324,12 +324,23 @@ def _with_model(base: type[Any], name: str, start: Start, published: str | None)
     ]
     if start.init_from is not None:
         fields.append(("init_from", str | None, field(default=start.init_from)))
-    if published is not None:
-        usual = base().data
-        data = field(default_factory=lambda: dataclasses.replace(usual, task=published))
+    usual = base().data
+    changes = _data_changes(usual, start, published)
+    if changes:
+        data = field(default_factory=lambda: dataclasses.replace(usual, **changes))
         fields.append(("data", type(usual), data))
     made = dataclasses.make_dataclass(
         f"{family}{base.__name__}", fields, bases=(base,), kw_only=True
     )
     made.__doc__, made.__module__ = base.__doc__, __name__
     return made
+
+
+def _data_changes(usual: Any, start: Start, published: str | None) -> dict[str, Any]:
+    """Return the fields of `data` that follow from the model: rows no longer than it can read."""
+    changes: dict[str, Any] = {} if published is None else {"task": published}
+    longest = start.config.max_seq_len
+    has_end = start.family.family_traits.positions != "relative"
+    if has_end and getattr(usual, "seq_len", 0) > longest:
+        changes["seq_len"] = longest
+    return changes

@@ -14,6 +14,7 @@ from bmforge.data.tasks import TASKS as PUBLISHED
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, AutoModel, Bert, BertConfig, GPT2Config, T5Config
 from bmforge.models.hub import FAMILIES
+from bmforge.recipes.pretrain import GPT2PretrainConfig
 from bmforge.recipes.registry import RECIPES, TASKS, find_recipe
 from bmforge.recipes.start import find_start
 
@@ -83,6 +84,15 @@ def test_options_are_the_models(start: Path, capsys: pytest.CaptureFixture[str])
     assert (own["init_from"], own["model_changes"]) == (str(start / "gpt2"), ["dropout"])
     same = shown(capsys, "pretrain", "--init-from", str(start / "gpt2"), "--model.dropout", "0")
     assert same == own
+
+
+def test_rows_are_no_longer_than_the_model_reads(tmp_path: Path) -> None:
+    """Where nothing is said of them; what is longer by itself goes on as usual."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    for longest, rows in ((24, 24), (4096, GPT2PretrainConfig().data.seq_len)):
+        folder = tmp_path / str(longest)
+        GPT2.from_config(GPT2Config(**sizes, max_seq_len=longest)).save_pretrained(folder)
+        assert find_recipe("pretrain", str(folder)).config().data.seq_len == rows
 
 
 def test_help_names_the_model_and_what_is_no_field(capsys: pytest.CaptureFixture[str]) -> None:
