@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import torch
 
+from bmforge.cli.options import ChatCommand
 from bmforge.infer.openbmb.chat import Chat, ChatConfig
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["talk"]
+__all__ = ["run_chat", "talk"]
+
+
+def run_chat(command: ChatCommand) -> None:
+    """Talk to a model in the terminal."""
+    talk(command.model, ChatConfig(**asdict(command.config)))
 
 
 def talk(model: str, config: ChatConfig) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import bmforge
-from bmforge.cli import commands, main
+from bmforge.cli import main, parse
 from bmforge.models.hub import find_preset
 from bmforge.parallel import shutdown_distributed
 
@@ -132,13 +132,13 @@ def test_every_command_line_parses(
     line: tuple[str, ...], workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real parsers take it; the run itself is cut off."""
-    parse = commands._parse
+    parse_options = parse.parse_options
 
     def parse_only(*args: Any, **kwargs: Any) -> None:
-        raise ParsedError(parse(*args, **kwargs))
+        raise ParsedError(parse_options(*args, **kwargs))
 
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(commands, "_parse", parse_only)
+    monkeypatch.setattr(parse, "parse_options", parse_only)
     arguments = [word for word in line[1:] if word not in ("...", "RECIPE", "TASK", "NAME")]
     try:
         status = main(arguments)

@@ -29,8 +29,8 @@ from real_runs import write_text
 def test_overview_lists_every_command(arguments) -> None:
     (said,) = bmforge(*arguments)
     assert said.status == 0
-    for name, (_, about) in COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(about)}$", said.out, re.MULTILINE)
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(command.about)}$", said.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
