@@ -67,6 +67,10 @@ def _overview(commands: Mapping[str, Command]) -> str:
         [
             *lines,
             "",
-            "`bmforge COMMAND --help` lists a command's options; --NAME turns a switch on, --no-NAME off.",
         ]
     )
+    lines += [
+        "",
+        "`bmforge COMMAND --help` lists a command's options; a switch is on as --NAME and",
+    ]
+    return "\n".join([*lines, "off as --no-NAME."])
