@@ -63,14 +63,5 @@ def _leave_the_others() -> None:
 def _overview(commands: Mapping[str, Command]) -> str:
     lines = [f"bmforge {__version__}", "", "usage: bmforge COMMAND [OPTIONS]", ""]
     lines += [f"  {name:<12}{command.about}" for name, command in commands.items()]
-    return "\n".join(
-        [
-            *lines,
-            "",
-        ]
-    )
-    lines += [
-        "",
-        "`bmforge COMMAND --help` lists a command's options; a switch is on as --NAME and",
-    ]
-    return "\n".join([*lines, "off as --no-NAME."])
+    lines += ["", "`bmforge COMMAND --help` lists a command's options."]
+    return "\n".join([*lines, "A switch is on as --NAME and off as --no-NAME."])
