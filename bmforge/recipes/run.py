@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bmforge.config import config_to_dict
 from bmforge.device import device_name
 from bmforge.errors import ConfigError
-from bmforge.logging import get_logger, log_to_file
+from bmforge.logging import get_logger
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
 from bmforge.models.changes import Change, freeze_base_
@@ -36,7 +36,7 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
-from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir, tidy_run_dir
+from bmforge.recipes.run_dir import add_results, claim_run_dir, occupy_run_dir
 from bmforge.recipes.start import family_of, need_fields, settle_model, with_changes
 from bmforge.train import (
     EvalResult,
@@ -178,16 +178,8 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     config.loss_scale.check(config.train.precision)
     config = need_fields(settle_model(config), needs)
     config = dataclasses.replace(config, data=settle_batch(config, world.size))
-    is_new = not config.run_dir.exists()
-    open_run_dir(config.run_dir, config, _FREE)
-    log = log_to_file(config.run_dir / "log.txt") if world.rank == 0 else None
-    try:
+    with occupy_run_dir(config.run_dir, config, _FREE):
         return _run(config, open_data, world)
-    finally:
-        if log is not None:
-            get_logger().removeHandler(log)
-            log.close()
-            tidy_run_dir(config.run_dir, is_new)
 
 
 def settle_batch(config: Any, world_size: int) -> Any:

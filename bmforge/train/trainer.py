@@ -55,6 +55,7 @@ from bmforge.train.report.metrics import (
     format_progress,
     measure_memory,
 )
+from bmforge.train.run_lock import hold_run_dir
 from bmforge.train.same_rows import check_same_rows
 from bmforge.train.schedule import build_schedule, set_learning_rate_
 from bmforge.train.signals import StopRequest
@@ -146,10 +147,12 @@ class Trainer:
                 self._loop(last_step, stop, None, None)
             return self
         with (
+            hold_run_dir(self.run_dir) as check_hold,
             Checkpointer(
                 self.run_dir / "checkpoints",
                 keep_last=self.config.keep_last,
                 keep_every=self.config.keep_every_steps,
+                check=check_hold,
             ) as checkpointer,
             StopRequest() as stop,
         ):

@@ -12,6 +12,7 @@ The parts: `format` (files, hashes), `state` (which tensors), `rng`, `write` (pu
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,7 @@ class Checkpointer:
         keep_every: also keep every step that this divides; None keeps no others.
         asynchronous: write in a thread; False writes before `save` returns, as happens anyway where
             optimizer states live on disk.
+        check: called before a save begins; what it raises, alike on all processes, is raised there.
         fault: called with each name of `FAULT_POINTS` as it is passed (for kill tests).
 
     Memory:
@@ -213,6 +215,7 @@ class Checkpointer:
         keep_last: int = 3,
         keep_every: int | None = None,
         asynchronous: bool = True,
+        check: Callable[[], None] | None = None,
         fault: Fault = no_fault,
     ) -> None:
         if keep_last < 1:
@@ -224,6 +227,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._asynchronous = asynchronous
+        self._check = check
         self._fault = fault
         self._sound: set[str] = set()
         self._thread: threading.Thread | None = None
@@ -252,6 +256,8 @@ class Checkpointer:
             state: anything JSON can carry, the same on every process.
         """
         self.wait()
+        if self._check is not None:
+            self._check()
         snapshot = take_snapshot(model, optimizers, step=step, state=state, rank=self._peers.rank)
         self._fault("snapshot")
         if not self._asynchronous or snapshot.is_late:
