@@ -117,7 +117,7 @@ OLD_FAMILIES: dict[str, OldFamily] = {
         _GELU_NEW,
     ),
     "OPT": OldFamily(
-        {**_BASE, "vocab_size": 50272, "position_size": 2048},
+        {**_BASE, "vocab_size": 50272, "position_size": 2048, "prefix": "</s>"},
         _needs(True),
         {**_GELU, "": "relu"},
     ),
@@ -129,10 +129,16 @@ OLD_FAMILIES: dict[str, OldFamily] = {
     "T5": OldFamily(
         _T5, _needs(False, attn_scale=False, pos_bias_type="relative"), _T5_ACTIVATIONS
     ),
+    "CPM2": OldFamily(
+        # Its MLP's gate is the published weights' GELU, ModelCenter's to 1e-3.
+        {**_T5, "vocab_size": 26240, "dim_ff": 1920, "tied": False},
+        _needs(False, attn_scale=False, pos_bias_type="relative", position_bias_max_distance=128),
+        dict.fromkeys(("", "gated_gelu", "gated_gelu_new"), "gelu_new"),
+    ),
     "GLM": OldFamily(
         {
             **{**_BASE, **_size(1024, 16, 4096, 24), "vocab_size": 50048, "position_size": 1025},
-            **{"sop_tok_id": 50006, "mask_tok_id": 50008},
+            **{"sop_tok_id": 50006, "eop_tok_id": 50007, "mask_tok_id": 50008},
         },
         _needs(True),
         _GELU,
