@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model_center_models import IDS, LENGTH, MASK, small
+from test_model_center_models import IDS, LENGTH, MASK, SMALL, small
 from torch import Tensor
 
 from bmforge.compat.model_center import model as old
-from bmforge.errors import ConfigError, ShapeError
+from bmforge.errors import CheckpointError, ConfigError, ShapeError
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "T5", "Bert"])
@@ -171,6 +173,40 @@ def test_cpm1_of_modelcenter_packs_rows_with_context() -> None:
     left = model(input_ids=IDS, attention_mask=MASK).logits
     wanted = relative_cpm1(model, IDS, real[:, None] & before)
     torch.testing.assert_close(left[real], wanted[real], rtol=1e-5, atol=1e-5)
+
+
+def test_modelcenters_directories_of_cpm1_and_cpm2(tmp_path: Path) -> None:
+    """A CPM1 under the names of its own layers; the file that `bmt.save` wrote there."""
+    wanted = small("CPM1")
+    values = wanted.state_dict()
+    tensors = {
+        "input_embedding.weight": values["model.embed.weight"],
+        "position_bias.relative_attention_bias": values["model.rel_bias.weight"],
+        "encoder.output_layernorm.weight": values["model.norm.weight"],
+        "output_projection.weight": values["head.weight"],
+    }
+    names = {
+        "attn_norm": "self_att.layernorm_before_attention",
+        **{f"attn.{n}_proj": f"self_att.self_attention.project_{n}" for n in "qkv"},
+        "attn.o_proj": "self_att.self_attention.attention_out",
+        "mlp_norm": "ffn.layernorm_before_ffn",
+        **{"mlp.gate_proj": "ffn.ffn.w_in.w_0", "mlp.up_proj": "ffn.ffn.w_in.w_1"},
+        "mlp.down_proj": "ffn.ffn.w_out",
+    }
+    for i in range(2):
+        for ours, theirs in names.items():
+            source = values[f"model.layers.{i}.{ours}.weight"]
+            tensors[f"encoder.layers.{i}.{theirs}.weight"] = source
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL["CPM1"], "half": False}))
+    torch.save(tensors, tmp_path / "pytorch_model.pt")
+    model = old.CPM1.from_pretrained(tmp_path).eval()
+    assert torch.equal(model(IDS, LENGTH), wanted(IDS, LENGTH))
+    del tensors["output_projection.weight"]
+    torch.save(tensors, tmp_path / "pytorch_model.pt")
+    with pytest.raises(CheckpointError, match="missing: output_projection"):
+        old.CPM1.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"bmt\.save"):
+        model.save_pretrained(tmp_path / "out")
 
 
 def test_cpm1_reads_on() -> None:

@@ -110,7 +110,7 @@ def load_model_center(
     if family not in OLD_FAMILIES or family not in FAMILIES:
         known = sorted(OLD_FAMILIES.keys() & FAMILIES.keys())
         raise ConfigError(f"family={family!r} cannot be read; these can: {', '.join(known)}.")
-    if family != "T5":  # one stack, named "decoder" first and "encoder" later
+    if family not in ("T5", "CPM2"):  # one stack, named "decoder" first and "encoder" later
         tensors = _rename(tensors, ((r"^decoder\.", "encoder."),))
     values = read_old_config(family, raw, tensors, allow_unknown)
     factor = 1.0

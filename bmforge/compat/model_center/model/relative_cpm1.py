@@ -18,6 +18,7 @@ from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.stack import given_inputs, run_layers
 from bmforge.models.traits import Traits
+from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 from bmforge.nn.relative import RelativeBias
 
@@ -56,17 +57,6 @@ class RelativeCPM1Config(ModelConfig):
     def is_gated(self) -> bool:
         """The MLP has a gate."""
         return True
-
-    def to_hf(self) -> dict[str, Any]:
-        """Raise: nobody but ModelCenter has this model.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "ModelCenter's own CPM1, with relative positions, has no other form: save it with "
-            "bmt.save(model, file) and config.to_json_file(file)."
-        )
 
 
 class RelativeCPM1(CausalLM):
@@ -127,3 +117,14 @@ class RelativeCPM1(CausalLM):
         x = self.norm(x)
         kept = (*states[:-1], x) if output_hidden_states else None
         return ModelOutput(last_hidden_state=x, hidden_states=kept)
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Raise: nobody but ModelCenter has this model.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "ModelCenter's own CPM1, with relative positions, has no other form: save it with "
+            "bmt.save(model, file) and config.to_json_file(file)."
+        )
