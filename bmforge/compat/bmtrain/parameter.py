@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
+from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError
 from bmforge.parallel.collectives import all_gather
 from bmforge.shards import laid_out_like, local_box, local_tensor
@@ -267,3 +269,6 @@ def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.P
 def mark_(param: nn.Parameter, origin: Origin, **changes: Any) -> None:
     """Put an origin on a parameter that took another one's place."""
     param.origin = replace(origin, **changes)  # type: ignore[attr-defined]
+
+
+__getattr__ = missing_names("bmtrain", NAMES, __all__, "parameter")
