@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from bmforge.cli.chat import OWN_FORMS, TalkConfig, answer_once, talk
 from bmforge.cli.dry_run import launched_processes, parse_world, show_dry_run
 from bmforge.cli.train_help import describe_run, list_tasks
 from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config
 from bmforge.config import dump_toml
 from bmforge.data import PrepareConfig, prepare
 from bmforge.errors import ConfigError
-from bmforge.infer.openbmb.chat import ChatConfig
 from bmforge.logging import get_logger
 from bmforge.recipes import QuickstartConfig, find_recipe, quickstart
 from bmforge.recipes.registry import Recipe, read_config
@@ -162,6 +162,7 @@ class GenerateCommand:
     Args:
         model: directory or hub id of a model with its tokenizer.
         prompt: the text; none reads standard input.
+        chat: the prompt is said to the model, by its chat template, and its answer printed alone.
         document: of a CPM-Bee: a file with one document a line, {"input": "...", "<ans>": ""}; they
             are printed with their answers.
         max_new_tokens: at most so many tokens, in documents per answer.
@@ -176,6 +177,7 @@ class GenerateCommand:
 
     model: Annotated[str, tyro.conf.Positional]
     prompt: str | None = None
+    chat: bool = False
     document: Path | None = None
     max_new_tokens: int = 100
     num_beams: int | None = None
@@ -200,7 +202,7 @@ def run_generate(arguments: Sequence[str]) -> None:
     from bmforge.models.hub import find_model
     from bmforge.tokenizers import AutoTokenizer
 
-    command = _parse(GenerateCommand, _bare_flags(arguments, "do-sample"), "generate")
+    command = _parse(GenerateCommand, _bare_flags(arguments, "do-sample", "chat"), "generate")
     if command.document is not None:
         from bmforge.cli.documents import print_filled
 
@@ -213,6 +215,10 @@ def run_generate(arguments: Sequence[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModel.from_pretrained(directory)
     prompt = command.prompt if command.prompt is not None else sys.stdin.read()
+    if command.chat and model.traits.objective not in OWN_FORMS:
+        torch.manual_seed(command.seed)
+        print(answer_once(model, tokenizer, directory, prompt, **command.options()))
+        return
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
@@ -225,21 +231,19 @@ def run_generate(arguments: Sequence[str]) -> None:
 
 @dataclass(kw_only=True)
 class ChatCommand:
-    """Talk to an EVA: a line in, an answer out; `/clear` forgets what was said, `/exit` ends.
+    """Talk to a model: a line in, an answer out; `/clear` forgets what was said, `/exit` ends.
 
     Args:
-        model: directory, hub id or short name of an EVA with its tokenizer.
+        model: directory, hub id or short name of a model that writes text, with its tokenizer.
         config: how it answers.
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    config: Annotated[ChatConfig, tyro.conf.arg(name="")] = field(default_factory=ChatConfig)
+    config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
 
 
 def run_chat(arguments: Sequence[str]) -> None:
     """Talk to a model in the terminal."""
-    from bmforge.cli.chat import talk
-
     command = _parse(ChatCommand, arguments, "chat")
     talk(command.model, command.config)
 
@@ -372,7 +376,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "prepare": (run_prepare, "text files to a token store and a tokenizer"),
     "train": (run_train, "train a model for a task, or go on with it"),
     "generate": (run_generate, "continue a text with a model"),
-    "chat": (run_chat, "talk to an EVA in the terminal"),
+    "chat": (run_chat, "talk to a model in the terminal"),
     "convert": (run_convert, "write any checkpoint, ModelCenter's too, in Hugging Face's form"),
     "report": (run_report, "draw a run on one page"),
     "plan": (run_plan, "which layouts of a model fit on which machines, how fast, for how much"),

@@ -164,6 +164,9 @@ TASKS: Mapping[str, Task] = {
     ),
 }
 
+# Other names of tasks.
+_ALSO = {"sft": "conversations"}
+
 # An old name -> the task, with the model and the settings that the name stands for.
 RECIPES: Mapping[str, Recipe] = {
     "gpt2-pretrain": Recipe(
@@ -283,6 +286,7 @@ def _find_tasks(name: str) -> list[tuple[str, str | None]]:
 
     These are two for ChID, which CPM-1 learns in its own way.
     """
+    name = _ALSO.get(name, name)
     found: list[tuple[str, str | None]] = [(name, None)] if name in TASKS else []
     published = next((task for task in DATA_TASKS if task.lower() == name.lower()), None)
     if published is not None and name != "squad":
