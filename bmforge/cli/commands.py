@@ -20,6 +20,7 @@ from bmforge.data import PrepareConfig, prepare
 from bmforge.errors import ConfigError
 from bmforge.infer.openbmb.chat import ChatConfig
 from bmforge.logging import get_logger
+from bmforge.parallel.distributed import restarts_failed
 from bmforge.recipes import QuickstartConfig, find_recipe, quickstart
 from bmforge.recipes.registry import Recipe, read_config
 from bmforge.recipes.start import read_changes, record_given, settle_model
@@ -132,7 +133,8 @@ def run_train(arguments: Sequence[str]) -> None:
         return
     if world is not None:
         raise ConfigError("--world has no effect without --dry-run; torchrun starts processes.")
-    recipe.run(config)
+    if recipe.run(config).stopped and not restarts_failed():
+        raise KeyboardInterrupt  # what comes after this command is not to start
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
