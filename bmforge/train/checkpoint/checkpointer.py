@@ -6,7 +6,7 @@ holds parameters, buffers, optimizer state, the caller's state and every random 
 on any number of processes in any layout.
 
 The parts: `format` (files, hashes), `state` (which tensors), `rng`, `write` (publishing), `frozen`
-(what is kept once), `read` (fitting and copying), `peers`.
+(what is kept once), `retention` (what goes), `read` (fitting and copying), `peers`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from bmforge.train.checkpoint.format import (
 )
 from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.read import apply_checkpoint, check_fit, restore_generators
+from bmforge.train.checkpoint.retention import clean_leftovers, make_room, remove_old
 from bmforge.train.checkpoint.state import Optimizers, Snapshot, list_optimizers, take_snapshot
 from bmforge.train.checkpoint.write import (
     FAULT_POINTS,
     Fault,
-    clean_leftovers,
+    NoRoomError,
     no_fault,
     publish,
-    remove_old,
 )
 
 __all__ = [
@@ -192,8 +192,9 @@ class Checkpointer:
     """Saves a run's checkpoints in the background and keeps the ones that retention asks for.
 
     Making, saving, loading and closing are collective. A save that fails (full disk, ...) is logged
-    and kept in `last_error`; the run goes on and the last good checkpoint stays. Use as a context
-    manager, or call `close`.
+    and kept in `last_error`; the run goes on and the last good checkpoint stays. Where there is no
+    room for one more than are kept, the oldest goes before the new one is written; never the last.
+    Use as a context manager, or call `close`.
 
     Args:
         directory: the folder that holds the step directories.
@@ -271,7 +272,7 @@ class Checkpointer:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            publish(self.directory, snapshot, self._peers, self._fault, self._sound)
+            self._publish(snapshot)
             self.last_error = None
             if self._peers.rank == 0:
                 remove_old(
@@ -281,6 +282,23 @@ class Checkpointer:
             self.last_error = error
             if self._peers.rank == 0:
                 get_logger().warning("%s (the run goes on; older checkpoints stay)", error)
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint; if it does not fit, once more without the oldest."""
+        given = self.directory, snapshot, self._peers, self._fault, self._sound
+        try:
+            publish(*given)
+        except NoRoomError:
+            if not self._peers.broadcast(self._peers.rank == 0 and self._make_room(snapshot.step)):
+                raise
+            publish(*given)
+
+    def _make_room(self, step: int) -> bool:
+        try:
+            return make_room(self.directory, step, self._keep_last, self._keep_every)
+        except (OSError, CheckpointError) as error:
+            get_logger().warning("no room for one more checkpoint, and none may go: %s", error)
+            return False
 
     def load_newest(
         self, model: nn.Module, optimizers: Optimizers = None
