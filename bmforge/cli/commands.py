@@ -338,6 +338,13 @@ def run_plan(arguments: Sequence[str]) -> None:
     run_plan_command(_parse(PlanCommand, _bare_flags(arguments, "compile"), "plan"))
 
 
+def run_evaluate(arguments: Sequence[str]) -> None:
+    """Perplexity of texts and figures of tasks."""
+    from bmforge.cli.evaluate import EvaluateCommand, run_evaluate_command
+
+    run_evaluate_command(_parse(EvaluateCommand, arguments, "evaluate"))
+
+
 def _bare_flags(arguments: Sequence[str], *names: str) -> list[str]:
     """Let ``--flag`` stand for ``--flag True`` for the named switches."""
     known = {f"--{n}" for n in names} | {f"--{n.replace('-', '_')}" for n in names}
@@ -375,6 +382,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "quickstart": (run_quickstart, "train a small model on real text, from nothing, in minutes"),
     "prepare": (run_prepare, "text files to a token store and a tokenizer"),
     "train": (run_train, "train a model for a task, or go on with it"),
+    "evaluate": (run_evaluate, "measure a model on texts and tasks"),
     "generate": (run_generate, "continue a text with a model"),
     "chat": (run_chat, "talk to a model in the terminal"),
     "convert": (run_convert, "write any checkpoint, ModelCenter's too, in Hugging Face's form"),
