@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from bmforge.cli.options import ChatCommand
 from bmforge.errors import ConfigError
 from bmforge.infer.chat import Conversation
 from bmforge.infer.openbmb.chat import Chat, ChatConfig
@@ -18,50 +17,15 @@ from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
+from bmforge.settings import TalkConfig
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 
-__all__ = ["OWN_FORMS", "TalkConfig", "answer_once", "talk"]
+__all__ = ["OWN_FORMS", "TalkConfig", "answer_once", "run_chat", "talk"]
 
 # Objectives of families that answer in a form of their own.
 OWN_FORMS = ("dialogues", "documents")
 _EVA_ALONE = ("window", "no_repeat_ngram")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TalkConfig:
-    """How to answer; None is what the model is used to: EVA's defaults are the original's.
-
-    Args:
-        system: what is said before all else.
-        max_new_tokens: longest answer; None is 128.
-        min_new_tokens: shortest one.
-        num_beams: above 1, search with so many beams instead of drawing.
-        temperature: of the drawing; None is 0.7.
-        top_p: draw among the likeliest that make up this probability; None is 0.9.
-        repetition_penalty: above 1, what was written becomes less likely.
-        length_penalty: of a search with beams.
-        window: of an EVA: most tokens of the history that are read.
-        no_repeat_ngram: of an EVA: no stretch of so many tokens comes twice in an answer.
-        seed: of the drawing; None draws anew each time.
-    """
-
-    system: str | None = None
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    num_beams: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
-    length_penalty: float | None = None
-    window: int | None = None
-    no_repeat_ngram: int | None = None
-    seed: int | None = None
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that were given, but `system`."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {n: v for n, v in values.items() if v is not None and n != "system"}
 
 
 class Talk(Protocol):
@@ -93,6 +57,11 @@ class _Documents:
     def clear(self) -> None:
         """Forget what was said."""
         self._said = []
+
+
+def run_chat(command: ChatCommand) -> None:
+    """Talk to a model in the terminal."""
+    talk(command.model, command.config)
 
 
 def talk(model: str, config: TalkConfig) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bmforge import __version__
+from bmforge.cli.commands import COMMANDS, Command, run_command
 from bmforge.errors import BmforgeError, ConfigError, suggest
 from bmforge.logging import process_rank
 
@@ -21,10 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] in (["--version"], ["-V"]):
         print(f"bmforge {__version__}")
         return 0
-    # Imported here so that `bmforge --version` and a mistyped command answer at once.
-    from bmforge.cli.commands import COMMANDS
-    from bmforge.parallel import shutdown_distributed
-
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview(COMMANDS))
         return 0
@@ -34,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"unknown command {arguments[0]!r}.{suggest(arguments[0], COMMANDS)} "
                 f"Commands: {', '.join(COMMANDS)}."
             )
-        COMMANDS[arguments[0]][0](arguments[1:])
+        run_command(arguments[0], arguments[1:])
         return 0
     except BmforgeError as error:
         rank = process_rank()
@@ -53,10 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped.", file=sys.stderr)
         return 130
     finally:
-        shutdown_distributed()
+        _leave_the_others()
 
 
-def _overview(commands: dict) -> str:
+def _leave_the_others() -> None:
+    """Part from other processes, where any were joined: nothing is imported to do so."""
+    parallel = sys.modules.get("bmforge.parallel")
+    if parallel is not None and hasattr(parallel, "shutdown_distributed"):
+        parallel.shutdown_distributed()
+
+
+def _overview(commands: Mapping[str, Command]) -> str:
     lines = [f"bmforge {__version__}", "", "usage: bmforge COMMAND [OPTIONS]", ""]
-    lines += [f"  {name:<12}{about}" for name, (_, about) in commands.items()]
-    return "\n".join([*lines, "", "`bmforge COMMAND --help` lists a command's options."])
+    lines += [f"  {name:<12}{command.about}" for name, command in commands.items()]
+    lines += ["", "`bmforge COMMAND --help` lists a command's options."]
+    return "\n".join([*lines, "A switch is on as --NAME and off as --no-NAME."])

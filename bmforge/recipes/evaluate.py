@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,71 +43,13 @@ from bmforge.recipes.inputs.task_data import TaskDataConfig, open_task
 from bmforge.recipes.run import Results
 from bmforge.recipes.run_dir import add_results
 from bmforge.recipes.start import find_start, traits_of
+from bmforge.settings import EvaluateConfig
 from bmforge.tokenizers import AutoTokenizer, Tokenizer
 from bmforge.train import EvalResult, evaluate, write_report
 
 __all__ = ["EvaluateConfig", "evaluate_model"]
 
 _LONGEST = 2048
-
-
-@dataclass(kw_only=True)
-class EvaluateConfig:
-    """What is evaluated, and on what.
-
-    Args:
-        weights: directory of the weights, where the model is named by a preset.
-        text: files or directories of text: perplexity, and bits per byte.
-        prepared: directories of `bmforge prepare`, whose held-out part is read, or bare token
-            stores: the same figures.
-        tasks: published tasks by name (BoolQ, SQuAD, ...), or .jsonl files of a task of one's own.
-        task_data: folder of the published tasks.
-        labels: of a task of one's own; empty takes those that a classifier was trained with.
-        fields: of a task of one's own: the texts that are read; empty reads those of its first
-            line.
-        split: of published tasks.
-        examples: read at most so many of a task.
-        seq_len: longest row in tokens; None takes the model's, 2,048 at most.
-        micro_batch_size: rows per forward pass on one process.
-        max_new_tokens: longest answer where a task asks for a text.
-        precision: of the computation.
-        layout: how the model is divided over processes.
-        out: also write the figures to this JSON file, which must not be there.
-    """
-
-    weights: str | None = None
-    text: tuple[str, ...] = ()
-    prepared: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    task_data: str | None = None
-    labels: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
-    split: str = "dev"
-    examples: int | None = None
-    seq_len: int | None = None
-    micro_batch_size: int = 8
-    max_new_tokens: int = 32
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    layout: Layout = field(default_factory=Layout)
-    out: Path | None = None
-
-    def check(self) -> None:
-        """Raise `ConfigError` where nothing is to be done, or a number is out of range."""
-        wrong = []
-        if not (self.text or self.prepared or self.tasks):
-            wrong.append("nothing to evaluate on: give --text, --prepared or --tasks")
-        smallest = {"examples": 1, "seq_len": 2, "micro_batch_size": 1, "max_new_tokens": 1}
-        for name, least in smallest.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                wrong.append(f"{name}={value} must be at least {least}")
-        if self.out is not None and self.out.exists():
-            wrong.append(f"out={str(self.out)!r} is there already; name another file")
-        for name in ("task_data", "labels", "fields", "examples"):
-            if getattr(self, name) and not self.tasks:
-                wrong.append(f"{name} has no effect without tasks")
-        if wrong:
-            raise ConfigError(f"{'; '.join(wrong)}.")
 
 
 @dataclass(frozen=True)
@@ -131,7 +73,7 @@ class _Reading:
     max_new_tokens: int = 0
 
 
-def evaluate_model(name: str, config: EvaluateConfig) -> Results:
+def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = None) -> Results:
     """Return title -> what was read -> figure; every process gets the same.
 
     Where the model is the export of a run, the figures go into its results and its report.
@@ -139,14 +81,16 @@ def evaluate_model(name: str, config: EvaluateConfig) -> Results:
     Args:
         name: directory or hub id of a model, a run's directory, or a preset with `weights`.
         config: on what.
+        layout: how the model is divided over processes; None shards its weights over all.
 
     Raises:
         BmforgeError: a setting, the model, the data or the layout does not fit.
     """
     config.check()
+    layout = layout or Layout()
     world = init_distributed()
-    config.layout.check(world.size)
-    subject = _open_subject(name, config, world)
+    layout.check(world.size)
+    subject = _open_subject(name, config, layout, world)
     results: Results = {}
     for path in config.text:
         _add(results, path, _judge_files(subject, path, config))
@@ -154,7 +98,7 @@ def evaluate_model(name: str, config: EvaluateConfig) -> Results:
         _add(results, path, _judge_prepared(subject, path, config))
     for task in config.tasks:
         _add(results, task, _judge_task(subject, task, config))
-    run_on_first(lambda: _keep(name, subject.directory, config, results))
+    run_on_first(lambda: _keep(name, subject.directory, config, layout, results))
     return results
 
 
@@ -171,7 +115,7 @@ def _add(results: Results, name: str, figures: Mapping[str, float]) -> None:
         results.setdefault(metric, {})[name] = value
 
 
-def _open_subject(name: str, config: EvaluateConfig, world: World) -> _Subject:
+def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: World) -> _Subject:
     """Lay a model out and load its weights, every process its part."""
     if (Path(name) / "run.toml").is_file():
         name = str(Path(name) / "export")
@@ -191,8 +135,8 @@ def _open_subject(name: str, config: EvaluateConfig, world: World) -> _Subject:
     if start.init_from is not None:
         sizes = sizes.replace(raw=read_config_file(directory))
     model = start.family.from_config(sizes, device="meta")
-    mesh = build_mesh(config.layout, world.device)
-    parallelize(model, config.layout, mesh=mesh, precision=config.precision)
+    mesh = build_mesh(layout, world.device)
+    parallelize(model, layout, mesh=mesh, precision=config.precision)
     load_weights_(model, directory, device=world.device)
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     longest = min(sizes.max_seq_len, _LONGEST)
@@ -328,11 +272,13 @@ def _own_labels(model: Model) -> tuple[str, ...]:
     return tuple(named[key] for key in sorted(named, key=int))
 
 
-def _keep(name: str, directory: Path, config: EvaluateConfig, results: Results) -> None:
+def _keep(
+    name: str, directory: Path, config: EvaluateConfig, layout: Layout, results: Results
+) -> None:
     """Write figures down: into a file that was asked for, and into the run that made the model."""
     if config.out is not None:
-        settings = config_to_dict(config)
-        settings.pop("out")
+        settings = {n: v for n, v in config_to_dict(config).items() if n != "out"}
+        settings["layout"] = layout.unusual()
         told = {"model": name, "results": results, "settings": settings}
         config.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(config.out, json.dumps(told, indent=2, ensure_ascii=False) + "\n")

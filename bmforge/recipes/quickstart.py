@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from bmforge.data import PrepareConfig, PrepareReport, TokenStore, load_tokenizer, prepare
+from bmforge.data import PrepareReport, TokenStore, load_tokenizer, prepare
 from bmforge.data.prepare.record import RECORD_NAME
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer import generate
@@ -25,34 +24,10 @@ from bmforge.recipes.ngram import bigram_bits, unigram_bits
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.recipes.run import RunResult
 from bmforge.recipes.run_dir import add_results
+from bmforge.settings import QuickstartConfig
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig, write_report
 
 __all__ = ["QuickstartConfig", "quickstart"]
-
-
-@dataclass(kw_only=True)
-class QuickstartConfig:
-    """What the quickstart may be told.
-
-    Args:
-        input: text files or directories; empty takes the help texts that Python carries.
-        run_dir: where everything goes.
-        steps: optimizer steps.
-        fresh: start over: what an earlier quickstart left in `run_dir` is removed.
-        prompt: what the samples go on from; empty takes the beginning of a held-out document.
-        samples: how many samples to draw.
-        prepare: how the text is prepared.
-    """
-
-    input: tuple[str, ...] = ()
-    run_dir: Path = Path("runs/quickstart")
-    steps: int = 600
-    fresh: bool = False
-    prompt: str = ""
-    samples: int = 2
-    prepare: PrepareConfig = field(
-        default_factory=lambda: PrepareConfig(vocab_size=1024, validation_fraction=0.1)
-    )
 
 
 def quickstart(config: QuickstartConfig) -> Path:

@@ -22,6 +22,8 @@ GROUND = {
     "shards",
     "records",
     "device",
+    "settings",
+    "task_names",
 }
 
 # room -> rooms it may import, besides the ground floor and itself

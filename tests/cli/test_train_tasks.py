@@ -101,7 +101,7 @@ def test_rows_are_no_longer_than_the_model_reads(tmp_path: Path) -> None:
 
 def test_help_names_the_model_and_what_is_no_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["train", "pretrain", "--model", "gpt2-medium", "--help"])
+        main(["train", "pretrain", "--model", "gpt2-medium", "--help-all"])
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: bmforge train pretrain --model gpt2-medium [-h]")

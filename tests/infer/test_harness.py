@@ -34,8 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fast.pre_tokenizer, fast.decoder = every, tokenizers.decoders.Fuse()
     fast.add_special_tokens(["<s>", "</s>"])
     fast.save(str(folder / "tokenizer.json"))
-    roles = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages[0].content }}!"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{{ messages[0].content }}!",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     sizes: dict[str, Any] = {"vocab_size": len(vocabulary), "hidden_size": 32, "num_layers": 1}
     torch.manual_seed(1)
     config = GPT2Config(**sizes, num_heads=2, max_seq_len=20, init_std=0.5)
@@ -106,7 +111,8 @@ def test_writing_ends_at_a_mark(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = TextModel(GPT2.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
     ids = tokenizer("the cat", add_special_tokens=False, return_tensors="pt")["input_ids"]
-    out = theirs.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 7:]
+    marks = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    out = theirs.generate(ids, max_new_tokens=8, do_sample=False, **marks)[0, 7:]
     whole = tokenizer.decode([id for id in out.tolist() if id != tokenizer.eos_token_id])
     options = {"max_gen_toks": 8, "do_sample": False, "temperature": 0.0}
     assert len(whole) > 2

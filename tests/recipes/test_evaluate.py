@@ -39,7 +39,7 @@ OTHER = "no."
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 of letters with what it is evaluated on; returns the folder of all."""
     root = tmp_path_factory.mktemp("subject")
-    write_letters(root / "model")
+    write_letters(root / "model", tokenizer_class="PreTrainedTokenizerFast")
     sizes = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
     torch.manual_seed(0)
     model = GPT2.from_config(GPT2Config(**sizes, max_seq_len=24, init_std=0.3))
@@ -109,8 +109,8 @@ def test_a_store_is_read_in_the_rows_of_training(subject: Path) -> None:
 
 def figures_on(subject: Path, layout: Layout) -> dict[str, dict[str, float]]:
     file = str(subject / "texts.jsonl")
-    config = EvaluateConfig(text=(file,), micro_batch_size=2, seq_len=16, layout=layout)
-    return evaluate_model(str(subject / "model"), config)
+    config = EvaluateConfig(text=(file,), micro_batch_size=2, seq_len=16)
+    return evaluate_model(str(subject / "model"), config, layout)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_tasks_are_scored_as_in_training(
 
 
 OWN = [
-    {"text": "the sky is good", "label": "up", "id": 1},
-    {"text": "the mud is good", "label": "down", "id": 2},
-    {"text": "the fire", "label": "up", "id": 3},
-    {"text": "stone", "label": "down", "id": 4},
+    {"text": "the sky is good", "label": "rose", "id": 1},
+    {"text": "the mud is good", "label": "fell", "id": 2},
+    {"text": "the fire", "label": "rose", "id": 3},
+    {"text": "stone", "label": "fell", "id": 4},
 ]
 
 
@@ -215,17 +215,17 @@ def test_a_task_of_ones_own(recipe: str, tmp_path: Path) -> None:
     train, dev = (str(write_jsonl(tmp_path / f"{n}.jsonl", OWN)) for n in ("train", "dev"))
     config = task_config(recipe, "BoolQ", Path("x"), words, tmp_path / "run", 60)
     config.data = dataclasses.replace(
-        config.data, task=None, labels=("down", "up"), paths=(train,), validation=(dev,)
+        config.data, task=None, labels=("fell", "rose"), paths=(train,), validation=(dev,)
     )
     wanted = run_task(recipe, config)[1]
     if recipe != "t5-superglue":  # which takes longer to learn it
         assert wanted == {"accuracy": 1.0}
-    labels = () if recipe == "bert-superglue" else ("down", "up")
+    labels = () if recipe == "bert-superglue" else ("fell", "rose")
     asked = EvaluateConfig(tasks=(dev,), labels=labels, seq_len=32)
     assert evaluate_model(str(tmp_path / "run"), asked) == {"accuracy": {dev: wanted["accuracy"]}}
     if not labels:
         told = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
-        assert told["id2label"] == {"0": "down", "1": "up"}
+        assert told["id2label"] == {"0": "fell", "1": "rose"}
         return
     with pytest.raises(ConfigError, match="say its labels with --labels"):
         evaluate_model(str(tmp_path / "run"), EvaluateConfig(tasks=(dev,)))
@@ -236,8 +236,8 @@ def test_a_task_of_ones_own(recipe: str, tmp_path: Path) -> None:
     [
         ({"labels": ()}, "data.task is not set"),
         ({"task": "BoolQ"}, "are for a task of your own"),
-        ({"labels": ("up",)}, "must be two or more"),
-        ({"labels": ("up", "west")}, "label='down' is not a label"),
+        ({"labels": ("rose",)}, "must be two or more"),
+        ({"labels": ("rose", "west")}, "label='fell' is not a label"),
         ({"fields": ("topic",)}, "there is no 'topic'"),
         ({"fields": ("label",)}, "cannot be read as texts"),
     ],
@@ -249,10 +249,10 @@ def test_what_is_wrong_with_a_task_of_ones_own(
     from bmforge.recipes.inputs.task_data import TaskDataConfig, read_examples
 
     file = str(write_jsonl(tmp_path / "own.jsonl", OWN))
-    data = TaskDataConfig(labels=("down", "up"), paths=(file,))
+    data = TaskDataConfig(labels=("fell", "rose"), paths=(file,))
     _, examples, _ = read_examples(data)
     assert [(dict(e.fields), e.label) for e in examples] == [
-        ({"text": row["text"]}, ("down", "up").index(str(row["label"]))) for row in OWN
+        ({"text": row["text"]}, ("fell", "rose").index(str(row["label"]))) for row in OWN
     ]
     with pytest.raises(BmforgeError, match=text):
         read_examples(dataclasses.replace(data, **changes))
