@@ -22,9 +22,11 @@ class PrepareConfig:
 
     Args:
         vocab_size: token ids of the BPE tokenizer when one is trained, at least 257.
-        validation_fraction: share of the text's bytes to hold out, 0 <= fraction < 1.
+        validation_fraction: share of the text's bytes to hold out, 0 <= fraction < 1; of few
+            documents, the end of one is taken.
         seed: decides which documents are held out.
         skip_bad: count bad lines and files instead of stopping at them.
+        skip_unread: go on where more than half of the input's bytes are of kinds that are not read.
         text_field: the field of a .jsonl line that holds the text.
         tokenizer: directory of the tokenizer to use, of any kind that
             `bmforge.tokenizers.AutoTokenizer` opens: a model's, or another corpus's, so that
@@ -35,6 +37,7 @@ class PrepareConfig:
     validation_fraction: float = 0.05
     seed: int = 0
     skip_bad: bool = False
+    skip_unread: bool = False
     text_field: str = "text"
     tokenizer: str = ""
 

@@ -12,7 +12,7 @@ from bmforge.cli.options import PlanCommand
 from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_workload import read_model, workload_of
 from bmforge.errors import ConfigError
-from bmforge.files import replace_file
+from bmforge.files import check_place, replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Request, Row
@@ -71,6 +71,8 @@ def run_plan_command(command: PlanCommand) -> None:
     if not console.is_terminal:
         console = Console(width=_WIDE)
     request = make_request(command)
+    if command.plot is not None:
+        check_place(command.plot, "plot")
     with console.status("planning") as status:
         found = plan(
             request,
@@ -79,6 +81,7 @@ def run_plan_command(command: PlanCommand) -> None:
         )
     describe_plan(found, command, console)
     if command.plot is not None:
+        command.plot.parent.mkdir(parents=True, exist_ok=True)
         replace_file(command.plot, draw_memory(found, command.rows))
         get_logger().info("memory: %s", command.plot)
     if not found.rows or not found.rows[0].fits:
