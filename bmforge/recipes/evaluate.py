@@ -87,8 +87,10 @@ def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = No
         BmforgeError: a setting, the model, the data or the layout does not fit.
     """
     config.check()
-    layout = layout or Layout()
+    layout, out = layout or Layout(), config.out
     world = init_distributed()
+    if out is not None:  # where it cannot be made, this is said before all the work
+        run_on_first(lambda: out.parent.mkdir(parents=True, exist_ok=True))
     layout.check(world.size)
     subject = _open_subject(name, config, layout, world)
     results: Results = {}
@@ -280,9 +282,11 @@ def _keep(
         settings = {n: v for n, v in config_to_dict(config).items() if n != "out"}
         settings["layout"] = layout.unusual()
         told = {"model": name, "results": results, "settings": settings}
-        config.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(config.out, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     run = directory.resolve().parent
     if directory.name == "export" and (run / "run.toml").is_file():
-        add_results(run, results)
-        get_logger().info("report: %s", write_report(run))
+        try:
+            add_results(run, results)
+            get_logger().info("report: %s", write_report(run))
+        except OSError as error:  # the figures are still told
+            get_logger().warning("the figures are not kept in the run: %s", error)
