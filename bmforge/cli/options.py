@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from bmforge.settings import PrepareConfig, TalkConfig
+from bmforge.settings import EvaluateConfig, PrepareConfig, TalkConfig
 
 __all__ = [
     "ChatCommand",
     "ConvertCommand",
+    "EvaluateCommand",
     "GenerateCommand",
     "InfoCommand",
     "PlanCommand",
@@ -95,6 +96,21 @@ class ChatCommand:
 
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
+
+
+@dataclass(kw_only=True)
+class EvaluateCommand:
+    """Measure a model on texts and tasks; --layout.* divide it over processes, as in `train`.
+
+    Args:
+        model: directory or hub id of a model, a run's directory, or a preset with --weights.
+        config: on what.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    config: Annotated[EvaluateConfig, tyro.conf.arg(name="")] = field(
+        default_factory=EvaluateConfig
+    )
 
 
 @dataclass(kw_only=True)

@@ -23,6 +23,8 @@ from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
 
 __all__ = ["EvalResult", "evaluate"]
 
+_LARGEST_LOSS = 700.0
+
 
 @dataclass(frozen=True)
 class EvalResult:
@@ -35,6 +37,11 @@ class EvalResult:
 
     loss: float
     tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; infinite where that is too large a number."""
+        return math.exp(self.loss) if self.loss < _LARGEST_LOSS else math.inf
 
     def bits_per_byte(self, num_bytes: int) -> float:
         """Return the code length of `num_bytes` bytes of text, which the tokens spell, per byte."""
