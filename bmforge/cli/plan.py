@@ -15,11 +15,12 @@ from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_workload import read_model, workload_of
 from bmforge.errors import ConfigError
 from bmforge.files import replace_file
-from bmforge.logging import get_logger
+from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Request, Row
 from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
-from bmforge.parallel.planner.search import Plan, plan
+from bmforge.parallel.planner.kept import default_directory
+from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
 
 __all__ = [
     "PlanCommand",
@@ -49,7 +50,7 @@ class PlanCommand:
         gpus_per_node: GPUs that share a node.
         interconnect: between nodes: a name such as ib-200, or Gb/s per GPU.
         host_memory: GiB of a node, for offloading.
-        batch: rows of an optimizer step over all GPUs; none takes one a GPU, 8 at least.
+        batch: rows of an optimizer step over all GPUs; none takes as many a GPU, 8 at least in all.
         seq: tokens of a row; none takes the model's longest, 4,096 at most.
         precision: none takes bf16 where the GPU has it, else fp16.
         offload: whether the optimizer may leave the GPUs.
@@ -108,7 +109,7 @@ def make_request(command: PlanCommand) -> Request:
     return Request(
         workload_of(command.model, config, row_tokens),
         cluster,
-        max(8, command.gpus) if command.batch is None else command.batch,
+        -(-8 // command.gpus) * command.gpus if command.batch is None else command.batch,
         precision,
         command.offload,
         command.compile,
@@ -121,11 +122,14 @@ def run_plan_command(command: PlanCommand) -> None:
     if not console.is_terminal:
         console = Console(width=_WIDE)
     request = make_request(command)
-    with console.status("planning") as status:
+    layouts = tuple(sensible_layouts(request))
+    with ProgressBar("plan", len(layouts)) as bar:
         found = plan(
             request,
-            note=lambda layout: status.update(f"planning: {layout}"),
+            note=lambda layout: bar.advance(text=layout),
+            layouts=layouts,
             processes=os.cpu_count() or 1,
+            keep=default_directory(),
         )
     describe_plan(found, command, console)
     if command.plot is not None:
@@ -146,8 +150,9 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
         f"{cluster.network_gbit_s:g} Gb/s per GPU between nodes)"
     )
     console.print(make_table(found, command.rows))
-    for layout, reason in found.refused[:3]:
-        console.print(f"not possible: {layout}: {reason}", highlight=False)
+    for reason, layouts in _by_reason(found)[:3]:
+        more = f" and {len(layouts) - 1} more" if len(layouts) > 1 else ""
+        console.print(f"not possible: {layouts[0]}{more}: {reason}", highlight=False)
     console.print(
         f"products at {device.efficiency:.0%} of the peak ({device.measured}); figures of the GPU: "
         f"{device.source}",
@@ -158,6 +163,14 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
     if command.tokens is not None:
         console.print(cost_line(found.winner, request, command), highlight=False)
     console.print(launch_line(request, found.winner), soft_wrap=True, highlight=False)
+
+
+def _by_reason(found: Plan) -> list[tuple[str, list[Layout]]]:
+    """Return the layouts that are not possible, those of one reason together."""
+    reasons: dict[str, list[Layout]] = {}
+    for layout, reason in found.refused:
+        reasons.setdefault(reason, []).append(layout)
+    return list(reasons.items())
 
 
 def make_table(found: Plan, count: int) -> Table:
