@@ -177,7 +177,7 @@ class PlanCommand:
         gpus_per_node: GPUs that share a node.
         interconnect: between nodes: a name such as ib-200, or Gb/s per GPU.
         host_memory: GiB of a node, for offloading.
-        batch: rows of an optimizer step over all GPUs; none takes one a GPU, 8 at least.
+        batch: rows of an optimizer step over all GPUs; none takes as many a GPU, 8 at least in all.
         seq: tokens of a row; none takes the model's longest, 4,096 at most.
         precision: none takes bf16 where the GPU has it, else fp16.
         offload: whether the optimizer may leave the GPUs.
