@@ -15,6 +15,7 @@ from bmforge.parallel import (
     ROW_AXES,
     TOKEN_AXES,
     axis_size,
+    leave_out_balance,
     mesh_of,
     reshard_,
     sum_over_axes,
@@ -59,6 +60,8 @@ def evaluate(
 ) -> EvalResult:
     """Return the mean loss over `batches`; the model goes back to the mode it was in.
 
+    The balance of experts, which is no loss of a prediction, is left out.
+
     Args:
         model: on any layout; all processes call this together.
         batches: this process's micro-batches, equally many on every process.
@@ -70,10 +73,11 @@ def evaluate(
     training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
-        sums[0] += objective(model, moved, 1.0).double()
-        sums[1] += count_labels(batch, model)
+    with leave_out_balance(model):
+        for batch in batches:
+            moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
+            sums[0] += objective(model, moved, 1.0).double()
+            sums[1] += count_labels(batch, model)
     reshard_(model)
     model.train(training)
     # The mean over processes that divide a row's tokens is its loss; they count its labels alike.
