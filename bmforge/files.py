@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from bmforge.errors import ConfigError, DataError
 
@@ -15,6 +17,7 @@ __all__ = [
     "read_bytes",
     "read_json",
     "replace_file",
+    "replacing",
     "sync_directory",
 ]
 
@@ -49,10 +52,17 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     data = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and path.read_bytes() == data:
         return
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write; it is synced and renamed to `path` when all went well."""
     beside = path.with_name(partial_name(path.name))
     try:
         with beside.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -68,8 +78,11 @@ def partial_name(name: str) -> str:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names inside directory `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Make the names inside directory `path` durable, where a system lets one open directories."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # Windows never does; there, a rename is as durable as it gets
+        return
     try:
         os.fsync(descriptor)
     finally:

@@ -6,12 +6,12 @@ found where it is used.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from bmforge.errors import ConfigError
-
-__all__ = ["ChatSettings", "PrepareConfig", "QuickstartConfig"]
+__all__ = ["PrepareConfig", "QuickstartConfig", "TalkConfig"]
 
 
 @dataclass(frozen=True)
@@ -66,37 +66,36 @@ class QuickstartConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSettings:
-    """How to answer; the defaults are the original's.
+class TalkConfig:
+    """How to answer; None is what the model is used to: EVA's defaults are the original's.
 
     Args:
-        window: most tokens of the history that are read.
-        no_repeat_ngram: no stretch of so many tokens comes twice in an answer; 0 lets all pass.
-        max_new_tokens: longest answer.
+        system: what is said before all else.
+        max_new_tokens: longest answer; None is 128.
         min_new_tokens: shortest one.
         num_beams: above 1, search with so many beams instead of drawing.
-        temperature: of the drawing.
-        top_p: draw among the likeliest that make up this probability.
+        temperature: of the drawing; None is 0.7.
+        top_p: draw among the likeliest that make up this probability; None is 0.9.
         repetition_penalty: above 1, what was written becomes less likely.
         length_penalty: of a search with beams.
-        seed: of the drawing; None uses torch's global generator.
+        window: of an EVA: most tokens of the history that are read.
+        no_repeat_ngram: of an EVA: no stretch of so many tokens comes twice in an answer.
+        seed: of the drawing; None draws anew each time.
     """
 
-    window: int = 128
-    no_repeat_ngram: int = 3
-    max_new_tokens: int = 128
-    min_new_tokens: int = 2
-    num_beams: int = 1
-    temperature: float = 0.7
-    top_p: float = 0.9
-    repetition_penalty: float = 1.2
-    length_penalty: float = 1.8
+    system: str | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    num_beams: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    window: int | None = None
+    no_repeat_ngram: int | None = None
     seed: int | None = None
 
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for a number out of range."""
-        if self.window < 3 or self.no_repeat_ngram < 0:
-            raise ConfigError(
-                f"ChatConfig: window={self.window} must be at least 3, and no_repeat_ngram="
-                f"{self.no_repeat_ngram} at least 0."
-            )
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, but `system`."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {n: v for n, v in values.items() if v is not None and n != "system"}

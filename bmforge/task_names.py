@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from bmforge.errors import ConfigError, suggest
 
-__all__ = ["OLD_NAMES", "PUBLISHED", "TASK_NAMES", "check_task"]
+__all__ = ["ALSO", "OLD_NAMES", "PUBLISHED", "TASK_NAMES", "check_task"]
 
 TASK_NAMES: Mapping[str, str] = {
     "pretrain": (
@@ -23,6 +23,9 @@ TASK_NAMES: Mapping[str, str] = {
     "stc": "fine-tune to answer posts (STC)",
     "images": "tell the images of a folder apart",
 }
+
+# Other names of tasks.
+ALSO: Mapping[str, str] = {"sft": "conversations"}
 
 # Of recipes: each a task with a model.
 OLD_NAMES: Mapping[str, str] = {
@@ -78,7 +81,7 @@ PUBLISHED = (
 def check_task(name: str) -> None:
     """Raise `ConfigError` for a name that is none of these; published ones in any case."""
     published = [task.lower() for task in PUBLISHED]
-    if name in TASK_NAMES or name in OLD_NAMES or name.lower() in published:
+    if name in TASK_NAMES or name in ALSO or name in OLD_NAMES or name.lower() in published:
         return
     hint = suggest(name, [*TASK_NAMES, *OLD_NAMES, *PUBLISHED])
     raise ConfigError(

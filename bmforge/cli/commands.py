@@ -47,7 +47,7 @@ COMMANDS: Mapping[str, Command] = {
     "generate": Command(
         "continue a text with a model", "generate:run_generate", options.GenerateCommand
     ),
-    "chat": Command("talk to an EVA in the terminal", "chat:run_chat", options.ChatCommand),
+    "chat": Command("talk to a model in the terminal", "chat:run_chat", options.ChatCommand),
     "convert": Command(
         "write any checkpoint, ModelCenter's too, in Hugging Face's form",
         "convert:run_convert",

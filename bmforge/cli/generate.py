@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
+from bmforge.cli.chat import OWN_FORMS, answer_once
 from bmforge.cli.documents import print_filled
 from bmforge.cli.options import GenerateCommand
 from bmforge.errors import ConfigError
@@ -27,8 +29,12 @@ def run_generate(command: GenerateCommand) -> None:
         return
     directory = find_model(command.model)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModel.from_pretrained(directory)
+    model: Any = AutoModel.from_pretrained(directory)
     prompt = command.prompt if command.prompt is not None else sys.stdin.read()
+    if command.chat and model.traits.objective not in OWN_FORMS:
+        torch.manual_seed(command.seed)
+        print(answer_once(model, tokenizer, directory, prompt, **command.options()))
+        return
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")

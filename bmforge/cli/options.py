@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from bmforge.settings import ChatSettings, PrepareConfig
+from bmforge.settings import PrepareConfig, TalkConfig
 
 __all__ = [
     "ChatCommand",
@@ -51,6 +51,7 @@ class GenerateCommand:
     Args:
         model: directory or hub id of a model with its tokenizer.
         prompt: the text; none reads standard input.
+        chat: the prompt is said to the model, by its chat template, and its answer printed alone.
         document: of a CPM-Bee: a file with one document a line, {"input": "...", "<ans>": ""}; they
             are printed with their answers.
         max_new_tokens: at most so many tokens, in documents per answer.
@@ -65,6 +66,7 @@ class GenerateCommand:
 
     model: Annotated[str, tyro.conf.Positional]
     prompt: str | None = None
+    chat: bool = False
     document: Path | None = None
     max_new_tokens: int = 100
     num_beams: int | None = None
@@ -84,15 +86,15 @@ class GenerateCommand:
 
 @dataclass(kw_only=True)
 class ChatCommand:
-    """Talk to an EVA: a line in, an answer out; `/clear` forgets what was said, `/exit` ends.
+    """Talk to a model: a line in, an answer out; `/clear` forgets what was said, `/exit` ends.
 
     Args:
-        model: directory, hub id or short name of an EVA with its tokenizer.
+        model: directory, hub id or short name of a model that writes text, with its tokenizer.
         config: how it answers.
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    config: Annotated[ChatSettings, tyro.conf.arg(name="")] = field(default_factory=ChatSettings)
+    config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
 
 
 @dataclass(kw_only=True)

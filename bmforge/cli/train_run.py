@@ -13,6 +13,7 @@ from bmforge.cli.train_help import describe_fields
 from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config
 from bmforge.config import dump_toml
 from bmforge.errors import ConfigError
+from bmforge.parallel.distributed import restarts_failed
 from bmforge.recipes import TASKS, find_recipe
 from bmforge.recipes.registry import Recipe, read_config
 from bmforge.recipes.start import read_changes, record_given, settle_model
@@ -60,8 +61,8 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
         print(show_dry_run(config, parse_world(world)))
     elif world is not None:
         raise ConfigError("--world has no effect without --dry-run; torchrun starts processes.")
-    else:
-        recipe.run(config)
+    elif recipe.run(config).stopped and not restarts_failed():
+        raise KeyboardInterrupt  # what comes after this command is not to start
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:

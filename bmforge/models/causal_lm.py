@@ -139,6 +139,7 @@ class CausalLM(Model):
         Args:
             input_ids: token ids.
             attention_mask: 1 for tokens, 0 for padding; with a cache it covers the past as well.
+                Or written out for every pair of tokens, instead of seeing what comes before.
             position_ids: positions; counted from the cache's length when not given.
             document_ids: packed rows: tokens see only their own document.
             labels: of a language model: token ids to predict, shifted in here, -100 is not counted;
@@ -152,7 +153,7 @@ class CausalLM(Model):
             inputs_embeds: instead of `input_ids`, what the token embedding would have returned.
 
         Shape:
-            input_ids, document_ids: (B, T); attention_mask: (B, past + T);
+            input_ids, document_ids: (B, T); attention_mask: (B, past + T) or (B, 1, T, past + T);
             position_ids: (B or 1, T); labels: (B, T) or (B,); start_positions, end_positions: (B,);
             inputs_embeds: (B, T, width of the embedding)
 
@@ -204,6 +205,8 @@ class CausalLM(Model):
         past: int,
     ) -> dict[int | None, Tensor | None]:
         """Return the mask of every window that layers have; `given` are ids or embeddings."""
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return dict.fromkeys(self._windows(), attention_mask.bool())
         return {
             window: build_mask(
                 (given.shape[0], given.shape[1]),
@@ -296,7 +299,9 @@ class CausalLM(Model):
         return None
 
     def _count_positions(self, given: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
-        if attention_mask is not None and self.spec.positions_from_mask:
+        is_row = attention_mask is not None and attention_mask.dim() == 2
+        if is_row and self.spec.positions_from_mask:
+            assert attention_mask is not None
             shown = attention_mask.long()
             return (shown.cumsum(1) * shown - 1)[:, past:]
         end = past + given.shape[1]

@@ -21,6 +21,7 @@ from bmforge.data.tasks.rows import (
     ClassRows,
     Pair,
     continue_prompt,
+    decode_answer,
     encode_answers,
     fill_prompt,
     right_options,
@@ -364,7 +365,7 @@ def _open_squad(config: Any, rows: World) -> TrainingData:
         prompts = [pair.prompt for pair in held_out]
         sizes = (data.micro_batch_size, rows, data.seq_len, config.max_new_tokens)
         written = write_answers(model, prompts, *sizes)
-        answers = [_read_answer(ids, tokenizer, traits.sentinel) for ids in written]
+        answers = [decode_answer(ids, tokenizer, traits.sentinel) for ids in written]
         return _figures(data.task, answers, dev)
 
     apart = traits.reads == "apart"
@@ -376,13 +377,3 @@ def _open_squad(config: Any, rows: World) -> TrainingData:
         save_tokenizer=tokenizer.save_pretrained,
         figures=figures,
     )
-
-
-def _read_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str) -> str:
-    """Return the text between the first blank and what ends it."""
-    names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
-    first, second = map(tokenizer.token_to_id, names)
-    ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
-    kept = list(ids[1:] if first is not None and ids[:1] == [first] else ids)
-    stop = next((place for place, id in enumerate(kept) if id in ends), len(kept))
-    return tokenizer.decode(kept[:stop]).strip()

@@ -47,7 +47,7 @@ from bmforge.recipes.pretrain import (
 from bmforge.recipes.sft import ConversationsConfig, LlamaSFTConfig, train_sft
 from bmforge.recipes.spans import CPM2SpansConfig, SpanConfig, T5SpansConfig, train_spans
 from bmforge.recipes.start import Start, find_start
-from bmforge.task_names import OLD_NAMES, TASK_NAMES, check_task
+from bmforge.task_names import ALSO, OLD_NAMES, TASK_NAMES, check_task
 
 __all__ = ["RECIPES", "TASKS", "Form", "Recipe", "Task", "find_recipe", "read_config"]
 
@@ -273,6 +273,7 @@ def _find_tasks(name: str) -> list[tuple[str, str | None]]:
     These are two for ChID, which CPM-1 learns in its own way.
     """
     check_task(name)
+    name = ALSO.get(name, name)
     found: list[tuple[str, str | None]] = [(name, None)] if name in TASKS else []
     published = next((task for task in DATA_TASKS if task.lower() == name.lower()), None)
     if published is not None and name != "squad":

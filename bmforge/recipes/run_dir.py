@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bmforge.config import config_to_dict, save_toml
 from bmforge.errors import ConfigError
 from bmforge.files import check_place, partial_name, replace_file
-from bmforge.logging import get_logger
+from bmforge.logging import get_logger, log_to_file, process_rank
 from bmforge.parallel import run_on_first
+from bmforge.train.run_lock import LOCK_NAME, hold_run_dir
 
 __all__ = [
     "add_results",
     "check_free",
     "check_run_dir",
     "claim_run_dir",
+    "occupy_run_dir",
     "open_run_dir",
-    "tidy_run_dir",
 ]
 
 _FILE, _LOG = "run.toml", "log.txt"
@@ -55,18 +58,35 @@ def claim_run_dir(run_dir: Path, config: Any) -> None:
     run_on_first(lambda: save_toml(config, run_dir / _FILE))
 
 
-def tidy_run_dir(run_dir: Path, is_new: bool) -> None:
-    """Remove what a run leaves that was refused before it began; one process calls it.
+@contextmanager
+def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
+    """Open a run's directory, hold it against other runs and write the log into it.
+
+    A run that is refused before `claim_run_dir` leaves nothing there. All processes call it.
 
     Args:
-        run_dir: the directory; where it holds a run it stays as it is.
-        is_new: it was not there before, so it goes too if nothing else is in it.
+        run_dir, config, free: as in `open_run_dir`.
+
+    Raises:
+        ConfigError: as there; or a run that lives holds the directory.
     """
-    if (run_dir / _FILE).exists():
-        return
-    (run_dir / _LOG).unlink(missing_ok=True)
-    if is_new and not any(run_dir.iterdir()):
-        run_dir.rmdir()
+    is_first, is_new = process_rank() == 0, not run_dir.exists()
+    open_run_dir(run_dir, config, free)
+    try:
+        with hold_run_dir(run_dir):
+            open_run_dir(run_dir, config, free)  # another run may have begun and ended since
+            log = log_to_file(run_dir / _LOG) if is_first else None
+            try:
+                yield
+            finally:
+                if log is not None:
+                    get_logger().removeHandler(log)
+                    log.close()
+                if is_first and not (run_dir / _FILE).exists():
+                    (run_dir / _LOG).unlink(missing_ok=True)
+    finally:
+        if is_first and is_new and run_dir.is_dir() and not any(run_dir.iterdir()):
+            run_dir.rmdir()
 
 
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
@@ -117,7 +137,8 @@ def _is_free_place(run_dir: Path) -> bool:
     """True for an empty directory, or one in which a run was prepared but never begun."""
     # A kill while the config is written leaves a part of it.
     free = {"data", _LOG, partial_name(_FILE)}
-    return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= free
+    names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else {_FILE}
+    return {name for name in names if LOCK_NAME not in name} <= free
 
 
 def add_results(run_dir: Path, results: dict[str, dict[str, float]]) -> None:

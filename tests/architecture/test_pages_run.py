@@ -19,6 +19,7 @@ from pages import PAGES, ROOT, RUNNING, Block, page_blocks
 
 from bmforge.parallel import shutdown_distributed
 
+OF_THE_ROOT = ("examples", "dev", "benchmarks")  # commands name them as seen from there
 SHOWN = RUNNING | {"text", "json", "toml"}
 ALL = {str(page.relative_to(ROOT)): list(page_blocks(page)) for page in PAGES}
 RUN = {  # the two READMEs have the same code
@@ -43,7 +44,8 @@ def bring(place: Path, needs: tuple[str, ...], pages: Path) -> None:
             if not (place / name).exists():
                 PLACES[name](place)
         else:
-            shutil.copytree(run_page(name, pages), place, dirs_exist_ok=True)
+            own = shutil.ignore_patterns(*OF_THE_ROOT)
+            shutil.copytree(run_page(name, pages), place, dirs_exist_ok=True, ignore=own)
 
 
 def run_page(page: str, pages: Path) -> Path:
@@ -51,7 +53,7 @@ def run_page(page: str, pages: Path) -> Path:
     place = pages / page.replace("/", "-")
     if not place.exists():
         place.mkdir()
-        for folder in ("examples", "dev", "benchmarks"):
+        for folder in OF_THE_ROOT:
             (place / folder).symlink_to(ROOT / folder)
         for block in RUN[page]:
             bring(place, block.needs, pages)

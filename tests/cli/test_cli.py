@@ -82,6 +82,17 @@ def test_dry_run_says_who_holds_what() -> None:
     assert "no effect without --dry-run" in alone.err
 
 
+@pytest.mark.parametrize("dry", [True, False])
+def test_too_few_micro_batches_for_a_schedule(dry: bool, tmp_path: Path) -> None:
+    """DualPipeV on two ranks takes four; said before the run's directory is this run's."""
+    asked = "--dry-run --world 2" if dry else f"--run-dir {tmp_path / 'run'}"
+    layout = "--layout.pp 2 --layout.pp-schedule dualpipev --layout.zero 0"
+    options = f"{asked} {layout} --data.global-batch-size 24 --data.micro-batch-size 8".split()
+    said = bmforge("train", "gpt2-pretrain", *options, world=1 if dry else 2)
+    assert_refused(said, "24 / (data.micro_batch_size=8 x 1 ", "= 3 micro-batches", "at least 4")
+    assert not list(tmp_path.iterdir())
+
+
 def number(text: str, label: str) -> float:
     """The first number behind a label."""
     found = re.search(rf"{label} +([\d,.e+]+)", text)

@@ -18,15 +18,46 @@ from bmforge.infer.decoder import Seq2SeqDecoder
 from bmforge.infer.generate import evaluating, run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.seq2seq import Seq2Seq
-from bmforge.settings import ChatSettings
 from bmforge.tokenizers.cpm2 import EVATokenizer
 
 __all__ = ["Chat", "ChatConfig", "join_history"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig(ChatSettings):
-    """How to answer: `ChatSettings`, which have the fields."""
+class ChatConfig:
+    """How to answer; the defaults are the original's.
+
+    Args:
+        window: most tokens of the history that are read.
+        no_repeat_ngram: no stretch of so many tokens comes twice in an answer; 0 lets all pass.
+        max_new_tokens: longest answer.
+        min_new_tokens: shortest one.
+        num_beams: above 1, search with so many beams instead of drawing.
+        temperature: of the drawing.
+        top_p: draw among the likeliest that make up this probability.
+        repetition_penalty: above 1, what was written becomes less likely.
+        length_penalty: of a search with beams.
+        seed: of the drawing; None uses torch's global generator.
+    """
+
+    window: int = 128
+    no_repeat_ngram: int = 3
+    max_new_tokens: int = 128
+    min_new_tokens: int = 2
+    num_beams: int = 1
+    temperature: float = 0.7
+    top_p: float = 0.9
+    repetition_penalty: float = 1.2
+    length_penalty: float = 1.8
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a number out of range."""
+        if self.window < 3 or self.no_repeat_ngram < 0:
+            raise ConfigError(
+                f"ChatConfig: window={self.window} must be at least 3, and no_repeat_ngram="
+                f"{self.no_repeat_ngram} at least 0."
+            )
 
     def options(self, end: int, padding: int) -> GenerationConfig:
         """Return what a search or a drawing is told."""
