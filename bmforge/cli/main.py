@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +15,7 @@ from bmforge.logging import process_rank
 
 __all__ = ["main"]
 
+_PIPE_CLOSED = 141  # 128 and the number of SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -32,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # what cannot be written is met here, not while Python ends
     except BrokenPipeError:
         _drop_output()
-        return 128 + signal.SIGPIPE
+        return _PIPE_CLOSED
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # rich has met it
-            return 128 + signal.SIGPIPE
+            return _PIPE_CLOSED
         raise
 
 

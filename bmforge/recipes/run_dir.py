@@ -76,6 +76,7 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
         with hold_run_dir(run_dir):
             open_run_dir(run_dir, config, free)  # another run may have begun and ended since
             log = log_to_file(run_dir / _LOG) if is_first else None
+            run_on_first(lambda: _say_changes(run_dir, config))
             try:
                 yield
             finally:
@@ -109,10 +110,17 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
             f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(changed)}. "
             "Name another run_dir, or set these back to go on with that run."
         )
-    freely = [n for n in now if _differ(before.get(n), now.get(n))]
-    if freely:
-        get_logger().info("changed since the run began: %s", ", ".join(freely))
     return None
+
+
+def _say_changes(run_dir: Path, config: Any) -> None:
+    """Log the free fields that differ from those of the run that is there."""
+    file = run_dir / _FILE
+    if file.exists():
+        before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
+        now = _flatten(config_to_dict(config))
+        if freely := [name for name in now if _differ(before.get(name), now[name])]:
+            get_logger().info("changed since the run began: %s", ", ".join(freely))
 
 
 def check_free(run_dir: Path) -> str | None:
