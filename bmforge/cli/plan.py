@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from bmforge.cli.options import PlanCommand
 from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_workload import read_model, workload_of
 from bmforge.errors import ConfigError
-from bmforge.files import replace_file
+from bmforge.files import check_place, replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Request, Row
@@ -22,7 +20,6 @@ from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interc
 from bmforge.parallel.planner.search import Plan, plan
 
 __all__ = [
-    "PlanCommand",
     "auto_layout",
     "describe_plan",
     "launch_line",
@@ -33,53 +30,6 @@ __all__ = [
 _GIB = 2**30
 # Of the table, where there is no terminal that says how wide it is.
 _WIDE = 140
-
-
-@dataclass(kw_only=True)
-class PlanCommand:
-    """Say which layouts of a model fit on machines that are not here, and how fast they are.
-
-    Args:
-        model: a preset's name or a model's directory.
-        set: fields of its config to change, field=value each.
-        gpus: how many.
-        gpu: which; an unknown one needs gpu_memory and gpu_tflops.
-        gpu_memory: GiB of one, over the table's.
-        gpu_tflops: dense half-precision peak of one, over the table's.
-        gpus_per_node: GPUs that share a node.
-        interconnect: between nodes: a name such as ib-200, or Gb/s per GPU.
-        host_memory: GiB of a node, for offloading.
-        batch: rows of an optimizer step over all GPUs; none takes one a GPU, 8 at least.
-        seq: tokens of a row; none takes the model's longest, 4,096 at most.
-        precision: none takes bf16 where the GPU has it, else fp16.
-        offload: whether the optimizer may leave the GPUs.
-        compile: whether blocks are compiled.
-        tokens: train on so many; gives hours and cost.
-        price: of one GPU for one hour.
-        currency: of the price.
-        rows: lines of the table.
-        plot: write the memory of these lines as an SVG.
-    """
-
-    model: Annotated[str, tyro.conf.Positional]
-    set: tuple[str, ...] = ()
-    gpus: int = 1
-    gpu: str = "a100-80gb"
-    gpu_memory: float | None = None
-    gpu_tflops: float | None = None
-    gpus_per_node: int = 8
-    interconnect: str = "ib-200"
-    host_memory: float = 1024.0
-    batch: int | None = None
-    seq: int | None = None
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
-    offload: bool = True
-    compile: bool = False
-    tokens: float | None = None
-    price: float | None = None
-    currency: str = "USD"
-    rows: int = 12
-    plot: Path | None = None
 
 
 def make_request(command: PlanCommand) -> Request:
@@ -121,6 +71,8 @@ def run_plan_command(command: PlanCommand) -> None:
     if not console.is_terminal:
         console = Console(width=_WIDE)
     request = make_request(command)
+    if command.plot is not None:
+        check_place(command.plot, "plot")
     with console.status("planning") as status:
         found = plan(
             request,
@@ -129,6 +81,7 @@ def run_plan_command(command: PlanCommand) -> None:
         )
     describe_plan(found, command, console)
     if command.plot is not None:
+        command.plot.parent.mkdir(parents=True, exist_ok=True)
         replace_file(command.plot, draw_memory(found, command.rows))
         get_logger().info("memory: %s", command.plot)
     if not found.rows or not found.rows[0].fits:

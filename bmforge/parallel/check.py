@@ -22,7 +22,7 @@ from bmforge.parallel.pipeline.stages import Cutting, PipelineRules, plan_cuttin
 from bmforge.parallel.tensor.cuts import Cut, find_cuts, tensor_problems
 from bmforge.records import Cuts, Unit, find_units
 
-__all__ = ["Division", "Rules", "find_division"]
+__all__ = ["Division", "Rules", "find_division", "step_problems"]
 
 
 class Rules(PipelineRules, Cuts, Protocol):
@@ -155,6 +155,17 @@ def _plan_pipeline(
     else:
         return plan_cutting(model, rules, stages, sizes, layout.pp_balance), schedule.stage_ranks
     return None, ()
+
+
+def step_problems(layout: Layout, num_micro_batches: int) -> list[str]:
+    """Return everything that keeps a step of so many micro-batches from being run.
+
+    What fits no number of them is said by `find_division`.
+    """
+    name, size, per_rank = layout.pp_schedule, layout.pp, layout.pp_stages_per_rank
+    if size == 1 or _smallest_schedule(name, size, per_rank) is None:
+        return []
+    return schedule_problems(name, size, num_micro_batches, per_rank)
 
 
 def _smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule | None:

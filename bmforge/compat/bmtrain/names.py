@@ -18,7 +18,8 @@ clean | gone | nothing: processes leave by themselves
 # Parameters and modules
 DistributedParameter | changed | an `nn.Parameter`; on several processes a DTensor of some rows
 DistributedParameter.group DistributedParameter.gather | same
-DistributedParameter.gather_all DistributedParameter.tp_gather | same
+DistributedParameter.gather_all | same
+DistributedParameter.tp_gather | changed | what `gather_all` is
 ParameterInitializer init_parameters grouped_parameters | same
 param_init.init_parameters param_init.grouped_parameters | same
 param_init.init_distributed_parameter | gone | bmt.init_parameters(module)
