@@ -61,6 +61,15 @@ class Tokenizer(ABC):
             DataError: an id that is not in the vocabulary.
         """
 
+    def decode_written(self, ids: Iterable[int]) -> str:
+        """Return the text of ids that a model wrote.
+
+        Models have rows beyond the vocabulary (it is padded to a round number), and a young one
+        writes them: they stand for nothing.
+        """
+        known = set(self.get_vocab().values())
+        return self.decode(id for id in ids if id in known)
+
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
         """Return the id of one token of the vocabulary, or None."""
