@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, DataError
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.generate import check_prompt, complete_config, evaluating, generate, run_decoder
 from bmforge.infer.openbmb.chat import join_history
-from bmforge.infer.openbmb.documents import fill_documents
+from bmforge.infer.openbmb.documents import fill_each
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.causal_lm import CausalLM
@@ -52,6 +52,7 @@ def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
 
     Raises:
         ConfigError: an option that does not fit, or a prompt without tokens.
+        DataError: a text that is longer than CPM-Bee's window.
         ShapeError: ids that the model does not have.
     """
     traits = model.traits
@@ -91,8 +92,10 @@ def _answer_document(
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
     document = {"input": tokenizer.escape(prompt), "prompt": _CONTINUE, "<ans>": ""}
-    answer = fill_documents(model, tokenizer, [document], **options)[0]["<ans>"]
-    return answer.replace("<<", "<")
+    (filled,) = fill_each(model, tokenizer, [document], **options)
+    if isinstance(filled, DataError):
+        raise filled
+    return filled["<ans>"].replace("<<", "<")
 
 
 def _continue_hidden(
