@@ -4,12 +4,46 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from bmforge.errors import DataError
+from bmforge.errors import ConfigError, DataError
 
-__all__ = ["partial_name", "read_bytes", "read_json", "replace_file", "sync_directory"]
+__all__ = [
+    "check_place",
+    "partial_name",
+    "read_bytes",
+    "read_json",
+    "replace_file",
+    "replacing",
+    "sync_directory",
+]
+
+
+def check_place(path: str | Path, name: str) -> None:
+    """Check that something can be made at `path`: said before the work that it is for.
+
+    Args:
+        path: a file or directory, which need not be there, nor the directories above it.
+        name: of the setting that names it, for the message.
+
+    Raises:
+        ConfigError: it is below a file, or nothing may be written there.
+    """
+    given = Path(path)
+    there = next(place for place in (given, *given.absolute().parents) if os.path.lexists(place))
+    if there != given and not there.is_dir():
+        raise ConfigError(
+            f"{name}={str(path)!r} cannot be made: {str(there)!r} is no directory. Name another "
+            "place."
+        )
+    if not os.access(there, os.W_OK):
+        raise ConfigError(
+            f"{name}={str(path)!r} cannot be written: {str(there)!r} is not ours to write in. Name "
+            "another place, or change its permissions."
+        )
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
@@ -18,12 +52,23 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     data = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and path.read_bytes() == data:
         return
-    beside = path.with_name(partial_name(path.name))
-    with beside.open("wb") as file:
+    with replacing(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write; it is synced and renamed to `path` when all went well."""
+    beside = path.with_name(partial_name(path.name))
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 
@@ -33,8 +78,11 @@ def partial_name(name: str) -> str:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names inside directory `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Make the names inside directory `path` durable, where a system lets one open directories."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # Windows never does; there, a rename is as durable as it gets
+        return
     try:
         os.fsync(descriptor)
     finally:

@@ -7,6 +7,7 @@ from typing import Any
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.planner.dry_run import DryRun, dry_run
+from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.start import family_of, with_changes
 
 __all__ = ["launched_processes", "parse_world", "show_dry_run"]
@@ -35,6 +36,8 @@ def show_dry_run(config: Any, world_size: int) -> str:
     Raises:
         ConfigError: everything that does not fit.
     """
+    if not config.layout.problems(world_size):  # else they are said with all that does not fit
+        settle_batch(config, world_size)
     family = family_of(config.model)
     found = dry_run(
         lambda: family.from_config(with_changes(config), device="meta"),

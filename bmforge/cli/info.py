@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bmforge.cli.options import InfoCommand
 from bmforge.config import config_to_dict
 from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["describe_model"]
+__all__ = ["describe_model", "run_info"]
+
+
+def run_info(command: InfoCommand) -> None:
+    """Parameters, FLOPs and cache size of a model."""
+    print(describe_model(command.name, command.seq_len))
 
 
 def describe_model(name: str, seq_len: int | None = None) -> str:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from bmforge.cli.options import PlanCommand
 from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_workload import read_model, workload_of
 from bmforge.errors import ConfigError
-from bmforge.files import replace_file
-from bmforge.logging import get_logger
+from bmforge.files import check_place, replace_file
+from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Request, Row
 from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
-from bmforge.parallel.planner.search import Plan, plan
+from bmforge.parallel.planner.kept import default_directory
+from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
 
 __all__ = [
-    "PlanCommand",
     "auto_layout",
     "describe_plan",
     "launch_line",
@@ -33,53 +31,6 @@ __all__ = [
 _GIB = 2**30
 # Of the table, where there is no terminal that says how wide it is.
 _WIDE = 140
-
-
-@dataclass(kw_only=True)
-class PlanCommand:
-    """Say which layouts of a model fit on machines that are not here, and how fast they are.
-
-    Args:
-        model: a preset's name or a model's directory.
-        set: fields of its config to change, field=value each.
-        gpus: how many.
-        gpu: which; an unknown one needs gpu_memory and gpu_tflops.
-        gpu_memory: GiB of one, over the table's.
-        gpu_tflops: dense half-precision peak of one, over the table's.
-        gpus_per_node: GPUs that share a node.
-        interconnect: between nodes: a name such as ib-200, or Gb/s per GPU.
-        host_memory: GiB of a node, for offloading.
-        batch: rows of an optimizer step over all GPUs; none takes one a GPU, 8 at least.
-        seq: tokens of a row; none takes the model's longest, 4,096 at most.
-        precision: none takes bf16 where the GPU has it, else fp16.
-        offload: whether the optimizer may leave the GPUs.
-        compile: whether blocks are compiled.
-        tokens: train on so many; gives hours and cost.
-        price: of one GPU for one hour.
-        currency: of the price.
-        rows: lines of the table.
-        plot: write the memory of these lines as an SVG.
-    """
-
-    model: Annotated[str, tyro.conf.Positional]
-    set: tuple[str, ...] = ()
-    gpus: int = 1
-    gpu: str = "a100-80gb"
-    gpu_memory: float | None = None
-    gpu_tflops: float | None = None
-    gpus_per_node: int = 8
-    interconnect: str = "ib-200"
-    host_memory: float = 1024.0
-    batch: int | None = None
-    seq: int | None = None
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
-    offload: bool = True
-    compile: bool = False
-    tokens: float | None = None
-    price: float | None = None
-    currency: str = "USD"
-    rows: int = 12
-    plot: Path | None = None
 
 
 def make_request(command: PlanCommand) -> Request:
@@ -108,7 +59,7 @@ def make_request(command: PlanCommand) -> Request:
     return Request(
         workload_of(command.model, config, row_tokens),
         cluster,
-        max(8, command.gpus) if command.batch is None else command.batch,
+        -(-8 // command.gpus) * command.gpus if command.batch is None else command.batch,
         precision,
         command.offload,
         command.compile,
@@ -121,14 +72,20 @@ def run_plan_command(command: PlanCommand) -> None:
     if not console.is_terminal:
         console = Console(width=_WIDE)
     request = make_request(command)
-    with console.status("planning") as status:
+    if command.plot is not None:
+        check_place(command.plot, "plot")
+    layouts = tuple(sensible_layouts(request))
+    with ProgressBar("plan", len(layouts)) as bar:
         found = plan(
             request,
-            note=lambda layout: status.update(f"planning: {layout}"),
+            note=lambda layout: bar.advance(text=layout),
+            layouts=layouts,
             processes=os.cpu_count() or 1,
+            keep=default_directory(),
         )
     describe_plan(found, command, console)
     if command.plot is not None:
+        command.plot.parent.mkdir(parents=True, exist_ok=True)
         replace_file(command.plot, draw_memory(found, command.rows))
         get_logger().info("memory: %s", command.plot)
     if not found.rows or not found.rows[0].fits:
@@ -146,8 +103,9 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
         f"{cluster.network_gbit_s:g} Gb/s per GPU between nodes)"
     )
     console.print(make_table(found, command.rows))
-    for layout, reason in found.refused[:3]:
-        console.print(f"not possible: {layout}: {reason}", highlight=False)
+    for reason, layouts in _by_reason(found)[:3]:
+        more = f" and {len(layouts) - 1} more" if len(layouts) > 1 else ""
+        console.print(f"not possible: {layouts[0]}{more}: {reason}", highlight=False)
     console.print(
         f"products at {device.efficiency:.0%} of the peak ({device.measured}); figures of the GPU: "
         f"{device.source}",
@@ -158,6 +116,14 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
     if command.tokens is not None:
         console.print(cost_line(found.winner, request, command), highlight=False)
     console.print(launch_line(request, found.winner), soft_wrap=True, highlight=False)
+
+
+def _by_reason(found: Plan) -> list[tuple[str, list[Layout]]]:
+    """Return the layouts that are not possible, those of one reason together."""
+    reasons: dict[str, list[Layout]] = {}
+    for layout, reason in found.refused:
+        reasons.setdefault(reason, []).append(layout)
+    return list(reasons.items())
 
 
 def make_table(found: Plan, count: int) -> Table:

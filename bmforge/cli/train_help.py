@@ -1,12 +1,32 @@
-"""What `bmforge train --help` says, and what a task's own help says besides its fields."""
+"""What `bmforge train --help` says, and what a task's own help says; nothing heavy is imported."""
 
 from __future__ import annotations
 
-from bmforge.recipes import RECIPES, TASKS
-from bmforge.recipes.registry import Recipe
+from bmforge.task_names import OLD_NAMES, TASK_NAMES
 
-__all__ = ["describe_run", "list_tasks"]
+__all__ = ["SHORT_NAMES", "describe_fields", "describe_task", "list_tasks"]
 
+SHORT_NAMES = {
+    "--data": "--data.paths",
+    "--steps": "--train.steps",
+    "--lr": "--train.optim.lr",
+    "--batch-size": "--data.global-batch-size",
+    "--micro-batch-size": "--data.micro-batch-size",
+    "--seq-len": "--data.seq-len",
+    "--precision": "--train.precision",
+}
+_COMMON = {
+    "--data PATH ...": "what is read",
+    "--run-dir DIR": "where the run lives; run again with it to go on",
+    "--steps N": "optimizer steps in all",
+    "--lr X": "the highest learning rate",
+    "--batch-size N": "rows of a step, over all processes",
+    "--micro-batch-size N": "rows that a process computes at a time",
+    "--seq-len N": "tokens of a row (not of images)",
+    "--precision WORD": "fp32, bf16 or fp16",
+    "--recompute": "less memory, more time: blocks are computed again in backward",
+    "--layout.zero 3": "divide the weights over processes; so --layout.tp N, --layout.pp N",
+}
 _SWITCHES = {
     "--model NAME_OR_DIR": "a preset, a family, or a directory or hub id of a model to start from",
     "--config FILE": "a TOML file with fields; options come after it",
@@ -21,18 +41,35 @@ _SWITCHES = {
 
 def list_tasks() -> str:
     """Return what `bmforge train --help` says."""
-    tasks = "\n".join(f"  {name:<18}{task.about}" for name, task in TASKS.items())
-    recipes = "\n".join(f"  {name:<18}{recipe.about}" for name, recipe in RECIPES.items())
+    tasks = "\n".join(f"  {name:<18}{about}" for name, about in TASK_NAMES.items())
+    recipes = "\n".join(f"  {name:<18}{about}" for name, about in OLD_NAMES.items())
     return (
         "usage: bmforge train TASK --model NAME_OR_DIR [--config FILE] [--ds-config FILE] "
         "[--changes JSON] [--layout auto] [--print-config] [--dry-run --world N] [--profile] "
         "[--field.path VALUE ...]\n\n"
         f"{tasks}\n\nold names, each a task with a model:\n{recipes}\n\n"
-        "`bmforge train TASK --model NAME_OR_DIR --help` lists the options."
+        "`bmforge train TASK --help` says what is set most often, and\n"
+        "`bmforge train TASK --model NAME_OR_DIR --help-all` every option with its default."
     )
 
 
-def describe_run(recipe: Recipe) -> str:
-    """Return what stands above the fields in the help of a task with a model."""
-    switches = "\n".join(f"  {name:<22}{about}" for name, about in _SWITCHES.items())
-    return f"{TASKS[recipe.task].about}\n\nbesides the fields below:\n{switches}\n"
+def describe_task(name: str) -> str:
+    """Return what `bmforge train TASK --help` says: what is set most often."""
+    about = TASK_NAMES.get(name) or OLD_NAMES.get(name) or f"fine-tune on {name}"
+    return (
+        f"usage: bmforge train {name} --model NAME_OR_DIR [OPTIONS]\n\n{about}\n\n"
+        f"{_rows(_COMMON)}\n\n{_rows(_SWITCHES)}\n\n"
+        f"short names, and the fields that they stand for:\n{_rows(SHORT_NAMES)}\n\n"
+        "A switch is given alone, as --no-NAME, or with True or False. Every field of the run and\n"
+        "of its model is an option: --help-all lists them with their defaults, --print-config\n"
+        "shows what they are in this run."
+    )
+
+
+def describe_fields(about: str) -> str:
+    """Return what stands above the fields in the list of all options of a task with a model."""
+    return f"{about}\n\nbesides the fields below:\n{_rows(_SWITCHES)}\n"
+
+
+def _rows(table: dict[str, str]) -> str:
+    return "\n".join(f"  {name:<22}{about}" for name, about in table.items())

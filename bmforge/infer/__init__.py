@@ -2,7 +2,8 @@
 
 Start reading at `generate.py`: `decoder.py` runs the model, `sampling.py` turns scores into tokens
 and `beam.py` searches. Results equal those of transformers' ``generate`` on the same weights.
-`score.py` chooses among texts; `openbmb/` holds EVA's conversations and CPM-Bee's documents.
+`score.py` chooses among texts, `chat.py` talks; `openbmb/` holds EVA's conversations and CPM-Bee's
+documents.
 """
 
 from bmforge.infer.cache import KVCache

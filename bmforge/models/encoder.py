@@ -31,6 +31,7 @@ from bmforge.nn import (
     build_mask,
     build_norm,
 )
+from bmforge.nn.attention import KeyValueCache
 
 __all__ = ["EncoderModel", "EncoderSpec", "encoder_block", "encoder_rules"]
 
@@ -130,13 +131,14 @@ class EncoderModel(Model):
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        cache: KeyValueCache | None = None,
         **extra: Any,
     ) -> ModelOutput:
         """Read a text and return what the head answers.
 
         Args:
             input_ids: token ids.
-            attention_mask: 1 for tokens, 0 for padding.
+            attention_mask: 1 for tokens, 0 for padding; or written out for every pair of tokens.
             token_type_ids: segment of every token; 0 when not given.
             position_ids: rows of the position table; counted when not given.
             document_ids: packed rows: tokens see only their own document.
@@ -148,12 +150,14 @@ class EncoderModel(Model):
             end_positions: last token of the answers.
             inputs_embeds: instead of `input_ids`, what the token embedding would have returned;
                 positions are then counted over all tokens.
+            cache: keys and values of earlier tokens, which do not see these; the mask must then be
+                written out.
             extra: further arguments of `build_masks`, in families that have some.
 
         Shape:
-            input_ids, attention_mask, token_type_ids, document_ids: (B, T);
-            position_ids: (B or 1, T); labels: (B, T) or (B,); start_positions, end_positions: (B,);
-            inputs_embeds: (B, T, D)
+            input_ids, token_type_ids, document_ids: (B, T); attention_mask: (B, T) or
+            (B, 1, T, past + T); position_ids: (B or 1, T); labels: (B, T) or (B,);
+            start_positions, end_positions: (B,); inputs_embeds: (B, T, D)
 
         Raises:
             ShapeError: more positions than the model has, ids outside the vocabulary, or not one of
@@ -166,8 +170,10 @@ class EncoderModel(Model):
             (x,) = self.arrived
         else:
             x = self.embed_inputs(input_ids, inputs_embeds)
+            if position_ids is None and cache is not None:
+                position_ids = self._count_positions(given) + cache.length
             x = self._begin(x, given, token_type_ids, position_ids)
-        x, states = run_layers(self.layers, x, masks, output_hidden_states)
+        x, states = run_layers(self.layers, x, masks, output_hidden_states, cache=cache)
         if span.last < span.total:
             return ModelOutput(carry=(x,))
         out = ModelOutput(
@@ -232,6 +238,8 @@ class EncoderModel(Model):
 
         `given` are ids or embeddings.
         """
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return {None: attention_mask.bool()}
         mask = build_mask(
             (given.shape[0], given.shape[1]),
             given.device,

@@ -16,6 +16,14 @@ from bmforge.models.formats.hf_format import has_all_weights
 __all__ = ["resolve_model"]
 
 _WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*"]
+# Short names of ModelCenter's whose weights lay on its own server and were never on the hub.
+_SERVER = "ModelCenter kept it on its own server (openbmb.oss-cn-hongkong.aliyuncs.com)"
+_NOT_ON_HUB = {
+    "kv-plm": "The same BERT was published with the paper, at github.com/thunlp/KV-PLM.",
+    "cpm1-large": "The CPM-1 of the paper is another model: TsinghuaAI/CPM-Generate on the hub is "
+    "that one as a GPT-2, and bmforge convert reads its published shards.",
+    "cpm2-large": "The CPM-2 of the paper was published as shards, which bmforge convert reads.",
+}
 # Repositories often hold the same weights in several forms: the first that is there is fetched.
 _WEIGHTS = ["model*.safetensors", "pytorch_model*.bin", "*.pt"]
 
@@ -39,6 +47,12 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
     if path.exists():
         raise ConfigError(f"{str(name)!r} is a file; give the directory that holds config.json.")
     name = (hub_ids or {}).get(str(name), str(name))
+    if name in _NOT_ON_HUB:
+        raise ConfigError(
+            f"{name!r} is not on the hub. {_SERVER}: if you have its config.json and "
+            f"pytorch_model.pt, put them into the directory {str(path.absolute())!r}. "
+            f"{_NOT_ON_HUB[name]}"
+        )
     cached = _find_cached(name)
     if cached is not None and has_all_weights(cached):
         return cached

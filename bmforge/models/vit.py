@@ -247,6 +247,7 @@ class ViT(Model):
         num_items_in_batch: float | Tensor | None = None,
         interpolate_pos_encoding: bool = False,
         output_hidden_states: bool = False,
+        attention_mask: Tensor | None = None,
     ) -> ModelOutput:
         """Classify images, or describe them.
 
@@ -256,17 +257,28 @@ class ViT(Model):
             num_items_in_batch: what the summed loss is divided by; None gives the mean.
             interpolate_pos_encoding: take images of another size, the positions stretched to it.
             output_hidden_states: return the embedding's and every layer's output, before `norm`.
+            attention_mask: 1 for tokens that are seen, the class token and then the patches.
 
         Shape:
-            pixel_values: (B, C, H, W); labels: (B,), or (B, L) for several classes
+            pixel_values: (B, C, H, W); labels: (B,), or (B, L) for several classes;
+            attention_mask: (B, 1 + patches)
 
         Raises:
-            ShapeError: images of another size or number of channels than the model's.
+            ShapeError: images of another size or number of channels than the model's, or a mask
+                that does not cover their tokens.
         """
         self._check_images(pixel_values, interpolate_pos_encoding)
         span = span_of(self.layers)
         x = self.arrived[0] if span.first else self._embed(pixel_values, interpolate_pos_encoding)
-        x, states = run_layers(self.layers, x, {None: None}, output_hidden_states)
+        mask = None
+        if attention_mask is not None:
+            if attention_mask.shape != x.shape[:2]:
+                raise ShapeError(
+                    f"attention_mask is {tuple(attention_mask.shape)}; the class token and the "
+                    f"patches need {tuple(x.shape[:2])}."
+                )
+            mask = attention_mask.bool()[:, None, None]
+        x, states = run_layers(self.layers, x, {None: mask}, output_hidden_states)
         if span.last < span.total:
             return ModelOutput(carry=(x,))
         x = self.norm(x)

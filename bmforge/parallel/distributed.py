@@ -16,7 +16,14 @@ import torch.distributed as dist
 from bmforge.device import backend_for, default_device
 from bmforge.errors import DistributedError
 
-__all__ = ["World", "init_distributed", "run_everywhere", "run_on_first", "shutdown_distributed"]
+__all__ = [
+    "World",
+    "init_distributed",
+    "restarts_failed",
+    "run_everywhere",
+    "run_on_first",
+    "shutdown_distributed",
+]
 
 T = TypeVar("T")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -94,6 +101,11 @@ def _join(device: torch.device, timeout: timedelta) -> None:
         raise DistributedError(
             f"rank {rank} of {size} could not join the others at {address}: {error}"
         ) from error
+
+
+def restarts_failed() -> bool:
+    """Tell whether the launcher starts processes again that end with another status than 0."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def run_on_first(function: Callable[[], T]) -> T | None:

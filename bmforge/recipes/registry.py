@@ -15,7 +15,7 @@ from typing import Any
 
 from bmforge.config import config_from_dict, config_to_dict, load_toml
 from bmforge.data.tasks import TASKS as DATA_TASKS
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models.hub import FAMILIES
 from bmforge.models.traits import Traits
@@ -47,6 +47,7 @@ from bmforge.recipes.pretrain import (
 from bmforge.recipes.sft import ConversationsConfig, LlamaSFTConfig, train_sft
 from bmforge.recipes.spans import CPM2SpansConfig, SpanConfig, T5SpansConfig, train_spans
 from bmforge.recipes.start import Start, find_start
+from bmforge.task_names import ALSO, OLD_NAMES, TASK_NAMES, check_task
 
 __all__ = ["RECIPES", "TASKS", "Form", "Recipe", "Task", "find_recipe", "read_config"]
 
@@ -125,7 +126,7 @@ _CPM1 = _tokenizer("CPM1Tokenizer")
 
 TASKS: Mapping[str, Task] = {
     "pretrain": Task(
-        "pretrain on prepared text as the family does: next or masked tokens, spans, blanks, ...",
+        TASK_NAMES["pretrain"],
         (
             Form(_objective("next token"), PretrainConfig, pretrain),
             Form(_objective("masked tokens"), MaskedConfig, train_masked),
@@ -137,12 +138,12 @@ TASKS: Mapping[str, Task] = {
         ),
     ),
     "conversations": Task(
-        "fine-tune on conversations",
+        TASK_NAMES["conversations"],
         (Form(_writes, ConversationsConfig, train_sft),),
         tunes=True,
     ),
     "classify": Task(
-        "fine-tune on a task with labels or choices; its name can stand in place of `classify`",
+        TASK_NAMES["classify"],
         (
             Form(_reads_texts, TaskTuneConfig, tune_task),
             Form(_writes, TaskTuneConfig, tune_task),
@@ -150,66 +151,54 @@ TASKS: Mapping[str, Task] = {
         tunes=True,
     ),
     "squad": Task(
-        "fine-tune on questions about a text",
+        TASK_NAMES["squad"],
         (Form(_writes, SQuADTuneConfig, tune_squad),),
         tunes=True,
     ),
-    "dialogue": Task("train on dialogues", (_DIALOGUE,)),
-    "documents": Task("train on CPM-Bee's documents", (_DOCUMENTS,)),
-    "chid": Task("fine-tune to choose idioms (ChID)", (Form(_CPM1, CPM1TextsConfig, tune_chid),)),
-    "stc": Task("fine-tune to answer posts (STC)", (Form(_CPM1, CPM1TextsConfig, tune_stc),)),
+    "dialogue": Task(TASK_NAMES["dialogue"], (_DIALOGUE,)),
+    "documents": Task(TASK_NAMES["documents"], (_DOCUMENTS,)),
+    "chid": Task(TASK_NAMES["chid"], (Form(_CPM1, CPM1TextsConfig, tune_chid),)),
+    "stc": Task(TASK_NAMES["stc"], (Form(_CPM1, CPM1TextsConfig, tune_stc),)),
     "images": Task(
-        "tell the images of a folder apart",
+        TASK_NAMES["images"],
         (Form(lambda traits: traits.has_images, ImagesConfig, train_images),),
     ),
 }
 
 # An old name -> the task, with the model and the settings that the name stands for.
 RECIPES: Mapping[str, Recipe] = {
-    "gpt2-pretrain": Recipe(
-        GPT2PretrainConfig, pretrain, "pretrain a GPT-2 on prepared text", "pretrain"
-    ),
+    "gpt2-pretrain": Recipe(GPT2PretrainConfig, pretrain, OLD_NAMES["gpt2-pretrain"], "pretrain"),
     "llama-pretrain": Recipe(
-        LlamaPretrainConfig, pretrain, "pretrain a Llama on prepared text", "pretrain"
+        LlamaPretrainConfig, pretrain, OLD_NAMES["llama-pretrain"], "pretrain"
     ),
-    "cpm1-pretrain": Recipe(
-        CPM1PretrainConfig, pretrain, "pretrain a CPM-1 on prepared text", "pretrain"
-    ),
-    "cpm1-chid": Recipe(ChIDConfig, tune_chid, "fine-tune a CPM-1 to choose idioms (ChID)", "chid"),
-    "cpm1-stc": Recipe(STCConfig, tune_stc, "fine-tune a CPM-1 to answer posts (STC)", "stc"),
-    "cpm2-pretrain": Recipe(
-        CPM2SpansConfig, train_spans, "train a CPM-2 to fill cut-out spans", "pretrain"
-    ),
-    "t5-pretrain": Recipe(
-        T5SpansConfig, train_spans, "train a T5 to fill cut-out spans", "pretrain"
-    ),
+    "cpm1-pretrain": Recipe(CPM1PretrainConfig, pretrain, OLD_NAMES["cpm1-pretrain"], "pretrain"),
+    "cpm1-chid": Recipe(ChIDConfig, tune_chid, OLD_NAMES["cpm1-chid"], "chid"),
+    "cpm1-stc": Recipe(STCConfig, tune_stc, OLD_NAMES["cpm1-stc"], "stc"),
+    "cpm2-pretrain": Recipe(CPM2SpansConfig, train_spans, OLD_NAMES["cpm2-pretrain"], "pretrain"),
+    "t5-pretrain": Recipe(T5SpansConfig, train_spans, OLD_NAMES["t5-pretrain"], "pretrain"),
     "bert-superglue": Recipe(
-        BertSuperGLUEConfig, tune_task, "fine-tune a BERT on a task", "classify"
+        BertSuperGLUEConfig, tune_task, OLD_NAMES["bert-superglue"], "classify"
     ),
-    "t5-superglue": Recipe(T5SuperGLUEConfig, tune_task, "fine-tune a T5 on a task", "classify"),
+    "t5-superglue": Recipe(T5SuperGLUEConfig, tune_task, OLD_NAMES["t5-superglue"], "classify"),
     "gpt2-superglue": Recipe(
-        GPT2SuperGLUEConfig, tune_task, "fine-tune a GPT-2 on a task", "classify"
+        GPT2SuperGLUEConfig, tune_task, OLD_NAMES["gpt2-superglue"], "classify"
     ),
     "llama-superglue": Recipe(
-        LlamaSuperGLUEConfig, tune_task, "fine-tune a Llama on a task", "classify"
+        LlamaSuperGLUEConfig, tune_task, OLD_NAMES["llama-superglue"], "classify"
     ),
-    "llama-sft": Recipe(
-        LlamaSFTConfig, train_sft, "fine-tune a Llama on conversations", "conversations"
-    ),
-    "t5-squad": Recipe(
-        T5SQuADConfig, tune_squad, "fine-tune a T5 to answer questions on a text", "squad"
-    ),
+    "llama-sft": Recipe(LlamaSFTConfig, train_sft, OLD_NAMES["llama-sft"], "conversations"),
+    "t5-squad": Recipe(T5SQuADConfig, tune_squad, OLD_NAMES["t5-squad"], "squad"),
     "eva-dialogue": Recipe(
-        EVADialogueConfig, train_dialogue, "train an EVA on dialogues", "dialogue"
+        EVADialogueConfig, train_dialogue, OLD_NAMES["eva-dialogue"], "dialogue"
     ),
     "cpm-ant-train": Recipe(
         CPMAntTrainConfig,
         train_ant,
-        "train a CPM-Ant on hidden tokens and on the rest of texts",
+        OLD_NAMES["cpm-ant-train"],
         "pretrain",
     ),
     "cpm-bee-train": Recipe(
-        CPMBeeTrainConfig, train_documents, "train a CPM-Bee on documents", "documents"
+        CPMBeeTrainConfig, train_documents, OLD_NAMES["cpm-bee-train"], "documents"
     ),
 }
 
@@ -283,16 +272,12 @@ def _find_tasks(name: str) -> list[tuple[str, str | None]]:
 
     These are two for ChID, which CPM-1 learns in its own way.
     """
+    check_task(name)
+    name = ALSO.get(name, name)
     found: list[tuple[str, str | None]] = [(name, None)] if name in TASKS else []
     published = next((task for task in DATA_TASKS if task.lower() == name.lower()), None)
     if published is not None and name != "squad":
         found.append(("squad" if DATA_TASKS[published].asks_for_text else "classify", published))
-    if not found:
-        known = [*TASKS, *RECIPES, *DATA_TASKS]
-        raise ConfigError(
-            f"task {name!r} is unknown.{suggest(name, known)} Tasks: {', '.join(TASKS)}, and by "
-            f"their own names {', '.join(DATA_TASKS)}; old names of recipes: {', '.join(RECIPES)}."
-        )
     return found
 
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.config import config_to_dict
 from bmforge.device import device_name
-from bmforge.errors import ConfigError
-from bmforge.logging import get_logger, log_to_file
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.logging import get_logger
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
 from bmforge.models.changes import Change, freeze_base_
@@ -36,7 +36,8 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
-from bmforge.recipes.run_dir import add_results, claim_run_dir, open_run_dir, tidy_run_dir
+from bmforge.recipes.micro_batches import settle_batch
+from bmforge.recipes.run_dir import add_results, claim_run_dir, occupy_run_dir
 from bmforge.recipes.start import family_of, need_fields, settle_model, with_changes
 from bmforge.train import (
     EvalResult,
@@ -58,7 +59,6 @@ __all__ = [
     "TrainingData",
     "family_of",
     "run_recipe",
-    "settle_batch",
 ]
 
 Results = dict[str, dict[str, float]]
@@ -152,12 +152,21 @@ OpenData = Callable[[Any, World], TrainingData]
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run made: the model as it lies on this process, the step it is at, its evaluation."""
+    """What a run made.
+
+    Args:
+        model: as it lies on this process.
+        step: it is at.
+        evaluation: at the end.
+        world: the processes.
+        stopped: a signal ended it before its last step.
+    """
 
     model: Model
     step: int
     evaluation: EvalResult | None
     world: World
+    stopped: bool = False
 
 
 def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
@@ -172,46 +181,15 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     Raises:
         BmforgeError: a setting, the data, a checkpoint or the layout does not fit; said before
             training starts.
+        CheckpointError: the last checkpoint could not be written; said at the very end.
     """
     world = init_distributed()
     config.layout.check(world.size)
     config.loss_scale.check(config.train.precision)
     config = need_fields(settle_model(config), needs)
     config = dataclasses.replace(config, data=settle_batch(config, world.size))
-    is_new = not config.run_dir.exists()
-    open_run_dir(config.run_dir, config, _FREE)
-    log = log_to_file(config.run_dir / "log.txt") if world.rank == 0 else None
-    try:
+    with occupy_run_dir(config.run_dir, config, _FREE):
         return _run(config, open_data, world)
-    finally:
-        if log is not None:
-            get_logger().removeHandler(log)
-            log.close()
-            tidy_run_dir(config.run_dir, is_new)
-
-
-def settle_batch(config: Any, world_size: int) -> Any:
-    """Return the config of the data, with the global batch size that follows from accumulation.
-
-    Raises:
-        ConfigError: there is no whole number of passes, or two global batch sizes are asked for.
-    """
-    data, layout = config.data, config.layout
-    steps = getattr(data, "grad_accum_steps", None)
-    if steps is None:
-        return data
-    if steps < 1:
-        raise ConfigError(f"data.grad_accum_steps={steps} must be at least 1.")
-    rows = layout.row_groups(world_size)
-    product = data.micro_batch_size * steps * rows
-    usual = type(config)().data.global_batch_size
-    if data.global_batch_size not in (usual, product):
-        raise ConfigError(
-            f"data.global_batch_size={data.global_batch_size}, but micro_batch_size="
-            f"{data.micro_batch_size} x grad_accum_steps={steps} x {rows} = {product}. Leave one "
-            "of the two out."
-        )
-    return dataclasses.replace(data, global_batch_size=product, grad_accum_steps=None)
 
 
 def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
@@ -254,7 +232,18 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
             trainer.state_offload.close()
     if world.rank == 0:
         get_logger().info("report: %s", write_report(config.run_dir))
-    return RunResult(model, trainer.step, evaluation, world)
+    run_on_first(lambda: _check_saved(trainer))
+    return RunResult(model, trainer.step, evaluation, world, trainer.stopped)
+
+
+def _check_saved(trainer: Trainer) -> None:
+    """Raise where the last checkpoint is not on disk; all else that the run makes is there now."""
+    if trainer.save_error is not None:
+        raise CheckpointError(
+            f"the run is at step {trainer.step}, and its last checkpoint could not be written: "
+            f"{trainer.save_error}. Make room and run the same command again; it goes on from the "
+            "newest one that is on disk."
+        )
 
 
 def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:

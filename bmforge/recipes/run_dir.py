@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bmforge.config import config_to_dict, save_toml
 from bmforge.errors import ConfigError
-from bmforge.files import partial_name, replace_file
-from bmforge.logging import get_logger
+from bmforge.files import check_place, partial_name, replace_file
+from bmforge.logging import get_logger, log_to_file, process_rank
 from bmforge.parallel import run_on_first
+from bmforge.train.run_lock import LOCK_NAME, hold_run_dir
 
-__all__ = ["add_results", "check_run_dir", "claim_run_dir", "open_run_dir", "tidy_run_dir"]
+__all__ = [
+    "add_results",
+    "check_free",
+    "check_run_dir",
+    "claim_run_dir",
+    "occupy_run_dir",
+    "open_run_dir",
+]
 
 _FILE, _LOG = "run.toml", "log.txt"
 
@@ -34,6 +44,7 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     """
 
     def check() -> None:
+        check_place(run_dir, "run_dir")
         problem = check_run_dir(run_dir, config, free)
         if problem is not None:
             raise ConfigError(problem)
@@ -47,30 +58,43 @@ def claim_run_dir(run_dir: Path, config: Any) -> None:
     run_on_first(lambda: save_toml(config, run_dir / _FILE))
 
 
-def tidy_run_dir(run_dir: Path, is_new: bool) -> None:
-    """Remove what a run leaves that was refused before it began; one process calls it.
+@contextmanager
+def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
+    """Open a run's directory, hold it against other runs and write the log into it.
+
+    A run that is refused before `claim_run_dir` leaves nothing there. All processes call it.
 
     Args:
-        run_dir: the directory; where it holds a run it stays as it is.
-        is_new: it was not there before, so it goes too if nothing else is in it.
+        run_dir, config, free: as in `open_run_dir`.
+
+    Raises:
+        ConfigError: as there; or a run that lives holds the directory.
     """
-    if (run_dir / _FILE).exists():
-        return
-    (run_dir / _LOG).unlink(missing_ok=True)
-    if is_new and not any(run_dir.iterdir()):
-        run_dir.rmdir()
+    is_first, is_new = process_rank() == 0, not run_dir.exists()
+    open_run_dir(run_dir, config, free)
+    try:
+        with hold_run_dir(run_dir):
+            open_run_dir(run_dir, config, free)  # another run may have begun and ended since
+            log = log_to_file(run_dir / _LOG) if is_first else None
+            run_on_first(lambda: _say_changes(run_dir, config))
+            try:
+                yield
+            finally:
+                if log is not None:
+                    get_logger().removeHandler(log)
+                    log.close()
+                if is_first and not (run_dir / _FILE).exists():
+                    (run_dir / _LOG).unlink(missing_ok=True)
+    finally:
+        if is_first and is_new and run_dir.is_dir() and not any(run_dir.iterdir()):
+            run_dir.rmdir()
 
 
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
     """Return why `config` may not run in `run_dir`, or None."""
     file = run_dir / _FILE
     if not file.exists():
-        if run_dir.exists() and not _is_free_place(run_dir):
-            return (
-                f"run_dir={str(run_dir)!r} holds files but no {_FILE}, so it is not a run of "
-                "bmforge. Name an empty or new directory."
-            )
-        return None
+        return check_free(run_dir)
     try:
         before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -86,10 +110,29 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
             f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(changed)}. "
             "Name another run_dir, or set these back to go on with that run."
         )
-    freely = [n for n in now if _differ(before.get(n), now.get(n))]
-    if freely:
-        get_logger().info("changed since the run began: %s", ", ".join(freely))
     return None
+
+
+def _say_changes(run_dir: Path, config: Any) -> None:
+    """Log the free fields that differ from those of the run that is there."""
+    file = run_dir / _FILE
+    if file.exists():
+        before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
+        now = _flatten(config_to_dict(config))
+        if freely := [name for name in now if _differ(before.get(name), now[name])]:
+            get_logger().info("changed since the run began: %s", ", ".join(freely))
+
+
+def check_free(run_dir: Path) -> str | None:
+    """Return why no new run can live in `run_dir`, or None."""
+    if not run_dir.exists() or _is_free_place(run_dir):
+        return None
+    if (run_dir / _FILE).exists():
+        return f"run_dir={str(run_dir)!r} holds another run. Name an empty or new directory."
+    return (
+        f"run_dir={str(run_dir)!r} holds files but no {_FILE}, so it is not a run of "
+        "bmforge. Name an empty or new directory."
+    )
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -102,7 +145,8 @@ def _is_free_place(run_dir: Path) -> bool:
     """True for an empty directory, or one in which a run was prepared but never begun."""
     # A kill while the config is written leaves a part of it.
     free = {"data", _LOG, partial_name(_FILE)}
-    return run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= free
+    names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else {_FILE}
+    return {name for name in names if LOCK_NAME not in name} <= free
 
 
 def add_results(run_dir: Path, results: dict[str, dict[str, float]]) -> None:

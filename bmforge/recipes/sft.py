@@ -7,8 +7,6 @@ answer is a row: what was said before in, the answer out.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +18,11 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.load.order import derive_key, permute
 from bmforge.data.load.packing import reset_positions
-from bmforge.data.sources.text_files import read_lines, read_text
+from bmforge.data.sources.conversations import read_conversations
+from bmforge.data.sources.text_files import read_text
 from bmforge.data.tasks.rows import AnswerRows, Pair, encode_answers, fill_prompt
 from bmforge.errors import DataError
+from bmforge.files import replace_file
 from bmforge.infer.openbmb.chat import join_history
 from bmforge.logging import get_logger
 from bmforge.models.llama import LlamaConfig
@@ -47,7 +47,6 @@ __all__ = [
     "LlamaSFTConfig",
     "encode_conversation",
     "pack_rows",
-    "read_conversations",
     "train_sft",
 ]
 
@@ -61,9 +60,10 @@ class ConversationsConfig(RunConfig):
 
     Args:
         data: `paths` are .jsonl files, a conversation a line: {"messages": [{"role": "user",
-            "content": "..."}, {"role": "assistant", "content": "..."}]}; longer ones than `seq_len`
-            are cut behind.
-        template: file of a chat template; None takes the tokenizer's own, or a plain one.
+            "content": "..."}, {"role": "assistant", "content": "..."}]}, or in the form of Alpaca
+            or ShareGPT; longer ones than `seq_len` are cut behind.
+        template: file of a chat template; None takes the tokenizer's own, or a plain one. It is
+            exported with the model.
     """
 
     data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=2048))
@@ -91,37 +91,6 @@ def train_sft(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
-
-
-def read_conversations(path: str) -> list[tuple[str, list[Message]]]:
-    """Return the conversations of a file, each with its place in it.
-
-    Raises:
-        DataError: a line is no conversation.
-    """
-    found = []
-    for number, line in enumerate(read_lines(path), 1):
-        if not line.strip():
-            continue
-        place = f"{path!r}, line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{place} is not JSON ({error}).") from error
-        messages = record.get("messages") if isinstance(record, dict) else None
-        fits = isinstance(messages, list) and all(
-            isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content"))
-            for m in messages
-        )
-        if not fits:
-            raise DataError(
-                f"{place} needs 'messages', a list of objects with the texts 'role' and 'content'."
-            )
-        assert isinstance(messages, list)
-        if not any(message["role"] == "assistant" for message in messages):
-            raise DataError(f"{place} has no message of the assistant, so nothing to learn.")
-        found.append((place, messages))
-    return found
 
 
 def encode_conversation(
@@ -273,16 +242,15 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     source = find_template(folder)
     if config.template is not None:
         source = read_text(config.template).removesuffix("\n")
-    if source is None:
-        get_logger().info("%s has no chat template: a plain one is used", folder)
     template = ChatTemplate(source, tokenizer)
+    has_own_form = traits_of(config.model).objective == "dialogues"
+    if source is None and not has_own_form:
+        get_logger().info("%s has no chat template: a plain one is used and exported", folder)
 
     def save(directory: Path) -> None:
         tokenizer.save_pretrained(directory)
-        if config.template is not None:
-            shutil.copy2(config.template, directory / TEMPLATE_FILE)
-        elif (folder / TEMPLATE_FILE).is_file():
-            shutil.copy2(folder / TEMPLATE_FILE, directory / TEMPLATE_FILE)
+        if not has_own_form:
+            replace_file(directory / TEMPLATE_FILE, template.source)
 
     def open_part(paths: Sequence[str]) -> ExampleSource:
         if traits_of(config.model).reads == "apart":

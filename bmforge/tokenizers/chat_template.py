@@ -31,19 +31,22 @@ class ChatTemplate:
             end token behind what the assistant says.
         tokenizer: its begin and end tokens are what the template calls `bos_token` and `eos_token`.
 
+    Attributes:
+        source: the template's text, of the plain one as well.
+
     Raises:
         ConfigError: the source is no template.
         MissingDependencyError: there is a source, and jinja2 is not installed.
     """
 
     def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
-        self.source = source
         tokens = tokenizer.special_ids
         self._marks = {
             f"{role}_token": tokenizer.decode([tokens[role]]) if role in tokens else ""
             for role in ("bos", "eos", "unk", "pad")
         }
         self._render: Render = self._write_plain
+        self.source = _plain_source(self._marks) if source is None else source
         if source is not None:
             template = _compile(source)
             self._render = lambda messages, asks: template.render(
@@ -70,7 +73,29 @@ class ChatTemplate:
         for message in messages:
             end = self._marks["eos_token"] if message["role"] == "assistant" else ""
             lines.append(f"{message['role'].capitalize()}: {message['content']}{end}\n")
-        return "".join([*lines, "Assistant: " if asks else ""])
+        return "".join([*lines, "Assistant:" if asks else ""])
+
+    def end_mark(self) -> str:
+        """Return what is written behind an answer that ends a conversation."""
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "answer"}]
+        return self.render(said).rpartition("answer")[2]
+
+
+def _plain_source(marks: Mapping[str, str]) -> str:
+    """Return the plain template for others to run: with the marks themselves, not their roles.
+
+    Who opens the tokenizer may give a role to another token, or to none.
+    """
+    begin, end = json.dumps(marks["bos_token"]), json.dumps(marks["eos_token"])
+    return (
+        f"{{{{- {begin} }}}}\n"
+        "{%- for message in messages %}\n"
+        "    {{- message['role'] | capitalize + ': ' + message['content'] }}\n"
+        f"    {{%- if message['role'] == 'assistant' %}}{{{{- {end} }}}}{{% endif %}}\n"
+        "    {{- '\\n' }}\n"
+        "{%- endfor %}\n"
+        "{%- if add_generation_prompt %}{{- 'Assistant:' }}{% endif %}"
+    )
 
 
 def find_template(folder: Path) -> str | None:

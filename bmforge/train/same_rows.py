@@ -1,4 +1,4 @@
-"""Whether processes that work on the same rows were given the same ones."""
+"""Whether processes were given what fits: the same rows where they share them, as many passes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,7 +14,34 @@ from bmforge.batch import Batch
 from bmforge.errors import ConfigError
 from bmforge.parallel import data_parallel_size, rows_agree
 
-__all__ = ["check_same_rows"]
+__all__ = ["check_same_count", "check_same_rows"]
+
+
+def check_same_count(count: int, total: int, squares: int, place: str) -> None:
+    """Raise, on all processes, where they have unequal numbers of micro-batches.
+
+    Each forward and backward is a set of collectives, so who has fewer would be waited for.
+
+    Args:
+        count: this process's micro-batches of the step.
+        total: their sum over all processes, and
+        squares: that of their squares, which is the least it can be where all are equal.
+        place: the step, by name.
+
+    Raises:
+        ConfigError: they are unequal.
+
+    Comm: none where they are equal.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if squares * size == total * total:
+        return
+    counts = [0] * size
+    dist.all_gather_object(counts, count)
+    raise ConfigError(
+        f"{place}: the loaders gave rank after rank {counts} micro-batches. Every process needs "
+        "equally many: fill up with rows whose labels are all -100, which count nothing."
+    )
 
 
 def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> None:

@@ -55,7 +55,8 @@ from bmforge.train.report.metrics import (
     format_progress,
     measure_memory,
 )
-from bmforge.train.same_rows import check_same_rows
+from bmforge.train.run_lock import hold_run_dir
+from bmforge.train.same_rows import check_same_count, check_same_rows
 from bmforge.train.schedule import build_schedule, set_learning_rate_
 from bmforge.train.signals import StopRequest
 from bmforge.train.spike import SpikeGuard
@@ -91,6 +92,11 @@ class Trainer:
         offload: what of the optimizer lives outside the device; None keeps it there.
         evaluator: evaluates the model (collectively); None never evaluates.
         callbacks: called with (trainer, row) after every step, on every process.
+
+    Attributes:
+        step: optimizer steps done.
+        stopped: a signal has ended `fit` before its last step.
+        save_error: why the last checkpoint could not be written; None: it is on disk.
     """
 
     def __init__(
@@ -120,7 +126,8 @@ class Trainer:
         self.schedule = build_schedule(config.schedule, config.steps)
         self.guard = SpikeGuard(config.spike_sigmas)
         self.scaler = LossScaler() if config.precision == "fp16" else None
-        self.step = 0
+        self.step, self.stopped = 0, False
+        self.save_error: Exception | None = None
         self._knows_rows = False
         self.mesh = mesh or mesh_of(model)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -131,7 +138,9 @@ class Trainer:
     def fit(self, until_step: int | None = None) -> Self:
         """Train to `config.steps`, saving and evaluating on the way; return the trainer.
 
-        Stops early, after saving, when SIGINT or SIGTERM reaches any process.
+        Stops early, after saving, when SIGINT or SIGTERM reaches any process: `stopped` tells. A
+        checkpoint that could not be written does not end the training; `save_error` tells of the
+        last one.
 
         Args:
             until_step: stop there instead; the schedule stays that of the whole run.
@@ -146,10 +155,12 @@ class Trainer:
                 self._loop(last_step, stop, None, None)
             return self
         with (
+            hold_run_dir(self.run_dir) as check_hold,
             Checkpointer(
                 self.run_dir / "checkpoints",
                 keep_last=self.config.keep_last,
                 keep_every=self.config.keep_every_steps,
+                check=check_hold,
             ) as checkpointer,
             StopRequest() as stop,
         ):
@@ -188,7 +199,7 @@ class Trainer:
             trace_steps(config.profile_steps, self.run_dir, self._rank, self.device) as note_step,
         ):
             bar.advance(self.step)
-            stopping = False
+            self.stopped = stopping = False
             while self.step < last_step and not stopping:
                 row, stopping = self.train_step(stop.asked is not None)
                 note_step()
@@ -206,12 +217,14 @@ class Trainer:
                 if checkpointer is not None and (due or stopping or self.step == last_step):
                     reshard_(self.model)  # a callback may have run the model
                     checkpointer.save(self.step, self.model, self.optimizers, self.state_dict())
+        self.stopped = stopping and self.step < last_step
         if checkpointer is not None:
-            self._report_saved(checkpointer, stopping)
+            self._report_saved(checkpointer)
 
-    def _report_saved(self, checkpointer: Checkpointer, stopping: bool) -> None:
+    def _report_saved(self, checkpointer: Checkpointer) -> None:
         """Wait for the last save and say what is on disk."""
         checkpointer.wait()
+        self.save_error = checkpointer.last_error
         found = find_checkpoints(checkpointer.directory)
         newest = f"step {step_of(found[0])}" if found else "none"
         if checkpointer.last_error is not None:
@@ -221,7 +234,7 @@ class Trainer:
                 checkpointer.last_error,
                 newest,
             )
-        if stopping:
+        if self.stopped:
             get_logger().info(
                 "stopped by a signal at step %d; the newest checkpoint: %s. Run it again to go on.",
                 self.step,
@@ -237,7 +250,7 @@ class Trainer:
         Returns:
             the metrics row, and whether any process wants to stop.
 
-        Comm: one all-reduce of three integers before, one of the loss after, the gradients' own,
+        Comm: one all-reduce of five integers before, one of the loss after, the gradients' own,
             and one per kind of sharding for the norm.
         """
         self._throughput.start()
@@ -251,7 +264,7 @@ class Trainer:
         ]
         place = f"step {self.step + 1}"
         with name_the_missing(f"{place}, counting labels"):
-            items, tokens, stops = self._sum(counts, int(stop_asked))
+            items, tokens, stops = self._sum(counts, stop_asked, len(micro_batches), place)
         with name_the_missing(f"{place}, forward and backward"):
             loss, norm, applied_scale = self._backward(micro_batches, max(items, 1))
         skipped = self.guard.check(loss, norm)
@@ -296,14 +309,17 @@ class Trainer:
         norm = clip_grad_norm_(self.model, self.config.grad_clip)
         return total.item() / gradient_ranks(self.mesh) / (scale or 1.0), norm.item(), scale
 
-    def _sum(self, counts: list[int], asked: int) -> list[int]:
+    def _sum(self, counts: list[int], asked: bool, passes: int, place: str) -> list[int]:
         """Add up counts over the rows of a batch, and what was asked for over all processes."""
         if not counts_here(self.mesh, *ROW_AXES):
             counts = [0] * len(counts)
-        values = torch.tensor([*counts, asked], dtype=torch.int64, device=self.device)
+        here = [*counts, int(asked), passes, passes * passes]
+        values = torch.tensor(here, dtype=torch.int64, device=self.device)
         if self.mesh is not None and self.mesh.size() > 1:
             dist.all_reduce(values)
-        return values.tolist()
+        *sums, total, squares = values.tolist()
+        check_same_count(passes, total, squares, place)
+        return sums
 
     def _show(self, row: Row, bar: ProgressBar) -> None:
         left = (self.config.steps - self.step) * self._throughput.step_s

@@ -1,34 +1,22 @@
-"""The words around the code tell the truth: commands parse, links resolve, examples run."""
+"""The words around the code tell the truth: commands parse, links resolve, names are there."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import json
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from page_places import STARTS, toml_files, write_tiny
+from pages import FENCE, PAGES, ROOT, blocks, command_lines, inline_commands, prose
 
 import bmforge
-from bmforge.cli import commands, main
-from bmforge.models.hub import find_preset
-from bmforge.parallel import shutdown_distributed
+from bmforge.cli import main, parse
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    page
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
-    if not page.name.startswith(".")
-)
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# Pages all of whose examples are run; of the others the first one is.
-RUNS_WHOLE = {"docs/changes.md"}
-COMMENT = re.compile(r"\s*#.*")
 PINNED = {
     "bmforge.models": "AutoModel GPT2 GPT2Config Llama LlamaConfig init_weights_ load_weights_",
     "bmforge.parallel": "Layout init_distributed parallelize",
@@ -37,37 +25,8 @@ PINNED = {
 }
 
 
-# Models that the pages start from: where, and of which kind they are.
-STARTS = {
-    "google-bert/bert-base-uncased": "bert-base-uncased",
-    "google/t5-v1_1-small": "t5-v1_1-small",
-    "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
-    "google/vit-base-patch16-224-in21k": "vit-base-patch16-224-in21k",
-    "openbmb/cpm-bee-1b": "cpm-bee-1b",
-    "models/cpm-ant": "cpm-ant-10b",
-    "models/eva2.0-base": "eva2.0-base",
-}
-
-
 class ParsedError(Exception):
     """A command line was understood; nothing was run."""
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return [body for kind, body in FENCE.findall(page.read_text("utf-8")) if kind == language]
-
-
-def command_lines(text: str) -> list[list[str]]:
-    """Commands of a shell block or script, split into words, without comments and prompts."""
-    lines = text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-def inline_commands(page: Path) -> list[list[str]]:
-    """Commands that the running text shows in backquotes: with an option, or of make."""
-    prose = FENCE.sub("", page.read_text("utf-8"))
-    spans = re.findall(r"`((?:bmforge [^`]*--|make )[^`]+)`", prose)
-    return [shlex.split(span) for span in spans]
 
 
 def bmforge_arguments(words: list[str]) -> list[str] | None:
@@ -103,28 +62,11 @@ BMFORGE = sorted(
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with every TOML file that the pages show, under the name in its first line."""
     place = tmp_path_factory.mktemp("docs")
-    for page in PAGES:
-        for body in blocks(page, "toml"):
-            name = re.match(r"# (\S+\.toml)\n", body)
-            assert name, f"{page.name}: a TOML block does not begin with its name, '# name.toml'"
-            file = place / name[1]
-            told_before = COMMENT.sub("", file.read_text("utf-8")) if file.exists() else None
-            assert told_before in (None, COMMENT.sub("", body)), f"two kinds of {name[1]}"
-            file.write_text(body, encoding="utf-8")
+    for name, body in toml_files().items():
+        (place / name).write_text(body, encoding="utf-8")
     for name, preset in STARTS.items():
         write_tiny(place / name, preset)
     return place
-
-
-def write_tiny(folder: Path, preset: str) -> None:
-    """A model of a preset's family that is small, for pages to start from."""
-    family, sizes = find_preset(preset)
-    heads = {"num_heads": 2, "num_kv_heads": 0, "head_dim": 16}
-    wide = {"hidden_size": 32, "intermediate_size": 0, "num_layers": 1, **heads}
-    text = {} if family.family_traits.has_images else {"vocab_size": 64}
-    small = {"intermediate_size": 48, "mask_modules": (), "num_buckets": 16}
-    kept = {n: v for n, v in small.items() if hasattr(sizes, n)}
-    family.from_config(sizes.replace(**{**wide, **text, **kept})).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("line", BMFORGE, ids=" ".join)
@@ -132,13 +74,13 @@ def test_every_command_line_parses(
     line: tuple[str, ...], workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real parsers take it; the run itself is cut off."""
-    parse = commands._parse
+    parse_options = parse.parse_options
 
     def parse_only(*args: Any, **kwargs: Any) -> None:
-        raise ParsedError(parse(*args, **kwargs))
+        raise ParsedError(parse_options(*args, **kwargs))
 
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(commands, "_parse", parse_only)
+    monkeypatch.setattr(parse, "parse_options", parse_only)
     arguments = [word for word in line[1:] if word not in ("...", "RECIPE", "TASK", "NAME")]
     try:
         status = main(arguments)
@@ -189,30 +131,10 @@ def test_python_blocks_compile_and_import(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_resolve(page: Path) -> None:
     """A link without a scheme names a file that is there."""
-    targets = LINK.findall(FENCE.sub("", page.read_text("utf-8")))
+    targets = LINK.findall(prose(page))
     local = [target for target in targets if "://" not in target and not target.startswith("#")]
     missing = [t for t in local if not (page.parent / t.partition("#")[0]).exists()]
     assert not missing
-
-
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/models.md", "docs/generation.md", "docs/changes.md"]
-)
-def test_python_examples_run(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The examples of the page are run as they stand, in an empty directory; they are tiny."""
-    monkeypatch.chdir(tmp_path)
-    count = None if page in RUNS_WHOLE else 1
-    try:
-        for body in blocks(ROOT / page, "python")[:count]:
-            exec(compile(body, page, "exec"), {"__name__": "example"})
-    finally:
-        shutdown_distributed()
-    assert capsys.readouterr().out.strip()
-    if page == "README.md":
-        config = json.loads((tmp_path / "tiny-gpt2" / "config.json").read_text("utf-8"))
-        assert (config["model_type"], config["n_embd"]) == ("gpt2", 64)
 
 
 def test_both_readmes_say_the_same() -> None:
@@ -220,8 +142,7 @@ def test_both_readmes_say_the_same() -> None:
     english, chinese = ROOT / "README.md", ROOT / "README-ZH.md"
 
     def outline(page: Path) -> list[int]:
-        prose = FENCE.sub("", page.read_text("utf-8"))
-        return [len(marks) for marks in re.findall(r"^(#+) ", prose, re.M)]
+        return [len(marks) for marks in re.findall(r"^(#+) ", prose(page), re.M)]
 
     def code(page: Path) -> list[tuple[str, str]]:
         found = FENCE.findall(page.read_text("utf-8"))

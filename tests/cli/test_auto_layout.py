@@ -14,7 +14,7 @@ import torch
 
 from bmforge.cli import auto_layout
 from bmforge.cli.auto_layout import find_cluster_here
-from bmforge.cli.commands import run_train
+from bmforge.cli.train import run_train
 from bmforge.errors import ConfigError
 
 SMALL = """

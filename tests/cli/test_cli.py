@@ -29,8 +29,8 @@ from real_runs import write_text
 def test_overview_lists_every_command(arguments) -> None:
     (said,) = bmforge(*arguments)
     assert said.status == 0
-    for name, (_, about) in COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(about)}$", said.out, re.MULTILINE)
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(command.about)}$", said.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -80,6 +80,17 @@ def test_dry_run_says_who_holds_what() -> None:
     assert bad.status != 0
     assert "tp=5" in bad.err
     assert "no effect without --dry-run" in alone.err
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_too_few_micro_batches_for_a_schedule(dry: bool, tmp_path: Path) -> None:
+    """DualPipeV on two ranks takes four; said before the run's directory is this run's."""
+    asked = "--dry-run --world 2" if dry else f"--run-dir {tmp_path / 'run'}"
+    layout = "--layout.pp 2 --layout.pp-schedule dualpipev --layout.zero 0"
+    options = f"{asked} {layout} --data.global-batch-size 24 --data.micro-batch-size 8".split()
+    said = bmforge("train", "gpt2-pretrain", *options, world=1 if dry else 2)
+    assert_refused(said, "24 / (data.micro_batch_size=8 x 1 ", "= 3 micro-batches", "at least 4")
+    assert not list(tmp_path.iterdir())
 
 
 def number(text: str, label: str) -> float:

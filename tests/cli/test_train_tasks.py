@@ -52,6 +52,10 @@ def test_a_model_is_a_preset_a_family_or_a_directory(start: Path) -> None:
         find_start("gtp2-small")
 
 
+def test_another_name_of_a_task() -> None:
+    assert find_recipe("sft", "gpt2-small").run is find_recipe("conversations", "gpt2-small").run
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_old_name_is_a_task_with_a_model(name: str) -> None:
     """Both forms have the same options, and but for what says the family the same values."""
@@ -97,7 +101,7 @@ def test_rows_are_no_longer_than_the_model_reads(tmp_path: Path) -> None:
 
 def test_help_names_the_model_and_what_is_no_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["train", "pretrain", "--model", "gpt2-medium", "--help"])
+        main(["train", "pretrain", "--model", "gpt2-medium", "--help-all"])
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: bmforge train pretrain --model gpt2-medium [-h]")

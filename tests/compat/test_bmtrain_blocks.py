@@ -421,9 +421,3 @@ def test_nothing_works_before_init_distributed() -> None:
         with pytest.raises(DistributedError, match="init_distributed"):
             call()
     assert bmt.config["initialized"] is False
-
-
-@pytest.mark.parametrize(("name", "word"), [("nccl", "torch.distributed"), ("blok", "Block")])
-def test_a_name_that_is_gone_says_what_to_use(name: str, word: str) -> None:
-    with pytest.raises(AttributeError, match=word):
-        getattr(bmt, name)

@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "Llama": {**SIZES, **LAYERS, "num_heads_kv": 2},
     "GLM": {**SIZES, **LAYERS, "position_size": 41, "sop_tok_id": 97, "mask_tok_id": 98},
     "T5": {**SIZES, "num_encoder_layers": 2, "num_decoder_layers": 1},
-    "CPM1": {"vocab_size": 99, "dim_model": 32, "num_heads": 4, **LAYERS},
+    "CPM1": {**SIZES, **LAYERS},
     "CPM2": {**SIZES, **LAYERS},
     "CPM3": {**SIZES, **LAYERS, "prompt_types": 3, "prompt_length": 2, "segment_types": 4},
     "EVA": {**SIZES, **LAYERS},
@@ -230,20 +230,33 @@ def test_glm_derives_the_positions_that_can_be_given() -> None:
     torch.testing.assert_close(derived.logits, given.logits)
 
 
-def test_openbmbs_own_are_called_as_they_were() -> None:
-    context, span = torch.zeros(2, 12, dtype=torch.bool), torch.zeros(2, 12, dtype=torch.long)
-    cpm1 = small("CPM1")
+def test_published_cpm1_is_called_as_it_was() -> None:
+    torch.manual_seed(0)
+    span = torch.zeros(2, 12, dtype=torch.long)
+    sizes = {"vocab_size": 99, "dim_model": 32, "num_heads": 4, **LAYERS}
+    cpm1 = old.CPM1(old.CPM1Config(pos_bias_type="none", **sizes)).eval()
+    context = torch.zeros(2, 12, dtype=torch.bool)
     logits = cpm1(IDS, LENGTH, context, span)
     wanted = cpm1.to_zoo()(IDS, MASK).logits
     torch.testing.assert_close(logits[MASK.bool()], wanted[MASK.bool()])
     with pytest.raises(ConfigError, match="context"):
         cpm1(IDS, LENGTH, ~context, span)
+
+
+def test_cpm3_is_called_as_it_was() -> None:
     cpm3 = small("CPM3")
     ids = torch.cat((torch.tensor([[0, 1]] * 2), IDS), 1)
     wide = torch.zeros(2, 14, dtype=torch.long)
     inputs = {"position": wide, "segment": wide + 2, "span": wide}
-    logits, hidden = cpm3(ids, LENGTH + 2, torch.ones(2, 14, dtype=torch.bool), **inputs)
+    shown = torch.ones(2, 14, dtype=torch.bool)
+    logits, hidden = cpm3(ids, LENGTH + 2, shown, **inputs)
     assert (logits.shape, hidden.shape) == ((2, 14, 99), (2, 14, 32))
+    named = {"token_type_ids": wide + 2, "context": shown, "span": wide}
+    out = cpm3(input_ids=ids, length=LENGTH + 2, **named)
+    assert torch.equal(out.logits, logits)
+    mask = (torch.arange(14)[None] < LENGTH[:, None] + 2).long()
+    out = cpm3(input_ids=ids, attention_mask=mask, **named)
+    assert torch.equal(out.logits, logits)
 
 
 def test_images() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bmforge.data.sources.conversations import read_conversations
 from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.data.tasks.pairs import AG_NEWS
 from bmforge.errors import DataError
 from bmforge.recipes.dialogue import _read_dialogues
-from bmforge.recipes.sft import read_conversations
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\x0c", "\x1c"])

@@ -98,6 +98,30 @@ def test_rows_of_any_form_are_compared(differs: str) -> None:
         run_distributed(compare_odd_rows, 2, differs)
 
 
+class MoreOnTheFirst(OneRow):
+    """A loader that gives rank 0 one micro-batch more from the second step on."""
+
+    steps = 0
+
+    def __next__(self):
+        self.steps += 1
+        return super().__next__() * (1 + (self.steps == 2 and dist.get_rank() == 0))
+
+
+def give_more() -> None:
+    model = GPT2.from_config(GPT2Config(**SIZES))
+    parallelize(model, Layout())
+    Trainer(model, MoreOnTheFirst(), TrainConfig(steps=3)).fit()
+
+
+def test_unequal_numbers_of_micro_batches_are_said():
+    said = r"step 2: the loaders gave rank after rank \[2, 1, 1\] micro-batches"
+    with pytest.raises(
+        DistributedError, match=f"(?s)rank 0.*{said}.*rank 1.*{said}.*rank 2.*{said}"
+    ):
+        run_distributed(give_more, 3)
+
+
 class LeavesAtTheSecondStep(OneRow):
     """A loader that takes rank 1 away in the middle of the run."""
 

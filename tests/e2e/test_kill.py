@@ -81,15 +81,17 @@ def whole_log(run_dir: Path) -> str:
     return (run_dir / "log.txt").read_text()
 
 
-def test_stop_signals_save_and_exit_cleanly(config, unkilled, tmp_path: Path) -> None:
+def test_stop_signals_save_and_say_so(config, unkilled, tmp_path: Path, monkeypatch) -> None:
+    """The status is 130, but where the launcher would start a failed process again."""
     run_dir = tmp_path / "run"
     arguments, stopped_at = command(config, run_dir), 0
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number, restarts, wanted in ((signal.SIGTERM, "1", 0), (signal.SIGINT, "0", 130)):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
         process = start(arguments)
         assert wait_for_step(process, 7)
         process.send_signal(number)
         status, errors = finish(process)
-        assert status == 0, errors
+        assert status == wanted, errors
         assert "Traceback" not in errors
         assert stopped_at == 0 or f"resumed at step {stopped_at}" in whole_log(run_dir)
         before, stopped_at = stopped_at, losses(run_dir)[-1][0]
@@ -98,6 +100,26 @@ def test_stop_signals_save_and_exit_cleanly(config, unkilled, tmp_path: Path) ->
         assert find_checkpoints(run_dir / "checkpoints")[0].name == f"step-{stopped_at:08d}"
     run_distributed(pretrain_here, 1, config, run_dir)
     assert_same_end(run_dir, unkilled)
+
+
+@pytest.mark.long
+def test_torchrun_does_not_bring_a_stopped_run_back(config, tmp_path: Path) -> None:
+    """One of two workers is asked to stop: all save and end, and the agent starts none again.
+
+    Asked itself, the agent passes it on and ends with a status that is not 0.
+    """
+    run_dir = tmp_path / "run"
+    for asked, wanted in (("worker", (0,)), ("agent", (1, -signal.SIGTERM))):
+        process = start(command(config, run_dir, TWO))
+        assert wait_for_step(process, 5)
+        workers = workers_of(process.pid)
+        os.kill(workers[1] if asked == "worker" else process.pid, signal.SIGTERM)
+        status, errors = finish(process)
+        assert status in wanted, errors
+        assert "stopped by a signal at step" in errors
+        log, second = whole_log(run_dir), asked == "agent"
+        assert log.count("stopped by a signal at") == 1 + second
+        assert log.count("resumed at step") == second
 
 
 @pytest.mark.parametrize(

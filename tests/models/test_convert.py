@@ -219,6 +219,53 @@ def test_t5_positions_the_other_way_round(tmp_path: Path) -> None:
     assert_close(AutoModel.from_pretrained(out)(**inputs).logits, theirs(**inputs).logits)
 
 
+def make_cpm2(folder: Path, vocab_size: int) -> Any:
+    """ModelCenter's CPM-2: a T5 1.1 by its tensors' names, whose vocabulary alone tells it."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(**{**GATED, "vocab_size": vocab_size})
+    theirs = transformers.T5ForConditionalGeneration(config).eval()
+    theirs.lm_head.weight = torch.nn.Parameter(torch.randn(vocab_size, 32) / 8)
+    tensors = old.t5(dict(theirs.state_dict()), 1)
+    fields = {**OLD_T5, "vocab_size": vocab_size}
+    old.save_model_center(folder, fields, tensors, torch.float32)
+    return theirs
+
+
+def test_cpm2_is_no_t5(tmp_path: Path) -> None:
+    theirs = make_cpm2(tmp_path / "old", 26240)
+    ids = torch.randint(8, 26240, (2, 7), generator=torch.Generator().manual_seed(0))
+    wanted = theirs(input_ids=ids, decoder_input_ids=ids.flip(1)).logits
+    out = convert_checkpoint(tmp_path / "old", tmp_path / "new")
+    model = AutoModel.from_pretrained(out)
+    assert type(model).__name__ == "CPM2"
+    found = model(input_ids=ids, decoder_input_ids=ids.flip(1)).logits
+    assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_could_be_t5_or_cpm2_is_asked_for(tmp_path: Path) -> None:
+    make_cpm2(tmp_path / "old", 50)
+    with pytest.raises(ConfigError, match=r"T5 or CPM2"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new")
+    out = convert_checkpoint(tmp_path / "old", tmp_path / "new", family="CPM2")
+    assert json.loads((out / "config.json").read_text())["model_type"] == "cpm2"
+    fields = json.loads((tmp_path / "old" / "config.json").read_text())
+    fields["num_decoder_layers"] = 1
+    (tmp_path / "old" / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match="only equal ones"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "newer", family="CPM2")
+
+
+@pytest.mark.parametrize("extra", ["", "prompt_embedding.weight"])
+def test_relative_decoders_are_told_by_name(extra: str, tmp_path: Path) -> None:
+    """ModelCenter's own CPM1 and CPM3 were taken for a Llama before they were refused."""
+    names = ["input_embedding.weight", "position_bias.relative_attention_bias", extra]
+    names += [f"encoder.layers.0.ffn.ffn.w_in.{part}.weight" for part in ("w_0", "w_1")]
+    tensors = {name: torch.ones(4, 4) for name in names if name}
+    old.save_model_center(tmp_path / "old", DIMS, tensors, torch.float32)
+    with pytest.raises(ConfigError, match="CPM3" if extra else r"CPM1.*from_pretrained"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new")
+
+
 def test_head_on_every_token(tmp_path: Path) -> None:
     """`cls_head` is a linear layer on every token: transformers' token classification."""
     fields = {**CASES["gpt2"][2], "num_labels": 3}

@@ -83,3 +83,10 @@ def test_without_the_hub(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"could not be asked.*ConnectionError"):
         hub(None)
     assert hub(None, {"config.json": "{}"}) == []
+
+
+@pytest.mark.parametrize("name", ["kv-plm", "cpm1-large", "cpm2-large"])
+def test_names_that_were_never_on_the_hub(name: str) -> None:
+    """Nobody is asked; the error says where the weights were, and where to put them."""
+    with pytest.raises(ConfigError, match=rf"{name}.*ModelCenter.*pytorch_model\.pt"):
+        resolve_model(name)

@@ -19,8 +19,8 @@ from bmforge.models.gpt2 import GPT2Config
 from bmforge.parallel import Layout
 from bmforge.recipes.documents import CPMBeeTrainConfig
 from bmforge.recipes.inputs.corpus import CorpusConfig
+from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
-from bmforge.recipes.run import settle_batch
 from bmforge.recipes.spans import T5SpansConfig
 from bmforge.train import LossScaler, read_metrics
 from bmforge.train.loss_scale import LossScaleConfig, build_scaler

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import signal
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 
 from bmforge.config import load_toml
 from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
 from bmforge.recipes.run_dir import (
     add_results,
     check_run_dir,
     claim_run_dir,
+    occupy_run_dir,
     open_run_dir,
-    tidy_run_dir,
 )
+from bmforge.train.run_lock import LOCK_NAME
 
 FREE = frozenset({"cadence"})
 
@@ -45,18 +51,42 @@ def test_a_refused_run_leaves_nothing(tmp_path):
     new, old, own = tmp_path / "new", tmp_path / "old", tmp_path / "own"
     old.mkdir()
     for run_dir in (new, old, own):
-        is_new = not run_dir.exists()
-        open_run_dir(run_dir, Config(), FREE)
-        (run_dir / "log.txt").write_text("said something, then was refused")
-        if run_dir == own:
-            claim_run_dir(own, Config())
-        tidy_run_dir(run_dir, is_new)
+        with suppress(ConfigError), occupy_run_dir(run_dir, Config(), FREE):
+            get_logger().info("said something")
+            if run_dir == own:
+                claim_run_dir(own, Config())
+            raise ConfigError("refused")
     assert sorted(path.name for path in tmp_path.rglob("*")) == [
         "log.txt",
         "old",
         "own",
         "run.toml",
     ]
+
+
+def test_one_run_at_a_time(tmp_path):
+    """Another process holds the directory until it is killed; what it wrote stays."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with occupy_run_dir(tmp_path, Config(), FREE):
+                get_logger().info("the first one")
+                claim_run_dir(tmp_path, Config())
+                (tmp_path / "half").write_text("half a checkpoint")
+                os.kill(os.getpid(), signal.SIGSTOP)
+        finally:
+            os._exit(1)
+    os.waitpid(child, os.WUNTRACED)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    told = rf"in use by process {child} on {platform.node()}, since 2.*name another run_dir"
+    with pytest.raises(ConfigError, match=told), occupy_run_dir(tmp_path, Config(), FREE):
+        pass
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with occupy_run_dir(tmp_path, Config(), FREE):
+        assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["half", "log.txt", "run.toml"]
 
 
 def test_killed_while_the_config_is_written(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import tokenizers
 import torch
 from small_runs import settings, wait_for_all, write_jsonl
 
+from bmforge.data.sources.conversations import read_conversations
 from bmforge.errors import ConfigError, DataError
 from bmforge.models import AutoModel
 from bmforge.models.llama import LlamaConfig
@@ -22,7 +23,6 @@ from bmforge.recipes.sft import (
     LlamaSFTConfig,
     encode_conversation,
     pack_rows,
-    read_conversations,
     train_sft,
 )
 from bmforge.testing import run_distributed
@@ -98,14 +98,17 @@ def test_only_answers_are_learned(source: str | None, letters: Path) -> None:
     template = ChatTemplate(source, tokenizer)
     pieces = split_answers(template, TALK)
     end = "<|im_end|>\n" if source else "</s>\n"
-    assert [text for text, learned in pieces if learned] == [f"hello{end}", f"ciao{end}"]
+    space = "" if source else " "
+    answers = [f"{space}hello{end}", f"{space}ciao{end}"]
+    assert [text for text, learned in pieces if learned] == answers
+    assert template.end_mark() == end
     assert "".join(text for text, _ in pieces) == template.render(TALK)
     if source is None:
-        assert pieces[0][0] == "<s>System: be kind\nUser: hi\nAssistant: "
+        assert pieces[0][0] == "<s>System: be kind\nUser: hi\nAssistant:"
     ids, labels = encode_conversation(TALK, template, tokenizer)
     assert ids == tokenizer.encode(template.render(TALK))
     learned = [id for id, label in zip(ids, labels, strict=True) if label != -100]
-    assert tokenizer.decode(learned) == f"hello{end}ciao{end}"
+    assert tokenizer.decode(learned) == "".join(answers)
     assert all(label in (id, -100) for id, label in zip(ids, labels, strict=True))
 
 
@@ -165,6 +168,44 @@ def write_talks(path: Path) -> Path:
     )
 
 
+FORMS = {
+    "alpaca": {"instruction": "say", "input": "hi", "output": "hello"},
+    "alpaca alone": {"instruction": "say", "input": "", "output": "hello"},
+    "alpaca in rounds": {
+        "instruction": "c", "output": "d", "history": [["a", "b"]], "system": "be kind",
+    },
+    "sharegpt": {
+        "system": "be kind",
+        "conversations": [
+            {"from": "human", "value": "hi"},
+            {"from": "gpt", "value": "hello"},
+        ],
+    },
+    "sharegpt with roles": {"conversations": TALK},
+}  # fmt: skip
+MEANT = {
+    "alpaca": "user: say\nhi|assistant: hello",
+    "alpaca alone": "user: say|assistant: hello",
+    "alpaca in rounds": "system: be kind|user: a|assistant: b|user: c|assistant: d",
+    "sharegpt": "system: be kind|user: hi|assistant: hello",
+    "sharegpt with roles": "|".join(f"{m['role']}: {m['content']}" for m in TALK),
+}
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_published_forms_are_read(is_list: bool, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(list(FORMS.values()), indent=1))
+    if not is_list:
+        write_jsonl(file, list(FORMS.values()))
+    found = read_conversations(file)
+    assert [place.partition(", ")[2] for place, _ in found] == [
+        f"{'entry' if is_list else 'line'} {n}" for n in range(1, len(FORMS) + 1)
+    ]
+    for (_, messages), wanted in zip(found, MEANT.values(), strict=True):
+        assert "|".join(f"{m['role']}: {m['content']}" for m in messages) == wanted
+
+
 def sft_config(folder: Path, letters: Path, steps: int, **changes: Any) -> LlamaSFTConfig:
     file = str(write_talks(folder / "talks.jsonl"))
     data = ExampleConfig(
@@ -215,6 +256,51 @@ def test_conversations_are_learned(tmp_path: Path, letters: Path) -> None:
     assert result.evaluation.loss == pytest.approx(total / count, rel=1e-5)
 
 
+ODD = "{{ eos_token }}{% for m in messages %}{{ m.content | trim }}{{ bos_token }}{% endfor %}\n"
+
+
+@pytest.mark.parametrize("where", ["tokenizer", "file", "nowhere"])
+def test_the_template_is_exported(where: str, tmp_path: Path) -> None:
+    """transformers writes a conversation with the export as it was written to learn from."""
+    transformers = pytest.importorskip("transformers")
+    own = {} if where == "nowhere" else {"chat_template": CHATML}
+    letters, changes = write_letters(tmp_path / "letters", **own), {}
+    if where == "file":
+        (tmp_path / "odd.jinja").write_text(ODD)
+        changes = {"template": tmp_path / "odd.jinja"}
+    config = sft_config(tmp_path, letters, 1, **changes)
+    train_sft(config)
+    theirs = transformers.AutoTokenizer.from_pretrained(config.run_dir / "export")
+    want = {
+        "tokenizer": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n",
+        "file": "</s>hi<s>hi<s>",
+        "nowhere": "<s>User: hi\nAssistant: hi</s>\n",
+    }[where]
+    _, talk = read_conversations(config.data.paths[0])[0]
+    assert theirs.apply_chat_template(talk, tokenize=False) == want
+    source = {"tokenizer": CHATML, "file": ODD, "nowhere": None}[where]
+    learned, _ = encode_conversation(
+        talk,
+        ChatTemplate(source, AutoTokenizer.from_pretrained(letters)),
+        AutoTokenizer.from_pretrained(letters),
+    )
+    assert theirs.apply_chat_template(talk)["input_ids"] == learned
+    asked = theirs.apply_chat_template(talk[:1], tokenize=False, add_generation_prompt=True)
+    assert want.startswith(asked)
+
+
+def test_the_plain_template_is_the_same_program(letters: Path) -> None:
+    """What is exported writes what is learned from, whatever roles others give to tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(letters)
+    plain = ChatTemplate(None, tokenizer)
+    exported = ChatTemplate(plain.source, tokenizer)
+    talk = [*TALK, {"role": "user", "content": ' {{ 1 }} "quoted" \\ \n\n{% if %}\n'}]
+    for asks in (False, True):
+        assert exported.render(talk, asks) == plain.render(talk, asks)
+    exported._marks.update(bos_token="?", eos_token="?")
+    assert exported.render(talk) == plain.render(talk)
+
+
 def test_goes_on_bit_for_bit(tmp_path: Path, letters: Path) -> None:
     whole = sft_config(tmp_path, letters, 6)
     want = run(whole)
@@ -244,6 +330,9 @@ def test_layouts(world: int, layout: Layout, tmp_path: Path, letters: Path) -> N
         ('{"text": "a"}', r"line 2 needs 'messages'"),
         ('{"messages": [{"role": "user"}]}', r"line 2 needs 'messages'"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no message of the assi"),
+        ('{"instruction": "a", "input": "b"}', "line 2 needs 'messages'"),
+        ('{"instruction": 1, "output": "b"}', "line 2 needs 'messages'"),
+        ('{"conversations": [{"from": "cat", "value": "b"}]}', "line 2: from='cat' is no speaker"),
     ],
 )
 def test_bad_records(line: str, text: str, tmp_path: Path, letters: Path) -> None:

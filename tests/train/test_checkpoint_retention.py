@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from bmforge.errors import CheckpointError, ConfigError
+from bmforge.train.checkpoint import write
 from bmforge.train.checkpoint.checkpointer import (
     FAULT_POINTS,
     Checkpointer,
@@ -18,6 +24,7 @@ from bmforge.train.checkpoint.checkpointer import (
     load_checkpoint,
     save_checkpoint,
 )
+from bmforge.train.checkpoint.write import NoRoomError
 
 
 @pytest.mark.parametrize(
@@ -144,3 +151,62 @@ def test_phases_come_in_the_documented_order(tmp_path: Path) -> None:
         phases.clear()
         checkpointer.save(2, nn.Linear(2, 2))
     assert tuple(phases) == FAULT_POINTS
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["free-space", "quota"])
+def test_room_for_as_many_as_are_kept(is_told: bool, tmp_path: Path, monkeypatch) -> None:
+    """On a disk of two and a half, the older of two goes before the third is written.
+
+    Where the file system tells what is free nothing is begun that does not fit; a quota tells only
+    when a write fails. On less than two the only one stays, and the error says what is missing.
+    """
+    model = nn.Linear(1000, 1000)
+    save_checkpoint(tmp_path, model, step=1)
+    begun: list[str] = []
+
+    def used() -> int:
+        return sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+
+    size = used() * 5 // 2 + (1 << 20)
+
+    def refuse(phase: str) -> None:
+        begun.append(phase)
+        if phase == "shard-half" and used() > size - (1 << 20):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def measure(path: Path) -> Any:
+        return mock.Mock(free=size - used() if is_told else 1 << 60)
+
+    monkeypatch.setattr(write.shutil, "disk_usage", measure)
+    with Checkpointer(tmp_path, keep_last=2, fault=refuse) as checkpointer:
+        for step in (2, 3, 4):
+            checkpointer.save(step, model)
+            checkpointer.wait()
+            assert checkpointer.last_error is None
+            kept = [path.name for path in find_checkpoints(tmp_path)]
+            assert kept == [f"step-{n:08d}" for n in (step, step - 1)]
+        begun.clear()
+        size = used()
+        checkpointer.save(5, nn.Linear(4000, 4000))
+        checkpointer.wait()
+        assert isinstance(checkpointer.last_error, NoRoomError)
+        if is_told:
+            assert re.search(
+                r"needs 0\.065 GB, and 0\.00\d GB are free", str(checkpointer.last_error)
+            )
+            assert begun == ["snapshot"]
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000004"]
+
+
+def test_a_damaged_one_is_no_reason_to_remove_another(tmp_path: Path, monkeypatch) -> None:
+    model = nn.Linear(2, 2)
+    for step in (1, 2):
+        save_checkpoint(tmp_path, model, step=step)
+    shard = next((tmp_path / "step-00000002").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda path: mock.Mock(free=0))
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(3, model)
+        checkpointer.wait()
+        assert isinstance(checkpointer.last_error, NoRoomError)
+    assert [p.name for p in find_checkpoints(tmp_path)] == ["step-00000002", "step-00000001"]

@@ -12,13 +12,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
+from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.parallel.collectives import gather_tokens, sum_forward, sum_scatter_tokens
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "recv_activations",
+    "reduce_scatter",
+    "send_activations",
+]
 
 Op = Literal["sum", "avg", "max", "min", "prod"]
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_MAX_DIMS = 48
 
 
 def _group(comm: Any) -> dist.ProcessGroup:
@@ -94,3 +108,42 @@ class _Broadcast(torch.autograd.Function):
 def broadcast(x: Tensor, root: int, comm: Any = None) -> Tensor:
     """Return the tensor of process `root`, which gets the sum of all gradients."""
     return _Broadcast.apply(x, root, _group(comm))
+
+
+def send_activations(hidden_state: Tensor, next_rank: int, comm: Any = None) -> None:
+    """Send a tensor of any shape to a process, which takes it with `recv_activations`.
+
+    Args:
+        hidden_state: of numbers or truth values; no gradient comes back.
+        next_rank: in the group.
+        comm: the group, `config["pipe_comm"]` say; None: all processes.
+
+    Raises:
+        ShapeError: it has more than 48 dims, or a dtype that cannot be sent.
+    """
+    group = _group(comm)
+    if hidden_state.dtype not in _DTYPES or hidden_state.dim() > _MAX_DIMS:
+        raise ShapeError(
+            f"{hidden_state.dim()} dims of {hidden_state.dtype} cannot be sent: at most "
+            f"{_MAX_DIMS}, of floats, integers or truth values."
+        )
+    shape = list(hidden_state.shape)
+    numbers = [_DTYPES.index(hidden_state.dtype), len(shape), *shape]
+    header = torch.tensor(numbers + [0] * (2 + _MAX_DIMS - len(numbers)), device=config.device)
+    dist.send(header, group=group, group_dst=next_rank)
+    payload = hidden_state.detach().to(config.device).contiguous().reshape(-1)
+    dist.send(payload.view(torch.uint8), group=group, group_dst=next_rank)
+
+
+def recv_activations(prev_rank: int, comm: Any = None) -> Tensor:
+    """Return what a process sends with `send_activations`."""
+    group = _group(comm)
+    header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=config.device)
+    dist.recv(header, group=group, group_src=prev_rank)
+    kind, dims, *shape = header.tolist()
+    found = torch.empty(shape[:dims], dtype=_DTYPES[kind], device=config.device)
+    dist.recv(found.view(-1).view(torch.uint8), group=group, group_src=prev_rank)
+    return found
+
+
+__getattr__ = missing_names("bmtrain", NAMES, __all__, "distributed")

@@ -6,6 +6,7 @@ that tensor parallelism has cut is a whole of its own here: `Origin` says of wha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from bmforge.compat.bmtrain.facade import claim_blocks_
+from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
+from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError
-from bmforge.parallel.collectives import all_gather
+from bmforge.parallel.collectives import all_gather, gather_tokens
 from bmforge.shards import laid_out_like, local_box, local_tensor
 
 __all__ = [
@@ -26,6 +30,7 @@ __all__ = [
     "ParameterInitializer",
     "full_shape",
     "gather",
+    "gather_all",
     "grouped_parameters",
     "init_parameters",
     "make_parameter",
@@ -132,7 +137,7 @@ def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Para
         # A copy, so that the whole is freed.
         data = laid_out_like(cut.to_local().clone(), cut)
     made = nn.Parameter(data, requires_grad=requires_grad)
-    made.origin = origin  # type: ignore[attr-defined]
+    mark_(made, origin)
     return made
 
 
@@ -156,6 +161,17 @@ def gather(param: Tensor) -> Tensor:
     Comm: an all-gather; backward, a reduce-scatter.
     """
     return _Gather.apply(param) if isinstance(param, DTensor) else param
+
+
+def gather_all(param: Tensor) -> Tensor:
+    """Return a parameter with all rows and what tensor parallelism has cut, for computing.
+
+    Comm: as `gather`, and the same again over the tensor-parallel processes.
+    """
+    origin, value = origin_of(param), gather(param)
+    if origin is None or origin.cut == 1:
+        return value
+    return gather_tokens(value, config["tp_comm"], origin.tp_split_dim, summed=True)
 
 
 def full_shape(param: Tensor) -> torch.Size:
@@ -221,6 +237,7 @@ def init_parameters(model: nn.Module) -> None:
     Memory: one whole parameter at a time.
     """
     config.need("init_parameters")
+    claim_blocks_(model)
     for param in _once(model):
         origin = origin_of(param)
         if origin is not None and origin.init_method is not None:
@@ -265,5 +282,35 @@ def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.P
 
 
 def mark_(param: nn.Parameter, origin: Origin, **changes: Any) -> None:
-    """Put an origin on a parameter that took another one's place."""
-    param.origin = replace(origin, **changes)  # type: ignore[attr-defined]
+    """Put an origin, and the methods that go with it, on a parameter."""
+    own: Any = param
+    own.origin = replace(origin, **changes)
+    own.group = origin.group
+    own.gather = _Method(gather, param)
+    own.gather_all = own.tp_gather = _Method(gather_all, param)
+
+
+class _Method:
+    """A function that is called with a parameter, as a method of it; it keeps nothing alive."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], param: Tensor | None = None) -> None:
+        self._function, self._param = function, None if param is None else weakref.ref(param)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call it; with arguments, what is meant is torch's own `gather`."""
+        param = None if self._param is None else self._param()
+        if param is None:
+            raise ConfigError(
+                "this is a copy of a distributed parameter, and its processes do not know it. Copy "
+                "what gather() of the parameter itself returns."
+            )
+        if args or kwargs:
+            return torch.gather(param, *args, **kwargs)
+        return self._function(param)
+
+    def __reduce__(self) -> Any:
+        """Copy without the parameter."""
+        return _Method, (self._function,)
+
+
+__getattr__ = missing_names("bmtrain", NAMES, __all__, "parameter")

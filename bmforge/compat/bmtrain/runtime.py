@@ -69,6 +69,18 @@ class Topology:
         """This process's place among those of its stage."""
         return self.pipe_idx
 
+    pp_zero_id = zero_id
+
+    @property
+    def pp_zero_idx(self) -> int:
+        """Which stage's processes share this one's parameters."""
+        return self.stage_id
+
+    @property
+    def tp_idx(self) -> int:
+        """Which group of processes that share one model's matrices this one is in."""
+        return self.rank // self.tp_size
+
     @property
     def tp_zero_id(self) -> int:
         """This process's place among those that hold the same part of the matrices."""
@@ -79,7 +91,7 @@ class Topology:
         return {
             "pipe": self.pipe_idx,
             "zero": self.stage_id,
-            "tp": self.rank // self.tp_size,
+            "tp": self.tp_idx,
             "tp_zero": self.stage_id * self.tp_size + self.tp_id,
         }[name]
 
@@ -104,6 +116,8 @@ class Config(Mapping[str, Any]):
         keeps_whole: whether gathered values are wanted here; `save` wants them on one process.
         inspected: what `inspect_tensor` is recording now, innermost last.
         debugged: what `debug` keeps.
+        saving: the thread of the last `save` that did not wait.
+        grouped: messages that `nccl` is collecting; None outside of its groups.
     """
 
     def __init__(self) -> None:
@@ -113,11 +127,17 @@ class Config(Mapping[str, Any]):
         self.keeps_whole = True
         self.inspected: list[Any] = []
         self.debugged: dict[str, Any] = {}
+        self.saving: Any = None
+        self.grouped: list[Any] | None = None
 
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return self.is_ready
         self.need(f"config[{key!r}]")
+        if key == "save_thread":
+            return self.saving
+        if key == "finish_save":
+            return self.saving is None or not self.saving.is_alive()
         if key not in self._values:
             raise KeyError(
                 f"config has no {key!r}: streams and events are torch's own business here."
@@ -173,6 +193,7 @@ class Config(Mapping[str, Any]):
         }
         self._values = {**values, **groups}
         self._group, self._is_inside, self.inspected = _world_group(), False, []
+        self.saving, self.grouped = None, None
 
     @contextmanager
     def own_random(self, is_training: bool) -> Iterator[None]:

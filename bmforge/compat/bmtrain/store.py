@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bmforge.compat.bmtrain.block import TransformerBlockList
+from bmforge.compat.bmtrain.facade import claim_blocks_
+from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.parameter import full_shape, share_like, sum_plain_gradients_
 from bmforge.compat.bmtrain.runtime import config, synchronize
+from bmforge.compat.names import missing_names
 from bmforge.errors import CheckpointError
-from bmforge.files import replace_file
+from bmforge.files import replacing
+from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
+from bmforge.shards import local_tensor
 
-__all__ = ["allgather_objects", "broadcast_object", "load", "save"]
+__all__ = ["allgather_object", "allgather_objects", "broadcast_object", "load", "save"]
+
+State = dict[str, Any]
 
 
 def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) -> None:
@@ -25,25 +35,137 @@ def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) ->
     Args:
         model: the same on every process, all of which call this.
         file_name: what rank 0 writes.
-        non_blocking: taken as False: when this returns, the file is there.
+        non_blocking: return once the values are gathered and copied; they are written meanwhile.
+            The next `save`, `config["save_thread"].join()` and the end of the program wait for it.
+
+    Raises:
+        OSError: the file cannot be written; the next `save` raises it for one before that did not
+            wait.
 
     Memory: rank 0 holds the whole model on the host, the others one parameter.
     """
     config.need("save")
-    config.keeps_whole = config["rank"] == 0
+    run_on_first(_finish_writing)
+    state = _state_on(config["rank"] == 0, model.state_dict)
+    path = Path(file_name).absolute()  # the program may change its directory meanwhile
+    if not non_blocking:
+        run_on_first(lambda: _write(state, path))
+    elif config["rank"] == 0:
+        own = {local_tensor(t).untyped_storage().data_ptr() for t in _tensors_of(model)}
+        copies = {
+            key: v.clone() if isinstance(v, Tensor) and v.untyped_storage().data_ptr() in own else v
+            for key, v in state.items()
+        }
+        config.saving = Writing(partial(_write, copies, path))
+        config.saving.start()
+    synchronize()
+
+
+class Writing(threading.Thread):
+    """A file that is being written; what went wrong is kept until it is asked for."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        super().__init__(name="bmforge save")
+        self._write, self._problem = write, None
+
+    def run(self) -> None:
+        """Write."""
+        try:
+            self._write()
+        except Exception as error:
+            self._problem = error
+            get_logger().error("a model was not saved: %s", error)
+
+    def finish(self) -> None:
+        """Wait for the end, and raise what went wrong."""
+        self.join()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+
+def _finish_writing() -> None:
+    if config.saving is not None:
+        config.saving.finish()
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _state_on(keeps: bool, collect: Callable[[], State]) -> State:
+    """Return a state on the processes that keep it; on the others its values have no numbers."""
+    config.keeps_whole = keeps
     try:
-        state = model.state_dict()
+        state = collect()
     finally:
         config.keeps_whole = True
+    return {k: v.detach().cpu() if keeps and isinstance(v, Tensor) else v for k, v in state.items()}
 
-    def write() -> None:
-        on_host = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
-        buffer = io.BytesIO()
-        torch.save(on_host, buffer)
-        replace_file(file_name, buffer.getvalue())
 
-    run_on_first(write)
-    synchronize()
+def _write(state: State, path: Path) -> None:
+    with replacing(path) as file:
+        torch.save(state, file)
+
+
+def _save_to_rank0(model: nn.Module, destination: State | None = None, prefix: str = "") -> State:
+    """Return a model's whole `state_dict` on rank 0, on the host; {} on the others.
+
+    A model's own `state_dict` may be made of this.
+    """
+    return _gather_state(model, config["rank"] == 0, destination, prefix)
+
+
+def _save_to_local_rank0(
+    model: nn.Module, destination: State | None = None, prefix: str = ""
+) -> State:
+    """Return a model's whole `state_dict` on the first process of each machine; {} on others."""
+    return _gather_state(model, config["local_rank"] == 0, destination, prefix)
+
+
+def _gather_state(model: nn.Module, keeps: bool, into: State | None, prefix: str) -> State:
+    collect = partial(nn.Module.state_dict, model, prefix=prefix)
+    found = _state_on(keeps, collect)
+    into = {} if into is None else into
+    if keeps:
+        into.update(found)
+    return into
+
+
+def _save_to_infer_model(model: nn.Module, infer_model: Any) -> None:
+    """Hand a model to an inference engine on each machine, block by block, then what is left.
+
+    Args:
+        model: the same on every process, all of which call this.
+        infer_model: on the first process of each machine, its `load_layer_state_dict` is called
+            with each part, on the host, under the names in the whole model.
+
+    Memory: a block.
+    """
+    keeps, within = config["local_rank"] == 0, []
+    for name, module in model.named_modules():
+        if isinstance(module, TransformerBlockList):
+            prefix = f"{name}." if name else ""
+            within.append(prefix)
+            for key, block in module._modules.items():
+                part = _save_to_local_rank0(block, prefix=f"{prefix}{key}.")
+                if keeps:
+                    infer_model.load_layer_state_dict(part)
+    rest: State = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if not prefix.startswith(tuple(within)):
+            collect = partial(_own_state, module, prefix)
+            rest.update(_state_on(keeps, collect))
+    if keeps:
+        infer_model.load_layer_state_dict(rest)
+
+
+def _own_state(module: nn.Module, prefix: str) -> State:
+    state: State = {}
+    module._save_to_state_dict(state, prefix, False)
+    return state
 
 
 def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
@@ -61,6 +183,7 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
         CheckpointError: the file cannot be read, or keys or shapes do not fit; all are listed.
     """
     config.need("load")
+    claim_blocks_(model)
 
     def read() -> dict[str, Any]:
         try:
@@ -114,9 +237,15 @@ def broadcast_object(obj: Any, comm: Any = None, src: int = 0) -> Any:
     return found[0]
 
 
-def allgather_objects(obj: Any) -> list[Any]:
+def allgather_objects(obj: Any, comm: Any = None) -> list[Any]:
     """Return what all processes have, in their order."""
     config.need("allgather_objects")
-    found: list[Any] = [None] * config["world_size"]
-    dist.all_gather_object(found, obj, group=config["comm"])
+    group = config["comm"] if comm is None else comm
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, obj, group=group)
     return found
+
+
+allgather_object = allgather_objects  # its older name
+
+__getattr__ = missing_names("bmtrain", NAMES, __all__, "store")

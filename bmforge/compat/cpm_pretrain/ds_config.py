@@ -14,7 +14,7 @@ from typing import Any
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.logging import get_logger
-from bmforge.recipes.run import settle_batch
+from bmforge.recipes.micro_batches import settle_batch
 from bmforge.train.loss_scale import LossScaleConfig
 
 __all__ = ["apply_ds_config", "read_ds_config"]

@@ -16,6 +16,7 @@ from bmforge.data.prepare.tokenise import EncodeCount
 from bmforge.data.sources.files import python_topics
 from bmforge.errors import DataError
 from bmforge.logging import track
+from bmforge.settings import PrepareConfig
 
 __all__ = [
     "RECORD_NAME",
@@ -33,29 +34,6 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
-    """How to prepare a corpus.
-
-    Args:
-        vocab_size: token ids of the BPE tokenizer when one is trained, at least 257.
-        validation_fraction: share of the text's bytes to hold out, 0 <= fraction < 1.
-        seed: decides which documents are held out.
-        skip_bad: count bad lines and files instead of stopping at them.
-        text_field: the field of a .jsonl line that holds the text.
-        tokenizer: directory of the tokenizer to use, of any kind that
-            `bmforge.tokenizers.AutoTokenizer` opens: a model's, or another corpus's, so that
-            several share one. Empty trains a new one.
-    """
-
-    vocab_size: int = 8192
-    validation_fraction: float = 0.05
-    seed: int = 0
-    skip_bad: bool = False
-    text_field: str = "text"
-    tokenizer: str = ""
-
-
-@dataclass(frozen=True)
 class InputFile:
     """One input as it was: path, size, time of change, BLAKE2b digest of its bytes."""
 
@@ -70,7 +48,7 @@ class PrepareReport:
     """What a preparation made.
 
     Attributes:
-        documents: kept documents, both splits together.
+        documents: kept documents; one that was cut is in both splits.
         duplicates, empty: documents dropped as exact copies, or without text.
         skipped: bad lines and files left out (`skip_bad`).
         vocab_size: token ids of the tokenizer as trained.
@@ -90,6 +68,11 @@ class PrepareReport:
     train: EncodeCount
     validation: EncodeCount
     reused: bool = False
+
+    @property
+    def held_out_ratio(self) -> float:
+        """Share of the text's bytes that is held out."""
+        return self.validation.text_bytes / (self.train.text_bytes + self.validation.text_bytes)
 
     @property
     def train_prefix(self) -> Path:

@@ -17,6 +17,7 @@ __all__ = [
     "ClassRows",
     "Pair",
     "continue_prompt",
+    "decode_answer",
     "encode_answers",
     "encode_segments",
     "fill_prompt",
@@ -189,6 +190,16 @@ def encode_answers(
     if first is not None and second is not None:
         return [[first, *one, second] for one in ids]
     return [[*one, *_end_of(tokenizer)] for one in ids]
+
+
+def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL) -> str:
+    """Return the text between the first blank and what ends it; see `encode_answers`."""
+    names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
+    first, second = map(tokenizer.token_to_id, names)
+    ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
+    kept = list(ids[1:] if first is not None and ids[:1] == [first] else ids)
+    stop = next((place for place, id in enumerate(kept) if id in ends), len(kept))
+    return tokenizer.decode(kept[:stop]).strip()
 
 
 def fill_prompt(

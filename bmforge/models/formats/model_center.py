@@ -30,7 +30,7 @@ from bmforge.models.formats.model_center_config import (
 from bmforge.models.hub import FAMILIES
 from bmforge.models.init import materialize_
 
-__all__ = ["is_model_center", "load_model_center"]
+__all__ = ["fill_model_center", "is_model_center", "load_model_center"]
 
 _WEIGHTS = "pytorch_model.pt"
 _T5_FACTOR = 100.0
@@ -52,6 +52,7 @@ _NAMES = (
     (r"\.mlp\.gate_proj\.", r".ffn.ffn.w_in.w_0."),
     (r"\.mlp\.up_proj\.", r".ffn.ffn.w_in.{up}."),
     (r"\.mlp\.down_proj\.", r".ffn.ffn.w_out."),
+    (r"^rel_bias\.weight$", r"position_bias.relative_attention_bias"),
     (r"^(enc|dec)oder\.rel_bias\.weight$", r"position_bias_\1.relative_attention_bias"),
     (r"^norm\.", r"encoder.norm."),
     (r"^(encoder|decoder)\.norm\.", r"\1.output_layernorm."),
@@ -109,7 +110,7 @@ def load_model_center(
     if family not in OLD_FAMILIES or family not in FAMILIES:
         known = sorted(OLD_FAMILIES.keys() & FAMILIES.keys())
         raise ConfigError(f"family={family!r} cannot be read; these can: {', '.join(known)}.")
-    if family != "T5":  # one stack, named "decoder" first and "encoder" later
+    if family not in ("T5", "CPM2"):  # one stack, named "decoder" first and "encoder" later
         tensors = _rename(tensors, ((r"^decoder\.", "encoder."),))
     values = read_old_config(family, raw, tensors, allow_unknown)
     factor = 1.0
@@ -123,6 +124,24 @@ def load_model_center(
     model = FAMILIES[family].from_config(config, device="meta", dtype=dtype)
     if config.head == "token_classification":
         tensors.setdefault("cls_projection.bias", torch.zeros(config.num_labels))
+    return _fill(model, family, tensors, directory, factor)
+
+
+def fill_model_center(model: Model, directory: Path) -> Model:
+    """Read a ModelCenter checkpoint into a model on the meta device, by its tensors' names.
+
+    For models that are not in the zoo; `load_model_center` opens those that are.
+
+    Raises:
+        CheckpointError: tensors missing, unexpected or wrongly shaped; all listed.
+    """
+    return _fill(model, "", _rename(read_pickle(directory / _WEIGHTS), _OLD_NAMES), directory)
+
+
+def _fill(
+    model: Model, family: str, tensors: Mapping[str, Tensor], directory: Path, factor: float = 1.0
+) -> Model:
+    """Copy tensors into a model on the meta device; `factor` is what T5's were divided by."""
     sources = {name: _their_name(model, family, name) for name, _ in model.named_parameters()}
     _check_fit(model, sources, tensors, directory)
     materialize_(model)
@@ -161,7 +180,7 @@ def _make_config(family: str, values: Mapping[str, Any]) -> ModelConfig:
 
 def _their_name(model: Model, family: str, name: str) -> str:
     """Return ModelCenter's name of a parameter of ours."""
-    if OLD_FAMILIES[family].needed.get("post_layer_norm"):
+    if family in OLD_FAMILIES and OLD_FAMILIES[family].needed.get("post_layer_norm"):
         name = _place_post_norm(name, model.config.num_layers)
     for ours, theirs in _NAMES:
         name = re.sub(ours, theirs, name)

@@ -117,7 +117,7 @@ OLD_FAMILIES: dict[str, OldFamily] = {
         _GELU_NEW,
     ),
     "OPT": OldFamily(
-        {**_BASE, "vocab_size": 50272, "position_size": 2048},
+        {**_BASE, "vocab_size": 50272, "position_size": 2048, "prefix": "</s>"},
         _needs(True),
         {**_GELU, "": "relu"},
     ),
@@ -129,10 +129,16 @@ OLD_FAMILIES: dict[str, OldFamily] = {
     "T5": OldFamily(
         _T5, _needs(False, attn_scale=False, pos_bias_type="relative"), _T5_ACTIVATIONS
     ),
+    "CPM2": OldFamily(
+        # Its MLP's gate is the published weights' GELU, ModelCenter's to 1e-3.
+        {**_T5, "vocab_size": 26240, "dim_ff": 1920, "tied": False},
+        _needs(False, attn_scale=False, pos_bias_type="relative", position_bias_max_distance=128),
+        dict.fromkeys(("", "gated_gelu", "gated_gelu_new"), "gelu_new"),
+    ),
     "GLM": OldFamily(
         {
             **{**_BASE, **_size(1024, 16, 4096, 24), "vocab_size": 50048, "position_size": 1025},
-            **{"sop_tok_id": 50006, "mask_tok_id": 50008},
+            **{"sop_tok_id": 50006, "eop_tok_id": 50007, "mask_tok_id": 50008},
         },
         _needs(True),
         _GELU,
@@ -143,6 +149,17 @@ OLD_FAMILIES: dict[str, OldFamily] = {
         {"attn_bias": True, "norm_bias": True, "ffn_bias": True, "representation_size": None},
         {"": "gelu"},
     ),
+}
+
+
+_WAYS = {
+    "CPM1": "Open it with bmforge.compat.model_center.model.CPM1.from_pretrained(directory).",
+    "CPM3": "CPM-Ant is its published form: take that checkpoint.",
+}
+# Sizes of the published vocabularies, padded and not: T5 in all versions, mengzi, mT5; CPM-2.
+_VOCABULARIES = {
+    **dict.fromkeys((32000, 32100, 32128, 250100, 250112), "T5"),
+    **dict.fromkeys((26240, 51968), "CPM2"),
 }
 
 
@@ -160,10 +177,18 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
         if has("project_q_global.weight"):
             return "Longformer"
         return "Roberta" if tensors["token_type_embedding.weight"].shape[0] == 1 else "Bert"
+    if "position_bias_dec.relative_attention_bias" in tensors:
+        return _tell_seq2seq(tensors, raw)
+    if "position_bias.relative_attention_bias" in tensors:
+        is_prompted = "prompt_embedding.weight" in tensors
+        name = "CPM3" if is_prompted else "CPM1"
+        raise ConfigError(
+            f"this is ModelCenter's {name}, with relative positions, which Hugging Face's form and "
+            f"the models here do not have. " + _WAYS[name]
+        )
     signs = {
         "block_position_embedding.weight": "GLM",
         "patch_embed.cls_token": "ViT",
-        "position_bias_dec.relative_attention_bias": "T5",
         "position_embedding.weight": "OPT" if raw.get("ffn_activate_fn") == "relu" else "GPT2",
         "w_in.w_0.weight": "Llama",
         "output_projection.bias": "GPTJ",
@@ -175,6 +200,28 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
             f"can be told from them. Name it: one of {', '.join(sorted(OLD_FAMILIES))}."
         )
     return found
+
+
+def _tell_seq2seq(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
+    """Return which of the two encoder-decoders, whose tensors have the same names, this is.
+
+    Raises:
+        ConfigError: it could be both: a gated GELU, a head of its own, and a vocabulary of its own.
+    """
+    is_gated = any(name.endswith("w_in.w_0.weight") for name in tensors)
+    own_head = "output_projection.weight" in tensors
+    kinds = ("", "gated_gelu")  # which CPM-2 has; T5 has others as well
+    if not is_gated or not own_head or raw.get("scale") or raw.get("tied"):
+        return "T5"
+    if raw.get("ffn_activate_fn", "") not in kinds:
+        return "T5"
+    vocab_size = tensors["input_embedding.weight"].shape[0]
+    if vocab_size in _VOCABULARIES:
+        return _VOCABULARIES[vocab_size]
+    raise ConfigError(
+        f"the tensors fit a T5 1.1 and a CPM-2, whose names are the same, and a vocabulary of "
+        f"{vocab_size} is neither's. Name the family: T5 or CPM2 (--family of bmforge convert)."
+    )
 
 
 def read_old_config(
@@ -212,6 +259,8 @@ def read_old_config(
         for name, value in raw.items()
         if name not in understood and value not in (None, False, "", [], {})
     ]
+    if family == "CPM2" and given["num_encoder_layers"] != given["num_decoder_layers"]:
+        problems.append("num_encoder_layers and num_decoder_layers (only equal ones)")
     if problems:
         raise ConfigError(
             f"these fields of ModelCenter's config could change numbers: {', '.join(problems)}. If "

@@ -6,12 +6,13 @@ holds parameters, buffers, optimizer state, the caller's state and every random 
 on any number of processes in any layout.
 
 The parts: `format` (files, hashes), `state` (which tensors), `rng`, `write` (publishing), `frozen`
-(what is kept once), `read` (fitting and copying), `peers`.
+(what is kept once), `retention` (what goes), `read` (fitting and copying), `peers`.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,14 @@ from bmforge.train.checkpoint.format import (
 )
 from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.read import apply_checkpoint, check_fit, restore_generators
+from bmforge.train.checkpoint.retention import clean_leftovers, make_room, remove_old
 from bmforge.train.checkpoint.state import Optimizers, Snapshot, list_optimizers, take_snapshot
 from bmforge.train.checkpoint.write import (
     FAULT_POINTS,
     Fault,
-    clean_leftovers,
+    NoRoomError,
     no_fault,
     publish,
-    remove_old,
 )
 
 __all__ = [
@@ -191,8 +192,9 @@ class Checkpointer:
     """Saves a run's checkpoints in the background and keeps the ones that retention asks for.
 
     Making, saving, loading and closing are collective. A save that fails (full disk, ...) is logged
-    and kept in `last_error`; the run goes on and the last good checkpoint stays. Use as a context
-    manager, or call `close`.
+    and kept in `last_error`; the run goes on and the last good checkpoint stays. Where there is no
+    room for one more than are kept, the oldest goes before the new one is written; never the last.
+    Use as a context manager, or call `close`.
 
     Args:
         directory: the folder that holds the step directories.
@@ -200,6 +202,7 @@ class Checkpointer:
         keep_every: also keep every step that this divides; None keeps no others.
         asynchronous: write in a thread; False writes before `save` returns, as happens anyway where
             optimizer states live on disk.
+        check: called before a save begins; what it raises, alike on all processes, is raised there.
         fault: called with each name of `FAULT_POINTS` as it is passed (for kill tests).
 
     Memory:
@@ -213,6 +216,7 @@ class Checkpointer:
         keep_last: int = 3,
         keep_every: int | None = None,
         asynchronous: bool = True,
+        check: Callable[[], None] | None = None,
         fault: Fault = no_fault,
     ) -> None:
         if keep_last < 1:
@@ -224,6 +228,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._asynchronous = asynchronous
+        self._check = check
         self._fault = fault
         self._sound: set[str] = set()
         self._thread: threading.Thread | None = None
@@ -252,6 +257,8 @@ class Checkpointer:
             state: anything JSON can carry, the same on every process.
         """
         self.wait()
+        if self._check is not None:
+            self._check()
         snapshot = take_snapshot(model, optimizers, step=step, state=state, rank=self._peers.rank)
         self._fault("snapshot")
         if not self._asynchronous or snapshot.is_late:
@@ -265,7 +272,7 @@ class Checkpointer:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            publish(self.directory, snapshot, self._peers, self._fault, self._sound)
+            self._publish(snapshot)
             self.last_error = None
             if self._peers.rank == 0:
                 remove_old(
@@ -275,6 +282,23 @@ class Checkpointer:
             self.last_error = error
             if self._peers.rank == 0:
                 get_logger().warning("%s (the run goes on; older checkpoints stay)", error)
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint; if it does not fit, once more without the oldest."""
+        given = self.directory, snapshot, self._peers, self._fault, self._sound
+        try:
+            publish(*given)
+        except NoRoomError:
+            if not self._peers.broadcast(self._peers.rank == 0 and self._make_room(snapshot.step)):
+                raise
+            publish(*given)
+
+    def _make_room(self, step: int) -> bool:
+        try:
+            return make_room(self.directory, step, self._keep_last, self._keep_every)
+        except (OSError, CheckpointError) as error:
+            get_logger().warning("no room for one more checkpoint, and none may go: %s", error)
+            return False
 
     def load_newest(
         self, model: nn.Module, optimizers: Optimizers = None

@@ -6,6 +6,7 @@ on all of them, with one reason, and leaves the older checkpoints as they were.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -29,12 +30,10 @@ from bmforge.train.checkpoint.format import (
     MANIFEST_NAME,
     TEMPORARY_PREFIX,
     DamagedCheckpointError,
-    find_checkpoints,
     hash_line,
     read_manifest,
     shard_name,
     step_name,
-    step_of,
     verify_checkpoint,
     write_durably,
     write_shard,
@@ -46,14 +45,18 @@ from bmforge.train.checkpoint.frozen import (
     hash_values,
     known_frozen,
     publish_frozen,
-    sweep_frozen,
     write_frozen,
 )
 from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.read import ChunkReader
 from bmforge.train.checkpoint.state import Snapshot
 
-__all__ = ["FAULT_POINTS", "Fault", "clean_leftovers", "no_fault", "publish", "remove_old"]
+__all__ = ["FAULT_POINTS", "Fault", "NoRoomError", "no_fault", "publish"]
+
+# A disk that is full, and a share of it that is used up.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# Beside the tensors: headers, the manifest.
+_MARGIN_BYTES = 1 << 20
 
 Fault = Callable[[str], None]
 
@@ -82,12 +85,17 @@ def no_fault(phase: str) -> None:
     """Do nothing: the hook of every real run."""
 
 
+class NoRoomError(CheckpointError):
+    """A checkpoint does not fit on the disk beside those that are there."""
+
+
 @dataclass(frozen=True)
 class _Outcome:
     """What a step on one process gave, or why it failed: the thing that processes exchange."""
 
     value: Any = None
     error: str | None = None
+    no_room: bool = False
 
 
 def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
@@ -96,7 +104,8 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
         return _Outcome(function(*args))
     except Exception as error:
         get_logger().debug("checkpoint step failed", exc_info=True)
-        return _Outcome(error=f"{type(error).__name__}: {error}")
+        no_room = isinstance(error, NoRoomError) or getattr(error, "errno", None) in _NO_ROOM
+        return _Outcome(error=f"{type(error).__name__}: {error}", no_room=no_room)
 
 
 def publish(
@@ -116,8 +125,9 @@ def publish(
         sound: files of frozen tensors that need not be verified again; gets more.
 
     Raises:
-        CheckpointError: it could not be written (full disk, ...), or a sound one of this step is
-            there that holds something else; the same on every process.
+        NoRoomError: there is no room for it, before it is begun where the file system says so.
+        CheckpointError: it could not be written, or a sound one of this step is there that holds
+            something else; the same on every process.
 
     Comm:
         Two small broadcasts and two gathers of the tensor index.
@@ -131,9 +141,12 @@ def publish(
         return
     folder, known = opened.value
     temporary = directory / folder
-    outcomes = peers.gather(_attempt(find_changed, final, snapshot, known))
+    outcomes = peers.gather(_attempt(_weigh_share, final, snapshot, known))
     if all(outcome.error is None for outcome in outcomes):
-        changed = frozenset().union(*(outcome.value for outcome in outcomes))
+        shares = [outcome.value for outcome in outcomes]
+        outcomes = [_attempt(_check_room, shares)]
+    if all(outcome.error is None for outcome in outcomes):
+        changed = frozenset().union(*(share.changed for share in shares))
         given = temporary, snapshot, known, changed, peers, fault
         outcomes = peers.gather(_attempt(_write_own_share, *given))
     verdict = _Outcome()
@@ -144,9 +157,34 @@ def publish(
     _raise_failure(final, peers.broadcast(verdict))
 
 
+@dataclass(frozen=True)
+class _ShareWeight:
+    """What a process is going to write, and how much it sees that there is room for."""
+
+    changed: frozenset[str]
+    needed_bytes: int
+    free_bytes: int
+
+
+def _weigh_share(final: Path, snapshot: Snapshot, known: Known) -> _ShareWeight:
+    changed = find_changed(final, snapshot, known)
+    kept = snapshot.frozen - changed
+    needed = sum(s.size_bytes for name, s in snapshot.tensors.items() if name not in kept)
+    return _ShareWeight(changed, needed, shutil.disk_usage(final.parent).free)
+
+
+def _check_room(shares: list[_ShareWeight]) -> None:
+    """Raise where all shares together do not fit; every process decides alike."""
+    needed = sum(share.needed_bytes for share in shares) + _MARGIN_BYTES
+    free = shares[0].free_bytes
+    if needed > free:
+        raise NoRoomError(f"it needs {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free")
+
+
 def _raise_failure(final: Path, outcome: _Outcome) -> None:
     if outcome.error is not None:
-        raise CheckpointError(f"saving checkpoint {final} failed: {outcome.error}")
+        kind = NoRoomError if outcome.no_room else CheckpointError
+        raise kind(f"saving checkpoint {final} failed: {outcome.error}")
 
 
 def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
@@ -256,7 +294,8 @@ def _finish(
     """
     failures = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
     if failures:
-        raise CheckpointError("; ".join(failures))
+        kind = NoRoomError if any(o.no_room for o in outcomes) else CheckpointError
+        raise kind("; ".join(failures))
     fault("exchanged")
     manifest = _build_manifest([outcome.value for outcome in outcomes], snapshot, known)
     shared = [name for name, record in manifest["files"].items() if record.get("shared")]
@@ -334,34 +373,3 @@ def _product(lengths: list[int]) -> int:
     for length in lengths:
         count *= length
     return count
-
-
-def remove_old(
-    directory: Path, step: int, keep_last: int, keep_every: int | None, fault: Fault = no_fault
-) -> None:
-    """Remove what retention does not keep, and what only that needed; `step` stays.
-
-    Directories of a later step than `step` are left alone: the run has yet to come there again.
-    """
-    past = [path for path in find_checkpoints(directory) if (step_of(path) or 0) <= step]
-    for path in past[keep_last:]:
-        if keep_every is not None and (step_of(path) or 0) % keep_every == 0:
-            continue
-        doomed = directory / f"{TEMPORARY_PREFIX}removing-{path.name}-{os.urandom(4).hex()}"
-        path.rename(doomed)
-        fault("retention-renamed")
-        shutil.rmtree(doomed)
-        fault("retention-deleted")
-    sweep_frozen(directory, directory / step_name(step))
-
-
-def clean_leftovers(directory: Path) -> None:
-    """Remove what a killed process left half written or half removed."""
-    if not directory.is_dir():
-        return
-    for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
-        get_logger().debug("removing the leftover %s", path)
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)

@@ -1,6 +1,18 @@
-"""Optimizers and the two loops: `adam.py`, then `manager.py` for both loops, `state.py` to save."""
+"""Optimizers and the two loops: `adam.py`, then `optim_manager.py` for both, `state.py` to save."""
 
+from bmforge.compat.bmtrain.names import NAMES
+from bmforge.compat.bmtrain.optim import optim_manager
 from bmforge.compat.bmtrain.optim.adam import AdamOffloadOptimizer, AdamOptimizer
-from bmforge.compat.bmtrain.optim.manager import OptimManager, clip_grad_norm, optim_step
+from bmforge.compat.bmtrain.optim.optim_manager import OptimManager, clip_grad_norm, optim_step
+from bmforge.compat.names import missing_names
 
-__all__ = ["AdamOffloadOptimizer", "AdamOptimizer", "OptimManager", "clip_grad_norm", "optim_step"]
+__all__ = [
+    "AdamOffloadOptimizer",
+    "AdamOptimizer",
+    "OptimManager",
+    "clip_grad_norm",
+    "optim_manager",
+    "optim_step",
+]
+
+__getattr__ = missing_names("bmtrain", NAMES, __all__, "optim")

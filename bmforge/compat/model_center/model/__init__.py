@@ -1,58 +1,51 @@
 """The old model classes, each over the zoo's model of that family.
 
-Start reading at `base.py` (opening, building, heads), then `config.py` (old field names); the
-classes are in `encoders`, `decoders` and `seq2seqs`, what they return in `outputs`.
+Start reading at `base.py` (opening, building, heads), then `config` (old field names); the
+classes are in `encoders`, `decoders`, `openbmb` and `seq2seqs`, what they return in `outputs`.
 """
 
 from __future__ import annotations
 
 from bmforge.compat.model_center.model.base import BaseModel
-from bmforge.compat.model_center.model.config import Config
-from bmforge.compat.model_center.model.decoders import (
-    CPM1,
-    CPM3,
-    GLM,
-    GPT2,
-    OPT,
+from bmforge.compat.model_center.model.config import (
+    BertConfig,
+    Config,
     CPM1Config,
+    CPM2Config,
     CPM3Config,
+    EVAConfig,
     GLMConfig,
     GPT2Config,
-    GPTj,
     GPTjConfig,
-    Llama,
     LlamaConfig,
-    MiniCPM,
+    LongformerConfig,
     MiniCPMConfig,
-    Mixtral,
     MixtralConfig,
     OPTConfig,
-    Qwen,
     QwenConfig,
-)
-from bmforge.compat.model_center.model.encoders import (
-    Bert,
-    BertConfig,
-    Longformer,
-    LongformerConfig,
-    Roberta,
     RobertaConfig,
-    ViT,
+    T5Config,
     ViTConfig,
+    VitConfig,
 )
+from bmforge.compat.model_center.model.decoders import (
+    GPT2,
+    OPT,
+    GPTj,
+    Llama,
+    MiniCPM,
+    Mixtral,
+    Qwen,
+)
+from bmforge.compat.model_center.model.encoders import Bert, Longformer, Roberta, ViT
+from bmforge.compat.model_center.model.openbmb import CPM1, CPM3, GLM
 from bmforge.compat.model_center.model.outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
+    ModelOutput,
     Seq2SeqModelOutput,
 )
-from bmforge.compat.model_center.model.seq2seqs import (
-    CPM2,
-    EVA,
-    T5,
-    CPM2Config,
-    EVAConfig,
-    T5Config,
-)
+from bmforge.compat.model_center.model.seq2seqs import CPM2, EVA, T5
 
 __all__ = [
     "BaseModel",
@@ -81,6 +74,7 @@ __all__ = [
     "LongformerConfig",
     "MiniCPM",
     "MiniCPMConfig",
+    "ModelOutput",
     "Mixtral",
     "MixtralConfig",
     "OPT",
@@ -94,4 +88,5 @@ __all__ = [
     "T5Config",
     "ViT",
     "ViTConfig",
+    "VitConfig",
 ]

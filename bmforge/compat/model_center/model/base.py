@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from bmforge.compat.bmtrain.runtime import is_initialized
 from bmforge.compat.bmtrain.wrapper import BMTrainModelWrapper
 from bmforge.compat.model_center.model.config import Config
+from bmforge.compat.model_center.model.outputs import Later
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
 from bmforge.models import Model, ModelConfig
@@ -32,6 +33,7 @@ __all__ = [
     "lengths_to_mask",
     "one_of",
     "refuse_unused",
+    "spread_mask",
 ]
 
 # What the zoo's models call the module that makes logits.
@@ -110,12 +112,13 @@ class BaseModel(nn.Module):
             ConfigError: no such model, or its config is not understood.
             CheckpointError: weights missing, unexpected, wrongly shaped or damaged; all listed.
         """
-        family = FAMILIES[cls._CONFIG_TYPE.family]
-        directory = resolve_model(name, family.config_class.hub_ids)
+        hub_ids = FAMILIES[cls._CONFIG_TYPE.family].config_class.hub_ids
+        directory = resolve_model(name, hub_ids)
         if config is None:
             config = cls._CONFIG_TYPE.from_pretrained(directory)
         for field, value in fields.items():
             setattr(config, field, value)
+        family = config.kind()
         if is_model_center(directory):
             model = cls._open_old(family, directory, config)
         else:
@@ -141,9 +144,9 @@ class BaseModel(nn.Module):
     def answer(
         self,
         hidden: Tensor,
-        make_output: Callable[[Tensor | None], Any],
+        make_output: Callable[[Any], Any],
         *,
-        output_logits: bool,
+        output_logits: bool | None,
         return_logits: bool,
         return_dict: bool,
     ) -> Any:
@@ -151,12 +154,18 @@ class BaseModel(nn.Module):
 
         Args:
             hidden: the last hidden states.
-            make_output: the output, given the logits or None.
-            output_logits, return_logits, return_dict: as the program asked.
+            make_output: the output, given the logits, what makes them later, or None.
+            output_logits: True makes them now, False not at all, None when they are read.
+            return_logits, return_dict: as the program asked.
         """
-        logits = self.make_logits(hidden) if output_logits or return_logits else None
         if return_logits:
-            return logits
+            return self.make_logits(hidden)
+        logits: Tensor | Later | None = None
+        if output_logits:
+            logits = self.make_logits(hidden)
+        elif output_logits is None:
+            can_be = self.cls_projection is not None or self.head is not None
+            logits = Later(lambda: self.make_logits(hidden), can_be)
         out = make_output(logits)
         return out if return_dict else tuple(out)
 
@@ -197,7 +206,7 @@ class BaseModel(nn.Module):
         config = self.model.config
         first = next(iter(config.heads)) if self.head is not None else "none"
         config = config.replace(head=head or first)
-        family = FAMILIES[self.config.family]
+        family = self.config.kind()
         whole = family.from_config(config, device="meta", dtype=self.config.dtype)
         tensors = _values(self.model)
         name = next((name for name in _HEADS if hasattr(whole, name)), None)
@@ -259,6 +268,18 @@ def lengths_to_mask(length: Tensor, width: int) -> Tensor:
     return (torch.arange(width, device=length.device)[None] < length[:, None]).long()
 
 
+def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
+    """Return a mask for every pair of tokens as the zoo's models take it.
+
+    What may look nowhere looks everywhere, as it must look somewhere.
+
+    Shape:
+        attention_mask: (B, T or past + T, past + T); returns (B, 1, T, past + T)
+    """
+    mask = attention_mask.bool()[:, None, -length:]
+    return mask | ~mask.any(-1, keepdim=True)
+
+
 def refuse_unused(inputs: dict[str, Any]) -> None:
     """Raise `TypeError` for an input that no old model had; those they did not use pass."""
     unknown = [name for name in inputs if name not in _UNUSED]
@@ -274,13 +295,14 @@ def one_of(ids: Tensor | None, embeds: Tensor | None) -> tuple[Tensor | None, Te
 _UNUSED = (
     *("head_mask", "decoder_head_mask", "cross_attn_head_mask"),
     *("encoder_hidden_states", "encoder_attention_mask", "output_attentions"),
+    *("output_decoder_attentions", "output_decoder_hidden_states"),
 )
 
 
 def draw_model(config: Config, native: ModelConfig) -> Model:
     """Return a model of the zoo whose weights follow torch's seed."""
     seed = torch.initial_seed() % (1 << 63)
-    return FAMILIES[config.family].from_config(native, dtype=config.dtype, seed=seed)
+    return config.kind().from_config(native, dtype=config.dtype, seed=seed)
 
 
 def _with_dropout(model: Model, config: Config) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bmforge.compat.model_center.model.base import (
@@ -13,9 +14,18 @@ from bmforge.compat.model_center.model.base import (
     lengths_to_mask,
     one_of,
     refuse_unused,
+    spread_mask,
 )
-from bmforge.compat.model_center.model.config import Config
+from bmforge.compat.model_center.model.config import (
+    BertConfig,
+    Config,
+    LongformerConfig,
+    RobertaConfig,
+    ViTConfig,
+)
 from bmforge.compat.model_center.model.outputs import BaseModelOutputWithPooling
+from bmforge.errors import ConfigError
+from bmforge.infer.cache import KVCache
 from bmforge.models import Model
 from bmforge.models.formats.hf_format import WeightFiles, read_pickle
 from bmforge.models.formats.model_center import load_model_center
@@ -23,13 +33,9 @@ from bmforge.models.stack import given_inputs
 
 __all__ = [
     "Bert",
-    "BertConfig",
     "Longformer",
-    "LongformerConfig",
     "Roberta",
-    "RobertaConfig",
     "ViT",
-    "ViTConfig",
 ]
 
 
@@ -82,40 +88,57 @@ class EncoderModel(BaseModel):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         *,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         output_pooler_output: bool = True,
         output_hidden_states: bool | None = None,
         return_dict: bool = True,
         return_logits: bool = False,
         inputs_embeds: Tensor | None = None,
+        use_cache: bool = False,
+        past_key_values: KVCache | None = None,
         **others: Any,
     ) -> Any:
-        """Read a text.
+        """Read a text, or the tokens after those read before, which do not see these.
 
         Args:
             input_ids: token ids.
             length: tokens of each row, padding behind them; or
-            attention_mask: 1 for tokens, 0 for padding.
+            attention_mask: 1 for tokens, 0 for padding, the past included; or written out for every
+                pair of tokens.
             token_type_ids: segment of every token; 0 when not given.
             position_ids: counted when not given.
-            output_logits: make the logits, too.
+            output_logits: make the logits; None makes them when they are read.
             output_pooler_output: make the pooler's output.
             output_hidden_states: return the hidden states of all layers.
             return_dict: an output with names; else its values as a plain tuple.
             return_logits: return the logits alone, as early versions did.
             inputs_embeds: taken instead of what the embedding makes of `input_ids`.
+            use_cache: keep keys and values for later tokens.
+            past_key_values: what an earlier call returned under this name; it is extended in place.
             others: of a Longformer `global_attention_mask`; and what the old models took without
                 using it.
 
         Shape:
-            input_ids, attention_mask, token_type_ids: (B, T); length: (B,)
+            input_ids, token_type_ids: (B, T); attention_mask: (B, past + T) or (B, T, past + T);
+            length: (B,)
         """
         extra = {n: others.pop(n) for n in ("global_attention_mask",) if n in others}
         refuse_unused(others)
         input_ids, inputs_embeds = one_of(input_ids, inputs_embeds)
+        past = 0 if past_key_values is None else past_key_values.length
+        width = past + given_inputs(input_ids, inputs_embeds).shape[1]
         if attention_mask is None and length is not None:
-            given = given_inputs(input_ids, inputs_embeds)
-            attention_mask = lengths_to_mask(length, given.shape[1])
+            attention_mask = lengths_to_mask(length, width)
+        cache = self._open_cache(past_key_values, use_cache, width)
+        given = given_inputs(input_ids, inputs_embeds)
+        if cache is not None:
+            extra["cache"] = cache
+            if attention_mask is None:
+                attention_mask = given.new_ones(given.shape[0], width, dtype=torch.bool)
+            if attention_mask.dim() == 2:
+                attention_mask = attention_mask[:, None].expand(-1, given.shape[1], -1)
+        if attention_mask is not None and attention_mask.dim() == 3:
+            attention_mask = spread_mask(attention_mask, given.shape[1])
         found = self.model(
             input_ids,
             attention_mask,
@@ -129,9 +152,7 @@ class EncoderModel(BaseModel):
         pooled = found.pooler_output if output_pooler_output else None
         return self.answer(
             last,
-            lambda logits: BaseModelOutputWithPooling(
-                last, pooled, logits=logits, hidden_states=layers
-            ),
+            lambda logits: BaseModelOutputWithPooling(last, pooled, cache, logits, layers),
             output_logits=output_logits,
             return_logits=return_logits,
             return_dict=return_dict,
@@ -148,22 +169,10 @@ def _add_head(bare: Model, words: Any) -> Model:
     return bare
 
 
-class BertConfig(Config):
-    """Sizes of a BERT."""
-
-    family = "Bert"
-
-
 class Bert(EncoderModel):
     """BERT."""
 
     _CONFIG_TYPE = BertConfig
-
-
-class RobertaConfig(Config):
-    """Sizes of a RoBERTa."""
-
-    family = "Roberta"
 
 
 class Roberta(EncoderModel):
@@ -172,22 +181,28 @@ class Roberta(EncoderModel):
     _CONFIG_TYPE = RobertaConfig
 
 
-class LongformerConfig(Config):
-    """Sizes of a Longformer."""
-
-    family = "Longformer"
-
-
 class Longformer(EncoderModel):
     """Longformer."""
 
     _CONFIG_TYPE = LongformerConfig
 
-
-class ViTConfig(Config):
-    """Sizes of a ViT."""
-
-    family = "ViT"
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        length: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """As `EncoderModel`, with 1 in `global_attention_mask` (B, T) for what all see."""
+        if options.get("use_cache") or options.get("past_key_values") is not None:
+            raise ConfigError("a Longformer reads whole texts: leave out use_cache.")
+        if global_attention_mask is not None:
+            options["global_attention_mask"] = global_attention_mask
+        texts = (input_ids, length, attention_mask, token_type_ids, position_ids)
+        return super().forward(*texts, **options)
 
 
 class ViT(BaseModel):
@@ -198,11 +213,27 @@ class ViT(BaseModel):
     def _take_head(self) -> nn.Module | None:
         return None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_seq: Tensor | None = None,
+        register_blk: int = -1,
+        attention_mask: Tensor | None = None,
+        *,
+        x: Tensor | None = None,
+    ) -> Tensor:
         """Return the scores of classes.
 
+        Args:
+            input_seq: the images, also as
+            x: its earlier name.
+            register_blk: not used.
+            attention_mask: 1 for patches that are seen, 0 for others; the class token is the first.
+
         Shape:
-            x: (B, C, H, W); returns (B, num_classes)
+            input_seq: (B, C, H, W); attention_mask: (B, patches + 1); returns (B, num_classes)
         """
-        logits: Tensor = self.model(x).logits
+        images = input_seq if x is None else x
+        if images is None:
+            raise TypeError("forward() needs input_seq, the images")
+        logits: Tensor = self.model(images, attention_mask=attention_mask).logits
         return logits

@@ -2,57 +2,124 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-__all__ = ["BaseModelOutput", "BaseModelOutputWithPooling", "Seq2SeqModelOutput"]
+__all__ = [
+    "BaseModelOutput",
+    "BaseModelOutputWithPooling",
+    "Later",
+    "ModelOutput",
+    "Seq2SeqModelOutput",
+]
 
 
-class BaseModelOutput(NamedTuple):
+class Later:
+    """A value that is made when it is first read, with gradients if they were on in the call.
+
+    Args:
+        make: makes it, or raises an error that says why it cannot be.
+        can_be: False where `make` raises; by position the value is None then.
+    """
+
+    def __init__(self, make: Callable[[], Tensor], can_be: bool = True) -> None:
+        self.make, self.can_be, self.has_gradients = make, can_be, torch.is_grad_enabled()
+
+    def __call__(self) -> Tensor:
+        """Return the value."""
+        with torch.set_grad_enabled(self.has_gradients):
+            return self.make()
+
+
+class ModelOutput:
+    """Base of the results: values by name, by `out["name"]`, and by position.
+
+    A position counts fields that are None, too. Fields that were not asked for are None.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        given = {**dict(zip(self.fields, values, strict=False)), **named}
+        unknown = [name for name in given if name not in self.fields]
+        if unknown or len(values) > len(self.fields):
+            raise TypeError(f"{type(self).__name__} has the fields {', '.join(self.fields)}")
+        self.__dict__["_values"] = {name: given.get(name) for name in self.fields}
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        if name not in values:
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+        if isinstance(values[name], Later):
+            values[name] = values[name]()
+        return values[name]
+
+    def _peek(self, name: str) -> Any:
+        value = self._values[name]
+        is_void = isinstance(value, Later) and not value.can_be
+        return None if is_void else getattr(self, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._peek(name) for name in self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    def __getitem__(self, key: int | str | slice) -> Any:
+        if isinstance(key, slice):
+            return tuple(self._peek(name) for name in self.fields[key])
+        if isinstance(key, int):
+            return self._peek(self.fields[key])
+        if key not in self.fields:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the fields that are not None."""
+        void = (v is None or (isinstance(v, Later) and not v.can_be) for v in self._values.values())
+        return tuple(name for name, is_void in zip(self.fields, void, strict=True) if not is_void)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.keys())})"
+
+
+class BaseModelOutput(ModelOutput):
     """Results of a decoder.
 
     Shape:
         last_hidden_state: (B, T, D)
-        logits: (B, T, V), or (B, T, cls_head); None unless asked for
+        logits: (B, T, V), or (B, T, cls_head); made when they are read
         hidden_states: num_layers + 1 tensors (B, T, D), when asked for
     """
 
-    last_hidden_state: Tensor
-    past_key_values: Any = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: None = None
+    fields = ("last_hidden_state", "past_key_values", "logits", "hidden_states", "attentions")
 
 
-class BaseModelOutputWithPooling(NamedTuple):
+class BaseModelOutputWithPooling(ModelOutput):
     """Results of an encoder; as `BaseModelOutput`.
 
     Shape:
         pooler_output: (B, D)
     """
 
-    last_hidden_state: Tensor
-    pooler_output: Tensor | None = None
-    past_key_values: Any = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: None = None
+    fields = (
+        *("last_hidden_state", "pooler_output", "past_key_values"),
+        *("logits", "hidden_states", "attentions"),
+    )
 
 
-class Seq2SeqModelOutput(NamedTuple):
+class Seq2SeqModelOutput(ModelOutput):
     """Results of an encoder-decoder; as `BaseModelOutput`.
 
     Shape:
         encoder_last_hidden_state: (B, S, D)
     """
 
-    last_hidden_state: Tensor
-    encoder_last_hidden_state: Tensor | None = None
-    past_key_values: Any = None
-    logits: Tensor | None = None
-    encoder_hidden_states: tuple[Tensor, ...] | None = None
-    decoder_hidden_states: tuple[Tensor, ...] | None = None
-    decoder_attentions: None = None
-    cross_attentions: None = None
-    encoder_attentions: None = None
+    fields = (
+        *("last_hidden_state", "encoder_last_hidden_state", "past_key_values", "logits"),
+        *("encoder_hidden_states", "decoder_hidden_states", "decoder_attentions"),
+        *("cross_attentions", "encoder_attentions"),
+    )

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from bmforge.compat.model_center.model.base import BaseModel, lengths_to_mask, one_of, refuse_unused
-from bmforge.compat.model_center.model.config import Config
+from bmforge.compat.model_center.model.config import Config, CPM2Config, EVAConfig, T5Config
 from bmforge.compat.model_center.model.outputs import Seq2SeqModelOutput
 from bmforge.infer.cache import KVCache
 from bmforge.models import ModelOutput
 
-__all__ = ["CPM2", "EVA", "T5", "CPM2Config", "EVAConfig", "T5Config"]
+__all__ = ["CPM2", "EVA", "T5"]
 
 
 class Seq2SeqModel(BaseModel):
@@ -30,7 +30,7 @@ class Seq2SeqModel(BaseModel):
         encoder_outputs: Tensor | None = None,
         use_cache: bool = False,
         past_key_values: KVCache | None = None,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool = True,
         return_logits: bool = False,
@@ -50,7 +50,7 @@ class Seq2SeqModel(BaseModel):
             encoder_outputs: an earlier call's `encoder_last_hidden_state`.
             use_cache: keep keys and values for later tokens.
             past_key_values: what an earlier call returned under this name; it is extended in place.
-            output_logits: make the logits, too.
+            output_logits: make the logits; None makes them when they are read.
             output_hidden_states: return the hidden states of all layers.
             return_dict: an output with names; else its values as a plain tuple.
             return_logits: return the logits alone, as early versions did.
@@ -104,38 +104,29 @@ class Seq2SeqModel(BaseModel):
         )
 
 
-class T5Config(Config):
-    """Sizes of a T5, an mT5 or a Flan-T5."""
-
-    family = "T5"
-
-
 class T5(Seq2SeqModel):
     """T5, in all its versions."""
 
     _CONFIG_TYPE = T5Config
 
 
-class CPM2Config(Config):
-    """Sizes of a CPM-2."""
-
-    family = "CPM2"
-
-
 class CPM2(Seq2SeqModel):
-    """CPM-2; a call returns the logits themselves."""
+    """CPM-2."""
 
     _CONFIG_TYPE: ClassVar[type[Config]] = CPM2Config
 
     def forward(  # type: ignore[override]
         self,
-        enc_input: Tensor,
+        enc_input: Tensor | None = None,
         enc_length: Tensor | None = None,
         dec_input: Tensor | None = None,
         dec_length: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Return the logits of the target, or the scores of its classes.
+        """Read the source and the target so far.
+
+        Before version 1.0, and in ModelCenter's examples, a call returned the logits themselves: so
+        does one by position, or with the names here. With `input_ids` it returns an output.
 
         Args:
             enc_input: the source's token ids.
@@ -147,14 +138,11 @@ class CPM2(Seq2SeqModel):
         Shape:
             enc_input: (B, S); dec_input: (B, T); lengths: (B,); returns (B, T, V)
         """
-        options.setdefault("return_logits", True)
-        return super().forward(enc_input, enc_length, dec_input, dec_length, **options)
-
-
-class EVAConfig(Config):
-    """Sizes of an EVA."""
-
-    family = "EVA"
+        if enc_input is not None:
+            options.setdefault("return_logits", True)
+            options["input_ids"] = enc_input
+        old = {"length": enc_length, "decoder_input_ids": dec_input, "decoder_length": dec_length}
+        return super().forward(**{n: v for n, v in old.items() if v is not None}, **options)
 
 
 class EVA(CPM2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from bmforge.logging import get_logger
 from bmforge.shards import local_tensor
 from bmforge.train.precision import LossScaler
 
-__all__ = ["OptimManager", "clip_grad_norm", "optim_step"]
+__all__ = ["OptimManager", "check_overflow", "clip_grad_norm", "grad_rescale", "optim_step"]
 
 Groups = Iterable[Mapping[str, Any]]
 
@@ -105,7 +105,7 @@ class OptimManager:
 
         Comm: one all-reduce of a number.
         """
-        if not _is_finite(self.optimizers):
+        if not _is_finite(group for own in self.optimizers for group in own.param_groups):
             before = self.loss_scale
             if self.loss_scale_enabled:
                 self._update_scale(overflow=True)
@@ -119,7 +119,7 @@ class OptimManager:
             if isinstance(optimizer, AdamOptimizer):
                 optimizer.step(scale=self.loss_scale)
             else:
-                _divide_gradients_(optimizer, self.loss_scale)
+                grad_rescale(optimizer.param_groups, self.loss_scale)
                 optimizer.step()
             if schedule is not None:
                 schedule.step()
@@ -174,21 +174,33 @@ def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def _is_finite(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+def _is_finite(groups: Groups) -> bool:
     """Tell, the same on every process, whether all gradients are finite."""
     bad = torch.zeros((), dtype=torch.float32, device=config.device)
-    for optimizer in optimizers:
-        for _, grad in _grads(optimizer.param_groups):
-            if grad.numel():
-                bad += (~torch.isfinite(grad.abs().max())).float()
+    for _, grad in _grads(groups):
+        if grad.numel():
+            bad += (~torch.isfinite(grad.abs().max())).float()
     dist.all_reduce(bad, dist.ReduceOp.MAX, group=config["comm"])
     return not bool(bad > 0)
 
 
+def check_overflow(param_groups: Groups) -> None:
+    """Look for a gradient that is not finite, on all processes together.
+
+    Raises:
+        OverflowError: there is one.
+
+    Comm: one all-reduce of a number.
+    """
+    if not _is_finite(param_groups):
+        raise OverflowError("Gradient overflow")
+
+
 @torch.no_grad()
-def _divide_gradients_(optimizer: torch.optim.Optimizer, scale: float) -> None:
+def grad_rescale(param_groups: Groups, scale: float) -> None:
+    """Divide the gradients by `scale`."""
     if scale != 1.0:
-        for _, grad in _grads(optimizer.param_groups):
+        for _, grad in _grads(param_groups):
             grad.div_(scale)
 
 
@@ -254,7 +266,7 @@ def optim_step(optim: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | N
     config.need("optim_step")
     factor = config["loss_scale_factor"]
     is_ours = isinstance(optim, AdamOptimizer)
-    if not _is_finite([optim]):
+    if not _is_finite(optim.param_groups):
         if is_ours:
             optim.justify_scale(max(1.0, optim.scale / factor))
         if config["rank"] == 0:

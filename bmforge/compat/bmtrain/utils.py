@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
+from bmforge.compat.names import missing_names
 from bmforge.device import device_memory_bytes
 from bmforge.host_memory import resident_bytes
-from bmforge.parallel.collectives import all_gather
 
 __all__ = [
     "AverageRecorder",
-    "gather_result",
+    "check_torch_version",
     "print_block",
     "print_dict",
     "print_rank",
     "round_up",
     "see_memory",
-    "sum_loss",
     "tp_split_tensor",
-    "wait_loader",
 ]
 
 _WIDTH = 60
@@ -74,35 +73,14 @@ def see_memory(message: str, detail: bool = False) -> None:
         module.reset_peak_memory_stats(config.device)
 
 
-def sum_loss(loss: Tensor, comm: Any = None) -> Tensor:
-    """Return the mean over the processes, whatever the name says."""
-    group = config["comm"] if comm is None else comm
-    total = loss.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total / group.size()
+def check_torch_version(version_str: str) -> int:
+    """Return by how much torch is newer than "x.y.z", in x * 10000 + y * 100 + z."""
 
+    def number(version: str) -> int:
+        major, minor, patch = (int(part) for part in re.findall(r"\d+", version)[:3])
+        return major * 10000 + minor * 100 + patch
 
-def gather_result(result: Tensor) -> Tensor:
-    """Return the rows of all processes, in their order, on the same device.
-
-    Processes may have different numbers of rows, as of the last batch of an evaluation.
-
-    Shape:
-        result: (R, ...), or a scalar, which is a row -> (sum of R, ...)
-    """
-    rows = result.detach().reshape(1) if result.dim() == 0 else result.detach()
-    rows, group = rows.to(config.device), config["comm"]
-    counts = all_gather(torch.tensor([len(rows)], device=config.device), group, 0).tolist()
-    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    parts = all_gather(padded, group, 0).split(max(counts))
-    kept = [part[:count] for part, count in zip(parts, counts, strict=True)]
-    return torch.cat(kept).to(result.device)
-
-
-def wait_loader() -> None:
-    """Do nothing: torch waits for what a block has gathered."""
-    config.need("wait_loader()")
+    return number(torch.__version__) - number(version_str)
 
 
 def round_up(x: int, d: int) -> int:
@@ -136,3 +114,6 @@ class AverageRecorder:
         past = self._value if self._steps else 0.0
         self._value = self.alpha * past + (1.0 - self.alpha) * v
         self._steps += 1
+
+
+__getattr__ = missing_names("bmtrain", NAMES, __all__, "utils")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.models import ModelConfig
+from bmforge.models import Model, ModelConfig
 from bmforge.models.config import read_config_file
 from bmforge.models.formats.model_center import is_model_center
 from bmforge.models.formats.model_center_config import OLD_FAMILIES, read_old_config
@@ -80,12 +80,23 @@ class Config:
     """
 
     family: ClassVar[str] = ""
+    # Fields of the original's that must have these values, which is also what an absent one means.
+    fixed: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, **fields: Any) -> None:
         self._start({}, None)
         for name, value in fields.items():
             setattr(self, name, value)
         self.native()  # what does not fit is told now
+
+    def kind(self) -> type[Model]:
+        """Return the class of the model that has this config."""
+        return FAMILIES[self.family]
+
+    def needed(self) -> Mapping[str, Any]:
+        """Return the fields that must have a certain value."""
+        old = OLD_FAMILIES.get(self.family)
+        return {**(old.needed if old else {}), **self.fixed}
 
     def _start(self, given: dict[str, Any], base: ModelConfig | None) -> None:
         self.__dict__.update(_given=given, _base=base, _native=None, dtype=torch.float32)
@@ -135,7 +146,7 @@ class Config:
         return config
 
     def _make(self) -> ModelConfig:
-        family = FAMILIES[self.family].config_class
+        family = self.kind().config_class
         known = {f.name for f in fields(family) if f.init}
         if self._base is not None or self.family not in OLD_FAMILIES:
             changes = self._translate(known, self._given)
@@ -147,8 +158,7 @@ class Config:
         return family(**{name: value for name, value in values.items() if name in known})
 
     def _is_old(self, name: str) -> bool:
-        old = OLD_FAMILIES.get(self.family)
-        return name in OLD_NAMES or name in _KEPT or bool(old and name in old.needed)
+        return name in OLD_NAMES or name in _KEPT or name in self.needed()
 
     def _translate(self, known: set[str], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return fields under our names, as far as the family has them."""
@@ -180,18 +190,18 @@ class Config:
             self.__dict__["_native"] = None
 
     def _check(self, name: str, value: Any) -> None:
-        family = FAMILIES[self.family].config_class
+        family, needed = self.kind().config_class, self.needed()
         old = OLD_FAMILIES.get(self.family)
-        known = {*OLD_NAMES, *_KEPT, *(f.name for f in fields(family)), "model_type"}
-        known |= {*old.needed, *old.defaults} if old else set()
+        known = {*OLD_NAMES, *_KEPT, *(f.name for f in fields(family)), "model_type", *needed}
+        known |= {*old.defaults} if old else set()
         if name not in known:
             raise ConfigError(f"{type(self).__name__} has no field {name!r}.{suggest(name, known)}")
         has_dropout = any(f.name == "dropout" for f in fields(family))
         if name in ("dropout_p", "drop") and value and not has_dropout:
             raise ConfigError(f"{name}={value!r}: {self.family} has no dropout. Leave it 0.")
-        if old and name in old.needed and old.needed[name] not in (value, None):
+        if needed.get(name, value) not in (value, None):
             raise ConfigError(
-                f"{name}={value!r}: {self.family} is computed with {old.needed[name]!r} only. "
+                f"{name}={value!r}: {self.family} is computed with {needed[name]!r} only. "
                 "Leave the field out."
             )
 
@@ -211,16 +221,14 @@ class Config:
             return next((a for a, b in old.activations.items() if a and b == ours), ours)
         if hasattr(native, ours):
             return getattr(native, ours)
-        for table in (old.needed, old.defaults) if old else ():
+        for table in (self.needed(), old.defaults if old else {}, _KEPT):
             if name in table:
                 return table[name]
-        if name in _KEPT:
-            return _KEPT[name]
         raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the old fields that the family has; JSON takes all of them."""
-        known = {f.name for f in fields(FAMILIES[self.family].config_class)}
+        known = {f.name for f in fields(self.kind().config_class)}
         of_images = {"img_size", "channels_in", "num_classes", "mlp_size", "drop"}
         left_out = {"dim_ff", "dropout_p"} if self.family == "ViT" else of_images
         if "num_decoder_layers" not in known:

@@ -1,0 +1,210 @@
+"""The options of the commands: what `--help` shows. Nothing heavy is imported here.
+
+Options of `train` are the fields of its recipes' configs; see `train.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from bmforge.settings import EvaluateConfig, PrepareConfig, TalkConfig
+
+__all__ = [
+    "ChatCommand",
+    "ConvertCommand",
+    "EvaluateCommand",
+    "GenerateCommand",
+    "InfoCommand",
+    "PlanCommand",
+    "PrepareCommand",
+    "ReportCommand",
+]
+
+Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
+
+
+@dataclass(kw_only=True)
+class PrepareCommand:
+    """Prepare text for training.
+
+    Args:
+        input: files (.txt .md .jsonl, also .gz .zst) or directories; none takes Python's help
+            texts.
+        out: directory to write.
+        overwrite: replace what an earlier preparation wrote there.
+        config: how.
+    """
+
+    input: Inputs = ()
+    out: Path
+    overwrite: bool = False
+    config: Annotated[PrepareConfig, tyro.conf.arg(name="")] = field(default_factory=PrepareConfig)
+
+
+@dataclass(kw_only=True)
+class GenerateCommand:
+    """Continue a text, or fill the answers of documents.
+
+    Args:
+        model: directory or hub id of a model with its tokenizer.
+        prompt: the text; none reads standard input.
+        chat: the prompt is said to the model, by its chat template, and its answer printed alone.
+        document: of a CPM-Bee: a file with one document a line, {"input": "...", "<ans>": ""}; they
+            are printed with their answers.
+        max_new_tokens: at most so many tokens, in documents per answer.
+        num_beams: beam search with so many beams; 1 is greedy; none is 1, of CPM-Ant and CPM-Bee 3.
+        do_sample: draw instead of taking the likeliest; none draws of CPM-1.
+        temperature: of the drawing; none is 1, of CPM-1 and CPM-Ant 0.9.
+        top_k: draw among the k likeliest.
+        top_p: draw among the likeliest that make up this probability; none is 1, of CPM-Ant 0.9.
+        repetition_penalty: above 1, what was written becomes less likely.
+        seed: of the drawing.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    prompt: str | None = None
+    chat: bool = False
+    document: Path | None = None
+    max_new_tokens: int = 100
+    num_beams: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """Return what `write_text` and `fill_documents` are told, but what is left to them."""
+        names = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_k", "top_p")
+        given = {name: getattr(self, name) for name in (*names, "repetition_penalty")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(kw_only=True)
+class ChatCommand:
+    """Talk to a model: a line in, an answer out; `/clear` forgets what was said, `/exit` ends.
+
+    Args:
+        model: directory, hub id or short name of a model that writes text, with its tokenizer.
+        config: how it answers.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
+
+
+@dataclass(kw_only=True)
+class EvaluateCommand:
+    """Measure a model on texts and tasks; --layout.* divide it over processes, as in `train`.
+
+    Args:
+        model: directory or hub id of a model, a run's directory, or a preset with --weights.
+        config: on what.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    config: Annotated[EvaluateConfig, tyro.conf.arg(name="")] = field(
+        default_factory=EvaluateConfig
+    )
+
+
+@dataclass(kw_only=True)
+class ConvertCommand:
+    """Write a checkpoint in Hugging Face's form.
+
+    Args:
+        source: directory, hub id or short name: a Hugging Face model, or ModelCenter's
+            pytorch_model.pt with its config.json, or Megatron's shards (CPM-1, CPM-2, EVA).
+        target: directory to make.
+        dtype: of the weights; none keeps the file's.
+        max_file_gb: size (1e9 bytes) above which the weights are divided over several files.
+        family: of a ModelCenter checkpoint, where its tensors do not tell.
+        allow_unknown: config fields to accept unread.
+        preset: which model Megatron's shards are, where their sizes do not tell.
+        megatron_degree: write so many of Megatron's shards instead.
+    """
+
+    source: Annotated[str, tyro.conf.Positional]
+    target: Annotated[Path, tyro.conf.Positional]
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    max_file_gb: float = 4.0
+    family: str | None = None
+    allow_unknown: tuple[str, ...] = ()
+    preset: str | None = None
+    megatron_degree: int | None = None
+
+
+@dataclass(kw_only=True)
+class ReportCommand:
+    """Draw a run's report.
+
+    Args:
+        run: the run's directory.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+
+
+@dataclass(kw_only=True)
+class InfoCommand:
+    """Describe a model.
+
+    Args:
+        name: a preset's name or a model's directory.
+        seq_len: length of the rows for the FLOPs of attention; none takes the longest context.
+    """
+
+    name: Annotated[str, tyro.conf.Positional]
+    seq_len: int | None = None
+
+
+@dataclass(kw_only=True)
+class PlanCommand:
+    """Say which layouts of a model fit on machines that are not here, and how fast they are.
+
+    Args:
+        model: a preset's name or a model's directory.
+        set: fields of its config to change, field=value each.
+        gpus: how many.
+        gpu: which; an unknown one needs gpu_memory and gpu_tflops.
+        gpu_memory: GiB of one, over the table's.
+        gpu_tflops: dense half-precision peak of one, over the table's.
+        gpus_per_node: GPUs that share a node.
+        interconnect: between nodes: a name such as ib-200, or Gb/s per GPU.
+        host_memory: GiB of a node, for offloading.
+        batch: rows of an optimizer step over all GPUs; none takes as many a GPU, 8 at least in all.
+        seq: tokens of a row; none takes the model's longest, 4,096 at most.
+        precision: none takes bf16 where the GPU has it, else fp16.
+        offload: whether the optimizer may leave the GPUs.
+        compile: whether blocks are compiled.
+        tokens: train on so many; gives hours and cost.
+        price: of one GPU for one hour.
+        currency: of the price.
+        rows: lines of the table.
+        plot: write the memory of these lines as an SVG.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    set: tuple[str, ...] = ()
+    gpus: int = 1
+    gpu: str = "a100-80gb"
+    gpu_memory: float | None = None
+    gpu_tflops: float | None = None
+    gpus_per_node: int = 8
+    interconnect: str = "ib-200"
+    host_memory: float = 1024.0
+    batch: int | None = None
+    seq: int | None = None
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    offload: bool = True
+    compile: bool = False
+    tokens: float | None = None
+    price: float | None = None
+    currency: str = "USD"
+    rows: int = 12
+    plot: Path | None = None

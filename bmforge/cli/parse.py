@@ -1,0 +1,119 @@
+"""Arguments to a dataclass of options: every switch both ways, and mistakes explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tyro
+
+from bmforge.errors import ConfigError
+
+__all__ = ["parse_options", "spell_switches", "take_option", "take_switch"]
+
+_WORDS = ("True", "False")
+
+
+def parse_options(
+    kind: Any, arguments: Sequence[str], command: str, default: Any = None, about: str | None = None
+) -> Any:
+    """Turn arguments into a dataclass; a wrong one is explained and ends the program with 2.
+
+    Args:
+        kind: the dataclass.
+        arguments: what stands behind the command.
+        command: its name, for messages.
+        default: the values of what is not given; None takes the dataclass's own.
+        about: what stands above the options in the help; None takes the docstring.
+    """
+    return tyro.cli(
+        kind,
+        args=spell_switches(kind, arguments),
+        prog=f"bmforge {command}",
+        description=about,
+        default=default if default is not None else tyro.MISSING_NONPROP,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
+    )
+
+
+def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
+    """Write switches out: ``--a.b`` as ``--a.b True``, ``--no-a.b`` and ``--a.no-b`` as False.
+
+    Args:
+        kind: the dataclass whose boolean fields are the switches.
+        arguments: of the command line; what is written out already stays.
+    """
+    switches = dict(_find_switches(kind))
+    out: list[str] = []
+    for index, argument in enumerate(arguments):
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        written = switches.get(argument.replace("_", "-"))
+        if written is None or following in _WORDS:
+            out.append(argument)
+        else:
+            out += written
+    return out
+
+
+def _find_switches(kind: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield every spelling of every boolean field, with what it stands for."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        if not field.init:
+            continue
+        name, hint = field.name.replace("_", "-"), hints[field.name]
+        notes: Sequence[Any] = ()
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *notes = typing.get_args(hint)
+        if dataclasses.is_dataclass(hint):
+            is_flat = any(getattr(note, "name", None) == "" for note in notes)
+            yield from _find_switches(hint, prefix if is_flat else f"{prefix}{name}.")
+        elif _is_switch(hint):
+            option = f"--{prefix}{name}"
+            yield option, (option, "True")
+            for spelling in {f"--{prefix}no-{name}", f"--no-{prefix}{name}"}:
+                yield spelling, (option, "False")
+
+
+def _is_switch(hint: Any) -> bool:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return {*typing.get_args(hint)} <= {bool, type(None)}
+    return hint is bool
+
+
+def take_switch(arguments: list[str], name: str) -> bool:
+    """Remove a switch that is no field, in every spelling; return whether it is on.
+
+    The last one holds.
+    """
+    is_on = False
+    off = f"--no-{name.removeprefix('--')}"
+    while True:
+        found = [i for i, a in enumerate(arguments) if a.partition("=")[0] in (name, off)]
+        if not found:
+            return is_on
+        at = found[0]
+        word, _, value = arguments.pop(at).partition("=")
+        if not value and arguments[at : at + 1] and arguments[at] in _WORDS:
+            value = arguments.pop(at)
+        if value not in ("", *_WORDS):
+            raise ConfigError(f"{word}={value} is a switch: give it alone, or with True or False.")
+        is_on = (word == name) == (value != "False")
+
+
+def take_option(arguments: list[str], name: str) -> str | None:
+    """Remove ``name VALUE`` or ``name=VALUE`` from the arguments and return the value."""
+    for index, argument in enumerate(arguments):
+        if argument == name:
+            if index + 1 == len(arguments):
+                raise ConfigError(f"{name} needs a value.")
+            value = arguments[index + 1]
+            del arguments[index : index + 2]
+            return value
+        if argument.startswith(f"{name}="):
+            del arguments[index]
+            return argument.partition("=")[2]
+    return None

@@ -1,0 +1,37 @@
+"""`bmforge train TASK`: its help and its short names; torch comes when there is a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bmforge.cli.train_help import SHORT_NAMES, describe_task, list_tasks
+from bmforge.task_names import check_task
+
+__all__ = ["run_train"]
+
+_HELP = ("-h", "--help")
+
+
+def run_train(arguments: Sequence[str]) -> None:
+    """Run a recipe, or go on with it."""
+    if not arguments or arguments[0] in (*_HELP, "--help-all"):
+        print(list_tasks())
+        return
+    task, options = arguments[0], _spell_out(arguments[1:])
+    check_task(task)
+    if any(option in _HELP for option in options):
+        print(describe_task(task))
+        return
+    # Imported here: it brings every recipe and model with it.
+    from bmforge.cli.train_run import run_task
+
+    run_task(task, ["--help" if option == "--help-all" else option for option in options])
+
+
+def _spell_out(arguments: Sequence[str]) -> list[str]:
+    """Write short names as the fields they stand for."""
+    out = []
+    for argument in arguments:
+        name, mark, value = argument.partition("=")
+        out.append(SHORT_NAMES.get(name.replace("_", "-"), name) + mark + value)
+    return out

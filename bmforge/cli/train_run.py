@@ -1,0 +1,92 @@
+"""Running a task: its config from a file and from options, and what is done with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from bmforge.cli import parse
+from bmforge.cli.dry_run import launched_processes, parse_world, show_dry_run
+from bmforge.cli.parse import take_option, take_switch
+from bmforge.cli.train_help import describe_fields
+from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config
+from bmforge.config import dump_toml
+from bmforge.errors import ConfigError
+from bmforge.parallel.distributed import restarts_failed
+from bmforge.recipes import TASKS, find_recipe
+from bmforge.recipes.registry import Recipe, read_config
+from bmforge.recipes.start import read_changes, record_given, settle_model
+
+__all__ = ["run_task"]
+
+# Traced by --profile.
+_PROFILED_STEPS = 3
+
+
+def run_task(task: str, arguments: Sequence[str]) -> None:
+    """Run a task's recipe, or go on with it.
+
+    Args:
+        task: its name.
+        arguments: what stands behind it.
+    """
+    rest = list(arguments)
+    file, model = take_option(rest, "--config"), take_option(rest, "--model")
+    recipe = find_recipe(task, model, _see_option(rest, "--init-from"), file)
+    shows, tries = take_switch(rest, "--print-config"), take_switch(rest, "--dry-run")
+    traces = take_switch(rest, "--profile")
+    old_file, plans = take_option(rest, "--ds-config"), take_option(rest, "--layout")
+    world, changes = take_option(rest, "--world"), take_option(rest, "--changes")
+    command = f"train {task}" + ("" if model is None else f" --model {model}")
+    default = read_config(recipe, file)
+    # What follows from other fields (heads from widths) is left to follow from the changed ones.
+    default.model = default.model.with_implied()
+    config = _parse_run(recipe, rest, command, default)
+    config = record_given(config, file, parse.spell_switches(recipe.config, rest))
+    if changes is not None:
+        config.changes = read_changes(changes)
+    if shows or tries or plans is not None:
+        config = settle_model(config)
+    if traces and not config.train.profile_steps:
+        config.train = dataclasses.replace(config.train, profile_steps=_PROFILED_STEPS)
+    if old_file is not None:
+        size = parse_world(world) if tries else launched_processes()
+        config = apply_ds_config(config, old_file, size)
+    if plans is not None:
+        config = _choose_layout(config, plans, parse_world(world) if tries else None)
+    if shows:
+        print(dump_toml(config), end="")
+    elif tries:
+        print(show_dry_run(config, parse_world(world)))
+    elif world is not None:
+        raise ConfigError("--world has no effect without --dry-run; torchrun starts processes.")
+    elif recipe.run(config).stopped and not restarts_failed():
+        raise KeyboardInterrupt  # what comes after this command is not to start
+
+
+def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
+    """Set a run's fields; changes of models, which are no plain fields, stay what they were."""
+    run, model = default.changes, default.model.changes
+    default.changes, default.model.changes = (), ()
+    about = describe_fields(TASKS[recipe.task].about)
+    config = parse.parse_options(recipe.config, arguments, command, default, about)
+    config.changes, config.model.changes = run, model
+    return config
+
+
+def _choose_layout(config: Any, word: str, world: int | None) -> Any:
+    """Lay a run out as the planner says: on the launched processes, in a dry run on `world`."""
+    from bmforge.cli.auto_layout import apply_auto_layout
+
+    if word != "auto":
+        raise ConfigError(
+            f"--layout {word!r} must be auto; set its fields by name, such as --layout.zero 3."
+        )
+    return apply_auto_layout(config, world or launched_processes(), joins=world is None)
+
+
+def _see_option(arguments: Sequence[str], name: str) -> str | None:
+    """Return the value of an option that stays among the arguments."""
+    spelt = [a.replace("_", "-") if a.startswith("--init_from") else a for a in arguments]
+    return take_option(spelt, name)

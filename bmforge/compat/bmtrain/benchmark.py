@@ -1,0 +1,71 @@
+"""What the wires between the processes carry: BMTrain's three measurements."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.compat.bmtrain import nccl as wires
+from bmforge.compat.bmtrain.names import NAMES
+from bmforge.compat.bmtrain.runtime import config, synchronize
+from bmforge.compat.bmtrain.utils import print_rank, round_up
+from bmforge.compat.names import missing_names
+
+__all__ = ["all_gather", "reduce_scatter", "send_recv"]
+
+# Bytes, from a kibibyte to 4 GiB.
+SHAPES = tuple(1 << power for power in range(10, 33))
+_REPEATS = 3
+
+
+def all_gather(sizes: Iterable[int] = SHAPES) -> None:
+    """Print, for gathered tensors of so many bytes, the shortest time of three."""
+    world, comm = config["world_size"], config["comm"]
+    for size in (round_up(size, 2 * world) for size in sizes):
+        part, whole = _halves(size // world), _halves(size)
+        _measure("All gather", size, lambda p=part, w=whole: wires.allGather(p, w, comm))
+
+
+def reduce_scatter(sizes: Iterable[int] = SHAPES) -> None:
+    """Print, for tensors of so many bytes to be summed, the shortest time of three."""
+    world, comm = config["world_size"], config["comm"]
+    for size in (round_up(size, 2 * world) for size in sizes):
+        part, whole = _halves(size // world), _halves(size)
+        _measure(
+            "Reduce Scatter", size, lambda p=part, w=whole: wires.reduceScatter(w, p, "avg", comm)
+        )
+
+
+def send_recv(sizes: Iterable[int] = SHAPES) -> None:
+    """Print, for messages of so many bytes from even ranks to the next, the shortest of three."""
+    rank, world, comm = config["rank"], config["world_size"], config["comm"]
+    peer = rank + 1 if rank % 2 == 0 else rank - 1
+    act: Any = wires.send if rank % 2 == 0 else wires.recv
+    for size in (round_up(size, 2) for size in sizes):
+        one = _halves(size)
+        _measure("Send Recv", size, lambda t=one: act(t, peer, comm) if peer < world else None)
+
+
+def _halves(num_bytes: int) -> Tensor:
+    return torch.zeros(num_bytes // 2, dtype=torch.half, device=config.device)
+
+
+def _measure(name: str, size: int, act: Callable[[], None]) -> None:
+    """Run once to warm up, then measure, all processes together."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        synchronize()
+        start = time.perf_counter()
+        act()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    best = min(times[1:])
+    speed = size / best / (1 << 30)
+    print_rank(f"{name}:\tsize {size:>12,} B\ttime: {best * 1e3:4.3f} ms\tbw: {speed:2.6f} GiB/s")
+
+
+__getattr__ = missing_names("bmtrain", NAMES, __all__, "benchmark")

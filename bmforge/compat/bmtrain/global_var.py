@@ -1,0 +1,9 @@
+"""Where BMTrain kept `config`; here it is `runtime.py` that does."""
+
+from bmforge.compat.bmtrain.names import NAMES
+from bmforge.compat.bmtrain.runtime import config, rank, world_size
+from bmforge.compat.names import missing_names
+
+__all__ = ["config", "rank", "world_size"]
+
+__getattr__ = missing_names("bmtrain", NAMES, __all__, "global_var")

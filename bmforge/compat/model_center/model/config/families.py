@@ -1,0 +1,185 @@
+"""The config of every family under its old name; see `base.Config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from bmforge.compat.model_center.model.config.base import Config
+from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
+from bmforge.errors import ConfigError
+from bmforge.models import Model
+from bmforge.models.hub import FAMILIES
+
+__all__ = [
+    "BertConfig",
+    "CPM1Config",
+    "CPM2Config",
+    "CPM3Config",
+    "EVAConfig",
+    "GLMConfig",
+    "GPT2Config",
+    "GPTjConfig",
+    "LlamaConfig",
+    "LongformerConfig",
+    "MiniCPMConfig",
+    "MixtralConfig",
+    "OPTConfig",
+    "QwenConfig",
+    "RobertaConfig",
+    "T5Config",
+    "ViTConfig",
+    "VitConfig",
+]
+
+
+class BertConfig(Config):
+    """Sizes of a BERT."""
+
+    family = "Bert"
+
+
+class RobertaConfig(Config):
+    """Sizes of a RoBERTa."""
+
+    family = "Roberta"
+
+
+class LongformerConfig(Config):
+    """Sizes of a Longformer."""
+
+    family = "Longformer"
+
+
+class ViTConfig(Config):
+    """Sizes of a ViT."""
+
+    family = "ViT"
+
+
+VitConfig = ViTConfig  # its name in ModelCenter
+
+
+class GPT2Config(Config):
+    """Sizes of a GPT-2."""
+
+    family = "GPT2"
+
+
+class GPTjConfig(Config):
+    """Sizes of a GPT-J."""
+
+    family = "GPTJ"
+
+
+class OPTConfig(Config):
+    """Sizes of an OPT."""
+
+    family = "OPT"
+
+
+class LlamaConfig(Config):
+    """Sizes of a Llama."""
+
+    family = "Llama"
+
+
+class QwenConfig(Config):
+    """Sizes of a Qwen."""
+
+    family = "Qwen"
+
+
+class MiniCPMConfig(Config):
+    """Sizes of a MiniCPM."""
+
+    family = "MiniCPM"
+
+
+class MixtralConfig(Config):
+    """Sizes of a Mixtral."""
+
+    family = "Mixtral"
+
+
+class GLMConfig(Config):
+    """Sizes of a GLM."""
+
+    family = "GLM"
+
+
+class CPM1Config(Config):
+    """Sizes of a CPM-1.
+
+    `pos_bias_type` says which: "relative" (as in ModelCenter, also when nothing is said) is
+    ModelCenter's own, "none" the published GPT-2, which `from_pretrained` also finds by itself.
+    """
+
+    family = "CPM1"
+    _RELATIVE: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("norm_bias", "att_bias", "ffn_bias", "attn_scale"), False),
+        **{"length_scale": False, "int8": False, "post_layer_norm": False},
+        "ffn_activate_fn": "gated_gelu",
+    }
+    _PUBLISHED: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("norm_bias", "att_bias", "ffn_bias", "attn_scale"), True),
+        **{"length_scale": False, "int8": False, "post_layer_norm": False},
+        "ffn_activate_fn": "gelu_new",
+    }
+
+    def __init__(self, **fields: Any) -> None:
+        kind = {n: fields.pop(n) for n in ("pos_bias_type",) if n in fields}
+        super().__init__(**kind, **fields)
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether this is ModelCenter's own."""
+        return self._base is None and self._given.get("pos_bias_type", "relative") == "relative"
+
+    def kind(self) -> type[Model]:
+        """Return the class of the model that has this config."""
+        return RelativeCPM1 if self.is_relative else FAMILIES["CPM1"]
+
+    def needed(self) -> Mapping[str, Any]:
+        """Return the fields that must have a certain value."""
+        fixed = self._RELATIVE if self.is_relative else self._PUBLISHED
+        return {"pos_bias_type": "relative" if self.is_relative else "none", **fixed}
+
+    def _check(self, name: str, value: Any) -> None:
+        if name != "pos_bias_type":
+            return super()._check(name, value)
+        if value not in (("none",) if self._base is not None else ("relative", "none")):
+            raise ConfigError(
+                f"pos_bias_type={value!r}: CPM1 has 'relative', ModelCenter's own, or 'none', the "
+                "published one; a checkpoint's is its own."
+            )
+
+
+class CPM3Config(Config):
+    """Sizes of a CPM-3, whose architecture is CPM-Ant's."""
+
+    family = "CPMAnt"
+    fixed: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("norm_bias", "att_bias", "ffn_bias", "int8", "post_layer_norm"), False),
+        **{"length_scale": True, "attn_scale": True, "pos_bias_type": "relative"},
+        **{"max_exact_rate": 0.25, "max_distance_rate": 1.0, "absolute_inner_segment": True},
+        "ffn_activate_fn": "gated_gelu",
+    }
+
+
+class T5Config(Config):
+    """Sizes of a T5, an mT5 or a Flan-T5."""
+
+    family = "T5"
+
+
+class CPM2Config(Config):
+    """Sizes of a CPM-2."""
+
+    family = "CPM2"
+
+
+class EVAConfig(Config):
+    """Sizes of an EVA."""
+
+    family = "EVA"

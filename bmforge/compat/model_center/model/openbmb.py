@@ -1,0 +1,316 @@
+"""CPM1, CPM3 and GLM as the old programs call them.
+
+Before version 1.0 a call of CPM1 or CPM3 had other names and returned the logits themselves.
+ModelCenter's examples still call them so; both ways are taken. Start reading at `CPM1.forward`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.compat.model_center.model.base import (
+    BaseModel,
+    lengths_to_mask,
+    one_of,
+    refuse_unused,
+    spread_mask,
+)
+from bmforge.compat.model_center.model.config import Config, CPM1Config, CPM3Config, GLMConfig
+from bmforge.compat.model_center.model.decoders import DecoderModel
+from bmforge.compat.model_center.model.outputs import BaseModelOutput
+from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
+from bmforge.errors import ConfigError
+from bmforge.infer.cache import KVCache
+from bmforge.models import Model
+from bmforge.models.formats.model_center import fill_model_center
+from bmforge.models.stack import given_inputs
+from bmforge.nn import build_mask
+
+__all__ = ["CPM1", "CPM3", "GLM"]
+
+# What only a call of version 1.0 could name.
+_NEW = ("output_logits", "output_hidden_states", "return_dict", "use_cache", "past_key_values")
+
+
+class GLM(DecoderModel):
+    """GLM; what is not given of positions and part A follows from the ids."""
+
+    _CONFIG_TYPE = GLMConfig
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        block_position_ids: Tensor | None = None,
+        sep: Tensor | None = None,
+        *,
+        length: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Read a text with blanks, and return the logits.
+
+        Args:
+            input_ids: token ids.
+            position_ids: positions outside of blanks.
+            block_position_ids: places in the blanks.
+            sep: length of part A of every row, which all tokens see.
+            length: tokens of each row, padding behind them.
+            attention_mask: 1 for tokens, 0 for padding; or as `sep`.
+            options: as in `DecoderModel`; with one of those that say what to return, the result is
+                an output with names.
+
+        Shape:
+            input_ids, position_ids, block_position_ids: (B, T); sep, length: (B,)
+        """
+        if position_ids is not None and position_ids.dim() == 1:  # these are lengths
+            position_ids, length = None, position_ids
+        if attention_mask is not None and attention_mask.dim() < 2:
+            attention_mask, sep = None, attention_mask
+        if not any(name in options for name in _NEW):
+            options["return_logits"] = True
+        if input_ids is not None and options.get("past_key_values") is None:
+            position_ids = self._complete(input_ids, position_ids, block_position_ids)
+        elif position_ids is not None and block_position_ids is not None:
+            position_ids = torch.stack((position_ids, block_position_ids), 1)
+        if sep is not None:
+            if length is not None and input_ids is not None:
+                attention_mask = lengths_to_mask(length, input_ids.shape[1])
+            attention_mask = self._show_part_a(input_ids, sep, attention_mask)
+        return super().forward(input_ids, length, attention_mask, None, position_ids, **options)
+
+    def _complete(
+        self, input_ids: Tensor, positions: Tensor | None, places: Tensor | None
+    ) -> Tensor | None:
+        """Return both kinds of positions, (B, 2, T), where one of them was given."""
+        if positions is None and places is None:
+            return None
+        if positions is None or places is None:
+            derived = self.model.row_positions(input_ids, None)  # type: ignore[operator]
+            if derived is None:
+                raise ConfigError(
+                    "position_ids and block_position_ids are needed together: this model's config "
+                    "has no sop_tok_id and mask_tok_id, by which one follows from the ids."
+                )
+            positions = derived[:, 0] if positions is None else positions
+            places = derived[:, 1] if places is None else places
+        return torch.stack((positions.long(), places.long()), 1)
+
+    def _show_part_a(
+        self, input_ids: Tensor | None, sep: Tensor, attention_mask: Tensor | None
+    ) -> Tensor:
+        """Return the length of part A of every row or, beside padding, the mask of all pairs."""
+        if attention_mask is None or input_ids is None:
+            return sep
+        shape = (input_ids.shape[0], input_ids.shape[1])
+        mask = build_mask(
+            shape,
+            input_ids.device,
+            attention_mask=attention_mask,
+            prefix_lengths=sep.reshape(-1).expand(shape[0]),
+        )
+        assert mask is not None
+        return mask
+
+
+class _OldCall(BaseModel):
+    """A model that is called in two ways; see the module."""
+
+    def _see(
+        self,
+        given: Tensor,
+        past: int,
+        length: Tensor | None,
+        attention_mask: Tensor | None,
+        context: Tensor | None,
+        span: Tensor | None,
+    ) -> Tensor:
+        """Return which token every token sees, (B, past + T, past + T)."""
+        rows, width = given.shape[0], past + given.shape[1]
+        if attention_mask is not None and attention_mask.dim() == 3:
+            mask = attention_mask.bool()
+        else:
+            real = given.new_ones(rows, width, dtype=torch.bool)
+            if attention_mask is not None:
+                real = attention_mask.bool()
+            elif length is not None:
+                real = lengths_to_mask(length, width).bool()
+            before = torch.ones(width, width, dtype=torch.bool, device=given.device).tril()
+            mask = real[:, None] & before
+            if context is not None:
+                shown = context.bool()
+                mask = shown[:, None] | (~shown[:, :, None] & before)
+                mask = mask & real[:, None] & real[:, :, None]
+        if span is not None:
+            mask = mask & (span[:, None] == span[:, :, None])
+        return mask
+
+
+class CPM1(_OldCall):
+    """CPM-1: ModelCenter's own, or the one that was published, a GPT-2; see `CPM1Config`."""
+
+    _CONFIG_TYPE = CPM1Config
+
+    @classmethod
+    def _open_old(cls, family: type[Model], directory: Path, config: Config) -> Model:
+        model = family.from_config(config.native(), device="meta", dtype=config.dtype)
+        return fill_model_center(model, directory)
+
+    def forward(
+        self,
+        input: Tensor | None = None,
+        length: Tensor | None = None,
+        context: Tensor | None = None,
+        span: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool = False,
+        past_key_values: KVCache | None = None,
+        output_logits: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool = True,
+        **others: Any,
+    ) -> Any:
+        """Read a text; with `input` return the logits, with `input_ids` an output with names.
+
+        Args:
+            input: token ids, as they were called before version 1.0, and by position.
+            length: tokens of each row, padding behind them; or
+            context: tokens that all may see; the published model has none.
+            span: tokens see only those of their own span; None is one span.
+            input_ids: token ids, as they are called since.
+            attention_mask: 1 for tokens, 0 for padding; or written out for every pair of tokens.
+            inputs_embeds: taken instead of what the embedding makes of the ids.
+            use_cache: keep keys and values for later tokens.
+            past_key_values: what an earlier call returned under this name; it is extended in place.
+            output_logits, output_hidden_states, return_dict: as in `DecoderModel`.
+            others: `token_type_ids` and what else the old models took without using it.
+
+        Shape:
+            input: (B, T); attention_mask: (B, past + T) or (B, past + T, past + T);
+            context, span: (B, past + T); length: (B,)
+
+        Raises:
+            ConfigError: a context was given to the published model.
+        """
+        others.pop("token_type_ids", None)
+        if others.pop("position_ids", None) is not None:
+            raise ConfigError("CPM1 counts positions itself: leave out position_ids.")
+        refuse_unused(others)
+        is_old = input is not None
+        ids, inputs_embeds = one_of(input if is_old else input_ids, inputs_embeds)
+        given = given_inputs(ids, inputs_embeds)
+        if isinstance(self.model, RelativeCPM1):
+            pass
+        elif context is not None and bool(context.any()):
+            raise ConfigError(
+                "context marks tokens that all may see, but the published CPM-1 reads from left to "
+                "right: pass context=None, or use CPM1Config(pos_bias_type='relative')."
+            )
+        else:
+            context = None
+        past = 0 if past_key_values is None else past_key_values.length
+        cache = self._open_cache(past_key_values, use_cache, past + given.shape[1])
+        mask = self._see(given, past, length, attention_mask, context, span)
+        found = self.model(
+            ids,
+            spread_mask(mask, given.shape[1]),
+            cache=cache,
+            output_hidden_states=bool(output_hidden_states),
+            inputs_embeds=inputs_embeds,
+        )
+        last, layers = found.last_hidden_state, found.hidden_states
+        return self.answer(
+            last,
+            lambda logits: BaseModelOutput(last, cache, logits, layers),
+            output_logits=output_logits,
+            return_logits=is_old,
+            return_dict=return_dict,
+        )
+
+
+class CPM3(_OldCall):
+    """CPM-3, the architecture that was published as CPM-Ant."""
+
+    _CONFIG_TYPE = CPM3Config
+
+    def forward(
+        self,
+        input: Tensor | None = None,
+        length: Tensor | None = None,
+        context: Tensor | None = None,
+        position: Tensor | None = None,
+        segment: Tensor | None = None,
+        span: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool = False,
+        past_key_values: KVCache | None = None,
+        output_logits: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool = True,
+        **others: Any,
+    ) -> Any:
+        """Read a text; with `input` return logits and hidden states, with `input_ids` an output.
+
+        Args:
+            input: token ids, the prompt's in front, as they were called before version 1.0.
+            length: tokens of each row, padding behind them.
+            context: tokens that all may see; the others are written from left to right.
+            position: without effect: distances are counted; also as `position_ids`.
+            segment: kind of segment of every token; also as `token_type_ids`.
+            span: tokens see only those of their own span; None is one span.
+            input_ids: token ids, as they are called since.
+            attention_mask: 1 for tokens, 0 for padding.
+            token_type_ids, position_ids: see `segment` and `position`.
+            inputs_embeds: taken instead of what the embedding makes of the ids.
+            use_cache, past_key_values, output_logits, output_hidden_states, return_dict: as in
+                `DecoderModel`.
+            others: what the old models took without using it.
+
+        Shape:
+            input: (B, T); all others (B, past + T), but length (B,)
+        """
+        refuse_unused(others)
+        is_old = input is not None
+        ids, inputs_embeds = one_of(input if is_old else input_ids, inputs_embeds)
+        given = given_inputs(ids, inputs_embeds)
+        past = 0 if past_key_values is None else past_key_values.length
+        width = past + given.shape[1]
+        segment = token_type_ids if segment is None else segment
+        if segment is None:
+            segment = torch.zeros(given.shape[0], width, dtype=torch.long, device=given.device)
+        if context is None:
+            context = torch.zeros_like(segment, dtype=torch.bool)
+        cache = self._open_cache(past_key_values, use_cache, width)
+        found = self.model(
+            ids,
+            attention_mask,
+            length=length,
+            context=context,
+            segment=segment,
+            span=span,
+            cache=cache,
+            output_hidden_states=bool(output_hidden_states),
+            inputs_embeds=inputs_embeds,
+        )
+        last, layers = found.last_hidden_state, found.hidden_states
+        if is_old:
+            return self.make_logits(last), last
+        return self.answer(
+            last,
+            lambda logits: BaseModelOutput(last, cache, logits, layers),
+            output_logits=output_logits,
+            return_logits=False,
+            return_dict=return_dict,
+        )

@@ -1,0 +1,95 @@
+"""What became of the public names of an old package: one table, for the pages and for errors.
+
+Each package beside this file keeps its table in its `names.py`; `dev/old_names.py` writes it into
+the package's page, and `tests/compat/test_old_names.py` holds both to what the code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = ["PAGES", "STATES", "Row", "Table", "find_gone", "missing_names", "read_names"]
+
+STATES = ("same", "changed", "gone")
+# Old package -> its page in docs/.
+PAGES = {"bmtrain": "migrating.md"}
+
+
+class Row(NamedTuple):
+    """Names that share one state.
+
+    Args:
+        names: dotted, below the old package (`Block`, `store.save`, `Block.reference`).
+        state: "same"; "changed", and the note says how; "gone", and the note says what to use.
+        note: what a program has to know; of a name that is gone, what follows the word "Use".
+    """
+
+    names: tuple[str, ...]
+    state: str
+    note: str
+
+
+Table = Mapping[str, Sequence[Row]]
+
+
+def read_names(text: str) -> Table:
+    """Read a table: lines ``name name | state | note`` below lines ``# title``.
+
+    Raises:
+        ConfigError: a line is of another form, or a name comes twice.
+    """
+    table: dict[str, list[Row]] = {}
+    seen: set[str] = set()
+    rows: list[Row] | None = None
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("# "):
+            rows = table.setdefault(line[2:], [])
+            continue
+        names, state, note = (part.strip() for part in [*line.split(" | "), "", ""][:3])
+        own = tuple(names.split())
+        if rows is None or state not in STATES or (state != "same" and not note):
+            raise ConfigError(f"{line!r} is not 'names | {' or '.join(STATES)} | note'.")
+        for name in own:
+            if name in seen:
+                raise ConfigError(f"{name} is in the table twice.")
+            seen.add(name)
+        rows.append(Row(own, state, note))
+    return table
+
+
+def find_gone(table: Table) -> Iterator[tuple[str, str]]:
+    """Yield every name that is gone, and what to use."""
+    for rows in table.values():
+        for row in rows:
+            if row.state == "gone":
+                yield from ((name, row.note) for name in row.names)
+
+
+def missing_names(
+    package: str, table: Table, known: Sequence[str], inside: str = ""
+) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which says what to use instead of a name that is gone.
+
+    Args:
+        package: the old package's name.
+        table: of its names.
+        known: the names that the module has, to suggest one of.
+        inside: which module of the package it is; "" for the package itself.
+
+    A name that is gone is an ImportError, which `from ... import name` passes on as it is; of an
+    AttributeError it would keep nothing but the name.
+    """
+    before = f"{inside}." if inside else ""
+    page = f"See docs/{PAGES[package]}."
+
+    def missing(name: str) -> Any:
+        use = dict(find_gone(table)).get(before + name)
+        if use is not None:
+            raise ImportError(f"{package}.{before}{name} is gone. Use {use}. {page}")
+        hint = suggest(name, known)
+        raise AttributeError(f"bmforge.compat.{package} has no {before + name!r}.{hint} {page}")
+
+    return missing

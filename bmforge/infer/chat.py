@@ -1,0 +1,149 @@
+"""Talking to any model that writes text: a chat template writes what was said, the model goes on.
+
+A decoder goes on with the text; an encoder-decoder reads it with a blank behind and fills that; GLM
+fills a blank at its end. These are the forms in which the models are trained on conversations. EVA
+and CPM-Bee have forms of their own, in `openbmb/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bmforge.data.tasks.rows import decode_answer, fill_prompt
+from bmforge.errors import ConfigError
+from bmforge.infer.generate import generate
+from bmforge.infer.options import GenerationConfig
+from bmforge.models.base import Model
+from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.chat_template import ChatTemplate, Message
+
+__all__ = ["Conversation"]
+
+_MAX_NEW_TOKENS = 128
+
+
+class Conversation:
+    """A conversation with a model.
+
+    Args:
+        model: any that writes text, but an EVA or a CPM-Bee.
+        tokenizer: that of the model.
+        template: writes what was said; None takes a plain one.
+        options: how to write answers; what ends them is known from the tokenizer and the template.
+            Near the end of what the model reads an answer has as many tokens as are left.
+        system: what is said before all else.
+
+    Attributes:
+        history: what was said, oldest first.
+
+    Raises:
+        ConfigError: the model does not write text, or in another form.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        options: GenerationConfig | None = None,
+        system: str | None = None,
+    ) -> None:
+        traits = model.traits
+        if not traits.writes or traits.objective in ("documents", "dialogues"):
+            raise ConfigError(
+                f"a {type(model).__name__} with the head {model.config.head!r} cannot talk in the "
+                "form of a chat template: needed is a model that writes text; EVA and CPM-Bee have "
+                "forms of their own (bmforge.infer.openbmb)."
+            )
+        self.model, self.tokenizer = model, tokenizer
+        self.template = template or ChatTemplate(None, tokenizer)
+        self.options = options or GenerationConfig(max_new_tokens=_MAX_NEW_TOKENS)
+        is_apart = traits.reads == "apart"
+        self._limit = None if is_apart else traits.row_limit(model.config)
+        self._mark = self.template.end_mark().strip() or self.template.end_mark()
+        self._system: list[Message] = []
+        if system is not None:
+            self._system = [{"role": "system", "content": system}]
+        self.history: list[Message] = []
+
+    def reply(self, text: str) -> str:
+        """Say something and return the answer; both become history.
+
+        Raises:
+            ConfigError: nothing was said, or more than the model reads.
+        """
+        if not text.strip():
+            raise ConfigError("there is nothing to answer; say something.")
+        said: list[Message] = [*self.history, {"role": "user", "content": text}]
+        answer = self._write(self._read(said))
+        self.history = [*said, {"role": "assistant", "content": answer}]
+        return answer
+
+    def clear(self) -> None:
+        """Forget what was said."""
+        self.history = []
+
+    def _read(self, said: Sequence[Message]) -> list[int]:
+        """Return the ids of what was said; the oldest turns are left out until an answer fits."""
+        limit, wanted = self._limit, self.options.max_new_tokens
+        for first in range(0, len(said), 2):  # a question goes with its answer
+            messages = [*self._system, *said[first:]]
+            ids = self._encode(self.template.render(messages, add_generation_prompt=True))
+            if limit is None or len(ids) + wanted <= limit:
+                return ids
+        if limit is not None and len(ids) < limit:
+            return ids
+        raise ConfigError(
+            f"what was said last has {len(ids)} tokens with all that stands around it, and the "
+            f"model reads {limit}, answer included. Say less."
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        """Return a text's ids as the model reads them, in the form in which it writes an answer."""
+        tokenizer, traits = self.tokenizer, self.model.traits
+        if traits.reads == "apart":
+            return fill_prompt(text, "", tokenizer, 4 * len(text) + 9, traits.sentinel)
+        if traits.objective == "blanks":
+            marks = {name: tokenizer.role_id(name) for name in ("cls", "gmask", "eos", "sop")}
+            blank = getattr(self.model.config, "mask_token_id", None) or marks["gmask"]
+            begin, end = [marks["cls"]], [blank, marks["eos"], marks["sop"]]
+            return [id for id in (*begin, *tokenizer.encode(text), *end) if id is not None]
+        first = tokenizer.bos_id if traits.objective == "hidden tokens" else None
+        return [*([] if first is None else [first]), *tokenizer.encode(text)]
+
+    def _write(self, ids: list[int]) -> str:
+        """Return what the model answers to such ids."""
+        model, tokenizer = self.model, self.tokenizer
+        traits, ends = model.traits, self._end_ids()
+        device = next(model.parameters()).device
+        found: dict[str, Any] = {"eos_token_id": tuple(ends)} if ends else {}
+        if self._limit is not None:
+            most = min(self.options.max_new_tokens, self._limit - len(ids))
+            found |= {
+                "max_new_tokens": most,
+                "min_new_tokens": min(self.options.min_new_tokens, most),
+            }
+        prompt = torch.tensor([ids], device=device)
+        out = generate(model, prompt, torch.ones_like(prompt), self.options, **found)[0].tolist()  # type: ignore[arg-type]
+        if traits.reads == "apart":
+            return decode_answer(out[1:], tokenizer, traits.answer_sentinel)
+        new = out[len(ids) :]
+        stop = next((place for place, id in enumerate(new) if id in ends), len(new))
+        text = tokenizer.decode(new[:stop])
+        return (text.partition(self._mark)[0] if self._mark else text).strip()
+
+    def _end_ids(self) -> list[int]:
+        """Return the tokens with which an answer ends: the tokenizer's, and the template's mark."""
+        tokenizer, traits = self.tokenizer, self.model.traits
+        if traits.reads == "apart":
+            second = tokenizer.token_to_id(traits.answer_sentinel.format(1) or " ")
+            found = [second, tokenizer.eos_id]
+        else:
+            mark = tokenizer.encode(self._mark) if self._mark else []
+            found = [tokenizer.eos_id, tokenizer.role_id("eop"), *(mark if len(mark) == 1 else ())]
+        own = self.model.config.raw.get("eos_token_id")
+        found += own if isinstance(own, list) else [own]
+        return list(dict.fromkeys(id for id in found if id is not None))

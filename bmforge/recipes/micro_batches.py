@@ -1,0 +1,51 @@
+"""Into how many micro-batches a step is divided: what accumulation and a pipeline make of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from bmforge.errors import ConfigError
+from bmforge.parallel import Layout
+from bmforge.parallel.check import step_problems
+
+__all__ = ["settle_batch"]
+
+
+def settle_batch(config: Any, world_size: int) -> Any:
+    """Return the config of the data, with the global batch size that follows from accumulation.
+
+    Raises:
+        ConfigError: there is no whole number of passes, two global batch sizes are asked for, or
+            the schedule of a pipeline cannot be written for so many micro-batches.
+    """
+    data, rows = config.data, config.layout.row_groups(world_size)
+    steps = getattr(data, "grad_accum_steps", None)
+    if steps is not None:
+        data = _accumulate(data, steps, rows, type(config)().data.global_batch_size)
+    _check_schedule(data, config.layout, rows)
+    return data
+
+
+def _accumulate(data: Any, steps: int, rows: int, usual: int) -> Any:
+    if steps < 1:
+        raise ConfigError(f"data.grad_accum_steps={steps} must be at least 1.")
+    product = data.micro_batch_size * steps * rows
+    if data.global_batch_size not in (usual, product):
+        raise ConfigError(
+            f"data.global_batch_size={data.global_batch_size}, but micro_batch_size="
+            f"{data.micro_batch_size} x grad_accum_steps={steps} x {rows} = {product}. Leave one "
+            "of the two out."
+        )
+    return dataclasses.replace(data, global_batch_size=product, grad_accum_steps=None)
+
+
+def _check_schedule(data: Any, layout: Layout, rows: int) -> None:
+    count = -(-data.global_batch_size // (data.micro_batch_size * rows))
+    found = step_problems(layout, count)
+    if found:
+        raise ConfigError(
+            f"data.global_batch_size={data.global_batch_size} / (data.micro_batch_size="
+            f"{data.micro_batch_size} x {rows} processes with other rows) = {count} micro-batches: "
+            f"{'; '.join(found)}."
+        )

@@ -1,0 +1,90 @@
+"""The names that `bmforge train` knows, and what they mean; what they run is in the recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = ["ALSO", "OLD_NAMES", "PUBLISHED", "TASK_NAMES", "check_task"]
+
+TASK_NAMES: Mapping[str, str] = {
+    "pretrain": (
+        "pretrain on prepared text as the family does: next or masked tokens, spans, blanks, ..."
+    ),
+    "conversations": "fine-tune on conversations",
+    "classify": (
+        "fine-tune on a task with labels or choices; its name can stand in place of `classify`"
+    ),
+    "squad": "fine-tune on questions about a text",
+    "dialogue": "train on dialogues",
+    "documents": "train on CPM-Bee's documents",
+    "chid": "fine-tune to choose idioms (ChID)",
+    "stc": "fine-tune to answer posts (STC)",
+    "images": "tell the images of a folder apart",
+}
+
+# Other names of tasks.
+ALSO: Mapping[str, str] = {"sft": "conversations"}
+
+# Of recipes: each a task with a model.
+OLD_NAMES: Mapping[str, str] = {
+    "gpt2-pretrain": "pretrain a GPT-2 on prepared text",
+    "llama-pretrain": "pretrain a Llama on prepared text",
+    "cpm1-pretrain": "pretrain a CPM-1 on prepared text",
+    "cpm1-chid": "fine-tune a CPM-1 to choose idioms (ChID)",
+    "cpm1-stc": "fine-tune a CPM-1 to answer posts (STC)",
+    "cpm2-pretrain": "train a CPM-2 to fill cut-out spans",
+    "t5-pretrain": "train a T5 to fill cut-out spans",
+    "bert-superglue": "fine-tune a BERT on a task",
+    "t5-superglue": "fine-tune a T5 on a task",
+    "gpt2-superglue": "fine-tune a GPT-2 on a task",
+    "llama-superglue": "fine-tune a Llama on a task",
+    "llama-sft": "fine-tune a Llama on conversations",
+    "t5-squad": "fine-tune a T5 to answer questions on a text",
+    "eva-dialogue": "train an EVA on dialogues",
+    "cpm-ant-train": "train a CPM-Ant on hidden tokens and on the rest of texts",
+    "cpm-bee-train": "train a CPM-Bee on documents",
+}
+
+# Tasks as they are published, each under its own name.
+PUBLISHED = (
+    "BoolQ",
+    "CB",
+    "COPA",
+    "RTE",
+    "WiC",
+    "WSC",
+    "MultiRC",
+    "ReCoRD",
+    "eprstmt",
+    "csl",
+    "ocnli",
+    "cmnli",
+    "afqmc",
+    "bustm",
+    "tnews",
+    "iflytek",
+    "cluewsc2020",
+    "cluewsc",
+    "SQuAD",
+    "cmrc2018",
+    "drcd",
+    "chid",
+    "c3-m",
+    "c3-d",
+    "LCQMC",
+    "ag_news",
+)
+
+
+def check_task(name: str) -> None:
+    """Raise `ConfigError` for a name that is none of these; published ones in any case."""
+    published = [task.lower() for task in PUBLISHED]
+    if name in TASK_NAMES or name in ALSO or name in OLD_NAMES or name.lower() in published:
+        return
+    hint = suggest(name, [*TASK_NAMES, *OLD_NAMES, *PUBLISHED])
+    raise ConfigError(
+        f"task {name!r} is unknown.{hint} Tasks: {', '.join(TASK_NAMES)}, and by their own names "
+        f"{', '.join(PUBLISHED)}; old names of recipes: {', '.join(OLD_NAMES)}."
+    )

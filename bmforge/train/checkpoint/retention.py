@@ -1,0 +1,71 @@
+"""Which checkpoints go: those that retention does not keep, and what a killed process left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from bmforge.logging import get_logger
+from bmforge.train.checkpoint.format import (
+    TEMPORARY_PREFIX,
+    find_checkpoints,
+    step_name,
+    step_of,
+    verify_checkpoint,
+)
+from bmforge.train.checkpoint.frozen import sweep_frozen
+from bmforge.train.checkpoint.write import Fault, no_fault
+
+__all__ = ["clean_leftovers", "make_room", "remove_old"]
+
+
+def remove_old(
+    directory: Path, step: int, keep_last: int, keep_every: int | None, fault: Fault = no_fault
+) -> None:
+    """Remove what retention does not keep, and what only that needed; `step` stays.
+
+    Directories of a later step than `step` are left alone: the run has yet to come there again.
+    """
+    past = [path for path in find_checkpoints(directory) if (step_of(path) or 0) <= step]
+    for path in past[keep_last:]:
+        if keep_every is not None and (step_of(path) or 0) % keep_every == 0:
+            continue
+        doomed = directory / f"{TEMPORARY_PREFIX}removing-{path.name}-{os.urandom(4).hex()}"
+        path.rename(doomed)
+        fault("retention-renamed")
+        shutil.rmtree(doomed)
+        fault("retention-deleted")
+    sweep_frozen(directory, directory / step_name(step))
+
+
+def make_room(directory: Path, step: int, keep_last: int, keep_every: int | None) -> bool:
+    """Remove before checkpoint `step` is written what retention would remove after it.
+
+    One stays in any case, and must be sound. Return whether anything went.
+    """
+    found = find_checkpoints(directory)
+    past = [path for path in found if (step_of(path) or 0) <= step]
+    if len(past) < 2:
+        return False
+    verify_checkpoint(past[0])
+    remove_old(directory, step, max(1, keep_last - 1), keep_every)
+    gone = [path.name for path in found if not path.exists()]
+    if gone:
+        get_logger().warning(
+            "no room for one more checkpoint: %s removed before %s is written",
+            *(", ".join(gone), step_name(step)),
+        )
+    return bool(gone)
+
+
+def clean_leftovers(directory: Path) -> None:
+    """Remove what a killed process left half written or half removed."""
+    if not directory.is_dir():
+        return
+    for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
+        get_logger().debug("removing the leftover %s", path)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

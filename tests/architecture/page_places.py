@@ -1,0 +1,103 @@
+"""What the pages' blocks start from: texts, corpora, small models, tasks, each under its name."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from pages import PAGES, blocks
+
+from bmforge.data import PrepareConfig, prepare
+from bmforge.models import Llama, LlamaConfig
+from bmforge.models.hub import find_preset
+
+COMMENT = re.compile(r"\s*#.*")
+# Models that the pages start from: where, and of which kind they are.
+STARTS = {
+    "google-bert/bert-base-uncased": "bert-base-uncased",
+    "google/t5-v1_1-small": "t5-v1_1-small",
+    "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
+    "google/vit-base-patch16-224-in21k": "vit-base-patch16-224-in21k",
+    "openbmb/cpm-bee-1b": "cpm-bee-1b",
+    "models/cpm-ant": "cpm-ant-10b",
+    "models/eva2.0-base": "eva2.0-base",
+}
+
+
+def write_tiny(folder: Path, preset: str) -> None:
+    """A model of a preset's family that is small, for pages to start from."""
+    family, sizes = find_preset(preset)
+    heads = {"num_heads": 2, "num_kv_heads": 0, "head_dim": 16}
+    wide = {"hidden_size": 32, "intermediate_size": 0, "num_layers": 1, **heads}
+    text = {} if family.family_traits.has_images else {"vocab_size": 64}
+    small = {"intermediate_size": 48, "mask_modules": (), "num_buckets": 16}
+    kept = {n: v for n, v in small.items() if hasattr(sizes, n)}
+    family.from_config(sizes.replace(**{**wide, **text, **kept})).save_pretrained(folder)
+
+
+def toml_files() -> dict[str, str]:
+    """Every TOML file that the pages show, under the name in its first line."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for body in blocks(page, "toml"):
+            name = re.match(r"# (\S+\.toml)\n", body)
+            assert name, f"{page.name}: a TOML block does not begin with its name, '# name.toml'"
+            told_before = COMMENT.sub("", found.get(name[1], body))
+            assert told_before == COMMENT.sub("", body), f"two kinds of {name[1]}"
+            found[name[1]] = body
+    return found
+
+
+def write_texts(place: Path) -> None:
+    """A folder of twelve texts that Python carries."""
+    (place / "texts").mkdir()
+    names = sorted(topics)[:36]
+    for number in range(12):
+        text = "\n\n".join(textwrap.dedent(topics[name]) for name in names[number::12])
+        (place / "texts" / f"text-{number}.txt").write_text(text, encoding="utf-8")
+
+
+def write_corpus(place: Path) -> None:
+    """The corpus of the README's command."""
+    if not (place / "texts").exists():
+        write_texts(place)
+    prepare([place / "texts"], place / "corpus", PrepareConfig(vocab_size=1024))
+
+
+def write_more(place: Path) -> None:
+    """A second corpus, of the first one's tokenizer."""
+    if not (place / "corpus").exists():
+        write_corpus(place)
+    settings = PrepareConfig(tokenizer=str(place / "corpus" / "tokenizer"))
+    prepare([place / "texts"], place / "more", settings)
+
+
+def write_topics(place: Path) -> None:
+    """The corpus of the README's Python."""
+    prepare(None, place / "topics", PrepareConfig(vocab_size=512))
+
+
+def write_export(place: Path) -> None:
+    """A Llama in Hugging Face's form."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 3, "num_heads": 2}
+    Llama.from_config(LlamaConfig(vocab_size=96, **sizes)).save_pretrained(place / "export")
+
+
+def write_toml(name: str) -> Callable[[Path], None]:
+    def write(place: Path) -> None:
+        (place / name).write_text(toml_files()[name], encoding="utf-8")
+
+    return write
+
+
+PLACES: dict[str, Callable[[Path], None]] = {
+    "texts": write_texts,
+    "corpus": write_corpus,
+    "more": write_more,
+    "topics": write_topics,
+    "export": write_export,
+    **{name: write_toml(name) for name in toml_files()},
+}

@@ -1,0 +1,126 @@
+"""Every command and every Python block of the pages is run as it is written.
+
+Python blocks run with the quick tests, each with names of its own, in an empty directory per page.
+Whole pages, commands and Python in order, are long.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from page_places import PLACES
+from pages import PAGES, ROOT, RUNNING, Block, page_blocks
+
+from bmforge.parallel import shutdown_distributed
+
+OF_THE_ROOT = ("examples", "dev", "benchmarks")  # commands name them as seen from there
+SHOWN = RUNNING | {"text", "json", "toml"}
+ALL = {str(page.relative_to(ROOT)): list(page_blocks(page)) for page in PAGES}
+RUN = {  # the two READMEs have the same code
+    page: found
+    for page, all_of in ALL.items()
+    if page != "README-ZH.md"
+    and (found := [block for block in all_of if block.language in RUNNING and not block.not_run])
+}
+
+
+def quick(page: str) -> list[Block]:
+    """The Python blocks that need no other page and no command before them."""
+    return [
+        block for block in RUN[page] if block.language == "python" and set(block.needs) <= {*PLACES}
+    ]
+
+
+def bring(place: Path, needs: tuple[str, ...], pages: Path) -> None:
+    """Put what a block needs into its directory: places, or all that an earlier page left."""
+    for name in needs:
+        if name in PLACES:
+            if not (place / name).exists():
+                PLACES[name](place)
+        else:
+            own = shutil.ignore_patterns(*OF_THE_ROOT)
+            shutil.copytree(run_page(name, pages), place, dirs_exist_ok=True, ignore=own)
+
+
+def run_page(page: str, pages: Path) -> Path:
+    """The directory in which a page was run from its first block to its last."""
+    place = pages / page.replace("/", "-")
+    if not place.exists():
+        place.mkdir()
+        for folder in OF_THE_ROOT:
+            (place / folder).symlink_to(ROOT / folder)
+        for block in RUN[page]:
+            bring(place, block.needs, pages)
+            (run_python if block.language == "python" else run_commands)(block, place)
+    return place
+
+
+def run_python(block: Block, place: Path) -> None:
+    """In this process, as a module of its own."""
+    before = Path.cwd()
+    os.chdir(place)
+    try:
+        exec(compile(block.body, str(block), "exec"), {"__name__": "example"})
+    finally:
+        shutdown_distributed()
+        os.chdir(before)
+
+
+def shortened(block: Block) -> Iterator[str]:
+    """The block's lines, with what its comment adds behind each command that trains."""
+    for line in block.body.replace("\\\n", " ").splitlines():
+        trains = "bmforge train " in line and "--help" not in line
+        yield f"{line.partition(' #')[0]} {block.added}" if trains and block.added else line
+
+
+def run_commands(block: Block, place: Path) -> None:
+    """In a shell that stops at the first failure."""
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = ["bash", "-euo", "pipefail", "-c", "\n".join(shortened(block))]
+    done = subprocess.run(
+        arguments, cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{block}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_blocks_say_what_they_are(page: str) -> None:
+    """Every block has a language, and what its comments name is there."""
+    for block in ALL[page]:
+        assert block.language in SHOWN, f"{block}: {block.language!r} is not one of {SHOWN}"
+        unknown = set(block.needs) - {*PLACES, *RUN}
+        assert not unknown, f"{block} needs {unknown}, which nobody makes"
+
+
+@pytest.mark.parametrize("page", [page for page in RUN if quick(page)])
+def test_python_blocks_run(page: str, tmp_path: Path, pages: Path) -> None:
+    for block in quick(page):
+        bring(tmp_path, block.needs, pages)
+        run_python(block, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("page", RUN)
+def test_pages_run_whole(page: str, pages: Path) -> None:
+    run_page(page, pages)
+
+
+def test_a_wrong_block_would_be_seen(tmp_path: Path) -> None:
+    """The tests above can fail: a command that fails, and Python that raises, do."""
+    for language, body in (("bash", "false\ntrue"), ("python", "assert 1 == 2")):
+        block = Block(ROOT / "README.md", 1, language, body)
+        with pytest.raises(AssertionError):
+            (run_python if language == "python" else run_commands)(block, tmp_path)
