@@ -50,10 +50,12 @@ class CPMAntTokenizer(Tokenizer):
         "newline": "\n",
     }
 
+    _strips: ClassVar[bool] = True
+
     def __init__(
         self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True
     ) -> None:
-        written = parse_vocabulary(content, path, skip_empty=True)
+        written = parse_vocabulary(content, path, skip_empty=True, strip=self._strips)
         missing = [t for t in ("<pad>", "<unk>", "<s>", "</s>", *_WRITTEN_AS) if t not in written]
         if missing:
             raise DataError(
@@ -113,6 +115,8 @@ class CPMAntPlusTokenizer(CPMAntTokenizer):
     Source: ``cpm_live/tokenizers/ant_plus.py`` of OpenBMB/CPM-Live, branch cpm-ant-plus. There a
     decoded ``<`` is written twice; here text comes back as it was.
     """
+
+    _strips: ClassVar[bool] = False  # its pieces may begin with a space
 
     def __init__(
         self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True
