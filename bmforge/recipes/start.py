@@ -209,8 +209,9 @@ def settle_model(config: Any) -> Any:
 
 def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
     """Return the config of a model, tied as its weights are."""
-    described = family.from_config(family.config_class.from_pretrained(directory), device="meta")
-    return settle_tie(described, WeightFiles(directory))
+    files = WeightFiles(directory)
+    config = family.settle_config(family.config_class.from_pretrained(directory), files.shapes)
+    return settle_tie(family.from_config(config, device="meta"), files)
 
 
 def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
