@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bmforge.task_names import OLD_NAMES, TASK_NAMES
+from bmforge.task_names import ALSO, OLD_NAMES, TASK_NAMES
 
 __all__ = ["SHORT_NAMES", "describe_fields", "describe_task", "list_tasks"]
 
@@ -55,7 +55,7 @@ def list_tasks() -> str:
 
 def describe_task(name: str) -> str:
     """Return what `bmforge train TASK --help` says: what is set most often."""
-    about = TASK_NAMES.get(name) or OLD_NAMES.get(name) or f"fine-tune on {name}"
+    about = TASK_NAMES.get(ALSO.get(name, name)) or OLD_NAMES.get(name) or f"fine-tune on {name}"
     return (
         f"usage: bmforge train {name} --model NAME_OR_DIR [OPTIONS]\n\n{about}\n\n"
         f"{_rows(_COMMON)}\n\n{_rows(_SWITCHES)}\n\n"

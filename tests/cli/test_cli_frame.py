@@ -153,7 +153,7 @@ def test_switches_and_short_names_of_a_run(capsys: pytest.CaptureFixture[str]) -
     assert data["paths"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", [*TASKS, "BoolQ", "gpt2-pretrain"])
+@pytest.mark.parametrize("name", [*TASKS, "sft", "BoolQ", "gpt2-pretrain"])
 def test_help_of_a_task_names_what_is_there(name: str) -> None:
     """Short names stand for fields that every form of the task has, but for rows of images."""
     said = describe_task(name)
