@@ -44,6 +44,7 @@ COMMANDS: Mapping[str, Command] = {
         options.PrepareCommand,
     ),
     "train": Command("train a model for a task, or go on with it", "train:run_train"),
+    "evaluate": Command("measure a model on texts and tasks", "evaluate:run_evaluate"),
     "generate": Command(
         "continue a text with a model", "generate:run_generate", options.GenerateCommand
     ),

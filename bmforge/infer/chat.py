@@ -94,7 +94,7 @@ class Conversation:
             ids = self._encode(self.template.render(messages, add_generation_prompt=True))
             if limit is None or len(ids) + wanted <= limit:
                 return ids
-        if len(ids) < limit:
+        if limit is not None and len(ids) < limit:
             return ids
         raise ConfigError(
             f"what was said last has {len(ids)} tokens with all that stands around it, and the "
@@ -111,8 +111,8 @@ class Conversation:
             blank = getattr(self.model.config, "mask_token_id", None) or marks["gmask"]
             begin, end = [marks["cls"]], [blank, marks["eos"], marks["sop"]]
             return [id for id in (*begin, *tokenizer.encode(text), *end) if id is not None]
-        begins = traits.objective == "hidden tokens" and tokenizer.bos_id is not None
-        return [*([tokenizer.bos_id] if begins else []), *tokenizer.encode(text)]
+        first = tokenizer.bos_id if traits.objective == "hidden tokens" else None
+        return [*([] if first is None else [first]), *tokenizer.encode(text)]
 
     def _write(self, ids: list[int]) -> str:
         """Return what the model answers to such ids."""

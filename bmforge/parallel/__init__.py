@@ -7,6 +7,7 @@ layout to take on which machines is said by `plan` (`planner/search.py`).
 
 from bmforge.memory.gradients import left_gradient
 from bmforge.memory.offload import OffloadConfig
+from bmforge.parallel.balance import leave_out_balance
 from bmforge.parallel.distributed import (
     World,
     init_distributed,
@@ -65,6 +66,7 @@ __all__ = [
     "find_device",
     "gradient_ranks",
     "init_distributed",
+    "leave_out_balance",
     "left_gradient",
     "mesh_of",
     "name_the_missing",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from bmforge.parallel.collectives import all_gather, exchange_rows, sum_both_ways
+from bmforge.parallel.collectives import all_gather, all_reduce, exchange_rows
 from bmforge.parallel.layout import axis_group, axis_size
 from bmforge.parallel.tensor.cuts import compute_on_views_
 from bmforge.records import fill_slot_
@@ -191,8 +191,9 @@ def _dispatch_far(
 def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let what depends on all tokens of a step know those of all processes, in place.
 
-    Comm: per forward one all-reduce of 2 E + 1 numbers where the model has a load-balancing loss,
-        and one in backward; per mixture with balanced loads an all-gather of M * E affinities.
+    Comm: per step one all-reduce of 2 E + 3 numbers where
+        the model has a load-balancing loss; per mixture with balanced loads an all-gather of M * E
+        affinities.
     """
     by_rows = _groups_of(mesh, *_ROW_AXES)
     # Behind the blocks all processes have all tokens of a row again.
@@ -210,7 +211,7 @@ def _groups_of(mesh: DeviceMesh, *axes: str) -> list[dist.ProcessGroup]:
 @torch.compiler.disable
 def _sum_over(groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
     for group in groups:
-        values = sum_both_ways(values, group)
+        values = all_reduce(values, group)
     return values
 
 

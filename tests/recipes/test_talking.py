@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
 TALKERS = [
     name
     for name, family in FAMILIES.items()
-    if family.family_traits.objective in ("next token", "spans")
+    if family.family_traits.objective in ("next token", "spans", "hidden tokens")
 ]
 
 
@@ -87,6 +87,8 @@ def test_an_answer_is_what_is_written_after_the_template(name: str, letters: Pat
             end, skipped = tokenizer.token_to_id(model.traits.sentinel.format(1)), 1
         else:
             ids = theirs(written, add_special_tokens=False)["input_ids"]
+            if model.traits.objective == "hidden tokens":
+                ids = [tokenizer.bos_id, *ids]
             end, skipped = tokenizer.token_to_id("<|im_end|>"), len(ids)
         out = generate(model, torch.tensor([ids]), max_new_tokens=12, eos_token_id=())
         new = out[0, skipped:].tolist()

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from bmforge.compat.bmtrain.module import DistributedModule, Facade, make_distributed_
+from bmforge.compat.bmtrain.facade import Facade, claim_blocks_
+from bmforge.compat.bmtrain.module import DistributedModule, make_distributed_
+from bmforge.compat.bmtrain.overlap import join_blocks_
 from bmforge.compat.bmtrain.parameter import gather, mark_, mesh_of, origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ConfigError
+from bmforge.parallel.zero import param_groups_of
 from bmforge.surgery import wrap_forward_, wrappers_of
 
 __all__ = ["Block", "BlockError", "TransformerBlockList", "as_blocks"]
@@ -81,6 +84,8 @@ class Block(Facade):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; a list or tuple comes back as a tuple."""
+        if isinstance(self._module, FSDPModule) and "_joined" not in self._module.__dict__:
+            join_blocks_(self)
         with config.own_random(self.training):
             out = self._module(*args, **kwargs)
         if self.zero_level == 2 and not _has_backward(out):
@@ -90,6 +95,8 @@ class Block(Facade):
     def give_back(self) -> None:
         """Free what is gathered, so that the parameters are the shares again."""
         if isinstance(self._module, FSDPModule):
+            if any(group._all_gather_result for group in param_groups_of(self._module)):
+                self._module.unshard()  # it was gathered ahead, and then not run
             self._module.reshard()
 
     def train(self, mode: bool = True) -> Self:
@@ -277,6 +284,8 @@ class TransformerBlockList(nn.Module):
             return_hidden_states: also return what went into each block, stacked on a new first dim.
             kwargs: the same for every block.
         """
+        if "_claims" not in self.__dict__:
+            claim_blocks_(self)
         hidden, rest = args[: self.num_hidden], args[self.num_hidden :]
         seen: list[tuple[Any, ...]] = []
         for block in self:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copyreg
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bmforge.compat.bmtrain.facade import Facade, claim_blocks_
 from bmforge.compat.bmtrain.parameter import (
     Origin,
     full_shape,
@@ -20,24 +20,7 @@ from bmforge.compat.bmtrain.parameter import (
 )
 from bmforge.compat.bmtrain.runtime import config
 
-__all__ = ["DistributedModule", "Facade", "make_distributed_"]
-
-
-class Facade(nn.Module):
-    """A module that stands for another one, with that one's parameters and names.
-
-    To `isinstance` it is of both classes: Hugging Face finds by their class the layers whose
-    outputs it returns as hidden states.
-    """
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The class of the module it stands for."""
-        return type(vars(self).get("_module", self))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy as what it is."""
-        return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
+__all__ = ["DistributedModule", "make_distributed_"]
 
 
 class DistributedModule(nn.Module):
@@ -51,6 +34,8 @@ class DistributedModule(nn.Module):
         """Run forward with what it gathers kept until it ends."""
         if self.__dict__.get("_gathered") is not None:
             return super().__call__(*args, **kwargs)
+        if "_claims" not in self.__dict__:
+            claim_blocks_(self)
         self.__dict__["_gathered"] = {}
         try:
             with config.own_random(self.training):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from bmforge.compat.bmtrain.facade import claim_blocks_
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.names import missing_names
@@ -236,6 +237,7 @@ def init_parameters(model: nn.Module) -> None:
     Memory: one whole parameter at a time.
     """
     config.need("init_parameters")
+    claim_blocks_(model)
     for param in _once(model):
         origin = origin_of(param)
         if origin is not None and origin.init_method is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bmforge.compat.bmtrain.block import Block, BlockError, TransformerBlockList
+from bmforge.compat.bmtrain.facade import claim_blocks_
 from bmforge.compat.bmtrain.parameter import gather, make_parameter, mark_, origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ShapeError
@@ -48,6 +49,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
             raise BlockError(f"{len(self)} blocks do not fill pipe_size={self.stages} stages.")
         for index, block in enumerate(self):
             _place_(block, self.get_stage_by_layer_id(index))
+        claim_blocks_(self)
         self._link = Link(config["pipe_comm"], config.device)
         self._schedule = write_schedule("gpipe", self.stages, config["micros"])
         self._link.connect(list(Route(self._schedule).messages))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.block import TransformerBlockList
+from bmforge.compat.bmtrain.facade import claim_blocks_
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.parameter import full_shape, share_like, sum_plain_gradients_
 from bmforge.compat.bmtrain.runtime import config, synchronize
@@ -182,6 +183,7 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
         CheckpointError: the file cannot be read, or keys or shapes do not fit; all are listed.
     """
     config.need("load")
+    claim_blocks_(model)
 
     def read() -> dict[str, Any]:
         try:

@@ -1,0 +1,70 @@
+"""The blocks of one model under one root of `fully_shard`: each gathers the next while it runs.
+
+A block that is alone is a root of its own. Blocks are joined when the first of them runs, and not
+before: `fully_shard` wants its tree to be whole by then, and parameters to be where they belong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from bmforge.compat.bmtrain.facade import Facade
+from bmforge.compat.bmtrain.runtime import config
+
+__all__ = ["join_blocks_"]
+
+
+class _Root(nn.Module):
+    """Stands above blocks, and has nothing of its own."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self) -> None:
+        """Nothing; `fully_shard` joins the blocks when it is called."""
+
+
+def join_blocks_(block: Facade) -> None:
+    """Join a block with those of the model that has claimed it, and let each gather the next.
+
+    Next to a block is the one that follows it in the same list, or module.
+
+    Memory: two blocks at a time are gathered.
+    """
+    _, find_model = block.__dict__.get("_claim", (0, lambda: block))
+    model = find_model() or block
+    found = dict.fromkeys(_inside(one) for one in _outermost(model) if _waits(one))
+    root = _Root(list(found))
+    fully_shard(root, mesh=config.world)
+    for inner in found:
+        inner.__dict__["_joined"] = True
+    for parent in model.modules():
+        row = [_inside(m) for m in parent.children() if isinstance(m, Facade)]
+        for one, two in pairwise(m for m in row if m in found):
+            one.set_modules_to_forward_prefetch([two])
+            two.set_modules_to_backward_prefetch([one])
+    root()
+
+
+def _inside(block: Facade) -> Any:
+    return block.__dict__["_module"]
+
+
+def _waits(block: Facade) -> bool:
+    inner = _inside(block)
+    return isinstance(inner, FSDPModule) and "_joined" not in inner.__dict__
+
+
+def _outermost(module: nn.Module) -> Iterator[Facade]:
+    """Yield the blocks of a model that are in no other one."""
+    if isinstance(module, Facade):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
