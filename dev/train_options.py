@@ -19,18 +19,17 @@ from bmforge.models.hub import FAMILIES
 from bmforge.recipes.registry import RECIPES, TASKS
 
 PLACE = Path(__file__).resolve().parents[1] / "bmforge" / "cli" / "train_options.py"
-HEAD = '''"""The fields that a run of some task with some family has; written by `dev/train_options.py`."""
+HEAD = '''"""Fields that a run of some task with some family has; see `dev/train_options.py`."""
 
 from __future__ import annotations
 
 __all__ = ["FIELDS"]
 
-FIELDS = frozenset(
-    """
+_NAMES = """
 '''
 TAIL = '''
-""".split()
-)
+"""
+FIELDS = frozenset(_NAMES.split())
 '''
 
 
@@ -59,7 +58,7 @@ def render() -> str:
         found |= {*find_fields(family.config_class, "model.")}
     text = " ".join(sorted(found))
     lines = textwrap.wrap(text, 96, break_on_hyphens=False, break_long_words=False)
-    return HEAD + textwrap.indent("\n".join(lines), "    ") + TAIL
+    return HEAD + "\n".join(lines) + TAIL
 
 
 if __name__ == "__main__":

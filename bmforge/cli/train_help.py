@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bmforge.task_names import ALSO, OLD_NAMES, TASK_NAMES
 
-__all__ = ["SHORT_NAMES", "describe_fields", "describe_task", "list_tasks"]
+__all__ = ["SHORT_NAMES", "SWITCHES", "describe_fields", "describe_task", "list_tasks"]
 
 SHORT_NAMES = {
     "--data": "--data.paths",
@@ -37,6 +37,10 @@ _SWITCHES = {
     "--dry-run --world N": "say what each of N processes would hold, and stop",
     "--profile": "trace three steps",
 }
+# What a task takes besides fields.
+SWITCHES = [
+    word for row in (*_SWITCHES, "--help-all") for word in row.split() if word.startswith("--")
+]
 
 
 def list_tasks() -> str:
