@@ -6,7 +6,6 @@ Real processes and real signals; `benchmarks/kill_resume.py` does the same fifty
 from __future__ import annotations
 
 import os
-import re
 import signal
 from pathlib import Path
 
