@@ -57,11 +57,11 @@ class GenerateCommand:
         document: of a CPM-Bee: a file with one document a line, {"input": "...", "<ans>": ""}; they
             are printed with their answers.
         max_new_tokens: at most so many tokens, in documents per answer.
-        num_beams: beam search with so many beams; 1 is greedy; none is 1, in documents 3.
-        do_sample: draw instead of taking the likeliest.
-        temperature: of the drawing.
+        num_beams: beam search with so many beams; 1 is greedy; none is 1, of CPM-Ant and CPM-Bee 3.
+        do_sample: draw instead of taking the likeliest; none draws of CPM-1.
+        temperature: of the drawing; none is 1, of CPM-1 and CPM-Ant 0.9.
         top_k: draw among the k likeliest.
-        top_p: draw among the likeliest that make up this probability.
+        top_p: draw among the likeliest that make up this probability; none is 1, of CPM-Ant 0.9.
         repetition_penalty: above 1, what was written becomes less likely.
         seed: of the drawing.
     """
@@ -72,18 +72,18 @@ class GenerateCommand:
     document: Path | None = None
     max_new_tokens: int = 100
     num_beams: int | None = None
-    do_sample: bool = False
-    temperature: float = 1.0
+    do_sample: bool | None = None
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int = 0
 
     def options(self) -> dict[str, Any]:
-        """Return what `generate` and `fill_documents` are told, but what is left to them."""
-        names = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
+        """Return what `write_text` and `fill_documents` are told, but what is left to them."""
+        names = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_k", "top_p")
         given = {name: getattr(self, name) for name in (*names, "repetition_penalty")}
-        return given if self.num_beams is None else {**given, "num_beams": self.num_beams}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(kw_only=True)
@@ -191,7 +191,7 @@ class PlanCommand:
         gpus_per_node: GPUs that share a node.
         interconnect: between nodes: a name such as ib-200, or Gb/s per GPU.
         host_memory: GiB of a node, for offloading.
-        batch: rows of an optimizer step over all GPUs; none takes one a GPU, 8 at least.
+        batch: rows of an optimizer step over all GPUs; none takes as many a GPU, 8 at least in all.
         seq: tokens of a row; none takes the model's longest, 4,096 at most.
         precision: none takes bf16 where the GPU has it, else fp16.
         offload: whether the optimizer may leave the GPUs.

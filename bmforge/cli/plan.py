@@ -13,11 +13,12 @@ from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_workload import read_model, workload_of
 from bmforge.errors import ConfigError
 from bmforge.files import check_place, replace_file
-from bmforge.logging import get_logger
+from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Request, Row
 from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
-from bmforge.parallel.planner.search import Plan, plan
+from bmforge.parallel.planner.kept import default_directory
+from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
 
 __all__ = [
     "auto_layout",
@@ -58,7 +59,7 @@ def make_request(command: PlanCommand) -> Request:
     return Request(
         workload_of(command.model, config, row_tokens),
         cluster,
-        max(8, command.gpus) if command.batch is None else command.batch,
+        -(-8 // command.gpus) * command.gpus if command.batch is None else command.batch,
         precision,
         command.offload,
         command.compile,
@@ -73,11 +74,14 @@ def run_plan_command(command: PlanCommand) -> None:
     request = make_request(command)
     if command.plot is not None:
         check_place(command.plot, "plot")
-    with console.status("planning") as status:
+    layouts = tuple(sensible_layouts(request))
+    with ProgressBar("plan", len(layouts)) as bar:
         found = plan(
             request,
-            note=lambda layout: status.update(f"planning: {layout}"),
+            note=lambda layout: bar.advance(text=layout),
+            layouts=layouts,
             processes=os.cpu_count() or 1,
+            keep=default_directory(),
         )
     describe_plan(found, command, console)
     if command.plot is not None:
@@ -99,8 +103,9 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
         f"{cluster.network_gbit_s:g} Gb/s per GPU between nodes)"
     )
     console.print(make_table(found, command.rows))
-    for layout, reason in found.refused[:3]:
-        console.print(f"not possible: {layout}: {reason}", highlight=False)
+    for reason, layouts in _by_reason(found)[:3]:
+        more = f" and {len(layouts) - 1} more" if len(layouts) > 1 else ""
+        console.print(f"not possible: {layouts[0]}{more}: {reason}", highlight=False)
     console.print(
         f"products at {device.efficiency:.0%} of the peak ({device.measured}); figures of the GPU: "
         f"{device.source}",
@@ -111,6 +116,14 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
     if command.tokens is not None:
         console.print(cost_line(found.winner, request, command), highlight=False)
     console.print(launch_line(request, found.winner), soft_wrap=True, highlight=False)
+
+
+def _by_reason(found: Plan) -> list[tuple[str, list[Layout]]]:
+    """Return the layouts that are not possible, those of one reason together."""
+    reasons: dict[str, list[Layout]] = {}
+    for layout, reason in found.refused:
+        reasons.setdefault(reason, []).append(layout)
+    return list(reasons.items())
 
 
 def make_table(found: Plan, count: int) -> Table:

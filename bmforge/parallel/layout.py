@@ -70,7 +70,7 @@ class Layout:
         pp_schedule: order of a pipeline's work; one of `schedules.SCHEDULES`.
         pp_stages_per_rank: None takes the fewest that the schedule works with.
         pp_cut: how many blocks each stage has; empty balances them.
-        pp_balance: what is balanced: "parameters", or the "flops" of a token.
+        pp_balance: what is balanced: the "flops" of a token, or "parameters".
     """
 
     zero: Literal[0, 2, 3] = 3
@@ -84,7 +84,7 @@ class Layout:
     pp_schedule: str = "1f1b"
     pp_stages_per_rank: int | None = None
     pp_cut: tuple[int, ...] = ()
-    pp_balance: Literal["parameters", "flops"] = "parameters"
+    pp_balance: Literal["flops", "parameters"] = "flops"
 
     def __post_init__(self) -> None:
         """Take pp=0 for 1."""
@@ -146,8 +146,8 @@ class Layout:
                 for name in names
                 if getattr(self, name) != getattr(unset, name)
             ]
-        if self.pp_balance not in ("parameters", "flops"):
-            return [f"pp_balance={self.pp_balance!r} must be 'parameters' or 'flops'"]
+        if self.pp_balance not in ("flops", "parameters"):
+            return [f"pp_balance={self.pp_balance!r} must be 'flops' or 'parameters'"]
         return []
 
     def check(self, world_size: int) -> None:

@@ -45,8 +45,8 @@ class AutoTokenizer:
     def from_pretrained(directory: str | os.PathLike[str]) -> Any:
         """Return the tokenizer whose files are in `directory`.
 
-        Looked at, in this order: the ``tokenizer_class`` of tokenizer_config.json and the
-        ``model_type`` of config.json where they name one of OpenBMB's; ``tokenizer.json``; the
+        Looked at, in this order: the ``tokenizer_class`` of tokenizer_config.json where it names
+        one of OpenBMB's; ``tokenizer.json``; the ``model_type`` of config.json where that does; the
         names of the files; the special tokens in ``vocab.txt``; the older files of GPT-2, OPT,
         RoBERTa (``vocab.json`` with ``merges.txt``) and BERT (``vocab.txt``).
 
@@ -69,14 +69,21 @@ class AutoTokenizer:
 
 
 def _by_config(folder: Path) -> Callable[[Path], Any] | None:
-    """Return what opens the class or model that the directory's config files name."""
-    for name, key in ((CONFIG_FILE, "tokenizer_class"), ("config.json", "model_type")):
-        if (folder / name).exists():
-            value = str(read_json(folder / name).get(key, "")).lower()
-            short = value.replace("-", "").replace("_", "").removesuffix("tokenizer")
-            if short in _BY_NAME:
-                return _BY_NAME[short]
-    return None
+    """Return what opens the class or model that the directory's config files name.
+
+    A model of any family may have been trained with a tokenizer.json, so its name decides only
+    where there is none.
+    """
+    named = _read_name(folder / CONFIG_FILE, "tokenizer_class")
+    if named not in _BY_NAME and not (folder / TOKENIZER_FILE).exists():
+        named = _read_name(folder / "config.json", "model_type")
+    return _BY_NAME.get(named)
+
+
+def _read_name(file: Path, key: str) -> str:
+    """Return what a config file calls a tokenizer or model, without what names differ in."""
+    value = str(read_json(file).get(key, "")).lower() if file.exists() else ""
+    return value.replace("-", "").replace("_", "").removesuffix("tokenizer")
 
 
 def _by_files(folder: Path) -> Callable[[Path], Any] | None:

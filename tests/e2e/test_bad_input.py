@@ -82,7 +82,7 @@ def test_prepare_leaves_other_peoples_files_alone(tmp_path: Path, config: Path) 
     (out / "train" / "tokens.bin").write_bytes(b"mine")
     before = files_below(tmp_path)
     said = bmforge("prepare", config.parent / "text.jsonl", "--out", out)
-    assert_refused(said, "train/tokens.bin", "--overwrite")
+    assert_refused(said, "holds train but no prepared.toml", "--overwrite")
     said = bmforge("prepare", config.parent / "text.jsonl", "--out", config.parent / "data")
     assert_refused(said, "vocab_size=300 there", "--overwrite")
     assert files_below(tmp_path) == before

@@ -184,6 +184,6 @@ def test_a_wrong_tokenizer_leaves_nothing(tmp_path):
             out.mkdir()
             (out / "mine").write_text("kept", "utf-8")
         with pytest.raises(DataError, match="no tokenizer in"):
-            prepare(tmp_path / "text.txt", out, config)
+            prepare(tmp_path / "text.txt", out, config, overwrite=is_there)
         assert [path.name for path in out.rglob("*")] == ["mine"] * is_there
         assert out.exists() == is_there

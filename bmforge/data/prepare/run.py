@@ -145,7 +145,7 @@ def _check_free(out: Path) -> None:
         raise ConfigError(
             f"out_dir={str(out)!r} holds {', '.join(found[:4])}{more} but no {RECORD_NAME}: choose "
             "a new or empty directory, or write into this one with overwrite=True (--overwrite), "
-            f"which replaces {', '.join(sorted(ours - {_WORK_NAME}))} and keeps the rest"
+            f"which replaces {_TOKENIZER}/* and {', '.join(_OUTPUTS)} and keeps the rest"
         )
 
 

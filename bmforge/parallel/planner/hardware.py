@@ -163,11 +163,17 @@ class Cluster:
         for name in ("count", "per_node", "network_gbit_s", "host_memory_gib", "host_gb_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
-        if self.count > self.per_node and self.count % self.per_node:
+        if not self.holds(self.count):
+            full = self.count // self.per_node * self.per_node
+            inside = next(n for n in range(self.per_node, 0, -1) if self.count % n == 0)
             raise ConfigError(
-                f"{self.count} devices do not fill nodes of {self.per_node}. Give another "
-                "number, or --gpus-per-node."
+                f"{self.count} devices do not fill nodes of {self.per_node}. Nearest that work: "
+                f"--gpus {full} or {full + self.per_node}, or --gpus-per-node {inside}."
             )
+
+    def holds(self, count: int) -> bool:
+        """Whether so many devices fill nodes of this size, or fit into one."""
+        return count <= self.per_node or count % self.per_node == 0
 
     def inside_gb_s(self, size: int) -> float:
         """Return what each of `size` devices of a node can send to the others of them."""
