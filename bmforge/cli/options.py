@@ -19,6 +19,7 @@ __all__ = [
     "EvaluateCommand",
     "GenerateCommand",
     "InfoCommand",
+    "MigrateCommand",
     "PlanCommand",
     "PrepareCommand",
     "ReportCommand",
@@ -137,6 +138,19 @@ class ConvertCommand:
     allow_unknown: tuple[str, ...] = ()
     preset: str | None = None
     megatron_degree: int | None = None
+
+
+@dataclass(kw_only=True)
+class MigrateCommand:
+    """Turn a start script of CPM-Pretrain into the config of a run.
+
+    Args:
+        script: run_gpt2.sh or run_t5.sh, or a whole command line in quotes; nothing in it is run.
+        out: TOML file to write; by default the script's name with .toml, in this directory.
+    """
+
+    script: Annotated[str, tyro.conf.Positional]
+    out: Path | None = None
 
 
 @dataclass(kw_only=True)
