@@ -68,7 +68,8 @@ class Writing(threading.Thread):
 
     def __init__(self, write: Callable[[], None]) -> None:
         super().__init__(name="bmforge save")
-        self._write, self._problem = write, None
+        self._write = write
+        self._problem: Exception | None = None
 
     def run(self) -> None:
         """Write."""

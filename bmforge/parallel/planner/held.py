@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bmforge.parallel.layout import TENSOR_AXES
 from bmforge.shards import local_tensor
 from bmforge.surgery import match_glob, persistent_tensors
 
@@ -74,13 +75,13 @@ def count_sharded(model: nn.Module, stacks: Stacks) -> dict[str, int]:
 
 
 def _tensor_share(parameter: Tensor) -> int:
-    """Numbers of a parameter that are left when only the axis `tp` has cut it."""
+    """Numbers of a parameter that are left when only tensor parallelism has cut it."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     names = parameter.device_mesh.mesh_dim_names or ()
     cuts = [
         parameter.device_mesh.size(axis)
         for axis, (name, place) in enumerate(zip(names, parameter.placements, strict=False))
-        if name == "tp" and place.is_shard()
+        if name in TENSOR_AXES and place.is_shard()
     ]
     return parameter.numel() // math.prod(cuts)
