@@ -119,7 +119,8 @@ class EvaluateConfig:
             line.
         split: of published tasks.
         examples: read at most so many of a task.
-        seq_len: longest row in tokens; None takes the model's, 2,048 at most.
+        seq_len: longest row in tokens; None takes that of the run which made the model, else the
+            model's, 2,048 at most.
         micro_batch_size: rows per forward pass on one process.
         max_new_tokens: longest answer where a task asks for a text.
         precision: of the computation.

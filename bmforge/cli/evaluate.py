@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from bmforge.cli import parse
 from bmforge.cli.options import EvaluateCommand
-from bmforge.cli.parse import parse_options
 from bmforge.logging import process_rank
 
 __all__ = ["run_evaluate"]
@@ -16,13 +16,13 @@ _LAYOUT = "--layout."
 def run_evaluate(arguments: Sequence[str]) -> None:
     """Evaluate a model, and print the figures once."""
     plain, laid = _divide(arguments)
-    command = parse_options(EvaluateCommand, plain, "evaluate")
+    command = parse.parse_options(EvaluateCommand, plain, "evaluate")
     command.config.check()
     # Imported here: help and mistakes are answered without torch.
     from bmforge.parallel import Layout
     from bmforge.recipes.evaluate import evaluate_model
 
-    layout = parse_options(Layout, laid, "evaluate")
+    layout = parse.parse_options(Layout, laid, "evaluate")
     results = evaluate_model(command.model, command.config, layout)
     if process_rank() == 0:
         print("\n".join(_draw_table(results)))

@@ -7,8 +7,10 @@ What is measured is what training measures: rows of held-out text through `train
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
-from bmforge.recipes.asking import AskedClasses, AskedOptions, AskedTexts, count_classes
+from bmforge.recipes.asking import AskedClasses, AskedOptions, AskedTask, AskedTexts, count_classes
 from bmforge.recipes.inputs.corpus import open_held_out
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out
 from bmforge.recipes.inputs.task_data import TaskDataConfig, open_task
@@ -45,11 +47,12 @@ from bmforge.recipes.run_dir import add_results
 from bmforge.recipes.start import find_start, traits_of
 from bmforge.settings import EvaluateConfig
 from bmforge.tokenizers import AutoTokenizer, Tokenizer
-from bmforge.train import EvalResult, evaluate, write_report
+from bmforge.train import evaluate, write_report
 
 __all__ = ["EvaluateConfig", "evaluate_model"]
 
 _LONGEST = 2048
+Measure = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -93,28 +96,16 @@ def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = No
         run_on_first(lambda: out.parent.mkdir(parents=True, exist_ok=True))
     layout.check(world.size)
     subject = _open_subject(name, config, layout, world)
+    # All is read before anything is measured, so that a mistake is met at once.
+    measures = [(path, _open_text(subject, path, config)) for path in config.text]
+    measures += [(path, _open_prepared(subject, path, config)) for path in config.prepared]
+    measures += [(task, _open_task(subject, task, config)) for task in config.tasks]
     results: Results = {}
-    for path in config.text:
-        _add(results, path, _judge_files(subject, path, config))
-    for path in config.prepared:
-        _add(results, path, _judge_prepared(subject, path, config))
-    for task in config.tasks:
-        _add(results, task, _judge_task(subject, task, config))
+    for what, measure in measures:
+        for metric, value in measure().items():
+            results.setdefault(metric, {})[what] = value
     run_on_first(lambda: _keep(name, subject.directory, config, layout, results))
     return results
-
-
-def _judge(evaluation: EvalResult, text_bytes: int | None) -> dict[str, float]:
-    """Return the figures of a text: perplexity, and where its bytes are known bits per byte."""
-    found = {"perplexity": evaluation.perplexity}
-    if text_bytes:
-        found["bits per byte"] = evaluation.bits_per_byte(text_bytes)
-    return found
-
-
-def _add(results: Results, name: str, figures: Mapping[str, float]) -> None:
-    for metric, value in figures.items():
-        results.setdefault(metric, {})[name] = value
 
 
 def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: World) -> _Subject:
@@ -141,13 +132,27 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
     parallelize(model, layout, mesh=mesh, precision=config.precision)
     load_weights_(model, directory, device=world.device)
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
-    longest = min(sizes.max_seq_len, _LONGEST)
+    longest = _length_in_run(directory) or min(sizes.max_seq_len, _LONGEST)
     limit = model.traits.row_limit(sizes)
     if config.seq_len is not None and limit is not None and config.seq_len > limit:
         raise ConfigError(f"seq_len={config.seq_len}: the model reads {limit} tokens at most.")
     return _Subject(
         model, _find_tokenizer(directory), directory, mesh, rows, config.seq_len or longest
     )
+
+
+def _find_run(directory: Path) -> Path | None:
+    """Return the run whose export a directory is."""
+    run = directory.resolve().parent
+    return run if directory.name == "export" and (run / "run.toml").is_file() else None
+
+
+def _length_in_run(directory: Path) -> int | None:
+    """Return the tokens of a row in the run that made a model."""
+    run = _find_run(directory)
+    told = {} if run is None else tomllib.loads((run / "run.toml").read_text(encoding="utf-8"))
+    found = told.get("data", {}).get("seq_len")
+    return found if isinstance(found, int) else None
 
 
 def _find_tokenizer(directory: Path) -> Tokenizer | None:
@@ -176,8 +181,8 @@ def _need_next_tokens(model: Model) -> None:
         )
 
 
-def _judge_files(subject: _Subject, path: str, config: EvaluateConfig) -> dict[str, float]:
-    """Return the figures of files of text: each document after what begins a text."""
+def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
+    """Open files of text: each document is read after what begins a text."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     _need_next_tokens(model)
     first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -197,29 +202,32 @@ def _judge_files(subject: _Subject, path: str, config: EvaluateConfig) -> dict[s
     data = ExampleConfig(seq_len=subject.seq_len, micro_batch_size=config.micro_batch_size)
     source = AnswerRows(pairs, _Reading(model.config, data), reads_apart=False)
     rows = subject.rows
-    return _judge(
-        _evaluate(subject, iter_held_out(source, data, rows.rank, rows.size)),
-        text_bytes if begin else None,
-    )
+    batches = iter_held_out(source, data, rows.rank, rows.size)
+    return lambda: _judge(subject, batches, text_bytes if begin else None)
 
 
-def _judge_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> dict[str, float]:
-    """Return the figures of a token store, in the rows that training reads."""
+def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
+    """Open a token store, in the rows that training reads."""
     _need_next_tokens(subject.model)
     held_out = open_held_out(
         path, subject.seq_len, subject.model.config.vocab_size, str(subject.directory)
     )
     rows = subject.rows
     batches = held_out.batches(config.micro_batch_size, rows.rank, rows.size)
-    return _judge(_evaluate(subject, batches), held_out.text_bytes)
+    return lambda: _judge(subject, batches, held_out.text_bytes)
 
 
-def _evaluate(subject: _Subject, batches: Iterable[Batch]) -> EvalResult:
-    return evaluate(subject.model, batches, mesh=subject.mesh, device=subject.rows.device)
+def _judge(subject: _Subject, batches: Iterable[Batch], text_bytes: int | None) -> dict[str, float]:
+    """Return the figures of a text: perplexity, and where its bytes are known bits per byte."""
+    found = evaluate(subject.model, batches, mesh=subject.mesh, device=subject.rows.device)
+    figures = {"perplexity": found.perplexity}
+    if text_bytes:
+        figures["bits per byte"] = found.bits_per_byte(text_bytes)
+    return figures
 
 
-def _judge_task(subject: _Subject, name: str, config: EvaluateConfig) -> dict[str, float]:
-    """Return a task's own figures."""
+def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
+    """Open a task, asked as a model of this kind is asked."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     data = _describe_task(name, subject, config)
     task = open_task(data)
@@ -232,6 +240,7 @@ def _judge_task(subject: _Subject, name: str, config: EvaluateConfig) -> dict[st
         raise DataError(f"{name!r} has no example.")
     reading = _Reading(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
+    asked: Callable[..., AskedTask]
     if traits.reads == "both" and not traits.has_images and not task.asks_for_text:
         has = model.config.num_labels if model.config.head == "sequence_classification" else 0
         if has != count_classes(task):
@@ -240,13 +249,14 @@ def _judge_task(subject: _Subject, name: str, config: EvaluateConfig) -> dict[st
                 f"{has} apart (head {model.config.head!r}). Fine-tune it first: bmforge train "
                 "classify."
             )
-        return AskedClasses(task, examples, tokenizer, reading).measure(model, subject.rows)
-    if traits.reads not in ("left", "apart") or not traits.writes:
+        asked = AskedClasses
+    elif traits.reads in ("left", "apart") and traits.writes:
+        asked = AskedTexts if task.asks_for_text else AskedOptions
+    else:
         raise ConfigError(
             f"a {type(model).__name__} with the head {model.config.head!r} cannot be asked {name}."
         )
-    asked = AskedTexts if task.asks_for_text else AskedOptions
-    return asked(task, examples, tokenizer, reading).measure(model, subject.rows)
+    return partial(asked(task, examples, tokenizer, reading).measure, model, subject.rows)
 
 
 def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> TaskDataConfig:
@@ -269,8 +279,9 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
 
 
 def _own_labels(model: Model) -> tuple[str, ...]:
-    """Return the labels that a classifier was trained with, in order."""
-    named = model.config.raw.get("id2label") or {}
+    """Return the labels that a classifier was trained with, in order; none of other models."""
+    is_classifier = model.config.head == "sequence_classification"
+    named = (model.config.raw.get("id2label") or {}) if is_classifier else {}
     return tuple(named[key] for key in sorted(named, key=int))
 
 
@@ -283,8 +294,8 @@ def _keep(
         settings["layout"] = layout.unusual()
         told = {"model": name, "results": results, "settings": settings}
         replace_file(config.out, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
-    run = directory.resolve().parent
-    if directory.name == "export" and (run / "run.toml").is_file():
+    run = _find_run(directory)
+    if run is not None:
         try:
             add_results(run, results)
             get_logger().info("report: %s", write_report(run))

@@ -227,6 +227,20 @@ def test_info_of_an_export_and_report(finished) -> None:
     assert page.stat().st_size > 1000
 
 
+def test_evaluation_comes_to_what_training_measured(finished) -> None:
+    """In the rows of the run, without being told; the figure stands beside the run's own."""
+    run_dir, _ = finished
+    data = str(run_dir / "data")
+    wanted = json.loads((run_dir / "results.json").read_text())["bits per byte"]["model"]
+    (said,) = bmforge("evaluate", run_dir, "--prepared", data)
+    assert said.status == 0, said
+    (line,) = [line for line in said.out.splitlines() if line.startswith("bits per byte")]
+    assert line.split()[3:] == [data, f"{wanted:.4f}"]
+    told = json.loads((run_dir / "results.json").read_text())["bits per byte"]
+    assert told[data] == pytest.approx(told["model"], rel=1e-6)
+    assert f"<th>{data}</th>" in (run_dir / "report.html").read_text()
+
+
 def test_quickstart_again_continues_and_fresh_starts_over(finished) -> None:
     run_dir, options = finished
     before = files_below(run_dir / "checkpoints")

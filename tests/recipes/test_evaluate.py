@@ -187,7 +187,7 @@ def test_tasks_are_scored_as_in_training(
     if task == "SQuAD":
         config.max_new_tokens = 5
     wanted = run_task(recipe, config)[1]
-    command = ["evaluate", str(tmp_path / "run"), "--tasks", task.lower(), "--seq-len", "32"]
+    command = ["evaluate", str(tmp_path / "run"), "--tasks", task.lower()]
     command += ["--task-data", str(folder), "--max-new-tokens", "5", "--micro-batch-size", "3"]
     capsys.readouterr()
     assert main(command) == 0
@@ -221,7 +221,7 @@ def test_a_task_of_ones_own(recipe: str, tmp_path: Path) -> None:
     if recipe != "t5-superglue":  # which takes longer to learn it
         assert wanted == {"accuracy": 1.0}
     labels = () if recipe == "bert-superglue" else ("fell", "rose")
-    asked = EvaluateConfig(tasks=(dev,), labels=labels, seq_len=32)
+    asked = EvaluateConfig(tasks=(dev,), labels=labels)
     assert evaluate_model(str(tmp_path / "run"), asked) == {"accuracy": {dev: wanted["accuracy"]}}
     if not labels:
         told = json.loads((tmp_path / "run" / "export" / "config.json").read_text())

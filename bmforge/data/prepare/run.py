@@ -130,7 +130,8 @@ def _check_same(
         if prefix is not None and TokenStore(prefix).num_tokens != count.tokens:
             raise DataError(
                 f"token store {str(prefix)!r} has {TokenStore(prefix).num_tokens} tokens, "
-                f"{RECORD_NAME} says {count.tokens}: prepare again with overwrite=True"
+                f"{RECORD_NAME} says {count.tokens}: prepare again with overwrite=True "
+                "(--overwrite)"
             )
 
 
@@ -145,7 +146,7 @@ def _check_free(out: Path) -> None:
         raise ConfigError(
             f"out_dir={str(out)!r} holds {', '.join(found[:4])}{more} but no {RECORD_NAME}: choose "
             "a new or empty directory, or write into this one with overwrite=True (--overwrite), "
-            f"which replaces {', '.join(sorted(ours - {_WORK_NAME}))} and keeps the rest"
+            f"which replaces {_TOKENIZER}/* and {', '.join(_OUTPUTS)} and keeps the rest"
         )
 
 
