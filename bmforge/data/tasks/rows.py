@@ -193,16 +193,13 @@ def encode_answers(
 
 
 def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL) -> str:
-    """Return the text between the first blank and what ends it; see `encode_answers`.
-
-    A model may have more ids than its tokenizer has tokens: those spell nothing.
-    """
+    """Return the text between the first blank and what ends it; see `encode_answers`."""
     names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
     first, second = map(tokenizer.token_to_id, names)
     ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
     kept = list(ids[1:] if first is not None and ids[:1] == [first] else ids)
     stop = next((place for place, id in enumerate(kept) if id in ends), len(kept))
-    return tokenizer.decode(id for id in kept[:stop] if id < len(tokenizer)).strip()
+    return tokenizer.decode_written(kept[:stop]).strip()
 
 
 def fill_prompt(

@@ -123,12 +123,14 @@ def _to_trace(plain: dict[str, Any]) -> StepTrace:
     Raises:
         ValueError, TypeError, KeyError: it is of another form.
     """
-    pairs = {name: _whole_pair(plain[name]) for name in ("ends_static", "ends_trained")}
-    tables = {
+    fields: dict[str, Any] = {
+        name: _whole_pair(plain[name]) for name in ("ends_static", "ends_trained")
+    }
+    fields |= {
         name: {str(key): int(value) for key, value in plain[name].items()}
         for name in ("block_static", "block_trained", "parameters")
     }
-    numbers = {
+    fields |= {
         name: int(plain[name]) for name in ("static", "trained", "micro_batches", "carry_bytes")
     }
     return StepTrace(
@@ -138,9 +140,7 @@ def _to_trace(plain: dict[str, Any]) -> StepTrace:
         flops=float(plain["flops"]),
         traffic_bytes=float(plain["traffic_bytes"]),
         others=tuple((int(count), _to_trace(other)) for count, other in plain["others"]),
-        **pairs,
-        **tables,
-        **numbers,
+        **fields,
     )
 
 

@@ -132,7 +132,9 @@ class SparseSelfAttention(Attention):
             )
         self.attention_window = attention_window
         width = self.num_heads * self.dim_head
-        made = {n: options[n] for n in ("dtype", "int8", "init_mean", "bias") if n in options}
+        made: dict[str, Any] = {
+            n: options[n] for n in ("dtype", "int8", "init_mean", "bias") if n in options
+        }
         made |= {"init_std": options.get("init_std", 0.02)}
         made |= {"length_scale": options.get("length_scale", False)}
         for part in "qkv":
