@@ -172,7 +172,8 @@ def migrate_text(text: str) -> Migrated:
 
 def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
     """Return the arguments by name; of one that comes twice, the last."""
-    switches, given, at = _SWITCHES.split(), {}, 0
+    switches, at = _SWITCHES.split(), 0
+    given: dict[str, Any] = {}
     while at < len(words):
         name, has_value, value = words[at].partition("=")
         at += 1
