@@ -121,9 +121,10 @@ class GPT2Config(ModelConfig):
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         embed, residual = raw.pop("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
-        names = [name for name in ("head_dim", "bias") if name in raw]
-        own: dict[str, Any] = {name: raw.pop(name) for name in names}
-        return own if embed == residual else {**own, "embed_dropout": embed}, raw
+        own: dict[str, Any] = {name: raw.pop(name) for name in ("head_dim", "bias") if name in raw}
+        if embed != residual:
+            own["embed_dropout"] = embed
+        return own, raw
 
     def _give_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size
