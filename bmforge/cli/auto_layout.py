@@ -111,6 +111,7 @@ def _measure_host(processes: int) -> Device:
         source="measured now: a product of two 1,024 x 1,024 matrices, a copy of 64 MiB",
         measured="docs/results/2026-11-21-training-step.md: steps run at 80 % of their products",
         is_host=True,
+        full_efficiency=0.8,
     )
 
 

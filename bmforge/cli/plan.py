@@ -18,7 +18,7 @@ from bmforge.files import check_place, replace_file
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Request, Row
-from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
+from bmforge.parallel.planner.hardware import FULL_SOURCE, Cluster, find_device, parse_interconnect
 from bmforge.parallel.planner.kept import default_directory
 from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
 from bmforge.recipes.start import read_changes, with_changes
@@ -113,7 +113,8 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
         more = f" and {len(layouts) - 1} more" if len(layouts) > 1 else ""
         console.print(f"not possible: {layouts[0]}{more}: {reason}", highlight=False)
     console.print(
-        f"products at {device.efficiency:.0%} of the peak ({device.measured}); figures of the GPU: "
+        f"products at {device.reached(request.precision):.0%} of the peak "
+        f"({FULL_SOURCE if request.precision == 'fp32' else device.measured}); figures of the GPU: "
         f"{device.source}",
         highlight=False,
     )
