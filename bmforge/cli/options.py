@@ -184,6 +184,8 @@ class PlanCommand:
     Args:
         model: a preset's name or a model's directory.
         set: fields of its config to change, field=value each.
+        changes: what is put beside its layers or in their place: JSON or a file, as `train` takes.
+        freeze_base: whether nothing but these changes is trained.
         gpus: how many.
         gpu: which; an unknown one needs gpu_memory and gpu_tflops.
         gpu_memory: GiB of one, over the table's.
@@ -205,6 +207,8 @@ class PlanCommand:
 
     model: Annotated[str, tyro.conf.Positional]
     set: tuple[str, ...] = ()
+    changes: str | None = None
+    freeze_base: bool = False
     gpus: int = 1
     gpu: str = "a100-80gb"
     gpu_memory: float | None = None

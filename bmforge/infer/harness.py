@@ -171,7 +171,7 @@ class TextModel:
         def read() -> str:
             if self._is_apart:
                 return decode_answer(written, self.tokenizer, traits.answer_sentinel)
-            return self.tokenizer.decode(written)
+            return self.tokenizer.decode_written(written)
 
         def collect(tokens: Tensor) -> None:
             written.append(int(tokens[0]))

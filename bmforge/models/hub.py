@@ -15,14 +15,19 @@ __all__ = ["FAMILIES", "AutoModel", "find_config", "find_model", "find_preset"]
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
-    """Return the family and config of a preset by its name.
+    """Return the family and config of a preset by its name, or by that of its weights.
 
     Raises:
         ConfigError: no family has such a preset; the nearest is named.
     """
     for family in FAMILIES.values():
-        if name in family.config_class.presets:
-            return family, family.config_class.preset(name)
+        presets, ids = family.config_class.presets, family.config_class.hub_ids
+        # Weights go by several names: short ones, and their place on the hub.
+        wanted = ids.get(name, name)
+        same = (key for key in presets if ids.get(key) == wanted)
+        preset = name if name in presets else next(same, None)
+        if preset is not None:
+            return family, family.config_class.preset(preset)
     known = [n for f in FAMILIES.values() for n in f.config_class.presets]
     raise ConfigError(f"no preset {name!r}.{suggest(name, known)} Known: {', '.join(known)}.")
 

@@ -12,11 +12,12 @@ from bmforge.files import read_json
 from bmforge.tokenizers.base import VOCABULARY_FILE, open_directory
 from bmforge.tokenizers.cpm1 import MODEL_FILE, CPM1Tokenizer
 from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
-from bmforge.tokenizers.cpm_ant import CPMAntTokenizer
+from bmforge.tokenizers.cpm_ant import CPMAntPlusTokenizer, CPMAntTokenizer
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.tokenizers.fast import FastTokenizer
 from bmforge.tokenizers.glm import ADDED_FILE, GLMTokenizer
 from bmforge.tokenizers.glm_text import SENTENCEPIECE_FILE
+from bmforge.tokenizers.spiece import SPIECE_FILES
 from bmforge.tokenizers.tokenizer_json import (
     BYTE_PAIR_FILES,
     CONFIG_FILE,
@@ -32,6 +33,7 @@ _BY_NAME: dict[str, Callable[[Path], Any]] = {
     "cpm2": CPM2Tokenizer.from_pretrained,
     "eva": EVATokenizer.from_pretrained,
     "cpmant": CPMAntTokenizer.from_pretrained,
+    "cpmantplus": CPMAntPlusTokenizer.from_pretrained,
     "cpmbee": CPMBeeTokenizer.from_pretrained,
     "glmgpt2": GLMTokenizer.from_pretrained,
     "glmchinese": GLMTokenizer.from_pretrained,
@@ -48,7 +50,8 @@ class AutoTokenizer:
         Looked at, in this order: the ``tokenizer_class`` of tokenizer_config.json where it names
         one of OpenBMB's; ``tokenizer.json``; the ``model_type`` of config.json where that does; the
         names of the files; the special tokens in ``vocab.txt``; the older files of GPT-2, OPT,
-        RoBERTa (``vocab.json`` with ``merges.txt``) and BERT (``vocab.txt``).
+        RoBERTa (``vocab.json`` with ``merges.txt``), BERT (``vocab.txt``) and T5
+        (``spiece.model``).
 
         Raises:
             DataError: no tokenizer is found, or a file is damaged.
@@ -60,10 +63,10 @@ class AutoTokenizer:
             raise DataError(
                 f"no tokenizer in {str(folder)!r}: needed is {TOKENIZER_FILE}, "
                 f"{' with '.join(BYTE_PAIR_FILES)} (GPT-2, OPT, RoBERTa), {VOCABULARY_FILE} (BERT, "
-                f"CPM-2, EVA, CPM-Ant, CPM-Bee), {MODEL_FILE} (CPM-1), or {SENTENCEPIECE_FILE} "
-                "(GLM). Where there are other files of a Hugging Face tokenizer, write a "
-                f"{TOKENIZER_FILE} with transformers' AutoTokenizer.from_pretrained(directory)"
-                ".save_pretrained(directory)"
+                f"CPM-2, EVA, CPM-Ant, CPM-Bee), {SPIECE_FILES[0]} (T5), {MODEL_FILE} (CPM-1), or "
+                f"{SENTENCEPIECE_FILE} (GLM). Where there are other files of a Hugging Face "
+                f"tokenizer, write a {TOKENIZER_FILE} with transformers' "
+                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
             )
         return opens(folder)
 
@@ -75,8 +78,11 @@ def _by_config(folder: Path) -> Callable[[Path], Any] | None:
     where there is none.
     """
     named = _read_name(folder / CONFIG_FILE, "tokenizer_class")
-    if named not in _BY_NAME and not (folder / TOKENIZER_FILE).exists():
-        named = _read_name(folder / "config.json", "model_type")
+    if named in _BY_NAME or (folder / TOKENIZER_FILE).exists():
+        return _BY_NAME.get(named)
+    named = _read_name(folder / "config.json", "model_type")
+    if named == "cpmant" and (folder / VOCABULARY_FILE).exists():  # that of CPM-Ant+, or not
+        return _by_vocabulary(folder / VOCABULARY_FILE) or _BY_NAME[named]
     return _BY_NAME.get(named)
 
 
@@ -107,7 +113,8 @@ def _by_vocabulary(path: Path) -> Callable[[Path], Any] | None:
     if {"<root>", "<ans>"} <= lines:
         return CPMBeeTokenizer.from_pretrained
     if {"</_>", "</n>"} <= lines:
-        return CPMAntTokenizer.from_pretrained
+        has_plus = "<eod>" in lines  # which CPM-Ant's has not
+        return (CPMAntPlusTokenizer if has_plus else CPMAntTokenizer).from_pretrained
     if {"\u2582", "\u2583", "<s_0>"} <= lines:
         # EVA's dialogue vocabulary has an empty line where CPM-2's have U+2581.
         return CPM2Tokenizer.from_pretrained if "\u2581" in lines else EVATokenizer.from_pretrained

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, DataError
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.generate import check_prompt, complete_config, evaluating, generate, run_decoder
 from bmforge.infer.openbmb.chat import join_history
-from bmforge.infer.openbmb.documents import fill_documents
+from bmforge.infer.openbmb.documents import fill_each
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.causal_lm import CausalLM
@@ -52,6 +52,7 @@ def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
 
     Raises:
         ConfigError: an option that does not fit, or a prompt without tokens.
+        DataError: a text that is longer than CPM-Bee's window.
         ShapeError: ids that the model does not have.
     """
     traits = model.traits
@@ -81,7 +82,7 @@ def _complete(options: dict[str, Any], names: Collection[str]) -> dict[str, Any]
 
 def _show(tokenizer: Any, ids: Sequence[int]) -> str:
     marks = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-    return tokenizer.decode([id for id in ids if id not in marks])
+    return tokenizer.decode_written([id for id in ids if id not in marks])
 
 
 def _answer_document(
@@ -91,8 +92,10 @@ def _answer_document(
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
     document = {"input": tokenizer.escape(prompt), "prompt": _CONTINUE, "<ans>": ""}
-    answer = fill_documents(model, tokenizer, [document], **options)[0]["<ans>"]
-    return answer.replace("<<", "<")
+    (filled,) = fill_each(model, tokenizer, [document], **options)
+    if isinstance(filled, DataError):
+        raise filled
+    return filled["<ans>"].replace("<<", "<")
 
 
 def _continue_hidden(
@@ -108,7 +111,7 @@ def _continue_hidden(
     with evaluating(model), torch.no_grad():
         start = start.to(next(model.parameters()).device)
         longest = start.shape[1] + config.max_new_tokens
-        decoder = _BeginningDecoder(model, mask.to(start.device), longest, banned)
+        decoder = _TextDecoder(model, mask.to(start.device), longest, len(tokenizer), banned)
         if config.num_beams > 1:
             return _show(tokenizer, search_hypotheses(decoder, start, config))
         only_written = torch.full_like(start[:, 0], start.shape[1])
@@ -116,19 +119,34 @@ def _continue_hidden(
     return _show(tokenizer, out[0].tolist())
 
 
-class _BeginningDecoder(Decoder):
-    """Forbids tokens where a text begins to be continued; None among them is none."""
+class _TextDecoder(Decoder):
+    """Scores the tokens of a text: no prompts behind them (CPM-Ant+), and some not at first.
+
+    Args:
+        model: gives the scores.
+        mask: as in the base.
+        max_length: as in the base.
+        vocab_size: tokens of the tokenizer.
+        banned: where a text begins to be continued; None among them is none.
+    """
 
     def __init__(
-        self, model: CausalLM, mask: Tensor, max_length: int, banned: Sequence[int | None]
+        self,
+        model: CausalLM,
+        mask: Tensor,
+        max_length: int,
+        vocab_size: int,
+        banned: Sequence[int | None],
     ) -> None:
         super().__init__(model, mask, max_length)
+        self._vocab_size = vocab_size
         self._banned = [id for id in banned if id is not None]
 
     def run(self, tokens: Tensor) -> Tensor:
-        """As in the base, with what is forbidden at -inf in the first step."""
+        """As in the base, with what is forbidden at -inf."""
         is_first = self.cache.length == 0
         scores = super().run(tokens)
+        scores[:, self._vocab_size :] = -torch.inf
         if is_first:
             scores[:, self._banned] = -torch.inf
         return scores
