@@ -18,7 +18,7 @@ def run_migrate(command: MigrateCommand) -> None:
     is_line = " " in command.script.strip()
     if not is_line and not source.is_file():
         raise ConfigError(f"there is no script {command.script!r}.")
-    found = migrate_text(command.script if is_line else source.read_text(encoding="utf-8"))
+    found = migrate_text(command.script if is_line else source.read_text("utf-8", "replace"))
     out = command.out or Path(f"{found.task if is_line else source.stem}.toml")
     if out.exists():
         raise ConfigError(f"{str(out)!r} is there already: name another file with --out.")

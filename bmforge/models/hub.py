@@ -80,4 +80,10 @@ class AutoModel:
     def from_pretrained(cls, name: str | Path, **options: Any) -> Model:
         """Open a checkpoint; the options are those of `Model.from_pretrained`."""
         directory = find_model(name)
-        return cls.family_of(read_config_file(directory)).from_pretrained(directory, **options)
+        raw = read_config_file(directory)
+        if "model_type" not in raw and (directory / "pytorch_model.pt").is_file():
+            raise ConfigError(
+                f"{str(name)!r} is in ModelCenter's form. Convert it once: bmforge convert "
+                f"{name} DIRECTORY."
+            )
+        return cls.family_of(raw).from_pretrained(directory, **options)

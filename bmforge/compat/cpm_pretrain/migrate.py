@@ -391,7 +391,10 @@ def _count_tokens(path: str | None) -> int | None:
     files = [place] if place.is_file() else [place / name for name in ("vocab.json", "vocab.txt")]
     for file in files:
         if file.is_file() and file.suffix == ".json":
-            return len(json.loads(file.read_text(encoding="utf-8")))
+            try:
+                return len(json.loads(file.read_text(encoding="utf-8")))
+            except ValueError:
+                return None
         if file.is_file() and file.suffix == ".txt":
             return sum(bool(line.strip()) for line in file.open(encoding="utf-8"))
     return None
