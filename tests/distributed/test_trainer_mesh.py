@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -46,6 +47,14 @@ class OneRow:
 
     def load_state_dict(self, state):
         pass
+
+
+class SameRows(OneRow):
+    """A loader of the same four micro-batches everywhere."""
+
+    def __next__(self):
+        ids = torch.arange(8)[None]
+        return [{"input_ids": ids, "labels": ids}] * 4
 
 
 def one_loss(lay_out: bool) -> float:
@@ -99,6 +108,23 @@ def test_rows_of_any_form_are_compared(differs: str) -> None:
         run_distributed(compare_odd_rows, 2, differs)
 
 
+def speak() -> tuple[list[str], list[str]]:
+    """A model's name after it was laid out, and what torch warns of in a step."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = GPT2.from_config(GPT2Config(**SIZES), device="meta")
+        parallelize(model, Layout(pp=2, tp=2))
+        init_weights_(model, seed=0)
+        Trainer(model, SameRows(), TrainConfig(steps=1)).train_step()
+    names = {type(module).__name__ for module in model.modules()}
+    words = [str(one.message) for one in told if issubclass(one.category, FutureWarning)]
+    return sorted(name for name in names if "FSDP" in name), words
+
+
+def test_models_keep_their_names_and_nothing_is_deprecated() -> None:
+    assert run_distributed(speak, 4) == [([], [])] * 4
+
+
 class MoreOnTheFirst(OneRow):
     """A loader that gives rank 0 one micro-batch more from the second step on."""
 
@@ -123,7 +149,7 @@ def test_unequal_numbers_of_micro_batches_are_said():
         run_distributed(give_more, 3)
 
 
-class LeavesAtTheSecondStep(OneRow):
+class LeavesAtTheSecondStep(SameRows):
     """A loader that takes the last rank away in the middle of the run."""
 
     steps = 0
@@ -132,8 +158,7 @@ class LeavesAtTheSecondStep(OneRow):
         self.steps += 1
         if self.steps == 2 and dist.get_rank() == dist.get_world_size() - 1:
             os._exit(3)
-        ids = torch.arange(8)[None]
-        return [{"input_ids": ids, "labels": ids}] * 4
+        return super().__next__()
 
 
 def lose_a_rank(layout: Layout) -> None:
