@@ -175,7 +175,8 @@ class TextModel:
 
         def collect(tokens: Tensor) -> None:
             written.append(int(tokens[0]))
-            if any(mark in read() for mark in marks):
+            text = read() if marks else ""
+            if any(mark in text for mark in marks):
                 raise _MarkedError
 
         prompt = torch.tensor([ids], device=self._rows.device)
