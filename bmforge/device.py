@@ -23,6 +23,7 @@ __all__ = [
     "device_name",
     "fork_random",
     "has_fast_half",
+    "keep_random",
     "is_host",
     "memory_room_bytes",
     "parse_dtype",
@@ -107,10 +108,17 @@ def fork_random(number: int) -> Iterator[None]:
     again from the same state draws the same.
     """
     seed = int(torch.randint(1 << 62, ()))
+    with keep_random():
+        torch.manual_seed(seed ^ number)
+        yield
+
+
+@contextmanager
+def keep_random() -> Iterator[None]:
+    """Leave the generators as they were, whatever is drawn inside."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     here = [] if kind is None else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(here, device_type="cpu" if kind is None else kind.type):
-        torch.manual_seed(seed ^ number)
         yield
 
 

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bmforge.errors import DataError
+from bmforge.errors import ConfigError, DataError
 
 __all__ = [
+    "check_place",
     "partial_name",
     "read_bytes",
     "read_json",
@@ -19,6 +20,30 @@ __all__ = [
     "replacing",
     "sync_directory",
 ]
+
+
+def check_place(path: str | Path, name: str) -> None:
+    """Check that something can be made at `path`: said before the work that it is for.
+
+    Args:
+        path: a file or directory, which need not be there, nor the directories above it.
+        name: of the setting that names it, for the message.
+
+    Raises:
+        ConfigError: it is below a file, or nothing may be written there.
+    """
+    given = Path(path)
+    there = next(place for place in (given, *given.absolute().parents) if os.path.lexists(place))
+    if there != given and not there.is_dir():
+        raise ConfigError(
+            f"{name}={str(path)!r} cannot be made: {str(there)!r} is no directory. Name another "
+            "place."
+        )
+    if not os.access(there, os.W_OK):
+        raise ConfigError(
+            f"{name}={str(path)!r} cannot be written: {str(there)!r} is not ours to write in. Name "
+            "another place, or change its permissions."
+        )
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
@@ -35,11 +60,15 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Give a file to write; it is synced and renamed to `path` when all went well."""
     beside = path.with_name(partial_name(path.name))
-    with beside.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

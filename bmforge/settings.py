@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["PrepareConfig", "QuickstartConfig", "TalkConfig"]
+from bmforge.errors import ConfigError
+
+__all__ = ["EvaluateConfig", "PrepareConfig", "QuickstartConfig", "TalkConfig"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,11 @@ class PrepareConfig:
 
     Args:
         vocab_size: token ids of the BPE tokenizer when one is trained, at least 257.
-        validation_fraction: share of the text's bytes to hold out, 0 <= fraction < 1.
+        validation_fraction: share of the text's bytes to hold out, 0 <= fraction < 1; of few
+            documents, the end of one is taken.
         seed: decides which documents are held out.
         skip_bad: count bad lines and files instead of stopping at them.
+        skip_unread: go on where more than half of the input's bytes are of kinds that are not read.
         text_field: the field of a .jsonl line that holds the text.
         tokenizer: directory of the tokenizer to use, of any kind that
             `bmforge.tokenizers.AutoTokenizer` opens: a model's, or another corpus's, so that
@@ -33,6 +37,7 @@ class PrepareConfig:
     validation_fraction: float = 0.05
     seed: int = 0
     skip_bad: bool = False
+    skip_unread: bool = False
     text_field: str = "text"
     tokenizer: str = ""
 
@@ -96,3 +101,61 @@ class TalkConfig:
         """Return the options that were given, but `system`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {n: v for n, v in values.items() if v is not None and n != "system"}
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """What a model is evaluated on.
+
+    Args:
+        weights: directory of the weights, where the model is named by a preset.
+        text: files or directories of text: perplexity, and bits per byte.
+        prepared: directories of `bmforge prepare`, whose held-out part is read, or bare token
+            stores: the same figures.
+        tasks: published tasks by name (BoolQ, SQuAD, ...), or .jsonl files of a task of one's own.
+        task_data: folder of the published tasks.
+        labels: of a task of one's own; empty takes those that a classifier was trained with.
+        fields: of a task of one's own: the texts that are read; empty reads those of its first
+            line.
+        split: of published tasks.
+        examples: read at most so many of a task.
+        seq_len: longest row in tokens; None takes that of the run which made the model, else the
+            model's, 2,048 at most.
+        micro_batch_size: rows per forward pass on one process.
+        max_new_tokens: longest answer where a task asks for a text.
+        precision: of the computation.
+        out: also write the figures to this JSON file, which must not be there.
+    """
+
+    weights: str | None = None
+    text: tuple[str, ...] = ()
+    prepared: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    task_data: str | None = None
+    labels: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    split: str = "dev"
+    examples: int | None = None
+    seq_len: int | None = None
+    micro_batch_size: int = 8
+    max_new_tokens: int = 32
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    out: Path | None = None
+
+    def check(self) -> None:
+        """Raise `ConfigError` where nothing is to be done, or a number is out of range."""
+        wrong = []
+        if not (self.text or self.prepared or self.tasks):
+            wrong.append("nothing to evaluate on: give --text, --prepared or --tasks")
+        smallest = {"examples": 1, "seq_len": 2, "micro_batch_size": 1, "max_new_tokens": 1}
+        for name, least in smallest.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                wrong.append(f"{name}={value} must be at least {least}")
+        if self.out is not None and self.out.exists():
+            wrong.append(f"out={str(self.out)!r} is there already; name another file")
+        for name in ("task_data", "labels", "fields", "examples"):
+            if getattr(self, name) and not self.tasks:
+                wrong.append(f"{name} has no effect without tasks")
+        if wrong:
+            raise ConfigError(f"{'; '.join(wrong)}.")

@@ -43,7 +43,7 @@ class _Documents:
 
     def __init__(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
-        self.clear()
+        self._said: list[str] = []
 
     def reply(self, text: str) -> str:
         """Say something and return the answer; both become history."""
@@ -56,7 +56,7 @@ class _Documents:
 
     def clear(self) -> None:
         """Forget what was said."""
-        self._said: list[str] = []
+        self._said = []
 
 
 def run_chat(command: ChatCommand) -> None:

@@ -44,6 +44,7 @@ COMMANDS: Mapping[str, Command] = {
         options.PrepareCommand,
     ),
     "train": Command("train a model for a task, or go on with it", "train:run_train"),
+    "evaluate": Command("measure a model on texts and tasks", "evaluate:run_evaluate"),
     "generate": Command(
         "continue a text with a model", "generate:run_generate", options.GenerateCommand
     ),
@@ -52,6 +53,11 @@ COMMANDS: Mapping[str, Command] = {
         "write any checkpoint, ModelCenter's too, in Hugging Face's form",
         "convert:run_convert",
         options.ConvertCommand,
+    ),
+    "migrate": Command(
+        "a start script of CPM-Pretrain to the config of a run",
+        "migrate:run_migrate",
+        options.MigrateCommand,
     ),
     "report": Command("draw a run on one page", "runs:run_report", options.ReportCommand),
     "plan": Command(

@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bmforge.data.sources.text_files import read_lines
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.openbmb.documents import fill_documents
+from bmforge.infer.openbmb.documents import fill_each
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
+from bmforge.tokenizers.cpm_bee.lines import parse_document, read_numbered
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 __all__ = ["print_filled"]
 
 
 def print_filled(model: str, file: Path, **options: Any) -> None:
-    """Fill every document of a file and print it as a line of JSON.
+    """Fill every document of a file and print it as a line of JSON, as soon as it is filled.
+
+    What is wrong with a document is said on standard error, and the others are filled.
 
     Args:
         model: directory or hub id of a CPM-Bee with its tokenizer.
         file: one document a line; empty lines are left out.
-        options: those of `fill_documents`.
+        options: those of `fill_each`.
 
     Raises:
         ConfigError: not a CPM-Bee.
-        DataError: a line that is not a document; its number is named.
+        DataError: the file cannot be read, holds no document, or some could not be filled.
     """
-    documents = _read(file)
+    numbers: list[int] = []
+
+    def read() -> Iterator[dict[str, Any] | DataError]:
+        for number, line in read_numbered(file):
+            numbers.append(number)
+            try:
+                yield parse_document(line, "it")
+            except DataError as error:
+                yield error
+
+    documents = read()
+    first = next(documents, None)  # a file that is not there is said before a model is opened
+    if first is None:
+        raise DataError(f"{str(file)!r} has no document: write one JSON object a line.")
     directory = find_model(model)
     opened = AutoModel.from_pretrained(directory)
     if opened.traits.objective != "documents":
@@ -37,20 +55,13 @@ def print_filled(model: str, file: Path, **options: Any) -> None:
             "--prompt instead."
         )
     tokenizer = CPMBeeTokenizer.from_pretrained(directory)
-    for document in fill_documents(opened, tokenizer, documents, **options):
-        print(json.dumps(document, ensure_ascii=False))
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    """Return the documents of a file."""
-    documents = []
-    for number, line in enumerate(read_lines(file), 1):
-        if line.strip():
-            try:
-                documents.append(json.loads(line))
-            except ValueError as error:
-                raise DataError(
-                    f"line {number} of {str(file)!r} is not JSON ({error}); each line is one "
-                    'document, such as {"input": "...", "<ans>": ""}.'
-                ) from error
-    return documents
+    wrong = 0
+    filled = fill_each(opened, tokenizer, chain([first], documents), **options)  # type: ignore[arg-type]
+    for place, document in enumerate(filled):
+        if isinstance(document, DataError):
+            wrong += 1
+            print(f"line {numbers[place]}: {document}", file=sys.stderr, flush=True)
+        else:
+            print(json.dumps(document, ensure_ascii=False), flush=True)
+    if wrong:
+        raise DataError(f"{wrong} of {len(numbers)} documents of {str(file)!r} were not filled.")

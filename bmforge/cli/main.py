@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bmforge import __version__
 from bmforge.cli.commands import COMMANDS, Command, run_command
@@ -13,12 +17,32 @@ from bmforge.logging import process_rank
 
 __all__ = ["main"]
 
+_PIPE_CLOSED = 141  # 128 and the number of SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``bmforge COMMAND ...`` and return the exit status: 0, or 2 for a user's mistake."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run ``bmforge COMMAND ...`` and return the exit status.
+
+    It is 0; 2 for a user's mistake; 130 where it was interrupted; and 141, as of other programs,
+    where who reads the output has gone (``bmforge info NAME | head``).
+    """
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # what cannot be written is met here, not while Python ends
+    except BrokenPipeError:
+        _drop_output()
+        return _PIPE_CLOSED
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich has met it
+            return _PIPE_CLOSED
+        raise
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a command; what went wrong is a sentence on standard error."""
     if arguments[:1] in (["--version"], ["-V"]):
         print(f"bmforge {__version__}")
         return 0
@@ -34,23 +58,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_command(arguments[0], arguments[1:])
         return 0
     except BmforgeError as error:
-        rank = process_rank()
-        print(f"{f'[rank {rank}] ' if rank else ''}error: {error}", file=sys.stderr)
+        _say(str(error))
         return 2
     except OSError as error:
-        if error.errno not in _DISK_FULL:
+        if error.errno in _DISK_FULL:
+            _say(
+                f"the disk is full: {error}. Make room and run the same command again; what was "
+                "finished before is still there."
+            )
+        elif error.filename is not None:
+            name = error.filename if error.filename2 is None else error.filename2
+            _say(
+                f"{error.strerror}: {str(name)!r}. Check that it is where it should be and may be "
+                "read and written, or name another place."
+            )
+        else:
             raise
-        print(
-            f"error: the disk is full: {error}. Make room and run the same command again; what was "
-            "finished before is still there.",
-            file=sys.stderr,
-        )
         return 2
     except KeyboardInterrupt:
-        print("stopped.", file=sys.stderr)
+        if _speaks_for_others("stopped."):
+            print("stopped.", file=sys.stderr)
         return 130
     finally:
         _leave_the_others()
+
+
+def _say(problem: str) -> None:
+    rank = process_rank()
+    if _speaks_for_others(problem):
+        print(f"{f'[rank {rank}] ' if rank else ''}error: {problem}", file=sys.stderr)
+
+
+def _speaks_for_others(text: str) -> bool:
+    """Of the processes that one torchrun started, let the first that has something to say say it.
+
+    Each has a folder from it in one that they share; a file there says that it was said.
+    """
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not own:
+        return True
+    name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        (Path(own).parent.parent / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to standard output go nowhere: nobody reads it."""
+    with contextlib.suppress(OSError, ValueError):  # of a stand-in for it that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave_the_others() -> None:

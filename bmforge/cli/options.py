@@ -11,13 +11,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from bmforge.settings import PrepareConfig, TalkConfig
+from bmforge.settings import EvaluateConfig, PrepareConfig, TalkConfig
 
 __all__ = [
     "ChatCommand",
     "ConvertCommand",
+    "EvaluateCommand",
     "GenerateCommand",
     "InfoCommand",
+    "MigrateCommand",
     "PlanCommand",
     "PrepareCommand",
     "ReportCommand",
@@ -55,11 +57,11 @@ class GenerateCommand:
         document: of a CPM-Bee: a file with one document a line, {"input": "...", "<ans>": ""}; they
             are printed with their answers.
         max_new_tokens: at most so many tokens, in documents per answer.
-        num_beams: beam search with so many beams; 1 is greedy; none is 1, in documents 3.
-        do_sample: draw instead of taking the likeliest.
-        temperature: of the drawing.
+        num_beams: beam search with so many beams; 1 is greedy; none is 1, of CPM-Ant and CPM-Bee 3.
+        do_sample: draw instead of taking the likeliest; none draws of CPM-1.
+        temperature: of the drawing; none is 1, of CPM-1 and CPM-Ant 0.9.
         top_k: draw among the k likeliest.
-        top_p: draw among the likeliest that make up this probability.
+        top_p: draw among the likeliest that make up this probability; none is 1, of CPM-Ant 0.9.
         repetition_penalty: above 1, what was written becomes less likely.
         seed: of the drawing.
     """
@@ -70,18 +72,18 @@ class GenerateCommand:
     document: Path | None = None
     max_new_tokens: int = 100
     num_beams: int | None = None
-    do_sample: bool = False
-    temperature: float = 1.0
+    do_sample: bool | None = None
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int = 0
 
     def options(self) -> dict[str, Any]:
-        """Return what `generate` and `fill_documents` are told, but what is left to them."""
-        names = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
+        """Return what `write_text` and `fill_documents` are told, but what is left to them."""
+        names = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_k", "top_p")
         given = {name: getattr(self, name) for name in (*names, "repetition_penalty")}
-        return given if self.num_beams is None else {**given, "num_beams": self.num_beams}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(kw_only=True)
@@ -95,6 +97,21 @@ class ChatCommand:
 
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
+
+
+@dataclass(kw_only=True)
+class EvaluateCommand:
+    """Measure a model on texts and tasks; --layout.* divide it over processes, as in `train`.
+
+    Args:
+        model: directory or hub id of a model, a run's directory, or a preset with --weights.
+        config: on what.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    config: Annotated[EvaluateConfig, tyro.conf.arg(name="")] = field(
+        default_factory=EvaluateConfig
+    )
 
 
 @dataclass(kw_only=True)
@@ -121,6 +138,19 @@ class ConvertCommand:
     allow_unknown: tuple[str, ...] = ()
     preset: str | None = None
     megatron_degree: int | None = None
+
+
+@dataclass(kw_only=True)
+class MigrateCommand:
+    """Turn a start script of CPM-Pretrain into the config of a run.
+
+    Args:
+        script: run_gpt2.sh or run_t5.sh, or a whole command line in quotes; nothing in it is run.
+        out: TOML file to write; by default the script's name with .toml, in this directory.
+    """
+
+    script: Annotated[str, tyro.conf.Positional]
+    out: Path | None = None
 
 
 @dataclass(kw_only=True)
@@ -154,6 +184,8 @@ class PlanCommand:
     Args:
         model: a preset's name or a model's directory.
         set: fields of its config to change, field=value each.
+        changes: what is put beside its layers or in their place: JSON or a file, as `train` takes.
+        freeze_base: whether nothing but these changes is trained.
         gpus: how many.
         gpu: which; an unknown one needs gpu_memory and gpu_tflops.
         gpu_memory: GiB of one, over the table's.
@@ -161,7 +193,7 @@ class PlanCommand:
         gpus_per_node: GPUs that share a node.
         interconnect: between nodes: a name such as ib-200, or Gb/s per GPU.
         host_memory: GiB of a node, for offloading.
-        batch: rows of an optimizer step over all GPUs; none takes one a GPU, 8 at least.
+        batch: rows of an optimizer step over all GPUs; none takes as many a GPU, 8 at least in all.
         seq: tokens of a row; none takes the model's longest, 4,096 at most.
         precision: none takes bf16 where the GPU has it, else fp16.
         offload: whether the optimizer may leave the GPUs.
@@ -175,6 +207,8 @@ class PlanCommand:
 
     model: Annotated[str, tyro.conf.Positional]
     set: tuple[str, ...] = ()
+    changes: str | None = None
+    freeze_base: bool = False
     gpus: int = 1
     gpu: str = "a100-80gb"
     gpu_memory: float | None = None

@@ -15,7 +15,8 @@ def run_prepare(command: PrepareCommand) -> None:
         list(command.input) or None, command.out, command.config, overwrite=command.overwrite
     )
     get_logger().info(
-        "%s %s: %d documents, %d duplicates, %d bad entries skipped, %d + %d tokens, vocabulary %d",
+        "%s %s: %d documents, %d duplicates, %d bad entries skipped, %d + %d tokens "
+        "(%.1f %% of the bytes held out), vocabulary %d",
         "already prepared:" if report.reused else "prepared",
         command.out,
         report.documents,
@@ -23,5 +24,6 @@ def run_prepare(command: PrepareCommand) -> None:
         report.skipped,
         report.train.tokens,
         report.validation.tokens,
+        100 * report.held_out_ratio,
         report.vocab_size,
     )

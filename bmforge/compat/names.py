@@ -15,7 +15,11 @@ __all__ = ["PAGES", "STATES", "Row", "Table", "find_gone", "missing_names", "rea
 
 STATES = ("same", "changed", "gone")
 # Old package -> its page in docs/.
-PAGES = {"bmtrain": "migrating.md"}
+PAGES = {
+    "bmtrain": "migrating.md",
+    "model_center": "migrating_model_center.md",
+    "cpm_pretrain": "migrating_cpm_pretrain.md",
+}
 
 
 class Row(NamedTuple):

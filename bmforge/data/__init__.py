@@ -13,13 +13,13 @@ from bmforge.data.clean.normalise import (
     drop_duplicates,
     normalise,
     normalise_documents,
-    split_documents,
 )
 from bmforge.data.load.loader import Batch, DataLoader, iter_once
 from bmforge.data.load.mixture import Mixture
 from bmforge.data.load.packing import Dataset, PackedDataset
 from bmforge.data.prepare.record import PrepareConfig, PrepareReport
 from bmforge.data.prepare.run import prepare
+from bmforge.data.prepare.split import Split, split_documents
 from bmforge.data.prepare.tokenise import (
     END_OF_TEXT,
     EncodeCount,
@@ -43,6 +43,7 @@ __all__ = [
     "normalise",
     "normalise_documents",
     "drop_duplicates",
+    "Split",
     "split_documents",
     "END_OF_TEXT",
     "EncodeCount",

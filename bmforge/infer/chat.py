@@ -94,7 +94,7 @@ class Conversation:
             ids = self._encode(self.template.render(messages, add_generation_prompt=True))
             if limit is None or len(ids) + wanted <= limit:
                 return ids
-        if len(ids) < limit:
+        if limit is not None and len(ids) < limit:
             return ids
         raise ConfigError(
             f"what was said last has {len(ids)} tokens with all that stands around it, and the "
@@ -111,8 +111,8 @@ class Conversation:
             blank = getattr(self.model.config, "mask_token_id", None) or marks["gmask"]
             begin, end = [marks["cls"]], [blank, marks["eos"], marks["sop"]]
             return [id for id in (*begin, *tokenizer.encode(text), *end) if id is not None]
-        begins = traits.objective == "hidden tokens" and tokenizer.bos_id is not None
-        return [*([tokenizer.bos_id] if begins else []), *tokenizer.encode(text)]
+        first = tokenizer.bos_id if traits.objective == "hidden tokens" else None
+        return [*([] if first is None else [first]), *tokenizer.encode(text)]
 
     def _write(self, ids: list[int]) -> str:
         """Return what the model answers to such ids."""
@@ -132,7 +132,7 @@ class Conversation:
             return decode_answer(out[1:], tokenizer, traits.answer_sentinel)
         new = out[len(ids) :]
         stop = next((place for place, id in enumerate(new) if id in ends), len(new))
-        text = tokenizer.decode(new[:stop])
+        text = tokenizer.decode_written(new[:stop])
         return (text.partition(self._mark)[0] if self._mark else text).strip()
 
     def _end_ids(self) -> list[int]:

@@ -18,7 +18,7 @@ from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.nn.prompt import count_ids
 
-__all__ = ["evaluating", "generate", "run_decoder"]
+__all__ = ["check_prompt", "complete_config", "evaluating", "generate", "run_decoder"]
 
 
 def generate(
@@ -52,13 +52,13 @@ def generate(
             whose head does not write text.
         ShapeError: a prompt that is empty, padded on the right, or too long for the model.
     """
-    config = _complete_config(model, (config or GenerationConfig()).replace(**options))
+    config = complete_config(model, (config or GenerationConfig()).replace(**options))
     if on_token is not None and config.num_beams > 1:
         raise ConfigError(
             f"on_token cannot follow num_beams={config.num_beams}: what a beam search returns "
             "is known only at the end. Leave out on_token, or set num_beams=1."
         )
-    mask = _check_prompt(model, input_ids, attention_mask, config)
+    mask = check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)
         padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
@@ -123,7 +123,7 @@ def _continue_rows(
     return ids[:, :length]
 
 
-def _complete_config(model: CausalLM | Seq2Seq, config: GenerationConfig) -> GenerationConfig:
+def complete_config(model: CausalLM | Seq2Seq, config: GenerationConfig) -> GenerationConfig:
     """Fill in end and padding tokens from the model's config, or its config.json."""
     if not model.traits.writes:
         raise ConfigError(
@@ -145,7 +145,7 @@ def _complete_config(model: CausalLM | Seq2Seq, config: GenerationConfig) -> Gen
     return config.replace(eos_token_id=eos, pad_token_id=pad)
 
 
-def _check_prompt(
+def check_prompt(
     model: CausalLM | Seq2Seq,
     input_ids: Tensor,
     attention_mask: Tensor | None,

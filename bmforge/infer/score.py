@@ -3,9 +3,9 @@
 `choose_text` is zero-shot classification: each class is written as a text after a prompt, and the
 class with the lowest mean loss of its text is chosen. What stands in the prompt is not scored.
 
-`score_answers`, `score_classes` and `write_answers` work on any layout. Processes share the rows;
-where these do not divide evenly, the last ones are read again and what comes of them is dropped, so
-that nothing counts twice.
+`score_answers`, `score_pairs`, `score_classes` and `write_answers` work on any layout. Processes
+share the rows; where these do not divide evenly, the last ones are read again and what comes of
+them is dropped, so that nothing counts twice.
 
 Source: ``zero-shot-cls.py`` of TsinghuaAI/CPM-1-Generate, which puts the class into the prompt and
 scores the same text each time ("这是关于{class}的文章：" and then the article).
@@ -29,9 +29,12 @@ from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
 
 __all__ = [
     "Choice",
+    "Likelihood",
     "choose_text",
+    "roll_windows",
     "score_answers",
     "score_classes",
+    "score_pairs",
     "score_texts",
     "write_answers",
 ]
@@ -46,6 +49,18 @@ class Encoder(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
+
+
+class Likelihood(NamedTuple):
+    """How likely an answer is.
+
+    Attributes:
+        log_prob: log-probability of all of it, in nats.
+        is_greedy: every token is the likeliest at its place.
+    """
+
+    log_prob: float
+    is_greedy: bool
 
 
 class Choice(NamedTuple):
@@ -101,7 +116,7 @@ def score_texts(
     with evaluating(model), torch.no_grad():
         for prompt, text in options:
             pair = Pair(list(prompt), list(text))
-            losses.append(-float(_score(model, [pair], device, 0)))
+            losses.append(-float(_score(model, [pair], device, 0)[0, 0]) / len(text))
     return losses
 
 
@@ -148,11 +163,19 @@ def score_classes(
 def score_answers(
     model: Any, pairs: Sequence[Pair], size: int, rows: World, width: int
 ) -> list[float]:
-    """Return the mean log-probability of every answer's tokens, the same on every process.
+    """Return the mean log-probability of every answer's tokens; see `score_pairs`."""
+    found = score_pairs(model, pairs, size, rows, width)
+    return [one.log_prob / len(pair.answer) for one, pair in zip(found, pairs, strict=True)]
+
+
+def score_pairs(
+    model: Any, pairs: Sequence[Pair], size: int, rows: World, width: int
+) -> list[Likelihood]:
+    """Return how likely every answer is after its prompt, the same on every process.
 
     Args:
         model: a language model, or an encoder-decoder with its language-model head.
-        pairs: prompts and answers.
+        pairs: prompts and answers, of one token at least.
         size: pairs of a batch.
         rows: this process's place among those that read different rows.
         width: longest row.
@@ -161,7 +184,28 @@ def score_answers(
     def read(numbers: Sequence[int]) -> Tensor:
         return _score(model, [pairs[n] for n in numbers], rows.device, width)
 
-    return _collect(model, len(pairs), read, size, rows).tolist()
+    found = _collect(model, len(pairs), read, size, rows).tolist()
+    lengths = (len(pair.answer) for pair in pairs)
+    return [Likelihood(p, hits == n) for (p, hits), n in zip(found, lengths, strict=True)]
+
+
+def roll_windows(ids: Sequence[int], begin: Sequence[int], longest: int) -> Iterator[Pair]:
+    """Yield rows in which every token of a long text is predicted once.
+
+    The first token is predicted after `begin`; without it, it is not. Later rows begin with the
+    token before theirs, the last one with as many as fit.
+
+    Args:
+        ids: of the text.
+        begin: one token, or none.
+        longest: tokens of a row, at least 2.
+    """
+    text, at = [*begin, *ids], 1
+    while at < len(text):
+        end = min(at - 1 + longest, len(text))
+        start = max(0, end - longest)
+        yield Pair(text[start:at], text[at:end])
+        at = end
 
 
 def write_answers(
@@ -228,21 +272,28 @@ def _pad(
 
 
 def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Return the mean log-probability of every answer's tokens; rows are at most `width` wide."""
+    """Return every answer's log-probability, and how many of its tokens are the likeliest.
+
+    Shape:
+        returns (B, 2); rows are at most `width` wide
+    """
     read = _read_apart if model.traits.reads == "apart" else _read_rows
     return read(model, pairs, device, width)
 
 
 def _read_rows(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
     """Score answers that stand behind their prompts; rows are filled up in front."""
-    ids, mask = _pad([[*p.prompt, *p.answer] for p in pairs], device, width, left=True)
+    lines = [[*pair.prompt, *pair.answer] for pair in pairs]
+    # Nothing is predicted from the last token, so it is not read.
+    ids, mask = _pad([line[:-1] for line in lines], device, width, left=True)
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    keep = max(len(pair.answer) for pair in pairs) + 1
+    keep = max(len(pair.answer) for pair in pairs)
     logits = model(ids, attention_mask=mask, position_ids=places, logits_to_keep=keep).logits
-    scores = _pick(logits[:, :-1], ids[:, 1 - keep :])
+    lasts = torch.tensor([line[-1:] for line in lines], device=device)
+    answers = torch.cat((ids, lasts), 1)[:, -keep:]
     lengths = torch.tensor([len(pair.answer) for pair in pairs], device=device)
-    behind = torch.arange(keep - 1, 0, -1, device=device) <= lengths[:, None]
-    return (scores * behind).sum(1) / lengths
+    behind = torch.arange(keep, 0, -1, device=device) <= lengths[:, None]
+    return _sum(logits, answers, behind)
 
 
 def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
@@ -253,7 +304,18 @@ def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: 
     config = model.config
     target = shift_right(answers, config.decoder_start_token_id, config.pad_token_id)
     logits = model(input_ids=ids, attention_mask=mask, decoder_input_ids=target).logits
-    return (_pick(logits, answers) * shown).sum(1) / shown.sum(1)
+    return _sum(logits, answers, shown.bool())
+
+
+def _sum(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
+    """Return the log-probability of a row's counted ids, and how many of them are the likeliest.
+
+    Shape:
+        logits: (B, T, V); ids, counted: (B, T); returns (B, 2)
+    """
+    scores = _pick(logits, ids) * counted
+    hits = (logits.argmax(-1) == ids) & counted
+    return torch.stack((scores.sum(1), hits.sum(1).to(scores.dtype)), 1)
 
 
 def _pick(logits: Tensor, ids: Tensor) -> Tensor:

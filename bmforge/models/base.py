@@ -139,12 +139,25 @@ class Model(nn.Module):
         changes = {"head": head, "num_labels": num_labels}
         config = config.replace(**{k: v for k, v in changes.items() if v is not None})
         files = WeightFiles(directory)
+        config = cls.settle_config(config, files.shapes)
         model = cls.from_config(config, device="meta", dtype=dtype)
         settled = settle_tie(model, files)
         if settled != config:
             model = cls.from_config(settled, device="meta", dtype=dtype)
         load_weights_(model, files, device=device, new_head=new_head)
         return model.eval()
+
+    @classmethod
+    def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        """Return a config with what it does not say and the weights do.
+
+        A family that was published in several forms under one kind of config overrides this.
+
+        Args:
+            config: as config.json, or a preset, has it.
+            shapes: published name -> shape of every stored tensor.
+        """
+        return config
 
     def change_(self, change: Change, *, seed: int = 0) -> Self:
         """Change the model in place and let its config remember it.

@@ -21,9 +21,10 @@ from bmforge.nn import (
     LMHead,
     MoESpec,
     RopeSpec,
+    balance_loads,
     build_mask,
     build_norm,
-    load_balancing_loss,
+    count_loads,
     rope_table,
 )
 from bmforge.nn.attention import KeyValueCache
@@ -79,7 +80,7 @@ class CausalLM(Model):
 
     Attributes:
         sum_statistics: adds up the experts' loads where several processes share a step, each with
-            its tokens; a layout puts its own here.
+            its tokens; a layout puts its own here. None leaves the balance out of the loss.
     """
 
     family_traits = Traits("left", "next token", "rotary")
@@ -87,7 +88,7 @@ class CausalLM(Model):
     def __init__(self, config: ModelConfig, spec: DecoderSpec) -> None:
         super().__init__(config)
         self.spec = spec
-        self.sum_statistics: Pass = pass_on
+        self.sum_statistics: Pass | None = pass_on
         size = spec.embed_size or config.hidden_size
         rows = config.vocab_size + spec.extra_tokens
         self.embed = nn.Embedding(rows, size, padding_idx=spec.padding_id)
@@ -100,6 +101,11 @@ class CausalLM(Model):
         self.layers = build_layers(spec.block, config.num_layers, spec.blocks)
         self.norm = build_norm(spec.block.norm, config.hidden_size) if spec.final_norm else None
         self._build_head(size)
+
+    @property
+    def balances(self) -> bool:
+        """Whether the loss of a step has the balance of all its tokens' experts in it."""
+        return self.spec.balance_weight is not None
 
     def _build_head(self, size: int) -> None:
         config = self.config
@@ -250,36 +256,63 @@ class CausalLM(Model):
     ) -> ModelOutput:
         """Add the router's logits and, where the config asks for it, the experts' balance.
 
-        The balance is that of all tokens which the processes work on at once: with gradient
-        accumulation, of one micro-batch of every process. It is weighed by these tokens' share of
-        the global batch's labels, so that parts and loss scales add up as in the loss itself.
+        The balance is that of all tokens whose loads `sum_statistics` adds up. Each part of them
+        adds its share, by the probabilities of its own tokens; shares are scaled as the parts of
+        the loss itself are, so that they add up alike.
         """
         if not routed:
             return out
         out = out._replace(router_logits=tuple(routed))
-        if self.spec.balance_weight is None:
+        weight = self.spec.balance_weight
+        if weight is None or self.sum_statistics is None:
             return out
-        if attention_mask is not None and out.last_hidden_state is not None:
-            attention_mask = attention_mask[:, -out.last_hidden_state.shape[1] :]
-        aux_loss = self._find_balance(routed, attention_mask)
+        counted = self._count_tokens(out, attention_mask, labels)
+        share, whole, labelled, parts = self._find_balance(routed, counted, labels)
+        aux_loss = whole + parts * (share - share.detach())  # the mean gradient of the parts
         if out.loss is None or labels is None:
             return out._replace(aux_loss=aux_loss)
-        weight: float | Tensor = self.spec.balance_weight
-        if num_items is not None:
-            weight = weight * (labels[:, 1:] != IGNORE_INDEX).sum(dtype=aux_loss.dtype) / num_items
-        return out._replace(loss=out.loss + weight * aux_loss, aux_loss=aux_loss)
+        mine = aux_loss if num_items is None else share * (labelled / num_items)
+        return out._replace(loss=out.loss + weight * mine, aux_loss=aux_loss)
 
-    def _find_balance(self, routed: list[Tensor], attention_mask: Tensor | None) -> Tensor:
-        """Return the balance of all layers with experts; of several kinds of them, the mean."""
+    def _count_tokens(
+        self, out: ModelOutput, attention_mask: Tensor | None, labels: Tensor | None
+    ) -> Tensor | None:
+        """Return 1 for tokens that count, 0 for padding: masked, or a row without any label."""
+        rows = None if labels is None else (labels != IGNORE_INDEX).any(1, keepdim=True)
+        if attention_mask is None or out.last_hidden_state is None:
+            return None if rows is None else rows.expand_as(labels)  # type: ignore[arg-type]
+        mask = attention_mask[:, -out.last_hidden_state.shape[1] :]
+        return mask if rows is None else mask * rows
+
+    def _find_balance(
+        self, routed: list[Tensor], counted: Tensor | None, labels: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the balance of all layers with experts; of several kinds of them, the mean.
+
+        Returns:
+            these tokens' share of it, all of it, the labels of all parts, and how many parts.
+        """
         spec = self.spec
         specs = (spec.blocks.get(i, spec.block).mlp for i in range(span_of(self.layers).total))
         kinds = [(s.num_experts, s.experts_per_token) for s in specs if isinstance(s, MoESpec)]
-        total: Tensor | float = 0.0
+        found = {}
         for kind in dict.fromkeys(kinds):
             logits = [part for part, its in zip(routed, kinds, strict=True) if its == kind]
-            loss = load_balancing_loss(logits, kind[1], attention_mask, self.sum_statistics)
-            total = total + loss * (len(logits) / len(kinds))
-        return total  # type: ignore[return-value]
+            found[kind] = count_loads(logits, kind[1], counted)
+        one = found[kinds[0]][2].new_ones(1)
+        labelled = one * (0 if labels is None else (labels[:, 1:] != IGNORE_INDEX).sum())
+        here = [tensor.detach() for loads in found.values() for tensor in loads]
+        assert self.sum_statistics is not None
+        everywhere = self.sum_statistics(torch.cat((*here, labelled, one)))
+        lengths = [tensor.shape[0] for tensor in here]
+        *totals, labelled, parts = everywhere.split([*lengths, 1, 1])
+        share, whole = one.new_zeros(()), one.new_zeros(())
+        for number, (kind, (_, sums, _)) in enumerate(found.items()):
+            loads, all_sums, tokens = totals[3 * number : 3 * number + 3]
+            weight = kinds.count(kind) / len(kinds)
+            share = share + weight * balance_loads(loads, sums, tokens)
+            whole = whole + weight * balance_loads(loads, all_sums, tokens)
+        return share, whole, labelled.squeeze(), parts.squeeze()
 
     def _leave(self, x: Tensor) -> Tensor:
         """From the last hidden state to what the language-model head reads."""

@@ -9,6 +9,7 @@ holds the scales in the weights: `fold_scales` and `unfold_scales` go there and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from bmforge.device import reads_are_free
 from bmforge.errors import ConfigError, ShapeError
+from bmforge.logging import get_logger
 from bmforge.models.cpm_ant_config import TEXT_SEGMENT, CPMAntConfig
 from bmforge.models.cpm_live import CPMLive
 from bmforge.models.output import ModelOutput
@@ -53,6 +55,27 @@ class CPMAnt(CPMLive):
                 model.lm_head.weight = nn.Parameter(model.embed.weight.detach().clone())
             model.config = model.config.replace(tie_word_embeddings=False)
         return model
+
+    @classmethod
+    def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        """CPM-Ant+ is told by its weights: the prompts lie behind the tokens.
+
+        Nothing tells whether the residual was divided, as it is in branch master of CPM-Live only:
+        where a config.json of CPM-Live does not say so, it is not, and that is said.
+        """
+        if not config.folded and "sum_scale" not in config.raw:
+            get_logger().warning(
+                "config.json has no sum_scale: taken is %s, as CPM-Ant and CPM-Ant+ were published "
+                "(branches cpm-ant, cpm-ant-plus). A model that was trained with branch master of "
+                'CPM-Live divides by 1.05 after every part: add "sum_scale": %r to its config.json',
+                config.sum_scale,
+                1 / 1.05,
+            )
+        rows = config.vocab_size + config.prompt_types * config.prompt_length
+        joint = shapes.get("input_embedding.weight", (0,))[0] == rows
+        if joint and not config.folded and "prompt_embedding.weight" not in shapes:
+            return config.replace(prompts_in_vocabulary=True)
+        return config
 
     def forward(  # type: ignore[override]
         self,

@@ -8,7 +8,7 @@ its tanh form, so a model opened from shards has `activation="gelu_new"`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from bmforge.models.weights import WeightRule, linear_rules
 __all__ = ["EVA", "EVAConfig"]
 
 _NUM_ROLES = 2
+_MEGATRON = "word_embeds.weight"  # which the published class has not
 
 
 def _size(hidden: int, inner: int, layers: int, heads: int, scaled: bool = True) -> dict[str, Any]:
@@ -124,9 +125,16 @@ class EVA(Seq2Seq):
             for copy, original in copies.items()
         }
 
+    @classmethod
+    def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        """Megatron's shards are gated as they were trained, unless a config.json says otherwise."""
+        if _MEGATRON not in shapes or cls.config_class.hf_names["activation"] in config.raw:
+            return config
+        return config.replace(activation="gelu_new")
+
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
         """Return the rules of a checkpoint with these names: the class's or Megatron's."""
-        if "word_embeds.weight" not in names:
+        if _MEGATRON not in names:
             return super().rules_for(names)
         return self.expand(self.megatron_rules())
 

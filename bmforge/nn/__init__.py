@@ -8,7 +8,7 @@ from bmforge.nn.block import Block, BlockSpec
 from bmforge.nn.head import LMHead
 from bmforge.nn.losses import linear_cross_entropy
 from bmforge.nn.mlp import MLP, MLPSpec
-from bmforge.nn.moe import MoE, MoESpec, load_balancing_loss
+from bmforge.nn.moe import MoE, MoESpec, balance_loads, count_loads, load_balancing_loss
 from bmforge.nn.norm import NormSpec, build_norm
 from bmforge.nn.position import RopeSpec, apply_rope, rope_frequencies, rope_table
 
@@ -28,6 +28,8 @@ __all__ = [
     "build_mask",
     "build_norm",
     "linear_cross_entropy",
+    "balance_loads",
+    "count_loads",
     "load_balancing_loss",
     "rope_frequencies",
     "rope_table",

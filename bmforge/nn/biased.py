@@ -68,19 +68,23 @@ class _Tile(NamedTuple):
     tokens: slice
     num_heads: int
 
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Rows, heads and tokens."""
+        return tuple(part.stop - part.start for part in self[:3])
+
     def cut(self, flat: Tensor) -> Tensor:
         """This tile of (B * N, T or S, ...), all tokens of it."""
         first = self.rows.start * self.num_heads + self.heads.start
-        count = (self.rows.stop - self.rows.start) * (self.heads.stop - self.heads.start)
-        return flat[first : first + count]
+        rows, heads, _ = self.size
+        return flat[first : first + rows * heads]
 
     def cut_shared(self, tensor: Tensor) -> Tensor:
         """This tile of (B or 1, N or 1, T or 1, S), as (rows * heads, tokens or 1, S)."""
         tensor = tensor[:, :, self.tokens] if tensor.shape[2] > 1 else tensor
         tensor = tensor[:, self.heads] if tensor.shape[1] > 1 else tensor
         tensor = tensor[self.rows] if tensor.shape[0] > 1 else tensor
-        size = self.rows.stop - self.rows.start, self.heads.stop - self.heads.start
-        return tensor.expand(*size, *tensor.shape[2:]).flatten(0, 1)
+        return tensor.expand(*self.size[:2], *tensor.shape[2:]).flatten(0, 1)
 
     def put(self, target: Tensor, part: Tensor, tokens: slice, first: bool) -> None:
         """Write (rows * heads, T, ...) into this tile's place in (B or 1, N, T, ...), or add it.

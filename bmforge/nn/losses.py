@@ -9,7 +9,7 @@ recomputed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,12 @@ __all__ = ["check_classes", "linear_cross_entropy"]
 # Logits in flight: 2^26 elements, 256 MiB in fp32. Every chunk reads the whole head three times, so
 # fewer are faster: 1,024 tokens of GPT-2's vocabulary take 1.4 times as long in chunks of 2^24.
 _CHUNK_ELEMENTS = 1 << 26
+
+
+def _chunks(count: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Yield where every chunk of `count` tokens begins and how long it is; one at least."""
+    for start in range(0, max(1, count), rows):
+        yield start, min(rows, count - start)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -55,7 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shape = min(rows, hidden.shape[0]), weight.shape[0]
         buffer = hidden.new_empty(shape)
         wide_buffer = buffer if hidden.dtype == wide else hidden.new_empty(shape, dtype=wide)
-        for start in range(0, max(1, hidden.shape[0]), rows):
+        for start, _ in _chunks(hidden.shape[0], rows):
             piece = hidden[start : start + rows]
             grad = torch.mm(piece, weight.t(), out=buffer[: piece.shape[0]])
             if bias is not None:

@@ -35,6 +35,8 @@ __all__ = [
     "Experts",
     "MoE",
     "MoESpec",
+    "balance_loads",
+    "count_loads",
     "dispatch_locally",
     "limit_loads",
     "load_balancing_loss",
@@ -283,20 +285,18 @@ def load_balancing_loss(
     router_logits: Sequence[Tensor],
     experts_per_token: int,
     attention_mask: Tensor | None = None,
-    sum_statistics: Pass = pass_on,
 ) -> Tensor:
     """Return how unevenly tokens go to experts: k for an even load, up to E for one expert alone.
 
     ``E * sum over e of (C[e] / N) * (P[e] / N)``, where over the tokens of all layers together C
     counts those that expert e works on, P sums its probabilities, and N counts tokens. A product
-    of means is not the mean of products: where several processes share a step, C, P and N are
-    summed over all of them before, so that each has the value of all tokens.
+    of means is not the mean of products: where a step's tokens come in several parts, C and N must
+    be of all of them (`count_loads`, `balance_loads`); the loss is linear in P.
 
     Args:
         router_logits: of every layer with experts.
         experts_per_token: k.
         attention_mask: 1 for tokens that count, 0 for padding.
-        sum_statistics: sums C, P and N, in one vector, over the processes.
 
     Shape:
         router_logits: (M, E) each; attention_mask: M elements in all; returns a scalar
@@ -304,15 +304,33 @@ def load_balancing_loss(
     Source: Fedus et al., "Switch Transformers" (2021), equations 4 to 6, as transformers extends
     them to k experts and all layers.
     """
+    return balance_loads(*count_loads(router_logits, experts_per_token, attention_mask))
+
+
+def count_loads(
+    router_logits: Sequence[Tensor], experts_per_token: int, counted: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return C, P and N of `load_balancing_loss`; only P has a gradient.
+
+    Shape:
+        router_logits: (M, E) each; counted: M elements in all; returns (E,), (E,), (1,)
+    """
     logits = torch.stack(tuple(router_logits))
     wide = logits.to(wide_dtype(logits.dtype))
     probability = F.softmax(wide, dim=-1)
     _, index = probability.detach().topk(experts_per_token, dim=-1)
-    counted = torch.ones_like(probability[..., :1])
-    if attention_mask is not None:
-        counted = counted * attention_mask.reshape(1, -1, 1).to(counted.dtype)
-    chosen = torch.zeros_like(probability).scatter_(-1, index, counted.expand_as(index))
-    experts = logits.shape[-1]
-    parts = chosen.sum((0, 1)), (probability * counted).sum((0, 1)), counted.sum().view(1)
-    loads, sums, tokens = sum_statistics(torch.cat(parts)).split([experts, experts, 1])
-    return experts * (loads / tokens * (sums / tokens)).sum()
+    weight = torch.ones_like(probability[..., :1])
+    if counted is not None:
+        weight = weight * counted.reshape(1, -1, 1).to(weight.dtype)
+    chosen = torch.zeros_like(probability).scatter_(-1, index, weight.expand_as(index))
+    return chosen.sum((0, 1)), (probability * weight).sum((0, 1)), weight.sum().view(1)
+
+
+def balance_loads(loads: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
+    """Return the balance of C, P and N; 0 where there are no tokens.
+
+    Shape:
+        loads, sums: (E,); tokens: (1,); returns a scalar
+    """
+    tokens = tokens.clamp(min=1)
+    return loads.shape[0] * (loads / tokens * (sums / tokens)).sum()

@@ -7,6 +7,7 @@ layout to take on which machines is said by `plan` (`planner/search.py`).
 
 from bmforge.memory.gradients import left_gradient
 from bmforge.memory.offload import OffloadConfig
+from bmforge.parallel.balance import leave_out_balance
 from bmforge.parallel.distributed import (
     World,
     init_distributed,
@@ -39,7 +40,7 @@ from bmforge.parallel.pipeline.model import pipeline_of, run_step
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.parallel.planner.search import Plan, Request, plan
 from bmforge.parallel.planner.workload import Workload
-from bmforge.parallel.roll_call import name_the_missing
+from bmforge.parallel.roll_call import RollCall
 from bmforge.parallel.zero import reshard_
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "OffloadConfig",
     "Plan",
     "Request",
+    "RollCall",
     "Workload",
     "World",
     "axis_rank",
@@ -65,9 +67,9 @@ __all__ = [
     "find_device",
     "gradient_ranks",
     "init_distributed",
+    "leave_out_balance",
     "left_gradient",
     "mesh_of",
-    "name_the_missing",
     "parallelize",
     "pipeline_of",
     "plan",

@@ -16,13 +16,14 @@ from bmforge.parallel.context.divide import context_problems
 from bmforge.parallel.distributed import World
 from bmforge.parallel.expert import expert_problems
 from bmforge.parallel.layout import Layout
-from bmforge.parallel.pipeline.schedules import Schedule, write_schedule
+from bmforge.parallel.parameters import parameter_problems
 from bmforge.parallel.pipeline.schedules import problems as schedule_problems
+from bmforge.parallel.pipeline.schedules import smallest_schedule
 from bmforge.parallel.pipeline.stages import Cutting, PipelineRules, plan_cutting
 from bmforge.parallel.tensor.cuts import Cut, find_cuts, tensor_problems
 from bmforge.records import Cuts, Unit, find_units
 
-__all__ = ["Division", "Rules", "find_division", "step_problems"]
+__all__ = ["Division", "Rules", "find_division", "plan_pipeline", "step_problems"]
 
 
 class Rules(PipelineRules, Cuts, Protocol):
@@ -89,9 +90,9 @@ def find_division(
         problems.append("recompute and compile work on repeated blocks, and the model has none")
     is_sharded = world.size > layout.tp * layout.pp or dtype is not None
     if is_sharded:
-        problems += _split_ties(model, units)
+        problems += [*_split_ties(model, units), *parameter_problems(model, units)]
     styles, stacks = _check_blocks(model, layout, rules, problems)
-    cutting, stage_ranks = _plan_pipeline(model, layout, rules, problems)
+    cutting, stage_ranks = plan_pipeline(model, layout, rules, problems)
     problems += expert_problems(model, layout.ep)
     if problems:
         raise ConfigError(
@@ -122,7 +123,7 @@ def _check_blocks(
     return {} if wrong or layout.tp == 1 else find_cuts(model, cuts), stacks
 
 
-def _plan_pipeline(
+def plan_pipeline(
     model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
 ) -> tuple[Cutting | None, tuple[int, ...]]:
     """Return what lies on which stage, and on which rank of the pipeline each stage is."""
@@ -139,7 +140,7 @@ def _plan_pipeline(
             "finds what the one before carried on; write `arrived = ()` into the class"
         )
     name, per_rank = layout.pp_schedule, layout.pp_stages_per_rank
-    schedule = _smallest_schedule(name, layout.pp, per_rank)
+    schedule = smallest_schedule(name, layout.pp, per_rank)
     if schedule is None:
         problems += schedule_problems(name, layout.pp, 4 * layout.pp, per_rank)
         return None, ()
@@ -163,17 +164,9 @@ def step_problems(layout: Layout, num_micro_batches: int) -> list[str]:
     What fits no number of them is said by `find_division`.
     """
     name, size, per_rank = layout.pp_schedule, layout.pp, layout.pp_stages_per_rank
-    if size == 1 or _smallest_schedule(name, size, per_rank) is None:
+    if size == 1 or smallest_schedule(name, size, per_rank) is None:
         return []
     return schedule_problems(name, size, num_micro_batches, per_rank)
-
-
-def _smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule | None:
-    """Build the schedule for as few micro-batches as it takes: where stages lie is the same."""
-    counts = range(1, 16 * ranks + 1)
-    fits = (n for n in counts if not schedule_problems(name, ranks, n, per_rank))
-    count = next(fits, None)
-    return None if count is None else write_schedule(name, ranks, count, per_rank)
 
 
 def _rules_of(model: nn.Module, rules: Rules | None) -> Rules | None:

@@ -14,13 +14,14 @@ from torch import Tensor
 
 __all__ = [
     "all_gather",
+    "all_reduce",
     "cut_evenly",
     "exchange_rows",
+    "gather_into",
     "gather_tokens",
     "own_gradient",
     "reduce_scatter",
     "sum_backward",
-    "sum_both_ways",
     "sum_forward",
     "sum_scatter_tokens",
     "take_tokens",
@@ -28,7 +29,7 @@ __all__ = [
 
 Group: TypeAlias = dist.ProcessGroup
 # Their names before torch 2.13.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -36,7 +37,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return all processes' equally shaped `x`, one behind the other along `dim`; no gradient."""
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(group.size() * front.shape[0], *front.shape[1:])
-    _gather_into(out, front, group=group)
+    gather_into(out, front, group=group)
     return out.movedim(0, dim).contiguous()
 
 
@@ -53,7 +54,8 @@ def cut_evenly(x: Tensor, group: Group, dim: int) -> Tensor:
     return x.chunk(group.size(), dim)[group.rank()]
 
 
-def _all_reduce(x: Tensor, group: Group) -> Tensor:
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of all processes' `x`; no gradient."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
@@ -67,7 +69,7 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None
+        return all_reduce(grads[0], ctx.group), None
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -83,7 +85,7 @@ class _OwnGradient(torch.autograd.Function):
 class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _all_reduce(x, group)
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -178,25 +180,6 @@ def sum_scatter_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     Comm: forward, one reduce-scatter; backward, one all-gather.
     """
     return _SumScatter.apply(x, group, dim)
-
-
-class _SumBothWays(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None
-
-
-def sum_both_ways(x: Tensor, group: Group) -> Tensor:
-    """Sum the processes' parts, from which each computes its own part of the loss.
-
-    Comm: one all-reduce of `x`'s bytes forward, one backward.
-    """
-    return _SumBothWays.apply(x, group)
 
 
 class _Exchange(torch.autograd.Function):

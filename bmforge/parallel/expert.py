@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from bmforge.parallel.collectives import all_gather, exchange_rows, sum_both_ways
+from bmforge.parallel.collectives import all_gather, all_reduce, exchange_rows
 from bmforge.parallel.layout import axis_group, axis_size
 from bmforge.parallel.tensor.cuts import compute_on_views_
 from bmforge.records import fill_slot_
@@ -191,8 +191,9 @@ def _dispatch_far(
 def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let what depends on all tokens of a step know those of all processes, in place.
 
-    Comm: per forward one all-reduce of 2 E + 1 numbers where the model has a load-balancing loss,
-        and one in backward; per mixture with balanced loads an all-gather of M * E affinities.
+    Comm: per step one all-reduce of 2 E + 3 numbers where
+        the model has a load-balancing loss; per mixture with balanced loads an all-gather of M * E
+        affinities.
     """
     by_rows = _groups_of(mesh, *_ROW_AXES)
     # Behind the blocks all processes have all tokens of a row again.
@@ -210,8 +211,15 @@ def _groups_of(mesh: DeviceMesh, *axes: str) -> list[dist.ProcessGroup]:
 @torch.compiler.disable
 def _sum_over(groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
     for group in groups:
-        values = sum_both_ways(values, group)
+        values = all_reduce(values, group)
     return values
+
+
+def _lengths(rows: Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Return how many rows every process of a group has."""
+    length = torch.tensor([rows.shape[0]], device=rows.device)
+    found: list[int] = all_gather(length, group, 0).tolist()
+    return found
 
 
 @torch.compiler.disable
@@ -229,8 +237,7 @@ def _assign_together(
     everyone = affinity.detach()
     first, count = 0, everyone.shape[0]
     for group in groups:
-        length = torch.tensor([everyone.shape[0]], device=everyone.device)
-        lengths = all_gather(length, group, 0).tolist()
+        lengths = _lengths(everyone, group)
         padded = F.pad(everyone, (0, 0, 0, max(lengths) - everyone.shape[0]))
         parts = all_gather(padded, group, 0).chunk(group.size())
         everyone = torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])

@@ -59,7 +59,7 @@ class Layout:
         zero: 0 replicates parameters, gradients and optimizer state; 2 shards them and keeps the
             parameters gathered from forward to backward; 3 gathers them again in backward.
         tp: tensor-parallel axis.
-        pp: pipeline axis.
+        pp: pipeline axis; 0, which CPM-Pretrain calls no pipeline, is taken as 1.
         cp: context-parallel axis.
         ep: expert-parallel axis, borrowed from dp_shard x cp.
         dp_replicate: number of replicas of the sharded model (HSDP).
@@ -70,7 +70,7 @@ class Layout:
         pp_schedule: order of a pipeline's work; one of `schedules.SCHEDULES`.
         pp_stages_per_rank: None takes the fewest that the schedule works with.
         pp_cut: how many blocks each stage has; empty balances them.
-        pp_balance: what is balanced: "parameters", or the "flops" of a token.
+        pp_balance: what is balanced: the "flops" of a token, or "parameters".
     """
 
     zero: Literal[0, 2, 3] = 3
@@ -84,7 +84,12 @@ class Layout:
     pp_schedule: str = "1f1b"
     pp_stages_per_rank: int | None = None
     pp_cut: tuple[int, ...] = ()
-    pp_balance: Literal["parameters", "flops"] = "parameters"
+    pp_balance: Literal["flops", "parameters"] = "flops"
+
+    def __post_init__(self) -> None:
+        """Take pp=0 for 1."""
+        if self.pp == 0:
+            object.__setattr__(self, "pp", 1)
 
     def __str__(self) -> str:
         """Name what is not as usual."""
@@ -141,8 +146,8 @@ class Layout:
                 for name in names
                 if getattr(self, name) != getattr(unset, name)
             ]
-        if self.pp_balance not in ("parameters", "flops"):
-            return [f"pp_balance={self.pp_balance!r} must be 'parameters' or 'flops'"]
+        if self.pp_balance not in ("flops", "parameters"):
+            return [f"pp_balance={self.pp_balance!r} must be 'flops' or 'parameters'"]
         return []
 
     def check(self, world_size: int) -> None:

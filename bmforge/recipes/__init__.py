@@ -5,6 +5,7 @@ opens its data. `pretrain.py` reads token stores, `documents.py` CPM-Bee's docum
 image folders, the others examples (`inputs/examples.py`): `spans.py`, `masked.py`, `blanks.py` and
 `ant.py` what is hidden in a text, `finetune.py` tasks, `sft.py` conversations. `registry.py` has
 the tasks that `bmforge train` offers and the old recipes' names; `start.py` finds the model.
+`evaluate.py` measures a model without training it; how tasks are asked is in `asking.py` for both.
 """
 
 from bmforge.recipes.documents import CPMBeeTrainConfig, train_documents

@@ -28,6 +28,7 @@ from bmforge.models import Model
 from bmforge.models.cpm1 import CPM1Config
 from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out, open_examples
+from bmforge.recipes.inputs.left_out import tell_left_out
 from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
@@ -117,7 +118,10 @@ class _Texts:
     def __init__(self, texts: Iterator[tuple[list[int], int]], config: Any) -> None:
         check_length(config)
         width = config.data.seq_len
-        self._texts = [(ids, read) for ids, read in texts if len(ids) <= width]
+        given = list(texts)
+        self._texts = [(ids, read) for ids, read in given if len(ids) <= width]
+        reason = f"longer than data.seq_len={width}"
+        tell_left_out([reason] * (len(given) - len(self._texts)), len(given), "texts")
         # Padding stands behind the text, where no token of it looks.
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (width, 0),

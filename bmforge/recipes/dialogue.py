@@ -15,10 +15,10 @@ from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.sources.text_files import read_lines
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.openbmb.chat import join_history
-from bmforge.logging import get_logger
 from bmforge.models.eva import EVAConfig
 from bmforge.parallel import World
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
+from bmforge.recipes.inputs.left_out import tell_left_out
 from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
@@ -65,19 +65,16 @@ class _Dialogues:
         window, longest = config.data.seq_len, config.target_len
         end, blank = tokenizer.sep_id, tokenizer.sentinel_id(0)
         self._pairs: list[tuple[list[int], list[int]]] = []
-        skipped = 0
+        total = skipped = 0
         for utterances in (line for path in paths for line in _read_dialogues(path)):
+            total += 1
             *history, answer = (tokenizer.encode(text) for text in utterances)
             if len(answer) + 1 > longest:
                 skipped += 1
             else:
                 self._pairs.append((join_history(history, end, blank, window), [*answer, end]))
-        if skipped:
-            get_logger().warning(
-                "%d dialogues were left out: their answers are longer than target_len=%d",
-                skipped,
-                longest,
-            )
+        reason = f"with an answer longer than target_len={longest}"
+        tell_left_out([reason] * skipped, total, "dialogues")
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (window, config.model.pad_token_id),
             "attention_mask": (window, 0),

@@ -20,15 +20,25 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.models.cpm_bee import CPMBeeConfig
 from bmforge.models.hub import find_model
 from bmforge.parallel import World
+from bmforge.recipes.inputs.left_out import is_much, tell_left_out
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers.cpm_bee.batch import build_instance
 from bmforge.tokenizers.cpm_bee.document import TooLongError
 from bmforge.tokenizers.cpm_bee.loader import DocumentLoader, iter_documents
-from bmforge.tokenizers.cpm_bee.mixture import DocumentFile, TaskMixture, TaskSource, load_mixture
+from bmforge.tokenizers.cpm_bee.mixture import (
+    DocumentFile,
+    TaskMixture,
+    TaskSource,
+    load_mixture,
+    reason_of,
+)
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.train.objective import rename_inputs
 
 __all__ = ["CPMBeeTrainConfig", "DocumentConfig", "DocumentsConfig", "train_documents"]
+
+# Samples that are encoded before a run, to see how many will be left out.
+_SURVEYED = 500
 
 
 @dataclass(kw_only=True)
@@ -101,6 +111,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         rank=rows.rank,
         world=rows.size,
     )
+    _warn_early(mixture)
     parts: dict[str, Callable[[], Iterable[Batch]]] = {}
     for source in _open_sources(data.validation) if data.validation else ():
         if source.task in parts:
@@ -115,7 +126,22 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         parts,
         objective=rename_inputs({"input": "input_ids"}),
         save_tokenizer=tokenizer.save_pretrained,
+        close=lambda: tell_left_out(
+            mixture.skipped.values(),
+            loader.state_dict()["samples"],
+            "samples",
+            mixture.instances_of,
+        ),
     )
+
+
+def _warn_early(mixture: TaskMixture) -> None:
+    """Say before the run where much of what it is to learn from will be left out."""
+    found = mixture.survey(_SURVEYED)
+    looked_at = min(_SURVEYED, mixture.samples_per_epoch)
+    if is_much(len(found), looked_at):
+        what = "samples looked at before the run"
+        tell_left_out(found.values(), looked_at, what, mixture.instances_of)
 
 
 def _open_tokenizer(config: Any) -> CPMBeeTokenizer:
@@ -159,19 +185,20 @@ def _fitting(
     Raises:
         DataError: one cannot be encoded, and `skip_bad` is off, or none is left.
     """
-    kept = []
+    kept, left_out = [], []
     for number in range(len(source.documents)):
         document = dict(source.documents[number])
         try:
             document = source.maps[0](document) if source.maps else document
             build_instance(document, tokenizer, max_length=config.seq_len)
-        except TooLongError:
-            continue
         except DataError as error:
-            if not config.skip_bad:
+            if not (config.skip_bad or isinstance(error, TooLongError)):
                 raise DataError(f"{source.where(number)}: {error}") from error
+            left_out.append(reason_of(error))
             continue
         kept.append(document)
+    what = f"held-out documents of task {source.task!r}"
+    tell_left_out(left_out, len(source.documents), what)
     if not kept:
         raise DataError(
             f"no held-out document of task {source.task!r} can be used: all are longer than "

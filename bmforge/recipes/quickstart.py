@@ -14,6 +14,7 @@ import torch
 from bmforge.data import PrepareReport, TokenStore, load_tokenizer, prepare
 from bmforge.data.prepare.record import RECORD_NAME
 from bmforge.errors import ConfigError, DataError
+from bmforge.files import check_place
 from bmforge.infer import generate
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
@@ -23,7 +24,7 @@ from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.ngram import bigram_bits, unigram_bits
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.recipes.run import RunResult
-from bmforge.recipes.run_dir import add_results
+from bmforge.recipes.run_dir import add_results, check_free
 from bmforge.settings import QuickstartConfig
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig, write_report
 
@@ -42,21 +43,24 @@ def quickstart(config: QuickstartConfig) -> Path:
     if config.fresh:
         run_on_first(lambda: _remove(config.run_dir))
     inputs = list(config.input) or None
+    run_on_first(lambda: _check_run_dir(config.run_dir))
     first = run_on_first(lambda: prepare(inputs, data_dir, config.prepare))
     corpus = first or prepare(inputs, data_dir, config.prepare)
     log.info(
-        "%s %s: %d documents (%d duplicates dropped), %d training tokens, %d held out",
+        "%s %s: %d documents (%d duplicates dropped), %d training tokens, %d held out (%.1f %% of "
+        "the bytes)",
         "found prepared text in" if corpus.reused else "prepared text in",
         data_dir,
         corpus.documents,
         corpus.duplicates,
         corpus.train.tokens,
         corpus.validation.tokens,
+        100 * corpus.held_out_ratio,
     )
     if corpus.validation_prefix is None:
         raise DataError(
-            "the input is one document, so none could be held out. Give several files, or a .jsonl "
-            "with one document a line."
+            f"nothing is held out (validation_fraction={config.prepare.validation_fraction}), so "
+            "there is nothing to compare on. Hold out a part, or give more text."
         )
     result = pretrain(_training(config, corpus, data_dir))
     if result.step < config.steps:
@@ -142,10 +146,19 @@ def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
                 eos_token_id=corpus.eos_id,
             )
             new = [id for id in out[0, len(ids) :].tolist() if id != corpus.eos_id]
-            prompt, text = tokenizer.decode(ids), tokenizer.decode(new)
+            prompt, text = tokenizer.decode(ids), tokenizer.decode_written(new)
             row = {"step": config.steps, "prompt": prompt, "text": text}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             get_logger().info("sample %d: %s|%s", number + 1, prompt, text)
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    """Refuse a directory of something else before anything is prepared in it."""
+    check_place(run_dir, "run_dir")
+    if not (run_dir / "data" / RECORD_NAME).exists():
+        problem = check_free(run_dir)
+        if problem is not None:
+            raise ConfigError(problem)
 
 
 def _remove(run_dir: Path) -> None:

@@ -11,12 +11,19 @@ from typing import Any
 
 from bmforge.config import config_to_dict, save_toml
 from bmforge.errors import ConfigError
-from bmforge.files import partial_name, replace_file
+from bmforge.files import check_place, partial_name, replace_file
 from bmforge.logging import get_logger, log_to_file, process_rank
 from bmforge.parallel import run_on_first
 from bmforge.train.run_lock import LOCK_NAME, hold_run_dir
 
-__all__ = ["add_results", "check_run_dir", "claim_run_dir", "occupy_run_dir", "open_run_dir"]
+__all__ = [
+    "add_results",
+    "check_free",
+    "check_run_dir",
+    "claim_run_dir",
+    "occupy_run_dir",
+    "open_run_dir",
+]
 
 _FILE, _LOG = "run.toml", "log.txt"
 
@@ -37,6 +44,7 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     """
 
     def check() -> None:
+        check_place(run_dir, "run_dir")
         problem = check_run_dir(run_dir, config, free)
         if problem is not None:
             raise ConfigError(problem)
@@ -68,6 +76,7 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
         with hold_run_dir(run_dir):
             open_run_dir(run_dir, config, free)  # another run may have begun and ended since
             log = log_to_file(run_dir / _LOG) if is_first else None
+            run_on_first(lambda: _say_changes(run_dir, config))
             try:
                 yield
             finally:
@@ -85,12 +94,7 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
     """Return why `config` may not run in `run_dir`, or None."""
     file = run_dir / _FILE
     if not file.exists():
-        if run_dir.exists() and not _is_free_place(run_dir):
-            return (
-                f"run_dir={str(run_dir)!r} holds files but no {_FILE}, so it is not a run of "
-                "bmforge. Name an empty or new directory."
-            )
-        return None
+        return check_free(run_dir)
     try:
         before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -106,10 +110,29 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
             f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(changed)}. "
             "Name another run_dir, or set these back to go on with that run."
         )
-    freely = [n for n in now if _differ(before.get(n), now.get(n))]
-    if freely:
-        get_logger().info("changed since the run began: %s", ", ".join(freely))
     return None
+
+
+def _say_changes(run_dir: Path, config: Any) -> None:
+    """Log the free fields that differ from those of the run that is there."""
+    file = run_dir / _FILE
+    if file.exists():
+        before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
+        now = _flatten(config_to_dict(config))
+        if freely := [name for name in now if _differ(before.get(name), now[name])]:
+            get_logger().info("changed since the run began: %s", ", ".join(freely))
+
+
+def check_free(run_dir: Path) -> str | None:
+    """Return why no new run can live in `run_dir`, or None."""
+    if not run_dir.exists() or _is_free_place(run_dir):
+        return None
+    if (run_dir / _FILE).exists():
+        return f"run_dir={str(run_dir)!r} holds another run. Name an empty or new directory."
+    return (
+        f"run_dir={str(run_dir)!r} holds files but no {_FILE}, so it is not a run of "
+        "bmforge. Name an empty or new directory."
+    )
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -209,8 +209,9 @@ def settle_model(config: Any) -> Any:
 
 def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
     """Return the config of a model, tied as its weights are."""
-    described = family.from_config(family.config_class.from_pretrained(directory), device="meta")
-    return settle_tie(described, WeightFiles(directory))
+    files = WeightFiles(directory)
+    config = family.settle_config(family.config_class.from_pretrained(directory), files.shapes)
+    return settle_tie(family.from_config(config, device="meta"), files)
 
 
 def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
@@ -240,7 +241,7 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{config.init_from!r} has no head {config.model.head!r}, which this task trains: "
             f"{', '.join(lacking)} are not in its weights, or are for other classes. A new head is "
-            "drawn only where it is asked for: --new-head True."
+            "drawn only where it is asked for: new_head=True (--new-head)."
         )
     return config
 

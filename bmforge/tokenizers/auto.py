@@ -12,11 +12,12 @@ from bmforge.files import read_json
 from bmforge.tokenizers.base import VOCABULARY_FILE, open_directory
 from bmforge.tokenizers.cpm1 import MODEL_FILE, CPM1Tokenizer
 from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
-from bmforge.tokenizers.cpm_ant import CPMAntTokenizer
+from bmforge.tokenizers.cpm_ant import CPMAntPlusTokenizer, CPMAntTokenizer
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.tokenizers.fast import FastTokenizer
 from bmforge.tokenizers.glm import ADDED_FILE, GLMTokenizer
 from bmforge.tokenizers.glm_text import SENTENCEPIECE_FILE
+from bmforge.tokenizers.spiece import SPIECE_FILES
 from bmforge.tokenizers.tokenizer_json import (
     BYTE_PAIR_FILES,
     CONFIG_FILE,
@@ -32,6 +33,7 @@ _BY_NAME: dict[str, Callable[[Path], Any]] = {
     "cpm2": CPM2Tokenizer.from_pretrained,
     "eva": EVATokenizer.from_pretrained,
     "cpmant": CPMAntTokenizer.from_pretrained,
+    "cpmantplus": CPMAntPlusTokenizer.from_pretrained,
     "cpmbee": CPMBeeTokenizer.from_pretrained,
     "glmgpt2": GLMTokenizer.from_pretrained,
     "glmchinese": GLMTokenizer.from_pretrained,
@@ -45,10 +47,11 @@ class AutoTokenizer:
     def from_pretrained(directory: str | os.PathLike[str]) -> Any:
         """Return the tokenizer whose files are in `directory`.
 
-        Looked at, in this order: the ``tokenizer_class`` of tokenizer_config.json and the
-        ``model_type`` of config.json where they name one of OpenBMB's; ``tokenizer.json``; the
+        Looked at, in this order: the ``tokenizer_class`` of tokenizer_config.json where it names
+        one of OpenBMB's; ``tokenizer.json``; the ``model_type`` of config.json where that does; the
         names of the files; the special tokens in ``vocab.txt``; the older files of GPT-2, OPT,
-        RoBERTa (``vocab.json`` with ``merges.txt``) and BERT (``vocab.txt``).
+        RoBERTa (``vocab.json`` with ``merges.txt``), BERT (``vocab.txt``) and T5
+        (``spiece.model``).
 
         Raises:
             DataError: no tokenizer is found, or a file is damaged.
@@ -60,23 +63,33 @@ class AutoTokenizer:
             raise DataError(
                 f"no tokenizer in {str(folder)!r}: needed is {TOKENIZER_FILE}, "
                 f"{' with '.join(BYTE_PAIR_FILES)} (GPT-2, OPT, RoBERTa), {VOCABULARY_FILE} (BERT, "
-                f"CPM-2, EVA, CPM-Ant, CPM-Bee), {MODEL_FILE} (CPM-1), or {SENTENCEPIECE_FILE} "
-                "(GLM). Where there are other files of a Hugging Face tokenizer, write a "
-                f"{TOKENIZER_FILE} with transformers' AutoTokenizer.from_pretrained(directory)"
-                ".save_pretrained(directory)"
+                f"CPM-2, EVA, CPM-Ant, CPM-Bee), {SPIECE_FILES[0]} (T5), {MODEL_FILE} (CPM-1), or "
+                f"{SENTENCEPIECE_FILE} (GLM). Where there are other files of a Hugging Face "
+                f"tokenizer, write a {TOKENIZER_FILE} with transformers' "
+                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
             )
         return opens(folder)
 
 
 def _by_config(folder: Path) -> Callable[[Path], Any] | None:
-    """Return what opens the class or model that the directory's config files name."""
-    for name, key in ((CONFIG_FILE, "tokenizer_class"), ("config.json", "model_type")):
-        if (folder / name).exists():
-            value = str(read_json(folder / name).get(key, "")).lower()
-            short = value.replace("-", "").replace("_", "").removesuffix("tokenizer")
-            if short in _BY_NAME:
-                return _BY_NAME[short]
-    return None
+    """Return what opens the class or model that the directory's config files name.
+
+    A model of any family may have been trained with a tokenizer.json, so its name decides only
+    where there is none.
+    """
+    named = _read_name(folder / CONFIG_FILE, "tokenizer_class")
+    if named in _BY_NAME or (folder / TOKENIZER_FILE).exists():
+        return _BY_NAME.get(named)
+    named = _read_name(folder / "config.json", "model_type")
+    if named == "cpmant" and (folder / VOCABULARY_FILE).exists():  # that of CPM-Ant+, or not
+        return _by_vocabulary(folder / VOCABULARY_FILE) or _BY_NAME[named]
+    return _BY_NAME.get(named)
+
+
+def _read_name(file: Path, key: str) -> str:
+    """Return what a config file calls a tokenizer or model, without what names differ in."""
+    value = str(read_json(file).get(key, "")).lower() if file.exists() else ""
+    return value.replace("-", "").replace("_", "").removesuffix("tokenizer")
 
 
 def _by_files(folder: Path) -> Callable[[Path], Any] | None:
@@ -100,7 +113,8 @@ def _by_vocabulary(path: Path) -> Callable[[Path], Any] | None:
     if {"<root>", "<ans>"} <= lines:
         return CPMBeeTokenizer.from_pretrained
     if {"</_>", "</n>"} <= lines:
-        return CPMAntTokenizer.from_pretrained
+        has_plus = "<eod>" in lines  # which CPM-Ant's has not
+        return (CPMAntPlusTokenizer if has_plus else CPMAntTokenizer).from_pretrained
     if {"\u2582", "\u2583", "<s_0>"} <= lines:
         # EVA's dialogue vocabulary has an empty line where CPM-2's have U+2581.
         return CPM2Tokenizer.from_pretrained if "\u2581" in lines else EVATokenizer.from_pretrained

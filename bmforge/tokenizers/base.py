@@ -6,6 +6,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -60,6 +61,19 @@ class Tokenizer(ABC):
         Raises:
             DataError: an id that is not in the vocabulary.
         """
+
+    def decode_written(self, ids: Iterable[int]) -> str:
+        """Return the text of ids that a model wrote.
+
+        Models have rows beyond the vocabulary (it is padded to a round number), and a young one
+        writes them: they stand for nothing.
+        """
+        return self.decode(id for id in ids if id in self._known_ids)
+
+    @cached_property
+    def _known_ids(self) -> frozenset[int]:
+        """Every id of the vocabulary: it is asked for at every step of writing."""
+        return frozenset(self.get_vocab().values())
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
@@ -170,8 +184,16 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
     return path
 
 
-def parse_vocabulary(content: bytes, path: Path) -> dict[str, int]:
-    """Return token -> id of a file with one token a line; the blanks around a token do not count.
+def parse_vocabulary(
+    content: bytes, path: Path, *, skip_empty: bool = False, strip: bool = True
+) -> dict[str, int]:
+    """Return token -> id of a file with one token a line.
+
+    Args:
+        content: of the file.
+        path: where it comes from, for messages.
+        skip_empty: an empty line is no token; else it is the empty token.
+        strip: the blanks around a token do not count.
 
     Raises:
         DataError: not UTF-8, empty, or a token is there twice.
@@ -180,14 +202,16 @@ def parse_vocabulary(content: bytes, path: Path) -> dict[str, int]:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{str(path)!r} is not UTF-8 text ({error}); get the file again") from error
-    lines = [line.strip() for line in text.removesuffix("\n").split("\n")]
-    vocabulary = {token: id for id, token in enumerate(lines)}
-    if not text:
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    lines = [line.strip() for line in lines] if strip else lines
+    numbers = [number for number, line in enumerate(lines) if line or not skip_empty]
+    vocabulary = {lines[number]: id for id, number in enumerate(numbers)}
+    if not vocabulary or not text:
         raise DataError(f"{str(path)!r} is empty; needed is one token a line")
-    if len(vocabulary) != len(lines):
-        at = next(i for i, token in enumerate(lines) if vocabulary[token] != i)
+    if len(vocabulary) != len(numbers):
+        at = next(n for id, n in enumerate(numbers) if vocabulary[lines[n]] != id)
         raise DataError(
-            f"{str(path)!r}: line {at + 1} and line {vocabulary[lines[at]] + 1} are both "
+            f"{str(path)!r}: line {at + 1} and line {numbers[vocabulary[lines[at]]] + 1} are both "
             f"{lines[at]!r}; needed is one line a token"
         )
     return vocabulary

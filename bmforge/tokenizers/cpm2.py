@@ -32,12 +32,13 @@ _EVA_FORMS = {"…": "...", **dict(zip(_EVA_FROM, _EVA_TO, strict=True))}
 
 
 class CPM2Tokenizer(Tokenizer):
-    """Text to ids and back: half-width forms, jieba's words, the longest pieces of a vocabulary.
+    """Text to ids and back: jieba's words, the longest pieces of a vocabulary.
 
     A vocabulary with ``##`` pieces (2.1) marks the pieces inside of a word with them, and leaves
     out a space between two tokens without Chinese characters; decoding puts one between any two
-    such tokens, so it gives back words but not always the same spaces. Without them (2.0) decoding
-    is exact but for the half-width forms. A special token in the text is read as characters.
+    such tokens, so it gives back words but not always the same spaces. Without them (2.0) text is
+    brought into half-width forms first, and decoding is exact but for these. A special token in the
+    text is read as characters.
 
     Args:
         content: a vocab.txt, one token a line.
@@ -47,9 +48,8 @@ class CPM2Tokenizer(Tokenizer):
         DataError: the vocabulary is damaged or lacks a token that is needed.
         MissingDependencyError: a package of the extra ``zh`` is not installed.
 
-    Source: ``tokenization_enc_dec.py`` of TsinghuaAI/CPM-2-Finetune (2.0) and CPM-2-Pretrain (2.1).
-    There the space is id 10, which in the vocabulary of 2.1 is the comma, and a text of one token
-    is encoded as two; here neither is so, and no ``##`` is left in decoded text.
+    Source: ``tokenization_enc_dec.py`` (2.0) and ``tokenization_enc_dec_encn.py`` (2.1) of
+    TsinghuaAI/CPM-2-Finetune. There 2.1 encodes a text of one token as two; here it is one.
     """
 
     roles: ClassVar[Mapping[str, str]] = {
@@ -84,6 +84,7 @@ class CPM2Tokenizer(Tokenizer):
         blanks = {" ": self._space_id, "\n": vocabulary[NEWLINE]}
         self._marked = any(map(_MARKED.fullmatch, vocabulary))
         self._pieces = WordPieces({**vocabulary, **blanks}, vocabulary["<unk>"], self._marked)
+        self._narrows = not self._marked
         self.sentinel_ids = _sentinels(vocabulary)
         # Between two of these tokens a space goes without saying, where there are ## pieces.
         self._spaced = [t != SPACE and not has_chinese(t) for t in self._tokens]
@@ -124,6 +125,8 @@ class CPM2Tokenizer(Tokenizer):
         return self.sentinel_ids[number]
 
     def _normalise(self, text: str) -> str:
+        if not self._narrows:
+            return text
         return self._has_form.sub(lambda found: self._forms[found.group()], text)
 
     def encode(self, text: str) -> list[int]:

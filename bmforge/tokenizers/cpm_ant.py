@@ -1,4 +1,4 @@
-"""CPM-Ant's tokenizer: jieba's words, then the longest pieces of a vocabulary."""
+"""The tokenizers of CPM-Ant (jieba's words, then the longest pieces) and of CPM-Ant+."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import ClassVar, Self
 from bmforge.errors import DataError
 from bmforge.files import read_bytes
 from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer, open_directory, parse_vocabulary
+from bmforge.tokenizers.longest_match import LongestMatcher
 from bmforge.tokenizers.word_pieces import WordPieces, pieces_to_tokens
 from bmforge.tokenizers.words import WordCutter
 
-__all__ = ["CPMAntTokenizer"]
+__all__ = ["CPMAntPlusTokenizer", "CPMAntTokenizer"]
 
 _WRITTEN_AS = {"</_>": " ", "</n>": "\n"}
 
@@ -49,10 +50,12 @@ class CPMAntTokenizer(Tokenizer):
         "newline": "\n",
     }
 
+    _strips: ClassVar[bool] = True
+
     def __init__(
         self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True
     ) -> None:
-        written = parse_vocabulary(content, path)
+        written = parse_vocabulary(content, path, skip_empty=True, strip=self._strips)
         missing = [t for t in ("<pad>", "<unk>", "<s>", "</s>", *_WRITTEN_AS) if t not in written]
         if missing:
             raise DataError(
@@ -102,3 +105,26 @@ class CPMAntTokenizer(Tokenizer):
             DataError: an id is above the vocabulary.
         """
         return "".join(pieces_to_tokens((id for id in ids if id >= 0), self._tokens))
+
+
+class CPMAntPlusTokenizer(CPMAntTokenizer):
+    """CPM-Ant+'s tokenizer: the longest pieces of the whole text, without cutting words.
+
+    What the vocabulary cannot spell is left out, as in the original.
+
+    Source: ``cpm_live/tokenizers/ant_plus.py`` of OpenBMB/CPM-Live, branch cpm-ant-plus. There a
+    decoded ``<`` is written twice; here text comes back as it was.
+    """
+
+    _strips: ClassVar[bool] = False  # its pieces may begin with a space
+
+    def __init__(
+        self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True
+    ) -> None:
+        super().__init__(content, path, new_words)
+        plain = {t: i for t, i in self._vocabulary.items() if t[:1] + t[-1:] != "<>"}
+        self._matcher = LongestMatcher(plain)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without special tokens around it."""
+        return [match.id for match in self._matcher.match(text) if match.id is not None]

@@ -55,8 +55,8 @@ class FastTokenizer(Tokenizer):
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """Open ``tokenizer.json``; the roles come from what transformers writes beside it.
 
-        Where only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa) or BERT's ``vocab.txt``
-        is there, a tokenizer.json is made of them, and saved in their place.
+        Where only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), BERT's ``vocab.txt`` or
+        T5's ``spiece.model`` is there, a tokenizer.json is made of them, and saved in their place.
         """
         folder = open_directory(directory)
         content = find_tokenizer_json(folder)

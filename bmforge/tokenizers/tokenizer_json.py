@@ -1,8 +1,8 @@
 """The tokenizer of a Hugging Face directory: its tokenizer.json, or the older files it grew from.
 
 Older repositories have only what the tokenizers of their time read: ``vocab.json`` with
-``merges.txt`` (GPT-2, OPT, RoBERTa) or ``vocab.txt`` (BERT). The algorithms are those of the
-tokenizers library; which settings belong to which files is from transformers'
+``merges.txt`` (GPT-2, OPT, RoBERTa), ``vocab.txt`` (BERT) or ``spiece.model`` (T5). The algorithms
+are those of the tokenizers library; which settings belong to which files is from transformers'
 ``tokenization_gpt2.py``, ``tokenization_roberta.py`` and ``tokenization_bert.py``.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from bmforge.errors import DataError
 from bmforge.files import read_bytes, read_json
+from bmforge.tokenizers.spiece import SPIECE_FILES, open_spiece
 
 __all__ = [
     "BYTE_PAIR_FILES",
@@ -35,10 +36,12 @@ BYTE_PAIR_FILES, _WORD_PIECES = ("vocab.json", "merges.txt"), ("vocab.txt",)
 # (CLIP, Qwen2, BertJapanese) cut text in other ways.
 _BYTE_PAIR_NAMES = {"gpt2", "gptj", "opt", "roberta", "longformer", "bart"}
 _WORD_PIECE_NAMES = {"bert", "electra", "distilbert"}
+_SPIECE_NAMES = {"t5", "mt5", "umt5"}
 # Roles where no file names any: the first set whose tokens are all in the vocabulary.
 _ROBERTA_ROLES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "sep": "</s>", "cls": "<s>",
                   "pad": "<pad>", "mask": "<mask>"}  # fmt: skip
 _GPT2_ROLES = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
+_T5_ROLES = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
 _BERT_ROLES = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 
 
@@ -85,6 +88,10 @@ def find_tokenizer_json(folder: Path) -> bytes | None:
     if kind == BYTE_PAIR_FILES:
         leading = bool(_settings(folder).get("add_prefix_space", False))
         tokenizer = open_byte_pairs(folder, leading)
+    elif kind == SPIECE_FILES:
+        path = folder / SPIECE_FILES[0]
+        extra_ids = _settings(folder).get("extra_ids")
+        tokenizer = open_spiece(read_bytes(path, "a sentencepiece model"), path, extra_ids)
     else:
         tokenizer = _word_pieces(folder)
     _add_tokens(tokenizer, folder)
@@ -105,6 +112,8 @@ def _older_kind(folder: Path) -> tuple[str, ...] | None:
         lines = (folder / _WORD_PIECES[0]).read_text("utf-8", errors="replace").split("\n")
         if {"[UNK]", "[CLS]", "[SEP]"} <= {line.rstrip("\r") for line in lines}:
             return _WORD_PIECES
+    if _has(folder, SPIECE_FILES) and (named is None or named in _SPIECE_NAMES):
+        return SPIECE_FILES
     return None
 
 
@@ -123,7 +132,9 @@ def read_role_tokens(folder: Path) -> dict[str, str]:
         words = read_json(folder / BYTE_PAIR_FILES[0])
         usual = next((r for r in (_ROBERTA_ROLES, _GPT2_ROLES) if set(r.values()) <= {*words}), {})
         return dict(usual)
-    return dict(_BERT_ROLES) if _has(folder, _WORD_PIECES) else {}
+    if _has(folder, _WORD_PIECES):
+        return dict(_BERT_ROLES)
+    return dict(_T5_ROLES) if _has(folder, SPIECE_FILES) else {}
 
 
 def _role_entries(folder: Path) -> dict[str, dict[str, Any]]:

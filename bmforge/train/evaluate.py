@@ -15,6 +15,7 @@ from bmforge.parallel import (
     ROW_AXES,
     TOKEN_AXES,
     axis_size,
+    leave_out_balance,
     mesh_of,
     reshard_,
     sum_over_axes,
@@ -22,6 +23,8 @@ from bmforge.parallel import (
 from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
 
 __all__ = ["EvalResult", "evaluate"]
+
+_LARGEST_LOSS = 700.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class EvalResult:
 
     loss: float
     tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; infinite where that is too large a number."""
+        return math.exp(self.loss) if self.loss < _LARGEST_LOSS else math.inf
 
     def bits_per_byte(self, num_bytes: int) -> float:
         """Return the code length of `num_bytes` bytes of text, which the tokens spell, per byte."""
@@ -52,6 +60,8 @@ def evaluate(
 ) -> EvalResult:
     """Return the mean loss over `batches`; the model goes back to the mode it was in.
 
+    The balance of experts, which is no loss of a prediction, is left out.
+
     Args:
         model: on any layout; all processes call this together.
         batches: this process's micro-batches, equally many on every process.
@@ -63,10 +73,11 @@ def evaluate(
     training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
-        sums[0] += objective(model, moved, 1.0).double()
-        sums[1] += count_labels(batch, model)
+    with leave_out_balance(model):
+        for batch in batches:
+            moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
+            sums[0] += objective(model, moved, 1.0).double()
+            sums[1] += count_labels(batch, model)
     reshard_(model)
     model.train(training)
     # The mean over processes that divide a row's tokens is its loss; they count its labels alike.

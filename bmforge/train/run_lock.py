@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bmforge.errors import ConfigError, DistributedError
@@ -211,7 +211,8 @@ def _parse(text: str | None) -> _Holder:
     """Return who wrote a lock; no one where that cannot be read."""
     try:
         found = json.loads(text or "")
-        return _Holder(**{f.name: type(f.default)(found[f.name]) for f in fields(_Holder)})
+        words = {name: str(found[name]) for name in ("host", "machine", "born", "since")}
+        return _Holder(pid=int(found["pid"]), **words)
     except (ValueError, TypeError, KeyError):
         return _Holder()
 

@@ -8,34 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
+from page_starts import PLACES as STARTING
 from pages import PAGES, blocks
 
 from bmforge.data import PrepareConfig, prepare
 from bmforge.models import Llama, LlamaConfig
-from bmforge.models.hub import find_preset
 
 COMMENT = re.compile(r"\s*#.*")
-# Models that the pages start from: where, and of which kind they are.
-STARTS = {
-    "google-bert/bert-base-uncased": "bert-base-uncased",
-    "google/t5-v1_1-small": "t5-v1_1-small",
-    "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
-    "google/vit-base-patch16-224-in21k": "vit-base-patch16-224-in21k",
-    "openbmb/cpm-bee-1b": "cpm-bee-1b",
-    "models/cpm-ant": "cpm-ant-10b",
-    "models/eva2.0-base": "eva2.0-base",
-}
-
-
-def write_tiny(folder: Path, preset: str) -> None:
-    """A model of a preset's family that is small, for pages to start from."""
-    family, sizes = find_preset(preset)
-    heads = {"num_heads": 2, "num_kv_heads": 0, "head_dim": 16}
-    wide = {"hidden_size": 32, "intermediate_size": 0, "num_layers": 1, **heads}
-    text = {} if family.family_traits.has_images else {"vocab_size": 64}
-    small = {"intermediate_size": 48, "mask_modules": (), "num_buckets": 16}
-    kept = {n: v for n, v in small.items() if hasattr(sizes, n)}
-    family.from_config(sizes.replace(**{**wide, **text, **kept})).save_pretrained(folder)
 
 
 def toml_files() -> dict[str, str]:
@@ -76,8 +55,8 @@ def write_more(place: Path) -> None:
 
 
 def write_topics(place: Path) -> None:
-    """The corpus of the README's Python."""
-    prepare(None, place / "topics", PrepareConfig(vocab_size=512))
+    """Python's help texts, as the pages' command prepares them."""
+    prepare(None, place / "topics", PrepareConfig(vocab_size=1024))
 
 
 def write_export(place: Path) -> None:
@@ -94,6 +73,7 @@ def write_toml(name: str) -> Callable[[Path], None]:
 
 
 PLACES: dict[str, Callable[[Path], None]] = {
+    **STARTING,
     "texts": write_texts,
     "corpus": write_corpus,
     "more": write_more,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_places import STARTS, toml_files, write_tiny
+from page_places import toml_files
+from page_starts import STARTS, write_tiny
 from pages import FENCE, PAGES, ROOT, blocks, command_lines, inline_commands, prose
 
 import bmforge

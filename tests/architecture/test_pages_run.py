@@ -85,9 +85,15 @@ def run_commands(block: Block, place: Path) -> None:
     environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = ["bash", "-euo", "pipefail", "-c", "\n".join(shortened(block))]
     done = subprocess.run(
-        arguments, cwd=place, env=environment, capture_output=True, text=True, check=False
+        arguments,
+        cwd=place,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, f"{block}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == block.status, f"{block}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 @pytest.fixture(scope="session")

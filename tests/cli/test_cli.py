@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bmforge.cli import main
 from bmforge.cli.commands import COMMANDS
 from bmforge.config import config_to_dict, load_toml
 from bmforge.data import TokenStore, load_tokenizer
@@ -91,6 +92,25 @@ def test_too_few_micro_batches_for_a_schedule(dry: bool, tmp_path: Path) -> None
     said = bmforge("train", "gpt2-pretrain", *options, world=1 if dry else 2)
     assert_refused(said, "24 / (data.micro_batch_size=8 x 1 ", "= 3 micro-batches", "at least 4")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_all_processes_say_is_said_once(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Two processes of one torchrun: folders `0` and `1` in one; a message of its own is said."""
+    said = []
+    for rank, arguments in enumerate([["trian"], ["trian"], ["inof"]]):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        assert main(arguments) == 2
+        said.append(capsys.readouterr().err)
+    assert "'trian'" in said[0]
+    assert said[1] == ""
+    assert "'inof'" in said[2]
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(SystemExit):
+            main(["info", "gpt2-small", "--seq-len", "many"])
+        assert ("many" in capsys.readouterr().err) == (rank == 0)
 
 
 def number(text: str, label: str) -> float:
@@ -225,6 +245,20 @@ def test_info_of_an_export_and_report(finished) -> None:
     assert said.status == 0
     assert str(page) in said.err
     assert page.stat().st_size > 1000
+
+
+def test_evaluation_comes_to_what_training_measured(finished) -> None:
+    """In the rows of the run, without being told; the figure stands beside the run's own."""
+    run_dir, _ = finished
+    data = str(run_dir / "data")
+    wanted = json.loads((run_dir / "results.json").read_text())["bits per byte"]["model"]
+    (said,) = bmforge("evaluate", run_dir, "--prepared", data)
+    assert said.status == 0, said
+    (line,) = [line for line in said.out.splitlines() if line.startswith("bits per byte")]
+    assert line.split()[3:] == [data, f"{wanted:.4f}"]
+    told = json.loads((run_dir / "results.json").read_text())["bits per byte"]
+    assert told[data] == pytest.approx(told["model"], rel=1e-6)
+    assert f"<th>{data}</th>" in (run_dir / "report.html").read_text()
 
 
 def test_quickstart_again_continues_and_fresh_starts_over(finished) -> None:

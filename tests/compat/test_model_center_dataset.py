@@ -335,9 +335,9 @@ def test_corpora_in_several_files(tmp_path: Path) -> None:
 
 
 def test_names_that_are_gone_say_what_to_use() -> None:
-    with pytest.raises(AttributeError, match="BlockDataset"):
-        _ = old_data.DistributedDataset
-    with pytest.raises(AttributeError, match="has no 'Nonsense'"):
+    with pytest.raises(ImportError, match="blocks_to_store"):
+        _ = old_data.compact_dataset
+    with pytest.raises(AttributeError, match=r"has no 'dataset\.Nonsense'"):
         _ = old_data.Nonsense
 
 

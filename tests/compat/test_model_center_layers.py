@@ -259,6 +259,43 @@ def test_segments_have_a_row_for_every_pair() -> None:
     assert torch.equal(found, table[rows].permute(2, 0, 1))
 
 
+@pytest.mark.parametrize("has_globals", [False, True])
+def test_window_and_tokens_that_see_all(has_globals: bool) -> None:
+    """Against scores written out: a window of 4, tokens 0 and 5 global, the last two padding."""
+    torch.manual_seed(0)
+    made = layer.SparseSelfAttention(4, dim_in=6, dim_head=3, num_heads=2, bias=True)
+    bmt.init_parameters(made)
+    x = torch.randn(1, 11, 6)
+    marks = torch.zeros(1, 11)
+    marks[0, 9:] = -10000.0
+    if has_globals:
+        marks[0, [0, 5]] = 10000.0
+    values = dict(made.state_dict())
+
+    def project(name: str) -> torch.Tensor:
+        y = x[0] @ values[f"{name}.weight"].T + values[f"{name}.bias"]
+        return y.unflatten(-1, (2, 3)).transpose(0, 1)
+
+    def mix(kind: str, allowed: torch.Tensor) -> torch.Tensor:
+        q, k, v = (project(f"project_{part}{kind}") for part in "qkv")
+        scores = (q @ k.transpose(1, 2) / 3**0.5).masked_fill(~allowed, -torch.inf)
+        return (scores.softmax(-1).nan_to_num() @ v).transpose(0, 1).flatten(1)
+
+    real, chosen = marks[0] >= 0, marks[0] > 0
+    places = torch.arange(11)
+    near = (places[:, None] - places).abs() <= 2
+    mixed = mix("", (near | chosen) & real & real[:, None])
+    mixed = torch.where(chosen[:, None], mix("_global", real.expand(11, -1)), mixed)
+    wanted = mixed @ values["attention_out.weight"].T + values["attention_out.bias"]
+    found = made(x, marks)[0]
+    torch.testing.assert_close(found[real], wanted[real], rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    assert made.project_q.weight.grad.abs().sum() > 0
+    stack = layer.Encoder(1, 6, 8, 2, 3, sparse_attention=True, attention_window=4)
+    bmt.init_parameters(stack)
+    assert stack(x, marks).shape == x.shape
+
+
 def test_images_to_patches() -> None:
     made = layer.PatchEmbedding(8, 4, 3, 10)
     bmt.init_parameters(made)
@@ -278,8 +315,8 @@ def test_what_cannot_be_asked_for() -> None:
         layer.Attention(4, 2, 2, pos_bias_type="alibi")
     with pytest.raises(ConfigError, match="Did you mean 'gelu'"):
         layer.FeedForward(4, 4, activate_fn="gated_gleu")
-    with pytest.raises(ConfigError, match="Longformer"):
-        layer.Encoder(1, 4, 4, 2, 2, sparse_attention=True)
+    with pytest.raises(ConfigError, match="must be even"):
+        layer.SparseSelfAttention(3, dim_in=4, dim_head=2, num_heads=2)
     with pytest.raises(ConfigError, match="2 times"):
         layer.Encoder(2, 4, 4, 2, 2, mask_modules=[(0, 1)])
     pruned = layer.Encoder(2, 4, 4, 2, 2, mask_modules=[(0, 1), (1, 0)])

@@ -16,7 +16,10 @@ from bmforge.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Names that only the objects have; the tests of those look at them.
-ON_OBJECTS = {"bmtrain": {"DistributedParameter", "init.topology", "Block"}}
+ON_OBJECTS = {
+    "bmtrain": {"DistributedParameter", "init.topology", "Block"},
+    "model_center": {"dataset.distributed_dataset.DatasetWriter", "dataset.MMapIndexedDataset"},
+}
 
 
 def load_script() -> ModuleType:
@@ -69,7 +72,7 @@ def is_told(package: str, name: str) -> bool:
     owner = name.rpartition(".")[0]
     try:
         return not owner or isinstance(look_up(package, owner), ModuleType)
-    except ImportError:
+    except (ImportError, AttributeError):
         return False
 
 

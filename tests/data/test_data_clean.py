@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import unicodedata
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmforge.data import CleanCount, Document, drop_duplicates, normalise, split_documents
-from bmforge.data.clean.normalise import normalise_documents, text_digest
-from bmforge.errors import ConfigError
+from bmforge.data import CleanCount, Document, drop_duplicates, normalise
+from bmforge.data.clean.normalise import normalise_documents
 
 
 @pytest.mark.parametrize(
@@ -45,34 +43,3 @@ def test_drop_duplicates() -> None:
     kept = list(drop_duplicates(normalise_documents(documents, count), count))
     assert [(d.text, d.line) for d in kept] == [("a", 0), ("b", 1), ("c", 5)]
     assert (count.duplicates, count.empty) == (2, 2)
-
-
-@given(
-    st.lists(st.integers(1, 5000), min_size=2, max_size=60),
-    st.floats(0.01, 0.99),
-    st.integers(0, 5),
-)
-def test_split_has_two_sides_and_the_asked_bytes(
-    sizes: list[int], fraction: float, seed: int
-) -> None:
-    digests = [text_digest(str(i)) for i in range(len(sizes))]
-    held_out = split_documents(digests, sizes, fraction, seed)
-    assert held_out.any()
-    assert not held_out.all()
-    taken = int(np.array(sizes)[held_out].sum())
-    assert abs(taken - fraction * sum(sizes)) <= max(sizes)
-    order = np.random.default_rng(seed).permutation(len(sizes))
-    again = split_documents([digests[i] for i in order], [sizes[i] for i in order], fraction, seed)
-    if len(set(sizes)) == len(sizes):  # no tie between sizes
-        assert (again == held_out[order]).all()
-
-
-def test_split_edges() -> None:
-    digests = [text_digest(str(i)) for i in range(1000)]
-    assert not split_documents(digests[:1], [5], 0.5, 0).any()
-    assert not split_documents(digests, [5] * 1000, 0.0, 0).any()
-    first, second = (split_documents(digests, [5] * 1000, 0.1, seed) for seed in (0, 1))
-    assert first.sum() == second.sum() == 100
-    assert (first != second).any()
-    with pytest.raises(ConfigError, match=r"validation_fraction=1\.0"):
-        split_documents(digests, [5] * 1000, 1.0, 0)

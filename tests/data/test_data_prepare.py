@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from bmforge.data import (
     train_bpe,
 )
 from bmforge.errors import ConfigError, DataError
+from bmforge.logging import get_logger
 
 SMALL = PrepareConfig(vocab_size=400, validation_fraction=0.2)
 
@@ -37,6 +39,16 @@ def inputs(tmp_path: Path) -> Path:
 def all_bytes(folder: Path) -> dict[str, bytes]:
     files = [p for p in folder.rglob("*") if p.is_file()]
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+def assert_whole(found: list[str], texts: list[str]) -> None:
+    """The texts are there, one of them in two parts with nothing but space between."""
+    assert len(found) == len(texts) + 1
+    (cut,) = set(texts) - set(found)
+    head, tail = (text for text in found if text not in texts)
+    assert cut.startswith(head)
+    assert cut.endswith(tail)
+    assert not cut[len(head) : len(cut) - len(tail)].strip()
 
 
 def test_end_to_end_rerun_and_conflict(tmp_path: Path, inputs: Path) -> None:
@@ -60,7 +72,7 @@ def test_end_to_end_rerun_and_conflict(tmp_path: Path, inputs: Path) -> None:
         if prefix == report.train_prefix:  # the tokenizer saw the training split alone
             retrained = train_bpe(texts, report.config.vocab_size)
             assert retrained.get_vocab() == tokenizer.get_vocab()
-    assert sorted(found) == sorted(normalise(d.text) for d in list(python_topics())[:11])
+    assert_whole(found, [normalise(d.text) for d in list(python_topics())[:11]])
     before = all_bytes(out)
     assert sorted(before) == [
         "prepared.toml", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json",
@@ -111,12 +123,66 @@ def test_skip_bad_is_counted(tmp_path: Path, inputs: Path) -> None:
     assert prepare(inputs, tmp_path / "out", config).skipped == 1
 
 
-def test_one_document_has_no_validation(tmp_path: Path, inputs: Path) -> None:
-    report = prepare(inputs / "b.txt", tmp_path / "out", SMALL)
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_few_documents_are_held_out_by_bytes(tmp_path: Path, count: int) -> None:
+    """Of few files one is cut: together they are what they were, and about a tenth is held out."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    texts = [normalise(d.text) for d in python_topics() if len(d.text) > 3000][:count]
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+    config = PrepareConfig(vocab_size=300, validation_fraction=0.1)
+    report = prepare(folder, tmp_path / "out", config)
+    assert report.validation_prefix is not None
+    assert report.documents == count
+    assert 0.05 < report.held_out_ratio < 0.15
+    tokenizer = load_tokenizer(report.tokenizer_dir)
+    found = []
+    for prefix in (report.train_prefix, report.validation_prefix):
+        store = TokenStore(prefix)
+        found += [tokenizer.decode(store.tokens[a : b - 1].tolist()) for a, b in store.documents()]
+    assert_whole(found, texts)
+    assert prepare(folder, tmp_path / "out", config).held_out_ratio == report.held_out_ratio
+
+
+def test_nothing_is_held_out_of_next_to_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    (tmp_path / "a.txt").write_text("ab")
+    report = prepare(tmp_path / "a.txt", tmp_path / "out", PrepareConfig(vocab_size=300))
     assert report.validation_prefix is None
-    assert report.validation.documents == 0
-    assert not (tmp_path / "out" / "validation").exists()
-    assert prepare(inputs / "b.txt", tmp_path / "out", SMALL).validation_prefix is None
+    assert "nothing is held out" in caplog.text
+
+
+def test_what_is_not_read_is_named(
+    tmp_path: Path,
+    inputs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kinds of file that are not read, by name and size; most of the input is refused."""
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    (inputs / "sub").mkdir()
+    (inputs / "sub" / "one.csv").write_bytes(b"x" * 1500)
+    (inputs / "two.csv").write_bytes(b"x" * 500)
+    (inputs / "README").write_bytes(b"x" * 10)
+    (inputs / ".hidden.csv").write_bytes(b"x" * 10**6)
+    prepare(inputs, tmp_path / "out", SMALL)
+    for words in (
+        "2.01 kB of the input's",
+        "one.csv and 1 more .csv (2.00 kB)",
+        "README (10 bytes",
+    ):
+        assert words in caplog.text
+    (inputs / "table.parquet").write_bytes(b"x" * 10**6)
+    with pytest.raises(DataError, match=r"table\.parquet \(1\.00 MB\), .*--skip-unread"):
+        prepare(inputs, tmp_path / "most", SMALL)
+    assert not (tmp_path / "most").exists()
+    allowed = replace(SMALL, skip_unread=True)
+    assert prepare(inputs, tmp_path / "most", allowed).documents == 11
+    with pytest.raises(DataError, match="holds no input file"):
+        prepare(inputs / "sub", tmp_path / "none", SMALL)
 
 
 def test_strange_output_directories(tmp_path: Path, inputs: Path) -> None:
@@ -124,8 +190,14 @@ def test_strange_output_directories(tmp_path: Path, inputs: Path) -> None:
     (foreign / "train").mkdir(parents=True)
     (foreign / "train" / "tokens.bin").write_bytes(b"mine")
     (foreign / "notes.txt").write_text("keep me")
-    with pytest.raises(ConfigError, match=r"train/tokens\.bin but no prepared\.toml"):
+    with pytest.raises(ConfigError, match=r"holds notes\.txt, train but no prepared\.toml"):
         prepare(inputs, foreign, SMALL)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match=r"holds notes\.txt but no prepared\.toml.*--overwrite"):
+        prepare(inputs, mine, SMALL)
+    assert all_bytes(mine) == {"notes.txt": b"keep me"}
     assert (foreign / "train" / "tokens.bin").read_bytes() == b"mine"
     prepare(inputs, foreign, SMALL, overwrite=True)
     assert (foreign / "notes.txt").read_text() == "keep me"

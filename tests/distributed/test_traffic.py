@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from bmforge import models
 from bmforge.errors import DistributedError
 from bmforge.parallel import Layout, init_distributed, parallelize, run_step
-from bmforge.parallel.collectives import exchange_rows, gather_tokens, sum_both_ways
+from bmforge.parallel.collectives import exchange_rows, gather_tokens, sum_backward, sum_forward
 from bmforge.testing import run_distributed
 from bmforge.testing.traffic import Call, Traffic, Volume, add_up
 from bmforge.train.optim.build import clip_grad_norm_
@@ -322,15 +322,16 @@ def test_experts_exchange_each_token_k_times(case: Case) -> None:
     """What a process gets for its experts is the router's choice; over all processes it is not."""
     config = case.config
     rows = BATCH * LENGTH * config.experts_per_token * config.hidden_size * FLOAT
-    times = (1 + case.recompute) * config.num_layers * case.micro_batches  # forwards of a mixture
+    counting = case.micro_batches > 1  # once more forward, to know the loads of the whole step
+    times = (1 + case.recompute + counting) * config.num_layers * case.micro_batches  # forwards
     backwards = config.num_layers * case.micro_batches
     units = {
         unit: {name: shape for name, shape in shapes.items() if ".experts." not in name}
         for unit, shapes in units_of(case).items()
     }
-    # Loads and probabilities of the experts, and the tokens: summed forward and backward.
-    sums = [Call("all_reduce", (2 * config.num_experts + 1) * FLOAT)] * 2
-    known = Counter([*zero_calls(case, units), *sums] * case.micro_batches)
+    known = Counter([*zero_calls(case, units)] * case.micro_batches)
+    # Loads and probabilities of the experts, the tokens, their labels, and how many parts.
+    known[Call("all_reduce", (2 * config.num_experts + 3) * FLOAT)] = 1
     known[Call("all_to_all", config.num_experts * INT)] = times
     known[Call("all_to_all", rows)] = times + backwards  # of one's own tokens
     arrived = 0
@@ -370,7 +371,8 @@ def talk() -> dict[str, Volume]:
         cut = distribute_tensor(six, mesh, [Shard(0)], src_data_rank=None)
         cut.redistribute(placements=[Replicate()]).to_local().sum()
         x = gather_tokens(leaf, group, summed=True)  # 48 bytes; backward 96
-        x = exchange_rows(sum_both_ways(x, group), group, [1, 1], [1, 1])  # 96 bytes each way
+        x = sum_backward(sum_forward(x, group), group)
+        x = exchange_rows(x, group, [1, 1], [1, 1])  # 96 bytes each way
         x.sum().backward()
     dist.all_reduce(six)  # no longer counted
     return traffic.volumes

@@ -14,7 +14,7 @@ import torch
 
 from bmforge.cli.main import main
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.openbmb.documents import fill_documents
+from bmforge.infer.openbmb.documents import fill_documents, fill_each
 from bmforge.models import hub
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig, encode_document, to_arguments
 from bmforge.tokenizers.cpm_bee.batch import build_instance, collate_rows
@@ -223,3 +223,64 @@ def test_command(
     assert "line 2" in capsys.readouterr().err
     assert main([*call, "--prompt", "x"]) == 2
     assert "--prompt" in capsys.readouterr().err
+
+
+def nest(levels: int) -> str:
+    """A document that is nested so deep."""
+    return '{"input":' * levels + '"x"' + "}" * levels
+
+
+def test_one_bad_document_stops_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is said with its line as editors count them; what is right is answered as before."""
+    model().save_pretrained(tmp_path / "bee")
+    tokenizer().save_pretrained(tmp_path / "bee")
+    unseen = "".join(f"{chr(0x4E00 + number)}a" for number in range(3000))
+    bad = {
+        2: (b'{"input": "' + b"ab" * 2000 + b'", "<ans>": ""}', "more than the window"),
+        3: (json.dumps({"input": unseen, "<ans>": ""}).encode(), "more than the window"),
+        4: (rb'{"input": "a\ud800", "<ans>": ""}', r"has '\ud800', half of a surrogate pair"),
+        6: (nest(2_000).encode(), "nested"),
+        7: (nest(200_000).encode(), "nested too deep"),
+        8: (b'{"input": "a", "input": "b", "<ans>": ""}', "has the key 'input' twice"),
+        9: (b'{"input": "\xff", "<ans>": ""}', "is no JSON"),
+        11: (b"[]", "is list, not an object"),
+        12: (b'{"input": 3, "<ans>": ""}', "the value at input is 3"),
+    }
+    good = {1: OPEN, 5: RATING, 13: BLANKS}
+    lines = {number: line for number, (line, _) in bad.items()}
+    lines |= {number: json.dumps(document).encode() for number, document in good.items()}
+    ends = {1: b"\r\n", 2: b"\r"}
+    text = b"".join(lines.get(n, b"") + ends.get(n, b"\n") for n in range(1, 14))
+    (tmp_path / "questions.jsonl").write_bytes(text)
+    call = ["generate", str(tmp_path / "bee"), "--document", str(tmp_path / "questions.jsonl")]
+    assert main([*call, "--max-new-tokens", "3"]) == 2
+    said = capsys.readouterr()
+    want = fill_documents(model(), tokenizer(), list(good.values()), max_new_tokens=3)
+    assert [json.loads(line) for line in said.out.splitlines()] == want
+    *told, last = said.err.splitlines()
+    assert "9 of 12 documents" in last
+    assert len(told) == len(bad)
+    for line, (number, (_, words)) in zip(told, bad.items(), strict=True):
+        assert line.startswith(f"line {number}: ")
+        assert words in line
+        assert len(line) < 600
+
+
+def test_answers_come_batch_by_batch() -> None:
+    """Nothing is read that is not about to be filled."""
+    taken = []
+
+    def read() -> Any:
+        for number in range(5):
+            taken.append(number)
+            yield {**OPEN, "input": f"tell {number}"} if number != 1 else DataError("bad")
+
+    filled = fill_each(model(), tokenizer(), read(), batch_size=2, max_new_tokens=2)
+    assert next(filled)["input"] == "tell 0"
+    assert taken == [0, 1]
+    assert isinstance(next(filled), DataError)
+    assert next(filled)["input"] == "tell 2"
+    assert taken == [0, 1, 2, 3]
+    assert [one["input"] for one in filled] == ["tell 3", "tell 4"]

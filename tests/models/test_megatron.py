@@ -25,6 +25,7 @@ from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.megatron import MegatronShards
 from bmforge.models.formats.megatron_model import load_megatron, reshard_megatron, save_megatron
 from bmforge.models.gpt2 import GPT2, GPT2Config
+from bmforge.recipes.start import find_start
 from bmforge.testing.tolerance import assert_equal_trees
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
@@ -431,3 +432,17 @@ def test_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_equal(read(tmp_path / "one"), make_shards("eva", model, 1))
     assert load_megatron(tmp_path / "one").config == model.config
     assert not list(tmp_path.glob(".*partial"))
+
+
+def test_one_place_says_how_eva_was_trained(tmp_path: Path) -> None:
+    """Opened or converted, shards get the GELU of their training; a config.json decides."""
+    config = EVAConfig(**WIDE, attn_scale=True, activation="gelu_new")
+    save_megatron(EVA.from_config(config), tmp_path, 2)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for fields, activation in (({}, "gelu_new"), ({"dense_act_fn": "gelu"}, "gelu")):
+        told = {name: value for name, value in raw.items() if name != "dense_act_fn"}
+        (tmp_path / "config.json").write_text(json.dumps({**told, **fields}))
+        assert EVA.from_pretrained(tmp_path).config.activation == activation
+        assert load_megatron(tmp_path).config.activation == activation
+        assert find_start(str(tmp_path)).config.activation == activation
+    assert EVAConfig().activation == "gelu"

@@ -21,7 +21,7 @@ from bmforge.models import init_weights_
 from bmforge.models.bert import BertConfig
 from bmforge.models.changes import Change
 from bmforge.models.gpt2 import GPT2, GPT2Config
-from bmforge.models.llama import Llama, LlamaConfig
+from bmforge.models.llama import LlamaConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import Layout, init_distributed, parallelize, run_step, shutdown_distributed
 from bmforge.parallel.pipeline.replay import replay
@@ -29,7 +29,13 @@ from bmforge.parallel.pipeline.schedules import write_schedule
 from bmforge.parallel.planner import trace as tracing
 from bmforge.parallel.planner.estimate import Choice, Estimator, Request
 from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
-from bmforge.parallel.planner.peak import Share, count_parameters, count_work, peak_memory
+from bmforge.parallel.planner.peak import (
+    Share,
+    all_blocks,
+    count_parameters,
+    count_work,
+    peak_memory,
+)
 from bmforge.parallel.planner.search import plan
 from bmforge.parallel.planner.step_time import Engine, Work, step_time
 from bmforge.parallel.planner.trace import Setting, trace_step
@@ -87,7 +93,10 @@ def test_three_blocks_tell_of_six(
     """The composed peak is that of a trace of the whole depth; so is the work."""
     workload = workload_of(family, CONFIGS[family], 64)
     short = trace_step(workload, setting)
-    composed, work = peak_memory(short, Share(6)), count_work(short, 6)
+    composed, work = (
+        peak_memory(short, Share(all_blocks(short, 6))),
+        count_work(short, all_blocks(short, 6)),
+    )
     monkeypatch.setattr(tracing, "BLOCKS", 6)
     deep = trace_step(workload, setting)
     live = np.cumsum([change for change, *_ in deep.events]).max() + 3 * deep.static
@@ -105,16 +114,20 @@ def test_kinds_of_blocks_tell_of_six(layout: Layout, monkeypatch: pytest.MonkeyP
     workload, setting = workload_of("llama", config, 64), Setting(layout, 2, 4, "bf16")
     assert [count for _, count in workload.kinds] == [2]
     short = trace_step(workload, setting)
-    composed, work = peak_memory(short, Share(6)), count_work(short, 6)
-    whole = replace(workload, build=lambda _: Llama.from_config(config, device="meta"), kinds=())
+    composed, work = (
+        peak_memory(short, Share(all_blocks(short, 6))),
+        count_work(short, all_blocks(short, 6)),
+    )
+    whole = replace(workload, build=lambda _: workload.whole(), kinds=())
     monkeypatch.setattr(tracing, "BLOCKS", 6)
     deep = trace_step(whole, setting)
     live = np.cumsum([change for change, *_ in deep.events]).max() + 3 * deep.static
     assert composed.total == pytest.approx(live, rel=1e-12)
     assert work[0] == pytest.approx(deep.flops, rel=1e-12)
     assert work[1] == pytest.approx(deep.traffic_bytes, rel=0.01)
-    blocks = [p.numel() for n, p in whole.build(6).named_parameters() if n.startswith("layers.")]
-    assert count_parameters(short, 6)[0] * layout.tp == pytest.approx(sum(blocks), rel=0.05)
+    numbers, _ = count_parameters(short, all_blocks(short, 6), ends=0)
+    inside = [p.numel() for n, p in whole.build(6).named_parameters() if n.startswith("layers.")]
+    assert numbers * layout.tp == pytest.approx(sum(inside), rel=0.05)
 
 
 def test_layers_without_a_part_can_be_planned() -> None:
@@ -133,9 +146,10 @@ def test_layers_without_a_part_can_be_planned() -> None:
 
 def test_earlier_gradients_are_as_large_as_the_parameters() -> None:
     workload = workload_of("gpt2", TINY, 64)
-    plain = peak_memory(trace_step(workload, Setting(Layout(), 4, 4)), Share(6))
+    trace = trace_step(workload, Setting(Layout(), 4, 4))
+    plain = peak_memory(trace, Share(all_blocks(trace, 6)))
     trace = trace_step(workload, Setting(Layout(), 4, 4, accumulates=True))
-    later = peak_memory(trace, Share(6))
+    later = peak_memory(trace, Share(all_blocks(trace, 6)))
     assert later.parts["gradients"] == later.parts["parameters"]
     assert later.total - plain.total == pytest.approx(
         later.parts["gradients"] - plain.parts["gradients"]
@@ -169,7 +183,7 @@ def test_products_are_those_of_the_formula() -> None:
     whole = TINY.flops_per_token(64)
     attention = 12 * TINY.num_layers * TINY.hidden_size * 64
     trace = trace_step(workload_of("gpt2", TINY, 64), Setting(Layout(zero=0), 1, 2, "fp32"))
-    flops, _ = count_work(trace, 6)
+    flops, _ = count_work(trace, all_blocks(trace, 6))
     # Torch's kernels make five products in backward where the formula has four.
     kernels = attention * 7 / 6 / 2
     assert flops / (2 * 64) == pytest.approx(whole - attention + kernels, rel=1e-6)
@@ -220,8 +234,10 @@ def test_offloading_leaves_half_precision_weights() -> None:
 
 def test_a_processor_offloads_states_to_disk_and_keeps_gradients() -> None:
     trace = trace_step(workload_of("gpt2", TINY, 64), Setting(Layout(zero=0), 1, 2, "fp32"))
-    here = peak_memory(trace, Share(6, half=False))
-    away = peak_memory(trace, Share(6, half=False, offloaded=1.0, gradients_leave=False))
+    here = peak_memory(trace, Share(all_blocks(trace, 6), half=False))
+    away = peak_memory(
+        trace, Share(all_blocks(trace, 6), half=False, offloaded=1.0, gradients_leave=False)
+    )
     assert away.parts == {**here.parts, "optimizer": 0.0}
 
 
@@ -258,12 +274,13 @@ def test_the_first_rank_of_a_pipeline_has_no_head() -> None:
         workload_of("llama", CONFIGS["llama"], 64),
         Setting(Layout(zero=0), 1, 2, "fp32", accumulates=True, piped=True),
     )
-    first = peak_memory(trace, Share(6, stages=2, in_flight=2, last=False))
-    last = peak_memory(trace, Share(6, stages=2, first=False))
+    half = all_blocks(trace, 3)
+    first = peak_memory(trace, Share(half, in_flight=2, last=False))
+    last = peak_memory(trace, Share(half, first=False))
     assert first.parts["logits"] == 0 < last.parts["logits"]
     weights = trace.block_static["layers"] * 3
     assert first.parts["gradients"] == weights + trace.ends_static[0]
-    one = peak_memory(trace, Share(6, stages=2, in_flight=1, last=False))
+    one = peak_memory(trace, Share(half, in_flight=1, last=False))
     assert first.parts["activations"] > 1.5 * one.parts["activations"]
 
 

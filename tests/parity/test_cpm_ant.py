@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer import KVCache, generate
-from bmforge.models import Model
+from bmforge.models import AutoModel, Model
 from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig, fold_scales, unfold_scales
+from bmforge.recipes.start import find_start
 from bmforge.testing.batches import Batch
 from bmforge.testing.capability import capability
 from bmforge.testing.family_suite import FamilySuite
@@ -392,6 +394,34 @@ def test_plus_has_prompts_in_its_vocabulary(tmp_path: Path) -> None:
     again = CPMAnt.from_pretrained(tmp_path)
     assert again.config == config
     assert_equal_trees(again.state_dict(), model.state_dict())
+
+
+def test_plus_and_master_form_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """CPM-Live's own config says neither: the first is seen in the weights, the second is said."""
+    config = TestCPMAntSegments().tiny_config().replace(prompts_in_vocabulary=True)
+    model = CPMAnt.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for name in ("prompts_in_vocabulary", "sum_scale", "model_type", "task_id", "architectures"):
+        raw.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    logger = logging.getLogger("bmforge")
+    logger.addHandler(caplog.handler)
+    try:
+        opened = AutoModel.from_pretrained(tmp_path)
+        assert "branch master" in caplog.text
+        assert opened.config.prompts_in_vocabulary
+        assert opened.config.sum_scale == 1.0
+        started = find_start(str(tmp_path)).config
+        assert started.prompts_in_vocabulary  # type: ignore[attr-defined]
+        caplog.clear()
+        (tmp_path / "config.json").write_text(json.dumps({**raw, "sum_scale": config.sum_scale}))
+        assert_equal_trees(CPMAnt.from_pretrained(tmp_path).state_dict(), model.state_dict())
+        ids = make_text(model)
+        assert_close(CPMAnt.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+        assert "master" not in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 # openbmb/cpm-ant-10b's config.json.

@@ -14,7 +14,7 @@ from bmforge.models.bert import BertConfig
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.models.llama import LlamaConfig
 from bmforge.models.t5 import T5Config
-from bmforge.recipes.finetune import TaskDataConfig
+from bmforge.recipes.inputs.task_data import TaskDataConfig
 from bmforge.recipes.registry import RECIPES
 
 NOUNS = ["sky", "sea", "mud", "fire", "stone", "leaf"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,47 @@ def test_bad_settings_are_told(tmp_path: Path, data: DocumentConfig) -> None:
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(BmforgeError, match="is no CPMBee"):
         train_documents(config(tmp_path / "gpt", data, 1, init_from=str(tmp_path / "gpt2")))
+
+
+def test_what_is_left_out_is_counted_by_reason(
+    tmp_path: Path, data: DocumentConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than a tenth is a warning before the run; all of it is told at the end."""
+    good = [{"input": f"x{n}", "<ans>": "y"} for n in range(12)]
+    long = [{"input": "a" * 70, "<ans>": ""}]
+    unspelled = [{"input": "a", "<ans>": "\u7d93"}, {"input": "b", "<ans>": "\u6fdf"}]
+    file = write_jsonl(tmp_path / "some.jsonl", [*good, *long, *unspelled, {"input": "c"}])
+    given = replace(data, paths=(str(file),), validation=(), skip_bad=True)
+    logging.getLogger("bmforge").addHandler(caplog.handler)
+    try:
+        train_documents(config(tmp_path / "run", given, 4))
+    finally:
+        logging.getLogger("bmforge").removeHandler(caplog.handler)
+    told = [r for r in caplog.records if "were left out" in r.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING", "WARNING"]
+    first, last = (record.getMessage() for record in told)
+    counts = "2 with an answer that the vocabulary cannot spell, 1 "
+    assert first.startswith(f"4 of 16 samples looked at before the run were left out: {counts}")
+    for words in ("1 longer than the window", "1 not of a document's form", "some.jsonl, line 13"):
+        assert words in first
+    found = re.match(r"(\d+) of (\d+) samples were left out: (\d+) with", last)
+    assert found is not None
+    left_out, total, answers = map(int, found.groups())
+    assert left_out / total == pytest.approx(4 / 16, abs=0.1)
+    assert answers / left_out == pytest.approx(1 / 2, abs=0.2)
+
+
+def test_little_that_is_left_out_is_told_once(
+    tmp_path: Path, data: DocumentConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"input": f"x{n}", "<ans>": "y"} for n in range(30)]
+    file = write_jsonl(tmp_path / "some.jsonl", [*rows, {"input": "a" * 70, "<ans>": ""}])
+    given = replace(data, paths=(str(file),), validation=())
+    logging.getLogger("bmforge").addHandler(caplog.handler)
+    try:
+        train_documents(config(tmp_path / "run", given, 9))
+    finally:
+        logging.getLogger("bmforge").removeHandler(caplog.handler)
+    told = [r for r in caplog.records if "were left out" in r.getMessage()]
+    assert [record.levelname for record in told] == ["INFO"]
+    assert "longer than the window; for instance" in told[0].getMessage()

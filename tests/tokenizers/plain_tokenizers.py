@@ -84,7 +84,8 @@ def cpm2(folder: Path) -> Encode:
     english = {i for token, i in vocabulary.items() if not is_chinese(token) and i != space}
 
     def encode(text: str) -> list[int]:
-        text = "".join([half_width(character) for character in text])
+        if not marked:
+            text = "".join([half_width(character) for character in text])
         ids = []
         for word in cut(text):
             ids += spell(word.translate(WRITTEN), vocabulary, marked)
@@ -112,6 +113,25 @@ def eva(folder: Path) -> Encode:
         text = "".join([table.get(character, character) for character in text.replace("…", "...")])
         words = [word.translate(WRITTEN) for word in cut(text)]
         return [i for word in words for i in spell(word, vocabulary, False)]
+
+    return encode
+
+
+def cpm_ant_plus(folder: Path) -> Encode:
+    """No words; what begins no piece is left out, a character at a time."""
+    lines = (folder / "vocab.txt").read_text("utf-8").split("\n")
+    vocabulary = {line: i for i, line in enumerate([line for line in lines if line])}
+    vocabulary[" "] = vocabulary.pop("</_>")
+    vocabulary["\n"] = vocabulary.pop("</n>")
+    typed = {t: i for t, i in vocabulary.items() if not (t.startswith("<") and t.endswith(">"))}
+
+    def encode(text: str) -> list[int]:
+        ids = []
+        while text:
+            fits = [text[:end] for end in range(len(text), 0, -1) if text[:end] in typed]
+            ids += [typed[fits[0]]] if fits else []
+            text = text[len(fits[0]) if fits else 1 :]
+        return ids
 
     return encode
 

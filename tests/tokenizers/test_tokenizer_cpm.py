@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.tokenizers import CPM1Tokenizer, CPM2Tokenizer, CPMAntTokenizer, EVATokenizer
+from bmforge.tokenizers import (
+    AutoTokenizer,
+    CPM1Tokenizer,
+    CPM2Tokenizer,
+    CPMAntPlusTokenizer,
+    CPMAntTokenizer,
+    EVATokenizer,
+)
 
 jieba = pytest.importorskip("jieba", reason="the originals cut with jieba")
 pytest.importorskip("rjieba", reason="needs the extra zh")
@@ -177,6 +184,43 @@ def test_half_width_forms(cpm2_folder):
     )
     assert cpm2.decode(cpm2.encode("ＡＢＣ　，！。")) == "ABC ，！。"
     assert eva.decode(eva.encode("，！…")) == ",!..."
+
+
+def test_full_width_letters_stay_in_2_1(cpm2_marked_folder):
+    """Its original narrows nothing: letters that the vocabulary lacks are unknown, one by one."""
+    tokenizer = CPM2Tokenizer.from_pretrained(cpm2_marked_folder)
+    unknown = tokenizer.unk_id
+    assert tokenizer.encode("ＡＢ") == [unknown, unknown]
+    assert tokenizer.encode("今天\u3000，") == [
+        *tokenizer.encode("今天"), unknown, tokenizer.token_to_id("，"),
+    ]  # fmt: skip
+
+
+def test_blank_lines_of_ants_vocabulary_do_not_count(ant_folder):
+    """The original skips them when it numbers the tokens; what was given is saved as it was."""
+    plain = CPMAntTokenizer.from_pretrained(ant_folder)
+    lines = (ant_folder / "vocab.txt").read_text("utf-8").splitlines()
+    content = "\n".join([*lines[:12], "", "  ", *lines[12:], "", ""]).encode()
+    spaced = CPMAntTokenizer(content)
+    assert spaced.get_vocab() == plain.get_vocab()
+    assert spaced._files() == {"vocab.txt": content}
+    with pytest.raises(DataError, match="line 10 and line 15 are both '</d>'"):
+        CPMAntTokenizer("\n".join([*lines[:12], "", "", "</d>"]).encode())
+
+
+def test_plus_cuts_no_words(make_vocabulary):
+    """The longest pieces of the whole text, without what no piece spells."""
+    head = ["<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>", "<d>", "</d>"]
+    rest = ["<eod>", "今天", "天气", "今", "天气真好", "a", "<", "<m", "ab", " ab", "s", ">"]
+    folder = make_vocabulary(*head, *rest, name="plus")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert type(tokenizer) is CPMAntPlusTokenizer
+    encode = plain_tokenizers.cpm_ant_plus(folder)
+    for text in ("今天气真好", "aab<s>\n <mask>", "今天𠮷气天气真好。", "<eod>", "a ab", ""):
+        assert tokenizer.encode(text) == encode(text)
+    assert tokenizer.decode(tokenizer.encode("ab <s>")) == "ab <s>"
+    (folder / "config.json").write_text('{"model_type": "cpm_ant"}')
+    assert type(AutoTokenizer.from_pretrained(folder)) is CPMAntPlusTokenizer
 
 
 def test_cpm1_with_a_small_model(small_sentence_piece, tmp_path):

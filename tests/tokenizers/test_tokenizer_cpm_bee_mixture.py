@@ -237,7 +237,8 @@ def test_bad_document_files(tmp_path):
         (b'{"a": "b"}\n\n[1]\n', "line 3 is list"),
         (b"{\n", "line 1 is no JSON"),
         (b"\xff\n", "is no JSON"),
-        (b"[" * 100_000 + b"\n", "is no JSON"),
+        (b"[" * 100_000 + b"\n", "is nested too deep"),
+        (b'{"a": "b", "<ans>": {"c": "", "c": "d"}}\n', "line 1 has the key 'c' twice"),
     ):
         file.write_bytes(content)
         with pytest.raises(DataError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -184,6 +185,82 @@ def test_a_wrong_tokenizer_leaves_nothing(tmp_path):
             out.mkdir()
             (out / "mine").write_text("kept", "utf-8")
         with pytest.raises(DataError, match="no tokenizer in"):
-            prepare(tmp_path / "text.txt", out, config)
+            prepare(tmp_path / "text.txt", out, config, overwrite=is_there)
         assert [path.name for path in out.rglob("*")] == ["mine"] * is_there
         assert out.exists() == is_there
+
+
+@pytest.fixture(scope="module")
+def spiece(tmp_path_factory) -> Path:
+    """A directory with nothing but a spiece.model in T5's form."""
+    trainer = pytest.importorskip("sentencepiece", reason="needs the extra zh")
+    folder, model = tmp_path_factory.mktemp("spiece"), io.BytesIO()
+    trainer.SentencePieceTrainer.train(
+        sentence_iterator=iter([*TEXTS[:3], PROSE] * 3), model_writer=model, vocab_size=120,
+        hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+        character_coverage=0.99,
+    )  # fmt: skip
+    (folder / "spiece.model").write_bytes(model.getvalue())
+    return folder
+
+
+def check_spiece(folder: Path, texts: list[str]) -> None:
+    """The ids of sentencepiece itself, and 100 sentinels behind them, counted down."""
+    from sentencepiece import SentencePieceProcessor
+
+    processor = SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    size = processor.get_piece_size()
+    assert tokenizer.encode_batch(texts) == processor.encode(texts)
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.unk_id) == (0, 1, 2)
+    assert tokenizer.vocab_size == size + 100
+    assert tokenizer.encode("a<extra_id_0> b") == [
+        *processor.encode("a"), size + 99, *processor.encode("b"),
+    ]  # fmt: skip
+    ids = processor.encode(texts[0])
+    assert tokenizer.decode(ids) == processor.decode(ids)
+
+
+def test_a_spiece_model_alone(spiece: Path, tmp_path: Path) -> None:
+    """What is saved in its place opens here and with transformers, with the same ids."""
+    texts = [*TEXTS[:3], "", "   ", "\u3000x\u200by \ufb01ne \u00bd"]
+    check_spiece(spiece, texts)
+    tokenizer = AutoTokenizer.from_pretrained(spiece)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again.encode_batch(texts) == tokenizer.encode_batch(texts)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved")
+    assert theirs(texts, add_special_tokens=False)["input_ids"] == tokenizer.encode_batch(texts)
+
+
+def test_the_published_spiece_model(shared_data) -> None:
+    """T5's own on English and Chinese text."""
+    pytest.importorskip("sentencepiece", reason="needs the extra zh")
+    lines = shared_data("tinyshakespeare.txt").read_text("utf-8").splitlines()[:400]
+    check_spiece(shared_data("vocab/t5"), [*TEXTS[:3], *filter(None, lines)])
+
+
+def test_spiece_models_that_are_not_read(spiece: Path, tmp_path: Path) -> None:
+    """Byte pairs, damaged files, and kinds of model that treat text in another way."""
+    whole = (spiece / "spiece.model").read_bytes()
+    file = tmp_path / "spiece.model"
+    trainer, model = pytest.importorskip("sentencepiece"), io.BytesIO()
+    trainer.SentencePieceTrainer.train(
+        sentence_iterator=iter([PROSE] * 3), model_writer=model, model_type="bpe", vocab_size=60,
+        minloglevel=2,
+    )  # fmt: skip
+    for content, message in (
+        (model.getvalue(), "of kind 2; read are unigram"),
+        (whole[: len(whole) // 2], "not a sentencepiece model"),
+        (b"{}", "not a sentencepiece model"),
+        (b"", "not a sentencepiece model"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            AutoTokenizer.from_pretrained(tmp_path)
+    file.write_bytes(whole)
+    write_json(tmp_path, "tokenizer_config.json", {"extra_ids": 3})
+    assert AutoTokenizer.from_pretrained(tmp_path).token_to_id("<extra_id_3>") is None
+    write_json(tmp_path, "config.json", {"model_type": "albert"})
+    with pytest.raises(DataError, match="no tokenizer in"):
+        AutoTokenizer.from_pretrained(tmp_path)

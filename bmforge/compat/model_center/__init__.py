@@ -8,5 +8,9 @@ docs/migrating_model_center.md.
 from __future__ import annotations
 
 from bmforge.compat.model_center.arguments import get_args
+from bmforge.compat.model_center.names import NAMES
+from bmforge.compat.names import missing_names
 
 __all__ = ["get_args"]
+
+__getattr__ = missing_names("model_center", NAMES, __all__, "")

@@ -7,8 +7,9 @@ from typing import Any
 
 from bmforge.errors import MissingDependencyError
 from bmforge.models.hub import find_model
-from bmforge.tokenizers import CPM1Tokenizer, GLMTokenizer
+from bmforge.tokenizers import CPM1Tokenizer as _CPM1Tokenizer
 from bmforge.tokenizers import CPM2Tokenizer as _CPM2Tokenizer
+from bmforge.tokenizers import GLMTokenizer
 
 __all__ = [
     "BaseTokenizer",
@@ -61,8 +62,49 @@ OPTTokenizer = BaseTokenizer("AutoTokenizer")
 LlamaTokenizer = BaseTokenizer("LlamaTokenizer")
 
 
-class CPM2Tokenizer(_CPM2Tokenizer):
-    """CPM-2's tokenizer with its old method."""
+class _OldMethods:
+    """What the old tokenizers of CPM-1 and CPM-2 had beside `encode` and `decode`."""
+
+    @property
+    def eod_id(self: Any) -> int | None:
+        """Id that ends a document."""
+        found: int | None = self.role_id("eod")
+        return found
+
+    def tokenize(self: Any, text: str) -> list[str]:
+        """Return the tokens of a text."""
+        return list(self.convert_ids_to_tokens(self.encode(text)))
+
+    def convert_tokens_to_ids(self: Any, tokens: list[str]) -> list[int | None]:
+        """Return the ids of tokens; of one that there is not, the unknown's."""
+        found = [self.token_to_id(token) for token in tokens]
+        return [self.unk_id if one is None else one for one in found]
+
+    def convert_ids_to_tokens(self: Any, ids: list[int]) -> list[str]:
+        """Return the tokens of ids."""
+        tokens = {number: token for token, number in self.get_vocab().items()}
+        return [tokens[int(number)] for number in ids]
+
+    def check(self: Any, token: str) -> bool:
+        """Tell whether there is such a token."""
+        return self.token_to_id(token) is not None
+
+
+class CPM1Tokenizer(_OldMethods, _CPM1Tokenizer):
+    """CPM-1's tokenizer with its old methods."""
+
+
+class CPM2Tokenizer(_OldMethods, _CPM2Tokenizer):
+    """CPM-2's tokenizer with its old methods."""
+
+    @property
+    def sod_id(self) -> int | None:
+        """Id that begins a document."""
+        return self.bos_id
+
+    def get_sentinel_num(self) -> int:
+        """Return the number of blanks."""
+        return len(self.sentinel_ids)
 
     def get_sentinel_id(self, number: int) -> int:
         """Return the id of the n-th blank."""

@@ -1,32 +1,26 @@
-"""Make texts comparable, drop exact copies, and split documents into training and validation."""
+"""Make texts comparable, and drop exact copies."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-import numpy as np
-from numpy.typing import NDArray
-
 from bmforge.data.sources.files import Document
-from bmforge.errors import ConfigError
 
 __all__ = [
     "CleanCount",
     "drop_duplicates",
     "normalise",
     "normalise_documents",
-    "split_documents",
     "text_digest",
 ]
 
 _NEWLINES = re.compile("\r\n|[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ufeff]")
 _BLANK_LINES = re.compile("\n{3,}")
-_NEAR_ENOUGH = 0.999  # of the asked bytes; then the search for fitting documents ends
 _SPACES = " \t\u00a0\u3000"
 
 
@@ -84,43 +78,3 @@ def drop_duplicates(
         else:
             seen.add(digest)
             yield document
-
-
-def split_documents(
-    digests: Sequence[bytes], sizes_bytes: Sequence[int], fraction: float, seed: int
-) -> NDArray[np.bool_]:
-    """Choose the validation documents: True where a document is held out.
-
-    The documents are drawn in the order of a hash of (seed, digest), each taken if it still fits
-    into `fraction` of all bytes; if none fits, the smallest is taken. So the choice depends on the
-    set of documents and the seed, not on their order, and with two or more documents neither side
-    is empty.
-
-    Args:
-        digests: one `text_digest` per document, all different.
-        sizes_bytes: UTF-8 bytes per document.
-        fraction: share of all bytes to hold out, 0 <= fraction < 1; 0 holds out nothing.
-
-    Raises:
-        ConfigError: `fraction` is out of range.
-    """
-    if not 0 <= fraction < 1:
-        raise ConfigError(f"validation_fraction={fraction}: needed is 0 <= validation_fraction < 1")
-    held_out = np.zeros(len(digests), dtype=np.bool_)
-    if fraction == 0 or len(digests) < 2:
-        return held_out
-    key = blake2b(repr(seed).encode(), digest_size=16).digest()
-    order = sorted(
-        range(len(digests)), key=lambda i: blake2b(digests[i], key=key, digest_size=16).digest()
-    )
-    target = fraction * sum(sizes_bytes)
-    taken = 0
-    for i in order:
-        if taken >= _NEAR_ENOUGH * target:
-            break
-        if taken + sizes_bytes[i] <= target:
-            held_out[i] = True
-            taken += sizes_bytes[i]
-    if not held_out.any():
-        held_out[min(order, key=lambda i: sizes_bytes[i])] = True
-    return held_out

@@ -48,7 +48,7 @@ class PrepareReport:
     """What a preparation made.
 
     Attributes:
-        documents: kept documents, both splits together.
+        documents: kept documents; one that was cut is in both splits.
         duplicates, empty: documents dropped as exact copies, or without text.
         skipped: bad lines and files left out (`skip_bad`).
         vocab_size: token ids of the tokenizer as trained.
@@ -68,6 +68,11 @@ class PrepareReport:
     train: EncodeCount
     validation: EncodeCount
     reused: bool = False
+
+    @property
+    def held_out_ratio(self) -> float:
+        """Share of the text's bytes that is held out."""
+        return self.validation.text_bytes / (self.train.text_bytes + self.validation.text_bytes)
 
     @property
     def train_prefix(self) -> Path:
@@ -152,5 +157,5 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{str(path)!r} cannot be read as the record of a preparation ({error}): prepare again "
-            "with overwrite=True, or into another directory"
+            "with overwrite=True (--overwrite), or into another directory"
         ) from error

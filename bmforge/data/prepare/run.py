@@ -13,14 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from bmforge.data.clean.normalise import (
     CleanCount,
     drop_duplicates,
     normalise_documents,
-    split_documents,
     text_digest,
 )
 from bmforge.data.prepare.record import (
@@ -32,6 +28,7 @@ from bmforge.data.prepare.record import (
     read_record,
     write_record,
 )
+from bmforge.data.prepare.split import Split, split_documents
 from bmforge.data.prepare.tokenise import (
     EncodeCount,
     encode_to_store,
@@ -46,8 +43,10 @@ from bmforge.data.sources.files import (
     python_topics,
     read_documents,
 )
+from bmforge.data.sources.unread import check_unread
 from bmforge.data.store.token_store import TokenStore
 from bmforge.errors import ConfigError, DataError
+from bmforge.files import check_place
 from bmforge.logging import ProgressBar, get_logger
 
 __all__ = ["prepare"]
@@ -80,20 +79,23 @@ def prepare(
         overwrite: start over, replacing what an earlier preparation wrote.
 
     Raises:
-        ConfigError: `out_dir` holds a corpus of other settings or inputs, or unknown files.
-        DataError: an input is bad, or no text is left.
+        ConfigError: `out_dir` holds a corpus of other settings or inputs, or other files.
+        DataError: an input is bad, most of it is not read, or no text is left.
     """
     config = config or PrepareConfig()
     out = Path(out_dir)
-    files = None if inputs is None else list_files(inputs)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out_dir={str(out)!r} is a file: name a directory")
+    unread: list[Path] = []
+    files = None if inputs is None else list_files(inputs, unread)
+    check_unread(files or (), unread, config.skip_unread)
     if not overwrite:
         if (out / RECORD_NAME).exists():
             report, known = read_record(out)
             _check_same(report, known, config, describe_inputs(files, known))
             return report
         _check_free(out)
+    check_place(out, "out_dir")
     described = describe_inputs(files)
     work, is_new = out / _WORK_NAME, not out.exists()
     shutil.rmtree(work, ignore_errors=True)
@@ -128,17 +130,23 @@ def _check_same(
         if prefix is not None and TokenStore(prefix).num_tokens != count.tokens:
             raise DataError(
                 f"token store {str(prefix)!r} has {TokenStore(prefix).num_tokens} tokens, "
-                f"{RECORD_NAME} says {count.tokens}: prepare again with overwrite=True"
+                f"{RECORD_NAME} says {count.tokens}: prepare again with overwrite=True "
+                "(--overwrite)"
             )
 
 
 def _check_free(out: Path) -> None:
-    """Refuse a directory with output files that no preparation of ours is known to have left."""
-    taken = [name for name in (*_tokenizer_files(out), *_OUTPUTS) if (out / name).exists()]
-    if taken and not (out / _WORK_NAME).exists():
+    """Refuse a directory with anything in it that no preparation of ours is known to have left."""
+    found = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    ours = {_WORK_NAME, _TOKENIZER, *(name.partition("/")[0] for name in _OUTPUTS)}
+    if _WORK_NAME in found and ours.issuperset(found):
+        return  # one was interrupted
+    if found:
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         raise ConfigError(
-            f"out_dir={str(out)!r} holds {', '.join(taken)} but no {RECORD_NAME}: choose another "
-            "directory, or replace them with overwrite=True (--overwrite)"
+            f"out_dir={str(out)!r} holds {', '.join(found[:4])}{more} but no {RECORD_NAME}: choose "
+            "a new or empty directory, or write into this one with overwrite=True (--overwrite), "
+            f"which replaces {_TOKENIZER}/* and {', '.join(_OUTPUTS)} and keeps the rest"
         )
 
 
@@ -157,26 +165,29 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
         )
     kept = drop_duplicates(normalise_documents(raw, cleaned), cleaned)
     clean_path = work / "clean.jsonl"
-    held_out = _write_clean(kept, clean_path, config)
-    train_texts = (document.text for document in _read_clean(clean_path, ~held_out))
+    split, count = _write_clean(kept, clean_path, config)
+    train_texts = (document.text for document in _read_clean(clean_path, split, 0))
     tokenizer = train_bpe(train_texts, config.vocab_size) if given is None else given
     tokenizer.save_pretrained(work / _TOKENIZER)
     eos_id = end_of_text_id(tokenizer)
     counts = {"train": EncodeCount(), "validation": EncodeCount()}
-    for split, chosen in (("train", ~held_out), ("validation", held_out)):
-        if chosen.any():
-            counts[split] = encode_to_store(
-                _read_clean(clean_path, chosen),
+    held_out = int(split.held_out.sum()) + (split.cut is not None)
+    for side, (name, expected) in enumerate(
+        (("train", count - int(split.held_out.sum())), ("validation", held_out))
+    ):
+        if expected:
+            counts[name] = encode_to_store(
+                _read_clean(clean_path, split, side),
                 tokenizer,
-                work / split / "tokens",
+                work / name / "tokens",
                 eos_id=eos_id,
-                num_documents=int(chosen.sum()),
+                num_documents=expected,
             )
     clean_path.unlink()
     return PrepareReport(
         out_dir=work,
         config=config,
-        documents=len(held_out),
+        documents=count,
         duplicates=cleaned.duplicates,
         empty=cleaned.empty,
         skipped=skipped.count,
@@ -189,8 +200,8 @@ def _run(files: list[Path] | None, work: Path, config: PrepareConfig) -> Prepare
 
 def _write_clean(
     documents: Iterable[Document], path: Path, config: PrepareConfig
-) -> NDArray[np.bool_]:
-    """Write the clean texts one a line and return which of them are held out."""
+) -> tuple[Split, int]:
+    """Write the clean texts one a line; return which are held out, and how many there are."""
     digests: list[bytes] = []
     sizes_bytes: list[int] = []
     with path.open("w", encoding="utf-8") as file, ProgressBar("read and clean") as bar:
@@ -201,21 +212,23 @@ def _write_clean(
             bar.advance()
     if not digests:
         raise DataError("no text is left after cleaning: every document was empty; check the input")
-    held_out = split_documents(digests, sizes_bytes, config.validation_fraction, config.seed)
-    if config.validation_fraction > 0 and not held_out.any():
+    split = split_documents(digests, sizes_bytes, config.validation_fraction, config.seed)
+    if config.validation_fraction > 0 and split.cut is None and not split.held_out.any():
         get_logger().warning(
-            "the input is one single document, so none is held out for validation: "
-            "split it into several files or jsonl lines"
+            "validation_fraction=%s of %d bytes is nothing, so nothing is held out",
+            config.validation_fraction,
+            sum(sizes_bytes),
         )
-    return held_out
+    return split, len(digests)
 
 
-def _read_clean(path: Path, chosen: NDArray[np.bool_]) -> Iterator[Document]:
-    """Yield the chosen ones of the clean texts."""
+def _read_clean(path: Path, split: Split, side: int) -> Iterator[Document]:
+    """Yield the clean texts for training (`side` 0) or those held out (1)."""
     with path.open(encoding="utf-8", newline="\n") as file:
         for number, line in enumerate(file):
-            if chosen[number]:
-                yield Document(json.loads(line), str(path), number + 1)
+            text = split.divide(number, json.loads(line))[side]
+            if text:
+                yield Document(text, str(path), number + 1)
 
 
 def _move_into_place(work: Path, out: Path) -> None:

@@ -12,7 +12,7 @@ import tokenizers
 from bmforge.data.sources.files import Document
 from bmforge.data.store.writer import TokenStoreWriter
 from bmforge.errors import ConfigError, DataError
-from bmforge.logging import ProgressBar, track
+from bmforge.logging import ProgressBar
 from bmforge.tokenizers import AutoTokenizer, FastTokenizer, Tokenizer
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
@@ -75,10 +75,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(track(texts, "train tokenizer"), trainer)
+    with ProgressBar("train tokenizer") as bar:
+        tokenizer.train_from_iterator(_count(texts, bar), trainer)
     roles = {"bos": END_OF_TEXT, "eos": END_OF_TEXT}
     config = (json.dumps(_CONFIG, indent=2, ensure_ascii=False) + "\n").encode()
     return FastTokenizer(tokenizer.to_str(pretty=True).encode(), roles, {CONFIG_FILE: config})
+
+
+def _count(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
+    for text in texts:
+        yield text
+        bar.advance()
 
 
 # One door to every tokenizer, whether prepared text or a model lies beside it.

@@ -86,8 +86,14 @@ def read_documents(
         get_logger().warning("skipped %d bad lines or files:%s", count.count - before, lines)
 
 
-def list_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+def list_files(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    unread: list[Path] | None = None,
+) -> list[Path]:
     """Return the input files that `paths` stands for, in reading order.
+
+    Args:
+        unread: takes up what lies in the directories and is of no kind that is read.
 
     Raises:
         DataError: a path does not exist, holds no input file, or ends in an unknown suffix.
@@ -98,7 +104,7 @@ def list_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     files: list[Path] = []
     for path in map(Path, named):
         if path.is_dir():
-            files += _walk(path)
+            files += _walk(path, [] if unread is None else unread)
         elif not path.exists():
             raise DataError(f"input {str(path)!r} does not exist: check the path")
         elif not _is_input(path):
@@ -119,13 +125,12 @@ def python_topics() -> Iterator[Document]:
         yield Document(topics[name], f"pydoc_data.topics/{name}")
 
 
-def _walk(directory: Path) -> list[Path]:
-    """Return the input files below `directory`, sorted, without hidden ones."""
-    found = [
-        path
-        for path in sorted(directory.rglob("*"))
-        if _is_input(path) and path.is_file() and not _is_hidden(path.relative_to(directory))
-    ]
+def _walk(directory: Path, unread: list[Path]) -> list[Path]:
+    """Return the input files below `directory`, sorted; others are `unread`, but hidden ones."""
+    found: list[Path] = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and not _is_hidden(path.relative_to(directory)):
+            (found if _is_input(path) else unread).append(path)
     if not found:
         raise DataError(
             f"directory {str(directory)!r} holds no input file: needed are files ending in "
@@ -203,7 +208,7 @@ def _parse_line(raw: bytes, place: str, text_field: str) -> str:
         seen = f"the fields {sorted(record)}" if isinstance(record, dict) else "no JSON object"
         raise DataError(
             f"{place}: no field {text_field!r}, the line holds {seen}; "
-            f"name the field with text_field=..., {way_out}"
+            f"name the field with text_field=... (--text-field), {way_out}"
         )
     text = record[text_field]
     if not isinstance(text, str):

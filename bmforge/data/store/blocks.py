@@ -3,13 +3,17 @@
 A dataset is a directory. ``meta.bin`` has one JSON object a line for each data file: file_name,
 block_begin, block_end, nbytes, nlines, mask and sometimes block_size. A data file is blocks of
 equal size; a block is records, each 0x1F, its length (uint32, little-endian) and that many bytes
-of pickle, and then 0x00 up to the end. Records are read by `safe_pickle`, so nothing in them runs.
+of pickle, and then 0x00 up to the end. BMTrain's and ModelCenter's are older: ``meta.bin`` is one
+pickle, and records have no lengths. All is read by `safe_pickle`, so nothing in it runs.
 
-Source: ``cpm_live/dataset/distributed_dataset.py`` of OpenBMB/CPM-Live.
+Source: ``cpm_live/dataset/distributed_dataset.py`` of OpenBMB/CPM-Live, and
+``model_center/dataset/distributed_dataset.py`` of OpenBMB/ModelCenter.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import struct
@@ -20,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bmforge.data.store.safe_pickle import load_plain
+from bmforge.data.store.safe_pickle import load_block_files, load_plain, read_plain
 from bmforge.data.store.writer import TokenStoreWriter
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import track
@@ -30,6 +34,7 @@ __all__ = ["BlockDataset", "BlockFile", "blocks_to_store"]
 META_FILE = "meta.bin"
 BLOCK_BYTES = 16 << 20
 _RECORD, _END = 0x1F, 0x00
+_PICKLE = b"\x80"
 _LENGTH = struct.Struct("<I")
 
 
@@ -45,6 +50,7 @@ class BlockFile:
         nlines: number of its records.
         mask: leave this file out.
         block_size: bytes of a block.
+        has_lengths: records say how long they are.
     """
 
     file_name: str
@@ -54,6 +60,7 @@ class BlockFile:
     nlines: int
     mask: bool = False
     block_size: int = BLOCK_BYTES
+    has_lengths: bool = True
 
 
 class BlockDataset:
@@ -118,21 +125,56 @@ class BlockDataset:
                 yield from self._read_file(file)
 
     def _read_file(self, file: BlockFile) -> Iterator[Any]:
-        path, count = self.directory / file.file_name, 0
-        with path.open("rb") as stream:
-            for block in range(file.block_end - file.block_begin):
-                content = stream.read(file.block_size)
-                for number, (start, end) in enumerate(_records(content, path, block)):
-                    try:
-                        yield self._load(content[start:end])
-                    except DataError as error:
-                        raise DataError(f"{_place(path, block, number)}: {error}") from error
-                    count += 1
+        count = 0
+        for block in range(file.block_begin, file.block_end):
+            for _, record in self.read_block(block):
+                yield record
+                count += 1
         if count != file.nlines:
             raise DataError(
-                f"{str(path)!r} has {count} records; {META_FILE} promises {file.nlines}. Get the "
-                "file again"
+                f"{str(self.directory / file.file_name)!r} has {count} records; {META_FILE} "
+                f"promises {file.nlines}. Get the file again"
             )
+
+    def file_of(self, block: int) -> BlockFile:
+        """Return the file that a block of the dataset is in."""
+        return next(file for file in self.files if block < file.block_end)
+
+    def read_block(self, block: int) -> Iterator[tuple[int, Any]]:
+        """Yield the records of a block, each with the offset in the block where it ends.
+
+        Raises:
+            DataError: as when iterating.
+        """
+        file = self.file_of(block)
+        path, place = self.directory / file.file_name, block - file.block_begin
+        with path.open("rb") as stream:
+            stream.seek(place * file.block_size)
+            content = stream.read(file.block_size)
+        find = self._split if file.has_lengths else self._split_old
+        yield from find(content, path, place)
+
+    def _split(self, content: bytes, path: Path, block: int) -> Iterator[tuple[int, Any]]:
+        for number, (start, end) in enumerate(_records(content, path, block)):
+            try:
+                yield end, self._load(content[start:end])
+            except DataError as error:
+                raise DataError(f"{_place(path, block, number)}: {error}") from error
+
+    def _split_old(self, content: bytes, path: Path, block: int) -> Iterator[tuple[int, Any]]:
+        """As `_split`, where a record ends with its pickle."""
+        stream = io.BytesIO(content)
+        for number in itertools.count():
+            mark = stream.read(1)
+            if mark in (b"", bytes([_END])):
+                return
+            try:
+                if mark != bytes([_RECORD]):
+                    raise DataError(f"it begins with {mark!r}, not with 0x1f: the file is damaged")
+                record = read_plain(stream)
+            except DataError as error:
+                raise DataError(f"{_place(path, block, number)}: {error}") from error
+            yield stream.tell(), record
 
 
 def blocks_to_store(
@@ -205,7 +247,8 @@ _FORMS: dict[str, Callable[[bytes], Any]] = {
 def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
     """Return the files of a ``meta.bin``, after checking that their blocks join."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        content = path.read_bytes()
+        lines = _old_lines(content) if content[:1] == _PICKLE else content.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"cannot read {str(path)!r} ({error}): a block dataset is a directory with a "
@@ -226,6 +269,13 @@ def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
     return files
 
 
+def _old_lines(content: bytes) -> list[str]:
+    """Return the rows of a pickled ``meta.bin`` as they are written today."""
+    names = ("file_name", "block_begin", "block_end", "nbytes", "nlines", "mask")
+    rows = (dict(zip(names, row, strict=True)) for row in load_block_files(content))
+    return [json.dumps({**row, "has_lengths": False}) for row in rows]
+
+
 def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
     try:
         found = json.loads(line)
@@ -233,6 +283,7 @@ def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
             name: int(found[name]) for name in ("block_begin", "block_end", "nbytes", "nlines")
         }
         name, mask = str(found["file_name"]), bool(found.get("mask", False))
+        has_lengths = bool(found.get("has_lengths", True))
         size = int(found.get("block_size", block_bytes))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
@@ -244,7 +295,7 @@ def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
             f"{where}: file_name={name!r:.80} and block_size={size}; needed are the plain name of "
             "a file beside it and a size"
         )
-    return BlockFile(name, mask=mask, block_size=size, **numbers)
+    return BlockFile(name, mask=mask, block_size=size, has_lengths=has_lengths, **numbers)
 
 
 def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from bmforge.errors import DataError
 
-__all__ = ["load_plain"]
+__all__ = ["load_block_files", "load_plain", "read_plain"]
 
 _DTYPE = re.compile(r"[iuf][1248]|b1")
 # What a damaged or hostile pickle makes Python's reader raise.
@@ -45,7 +45,15 @@ def load_plain(content: bytes) -> Any:
 
     Memory: some times the size of `content`.
     """
-    reader = _Reader(io.BytesIO(content))
+    return read_plain(io.BytesIO(content))
+
+
+def read_plain(stream: io.BytesIO) -> Any:
+    """Return the record in the pickle that begins where a stream is, which is then behind it.
+
+    As `load_plain`.
+    """
+    reader = _Reader(stream)
     try:
         record = reader.load()
         return _finish(record, {}) if reader.used_names else record
@@ -218,6 +226,62 @@ class _Reader(pickle.Unpickler):
                 "refused. Only plain values and arrays of numbers are read"
             )
         return _NAMES[module, name]
+
+
+class _FileRow(_Name):
+    """``FileInfo._load_from_state`` of the old block datasets: only gives back what it is given."""
+
+    __slots__ = ()
+
+    def __call__(self, version: Any, row: Any) -> tuple[Any, ...]:
+        if version != 1 or type(row) is not tuple:
+            raise DataError("a description of a data file in an unknown form")
+        return row
+
+
+class _FileInfo(_Name):
+    """``FileInfo`` of the old block datasets: only an argument of ``getattr``."""
+
+    __slots__ = ()
+
+
+class _GetRow(_Name):
+    """``getattr``, which gives the one name that is asked for of the one class."""
+
+    __slots__ = ()
+
+    def __call__(self, owner: Any, name: Any) -> _FileRow:
+        if type(owner) is not _FileInfo or name != "_load_from_state":
+            raise DataError(f"a pickle that reads {name!r:.80} of something: refused")
+        return _FileRow()
+
+
+class _FileReader(pickle.Unpickler):
+    """Reads the list of an old block dataset's files."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "getattr" and module in ("builtins", "__builtin__"):
+            return _GetRow()
+        if name == "FileInfo" and module.endswith("distributed_dataset"):
+            return _FileInfo()
+        raise DataError(f"a pickle that names {module}.{name}"[:200] + ": refused")
+
+
+def load_block_files(content: bytes) -> list[tuple[Any, ...]]:
+    """Return the rows in the pickled list of files that BMTrain and ModelCenter kept.
+
+    Raises:
+        DataError: the pickle holds or names anything else, or is damaged.
+    """
+    try:
+        rows = _FileReader(io.BytesIO(content)).load()
+    except DataError:
+        raise
+    except _UNREADABLE as error:
+        raise DataError(f"a damaged pickle ({type(error).__name__}: {error})") from error
+    if type(rows) is not list or not all(type(row) is tuple and len(row) == 6 for row in rows):
+        raise DataError("a pickle that is no list of data files: refused")
+    return rows
 
 
 _OPEN = object()

@@ -1,7 +1,8 @@
 """Evaluation tasks as they are published: a file in, plain examples with their labels out.
 
 Start reading at `task.py` (what a task is, and `read_task`), then at a table of tasks: `superglue`,
-`clue`, `reading` (questions on a text). Templates, tokens and metrics are the caller's.
+`clue`, `reading` (questions on a text). `own.py` makes a task of labels and a file. Templates,
+tokens and metrics are the caller's.
 """
 
 from __future__ import annotations
@@ -16,11 +17,23 @@ from bmforge.data.tasks.superglue import SUPERGLUE
 from bmforge.data.tasks.task import Task, TaskExample, find_split
 from bmforge.errors import ConfigError, suggest
 
-__all__ = ["TASKS", "Task", "TaskExample", "read_task"]
+__all__ = ["TASKS", "Task", "TaskExample", "find_task", "read_task"]
 
 TASKS: Mapping[str, Task] = {
     task.name: task for task in (*SUPERGLUE, *CLUE, *READING, LCQMC, AG_NEWS)
 }
+
+
+def find_task(name: str) -> Task:
+    """Return a task by its name, whose letters may be small or large.
+
+    Raises:
+        ConfigError: no such task.
+    """
+    for known, task in TASKS.items():
+        if known.lower() == name.lower():
+            return task
+    raise ConfigError(f"no task {name!r}.{suggest(name, TASKS)} Known: {', '.join(TASKS)}.")
 
 
 def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:

@@ -10,7 +10,8 @@ new tokens is one answer's, so that none is left out, and answers can be held to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +26,12 @@ from bmforge.models.cpm_bee import CPMBee, to_arguments
 from bmforge.tokenizers.cpm_bee.prompt import Prompt, PromptBatch, collate_prompts, encode_prompt
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
-__all__ = ["fill_documents"]
+__all__ = ["fill_documents", "fill_each", "longest_document"]
 
 # The original's defaults; drawing knows no beams.
 _MAX_NEW_TOKENS, _NUM_BEAMS = 100, 3
+# Tokens of a row in the original's training.
+_WINDOW = 2048
 # Options that the answers' own ends and the documents' own number leave no room for.
 _FIXED = ("min_new_tokens", "num_return_sequences", "eos_token_id", "pad_token_id")
 
@@ -64,14 +67,7 @@ def fill_documents(
         ConfigError: a tokenizer of another model, or an option that documents leave no room for.
         DataError: a document that cannot be read; its number is named.
     """
-    config = _complete(config, options)
-    if len(tokenizer) != model.config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size="
-            f"{model.config.vocab_size}: open both from the same directory."
-        )
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} must be at least 1.")
+    config = _check(model, tokenizer, config, options, batch_size)
     prompts = []
     for number, document in enumerate(documents):
         try:
@@ -87,6 +83,79 @@ def fill_documents(
         for start in range(0, len(prompts), batch_size):
             filled += _fill(model, tokenizer, prompts[start : start + batch_size], config)
     return filled
+
+
+def fill_each(
+    model: CPMBee,
+    tokenizer: CPMBeeTokenizer,
+    documents: Iterable[Mapping[str, Any] | DataError],
+    config: GenerationConfig | None = None,
+    *,
+    batch_size: int = 8,
+    **options: Any,
+) -> Iterator[dict[str, Any] | DataError]:
+    """Yield for each of many documents its filled copy, or what is wrong with it, in order.
+
+    They are filled and come out batch by batch. None may be longer than `longest_document`.
+
+    Args:
+        model: a CPM-Bee.
+        tokenizer: that of the model.
+        documents: as in `fill_documents`; an error among them comes out in its place.
+        config: as there.
+        batch_size: documents read at a time.
+        options: as there.
+
+    Raises:
+        ConfigError: as there.
+    """
+    config = _check(model, tokenizer, config, options, batch_size)
+    longest, left = longest_document(model), iter(documents)
+    while group := list(islice(left, batch_size)):
+        found = [_encode(document, tokenizer, longest) for document in group]
+        prompts = [prompt for prompt in found if isinstance(prompt, Prompt)]
+        with evaluating(model), torch.no_grad():
+            answered = iter(_fill(model, tokenizer, prompts, config) if prompts else ())
+        for prompt in found:
+            yield next(answered) if isinstance(prompt, Prompt) else prompt
+
+
+def longest_document(model: CPMBee) -> int:
+    """Return the tokens of the longest document that a model is asked about.
+
+    It is the window that the published models were trained with, or that of the model where it is
+    wider.
+    """
+    return max(_WINDOW, model.config.max_seq_len)
+
+
+def _encode(
+    document: Mapping[str, Any] | DataError, tokenizer: CPMBeeTokenizer, longest: int
+) -> Prompt | DataError:
+    if isinstance(document, DataError):
+        return document
+    try:
+        return encode_prompt(document, tokenizer, max_length=longest)
+    except DataError as error:
+        return error
+
+
+def _check(
+    model: CPMBee,
+    tokenizer: CPMBeeTokenizer,
+    config: GenerationConfig | None,
+    options: dict[str, Any],
+    batch_size: int,
+) -> GenerationConfig:
+    """Return the whole config; refuse what does not fit the model."""
+    if len(tokenizer) != model.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size="
+            f"{model.config.vocab_size}: open both from the same directory."
+        )
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must be at least 1.")
+    return _complete(config, options)
 
 
 def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:

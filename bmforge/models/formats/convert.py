@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.files import partial_name
+from bmforge.files import check_place, partial_name
 from bmforge.logging import get_logger
 from bmforge.models.base import Model
 from bmforge.models.formats.hf_format import WeightFiles, has_weights
@@ -80,6 +80,7 @@ def convert_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "holds a model" if out.is_dir() and has_weights(out) else "is not an empty directory"
         raise CheckpointError(f"{str(out)!r} {what}; name a directory that does not exist yet.")
+    check_place(out, "target")
     directory = find_model(source)
     partial = out.with_name(partial_name(out.name))
     shutil.rmtree(partial, ignore_errors=True)

@@ -26,8 +26,6 @@ from bmforge.models.weights import assemble_source, expand_rules, group_by_sourc
 
 __all__ = ["is_megatron", "load_megatron", "reshard_megatron", "save_megatron"]
 
-# Their training computed the tanh form of GELU.
-_AS_TRAINED = {"EVA": {"activation": "gelu_new"}}
 _Family = type[CPM1] | type[CPM2] | type[EVA]
 
 
@@ -78,18 +76,18 @@ def _find_config(
     family: _Family, files: WeightFiles, preset: str | None, allow_unknown: tuple[str, ...]
 ) -> ModelConfig:
     """Return the config by the preset's name, from config.json, or of the preset that fits."""
-    config_class, trained = family.config_class, _AS_TRAINED.get(family.__name__, {})
+    config_class = family.config_class
     if preset is not None:
-        return config_class.preset(preset, **trained)
+        return family.settle_config(config_class.preset(preset), files.shapes)
     if (files.directory / "config.json").is_file():
         raw = read_config_file(files.directory)
-        config = config_class.from_hf(raw, allow_unknown)
-        vocab_size = files.shapes[_embedding(files)][0]
-        changes = {} if config_class.hf_names.get("activation", "") in raw else trained
-        return config.replace(vocab_size=raw.get("vocab_size") or vocab_size, **changes)
+        config = family.settle_config(config_class.from_hf(raw, allow_unknown), files.shapes)
+        return config.replace(
+            vocab_size=raw.get("vocab_size") or files.shapes[_embedding(files)][0]
+        )
     fitting = [n for n in config_class.presets if _fits(family, n, files.shapes)]
     if len(fitting) == 1:
-        return config_class.preset(fitting[0], **trained)
+        return family.settle_config(config_class.preset(fitting[0]), files.shapes)
     found = f"fit the presets {', '.join(fitting)}" if fitting else "fit no preset"
     raise ConfigError(
         f"the shards in {str(files.directory)!r} are a {family.__name__}, but their sizes {found}: "

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError
+from bmforge.parallel.balance import balance_whole_step
 from bmforge.parallel.pipeline.messages import Link
 from bmforge.parallel.pipeline.run import Pipeline
 from bmforge.parallel.pipeline.schedules import Schedule, problems, write_schedule
@@ -163,6 +164,10 @@ class PipelinedModel:
         self._sum_shared_gradients_()
         return losses
 
+    def run_forward(self, run: Run, micro_batches: Sequence[Batch]) -> None:
+        """Run forward alone of a step's micro-batches."""
+        self._run_forward(run, micro_batches, share=False)
+
     def _run_forward(self, run: Run, micro_batches: Sequence[Batch], share: bool) -> list[Any]:
         pipeline = next(iter(self._pipelines.values()), None) or self._pipeline(self._least())
         self.run, self._is_inside = run, True
@@ -252,14 +257,23 @@ def run_step(model: nn.Module, run: Run, micro_batches: Sequence[Batch]) -> list
         the losses that are here, detached: all, or in a pipeline none but on the last stage's rank.
     """
     pipeline = pipeline_of(model)
-    if pipeline is not None:
-        return pipeline.step(run, micro_batches)
-    losses = []
-    for micro_batch in micro_batches:
-        loss = run(micro_batch)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
+
+    def run_all() -> None:
+        if pipeline is not None:
+            pipeline.run_forward(run, micro_batches)
+        else:
+            for micro_batch in micro_batches:
+                run(micro_batch)
+
+    with balance_whole_step(model, run_all, len(micro_batches)):
+        if pipeline is not None:
+            return pipeline.step(run, micro_batches)
+        losses = []
+        for micro_batch in micro_batches:
+            loss = run(micro_batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
 
 
 def pipeline_of(model: nn.Module) -> PipelinedModel | None:

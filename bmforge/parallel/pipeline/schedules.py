@@ -27,6 +27,7 @@ __all__ = [
     "write_schedule",
     "forward_only",
     "problems",
+    "smallest_schedule",
 ]
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -314,6 +315,14 @@ def write_schedule(
         recipe.write(writer)
         orders.append(tuple(writer.actions))
     return Schedule(name, num_micro_batches, tuple(stage_ranks), tuple(orders))
+
+
+def smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule | None:
+    """Build the schedule for as few micro-batches as it takes: where stages lie is the same."""
+    counts = range(1, 16 * ranks + 1)
+    fits = (n for n in counts if not problems(name, ranks, n, per_rank))
+    count = next(fits, None)
+    return None if count is None else write_schedule(name, ranks, count, per_rank)
 
 
 def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:

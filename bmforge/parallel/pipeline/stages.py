@@ -7,7 +7,9 @@ or end goes with its first or last block; everything else is on every stage that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +58,9 @@ class Cutting:
 def cut_blocks(costs: Sequence[float], ends: tuple[float, float], stages: int) -> list[int]:
     """Return how many of the blocks each stage gets, so that the costliest stage is cheapest.
 
+    Of all such cuts it is the most even one, that of the least sum of squares: what the costliest
+    stage leaves no choice in, the others share alike.
+
     Args:
         costs: of the blocks, in order.
         ends: what the first and the last stage have to bear besides.
@@ -70,24 +75,40 @@ def cut_blocks(costs: Sequence[float], ends: tuple[float, float], stages: int) -
         extra = (ends[0] if first == 0 else 0.0) + (ends[1] if last == count else 0.0)
         return sums[last] - sums[first] + extra
 
-    # best[s][n]: cost of the costliest of s stages that share the first n blocks, and the cut.
+    costliest, _ = _best_cut(count, stages, cost_of, max)
+    bound = costliest * (1 + 1e-9)
+
+    def squared(first: int, last: int) -> float:
+        cost = cost_of(first, last)
+        return cost * cost if cost <= bound else math.inf
+
+    return _best_cut(count, stages, squared, operator.add)[1]
+
+
+def _best_cut(
+    count: int,
+    stages: int,
+    cost_of: Callable[[int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, list[int]]:
+    """Return the least cost of all stages, joined, and how many blocks each of them gets."""
+    # best[s][n]: cost of s stages that share the first n blocks, and where the last one begins.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):
         row: dict[int, tuple[float, int]] = {}
         for last in range(stage, count - (stages - stage) + 1):
-            choices = (
-                (max(before, cost_of(first, last)), first)
+            row[last] = min(
+                (join(before, cost_of(first, last)), first)
                 for first, (before, _) in best[stage - 1].items()
                 if first < last
             )
-            row[last] = min(choices)
         best.append(row)
     sizes, last = [], count
     for stage in range(stages, 0, -1):
         first = best[stage][last][1]
         sizes.append(last - first)
         last = first
-    return sizes[::-1]
+    return best[stages][count][0], sizes[::-1]
 
 
 def plan_cutting(
@@ -100,7 +121,7 @@ def plan_cutting(
         rules: where it may be cut.
         stages: how many stages.
         sizes: blocks of every stage, as the user wants them; empty balances.
-        balance: "parameters", or "flops": what a token passes through, without embeddings.
+        balance: "flops", what a token passes through, without embeddings; or "parameters".
     """
     stacks = {name: list(model.get_submodule(name).children()) for name in rules.stacks}
     blocks = [block for stack in stacks.values() for block in stack]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
+
+from torch import nn
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.pipeline.replay import replay
 from bmforge.parallel.pipeline.schedules import problems, write_schedule
 from bmforge.parallel.planner.hardware import Cluster
+from bmforge.parallel.planner.kept import TraceStore
 from bmforge.parallel.planner.peak import (
     Memory,
     Share,
@@ -18,12 +22,14 @@ from bmforge.parallel.planner.peak import (
     count_work,
     peak_memory,
 )
-from bmforge.parallel.planner.step_time import OURS, Engine, Times, Work, step_time
+from bmforge.parallel.planner.ranks import Rank, cut_ranks
+from bmforge.parallel.planner.step_time import OURS, Engine, Times, Work, compute_time, step_time
 from bmforge.parallel.planner.trace import BLOCKS, Setting, StepTrace, trace_step
 from bmforge.parallel.planner.workload import Workload
 
 __all__ = ["Choice", "Estimator", "Request", "Row"]
 
+_PLAIN = Layout(zero=0)
 # ZeRO needs no more shards than this to show what it gathers and when.
 _SHARDS_TRACED = 2
 # AdamW's fp32 states and master weights, and the gradient on its way: host bytes per parameter.
@@ -116,13 +122,17 @@ class Estimator:
         exact_shards: trace as many shards as there are, for comparing with real runs.
         engine: whose times, for comparing with published ones.
         traces: made so far; those of another one for the same workload can be given.
+        kept: where traces are kept from one call to the next; None keeps none.
     """
 
     request: Request
     exact_shards: bool = False
     engine: Engine = OURS
     traces: dict[Setting, StepTrace] = field(default_factory=dict)
-    _counts: int | None = None
+    kept: TraceStore | None = None
+    _counts: tuple[float, float] | None = None
+    _model: nn.Module | None = None
+    _ranks: dict[Layout, tuple[Rank, ...]] = field(default_factory=dict)
 
     def estimate(self, choice: Choice) -> Row:
         """Return memory and time of one choice, whether it fits or not.
@@ -135,16 +145,14 @@ class Estimator:
         layout.check(cluster.count)
         shards, replicas = self.shards(layout)
         count = self._micro_batches(choice, replicas)
+        ranks = self._cut(layout)
         setting = self._setting(choice, shards, count)
-        if setting not in self.traces:
-            self.traces[setting] = trace_step(workload, setting)
-        trace = self.traces[setting]
+        trace = self._trace(setting)
         ratio = setting.shards / shards if layout.zero else 1.0
-        memory = self._memory(trace, choice, count, ratio)
-        times = self._times(trace, choice, count, shards)
-        local = sum(count_parameters(trace, workload.depth, layout.pp))
+        memory = self._memory(trace, choice, count, ratio, ranks)
+        times, trained = self._times(trace, choice, count, shards, ranks)
         beside = min(cluster.per_node, cluster.count)
-        host = _HOST_BYTES * local / shards * choice.offloaded * beside
+        host = _HOST_BYTES * trained / shards * choice.offloaded * beside
         return Row(
             choice,
             memory,
@@ -154,6 +162,27 @@ class Estimator:
             count,
             host - cluster.host_memory_gib * 2**30 if choice.offloaded else 0.0,
         )
+
+    def _trace(self, setting: Setting) -> StepTrace:
+        if setting not in self.traces:
+            workload = self.request.workload
+            found = None if self.kept is None else self.kept.read(workload, setting)
+            if found is None:
+                found = trace_step(workload, setting)
+                if self.kept is not None:
+                    self.kept.write(workload, setting, found)
+            self.traces[setting] = found
+        return self.traces[setting]
+
+    def _cut(self, layout: Layout) -> tuple[Rank, ...]:
+        """Return what every rank of the pipeline has."""
+        if self._model is None:
+            self._model = self.request.workload.whole()
+        fields = ("pp", "pp_schedule", "pp_stages_per_rank", "pp_cut", "pp_balance")
+        alike = replace(_PLAIN, **{name: getattr(layout, name) for name in fields})
+        if alike not in self._ranks:
+            self._ranks[alike] = cut_ranks(self._model, alike, self.request.workload.order)
+        return self._ranks[alike]
 
     def shards(self, layout: Layout) -> tuple[int, int]:
         """Return over how many processes ZeRO shards, and how many work on different rows."""
@@ -166,7 +195,8 @@ class Estimator:
         batch = self.request.batch
         if batch % (replicas * choice.rows):
             raise ConfigError(
-                f"--batch {batch} does not divide into {replicas} processes x {choice.rows} rows."
+                f"a batch of {batch} rows does not divide into {replicas} processes x "
+                f"{choice.rows} rows."
             )
         return batch // (replicas * choice.rows)
 
@@ -194,54 +224,67 @@ class Estimator:
             copies=self.request.cluster.device.is_host,
         )
 
-    def _memory(self, trace: StepTrace, choice: Choice, count: int, ratio: float) -> Memory:
-        """Return what the fullest rank of the pipeline has: the first or the last."""
-        layout, depth = choice.layout, self.request.workload.depth
-        half = self.request.precision != "fp32"
-        usual = Share(
-            depth,
-            shard_ratio=ratio,
-            offloaded=choice.offloaded,
-            half=half,
-            gradients_leave=not self.request.cluster.device.is_host,
-        )
-        if layout.pp == 1:
-            return peak_memory(trace, usual)
-        alive = _in_flight(layout, count)
-        first = replace(usual, stages=layout.pp, in_flight=alive[0], last=False)
-        last = replace(usual, stages=layout.pp, in_flight=alive[-1], first=False)
-        found = [peak_memory(trace, share) for share in (first, last)]
+    def _memory(
+        self, trace: StepTrace, choice: Choice, count: int, ratio: float, ranks: Sequence[Rank]
+    ) -> Memory:
+        """Return what the fullest rank of the pipeline has."""
+        shares: dict[Any, Share] = {}
+        alive = _in_flight(choice.layout, count) if len(ranks) > 1 else (1.0,)
+        # Of ranks that have the same, the one with most in flight is the fullest.
+        for rank, number in sorted(zip(ranks, alive, strict=True), key=lambda pair: pair[1]):
+            shares[rank.first, rank.last, str(rank.counts)] = Share(
+                rank.counts,
+                number,
+                rank.first,
+                rank.last,
+                ratio,
+                choice.offloaded,
+                half=self.request.precision != "fp32",
+                gradients_leave=not self.request.cluster.device.is_host,
+            )
+        found = [peak_memory(trace, share) for share in shares.values()]
         return max(found, key=lambda memory: memory.total)
 
-    def _times(self, trace: StepTrace, choice: Choice, count: int, shards: int) -> Times:
-        layout, workload = choice.layout, self.request.workload
-        blocks = workload.depth / layout.pp
-        # Stages are balanced: the last has the head, and fewer blocks for it.
-        flops, traffic = (w / layout.pp for w in count_work(trace, workload.depth))
-        inner, ends = count_parameters(trace, workload.depth, layout.pp)
-        width = 4 if self.request.precision == "fp32" else 2
-        tokens = choice.rows * workload.row_tokens / layout.cp
-        work = Work(
-            flops,
-            traffic,
+    def _times(
+        self, trace: StepTrace, choice: Choice, count: int, shards: int, ranks: Sequence[Rank]
+    ) -> tuple[Times, float]:
+        """Return the times of the slowest rank, and how many numbers the fullest one trains."""
+        layout, request = choice.layout, self.request
+        work = [count_work(trace, rank.counts, rank.last) for rank in ranks]
+        seconds = [
+            compute_time(*each, request.cluster, request.precision, request.compiled)
+            for each in work
+        ]
+        slowest = seconds.index(max(seconds))
+        numbers, trained = zip(
+            *(count_parameters(trace, rank.counts, rank.first + rank.last) for rank in ranks),
+            strict=True,
+        )
+        width = 4 if request.precision == "fp32" else 2
+        tokens = choice.rows * request.workload.row_tokens / layout.cp
+        work_of_slowest = Work(
+            *work[slowest],
             count,
-            tokens * workload.hidden_size * width,
-            blocks * len([name for name in trace.parameters if name]),
-            inner + ends / min(layout.pp, 2),
+            tokens * request.workload.hidden_size * width,
+            ranks[slowest].blocks,
+            max(numbers),
             shards,
             choice.offloaded,
             width,
+            ranks=sum(seconds) / seconds[slowest],
+            trained=max(trained) / max(numbers),
         )
-        return step_time(
-            work,
-            self.request.cluster,
+        times = step_time(
+            work_of_slowest,
+            request.cluster,
             layout,
-            self.request.precision,
+            request.precision,
             recompute=choice.recompute,
-            compiled=self.request.compiled,
+            compiled=request.compiled,
             stages_per_rank=layout.pp_stages_per_rank or 1,
             engine=self.engine,
         )
+        return times, max(trained)
 
     def least_static(self, choice: Choice) -> float:
         """Return bytes of parameters and states alone, without tracing."""
@@ -249,28 +292,29 @@ class Estimator:
             self._counts = _count(self.request.workload)
         layout = choice.layout
         shards, _ = self.shards(layout)
-        here = self._counts / layout.pp / layout.tp
-        kept = 12.0 * (1 - choice.offloaded)
+        here, trained = (count / layout.pp / layout.tp for count in self._counts)
         width = 4 if self.request.precision == "fp32" else 2
-        least = here / shards * (kept + width * choice.offloaded)
+        least = here * 4 + trained * 8 * (1 - choice.offloaded)
+        least = (least - trained * (4 - width) * choice.offloaded) / shards
         if layout.zero != 3 and (shards > 1 or width == 2):
             least += here * width  # gathered from forward to backward
         if layout.pp > 1 and (shards > 1 or width == 2):
-            least += here * 4  # whole gradients until the step's end
+            least += trained * 4  # whole gradients until the step's end
         return least
 
 
-def _count(workload: Workload) -> int:
-    """Return the numbers in all blocks of all stacks."""
+def _count(workload: Workload) -> tuple[float, float]:
+    """Return the numbers in all blocks of all stacks, and how many of them are trained."""
     usual = workload.depth - sum(count for _, count in workload.kinds)
-    total = 0
+    total = trained = 0
     for build, count in ((workload.build, usual), *workload.kinds):
         model = build(BLOCKS)
         rules: Any = getattr(model, "layout_rules", None)
         for name in rules().stacks if callable(rules) else ():
             block = list(model.get_submodule(name).children())[1]
             total += count * sum(p.numel() for p in block.parameters())
-    return total
+            trained += count * sum(p.numel() for p in block.parameters() if p.requires_grad)
+    return total, trained
 
 
 @lru_cache(maxsize=1024)

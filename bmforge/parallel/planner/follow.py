@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+T = TypeVar("T")
 
 __all__ = ["FIRST_END", "INSIDE", "LAST_END", "PARTS", "Follower", "resizes_seen"]
 
@@ -40,7 +41,7 @@ _OWNERS = {
     "nn/losses.py": _LOGITS,
     "fsdp/_fully_shard": _COMMUNICATION,
     "parallel/collectives.py": _COMMUNICATION,
-    "parallel/ring.py": _COMMUNICATION,
+    "context/ring.py": _COMMUNICATION,
 }
 _FRAMES = 14
 # Gloo makes a second buffer as large as what these gather or scatter, for as long as they run; its
@@ -85,13 +86,34 @@ class Follower(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        made = list(_tensors(out))
         for tensor in made:
             self._follow(tensor.untyped_storage())
         if self.copies and func._schema.name in _COPIED:
-            self._copy(tensor for tensor in tree_leaves((args, kwargs, out)))
+            self._copy(_tensors((args, kwargs, out)))
         self._count(func, args, kwargs or {}, out, made)
         return out
+
+    def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
+        """Yield the first two pieces of every size; the second counts for all that follow.
+
+        For loops whose passes do the same with pieces of one size: what is alive in the second pass
+        is alive in the later ones, so only the work has to be multiplied.
+        """
+        counts: dict[Hashable, int] = {}
+        kept = []
+        for piece in pieces:
+            size = size_of(piece)
+            counts[size] = counts.get(size, 0) + 1
+            if counts[size] <= 2:
+                kept.append((piece, size, counts[size] == 2))
+        for piece, size, is_second in kept:
+            before = self.flops, self.traffic_bytes
+            yield piece
+            if is_second:
+                again = counts[size] - 2
+                self.flops += again * (self.flops - before[0])
+                self.traffic_bytes += again * (self.traffic_bytes - before[1])
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Take storages for known that were there before."""
@@ -132,10 +154,9 @@ class Follower(TorchDispatchMode):
         storage = self.alive.pop(key)
         self._note(storage, -storage.size)
 
-    def _copy(self, leaves: Iterable[Any]) -> None:
+    def _copy(self, sides: Iterable[Tensor]) -> None:
         """Note the copy of the larger side of a collective, which goes as it comes."""
-        sides = (t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
-        size = max(sides)
+        size = max(t.numel() * t.element_size() for t in sides)
         self.events += [(size, _COMMUNICATION, self.end), (-size, _COMMUNICATION, self.end)]
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
@@ -144,9 +165,12 @@ class Follower(TorchDispatchMode):
             self.flops += _attention_flops(func._schema.name, args, kwargs)
         elif formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
+        elif func._schema.name in _GROUPED:
+            rows, other = args[0], args[1]
+            self.flops += 2 * rows.numel() * other.shape[-2 if other.dim() == 3 else -1]
         elif self._costs_traffic(func):
-            read = (tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor))
-            self.traffic_bytes += sum(t.numel() * t.element_size() for t in (*read, *made))
+            moved = (*_tensors((args, kwargs)), *made)
+            self.traffic_bytes += sum(t.numel() * t.element_size() for t in moved)
 
     def _costs_traffic(self, func: Any) -> bool:
         """What sharding copies runs beside the products, on its own stream."""
@@ -155,7 +179,21 @@ class Follower(TorchDispatchMode):
         return _part_of_caller(4) != _COMMUNICATION
 
 
+# Products of groups of rows with a matrix each: (S, D) x (E, F, D), and the matrices' gradients,
+# (S, F) x (S, D).
+_GROUPED = {"bmforge::grouped_linear", "bmforge::grouped_outer"}
 _FREE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "detach", "t")}
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among an operator's arguments or results."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors([*values.values()])
 
 
 def _attention_flops(name: str, args: Any, kwargs: Any) -> float:

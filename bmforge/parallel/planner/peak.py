@@ -5,12 +5,13 @@ time. So a deeper model's curve is the short one's with that difference put in o
 block: in forward where the second block has ended, in backward where it has. In between the curve
 is linear in the block's number, hence its highest point is at one of the ends, which were traced.
 Blocks of other kinds put in the difference of their own traces; the ends are taken for the first
-kind's.
+kind's. Stacks are counted one by one, as a rank of a pipeline may have many blocks of the encoder
+and none of the decoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,18 @@ from numpy.typing import NDArray
 from bmforge.parallel.planner.follow import FIRST_END, INSIDE, LAST_END, PARTS
 from bmforge.parallel.planner.trace import BLOCKS, Mark, StepTrace
 
-__all__ = ["Memory", "Share", "count_parameters", "count_work", "further_blocks", "peak_memory"]
+__all__ = [
+    "Counts",
+    "Memory",
+    "Share",
+    "all_blocks",
+    "count_parameters",
+    "count_work",
+    "peak_memory",
+]
 
+# Of every stack, how many blocks there are of every kind, those of the first trace first.
+Counts = Mapping[str, Sequence[float]]
 Curve = NDArray[np.float64]
 _INDEX = {name: index for index, name in enumerate(PARTS)}
 # AdamW's two states, as large as the parameters.
@@ -44,8 +55,7 @@ class Share:
     """Which part of the model a process has, and of what it has only a part.
 
     Args:
-        depth: blocks per stack of the whole model.
-        stages: ranks of the pipeline; each has depth / stages blocks of every stack.
+        counts: of every stack, how many blocks of every kind.
         in_flight: micro-batches whose activations are alive at once on this rank.
         first, last: whether what stands before the blocks, or behind them, is here.
         shard_ratio: shards in the trace over shards in the plan.
@@ -54,8 +64,7 @@ class Share:
         gradients_leave: what is offloaded takes its gradients with it.
     """
 
-    depth: int
-    stages: int = 1
+    counts: Counts
     in_flight: float = 1
     first: bool = True
     last: bool = True
@@ -74,7 +83,7 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
     """
     here = {INSIDE} | ({FIRST_END} if share.first else set())
     here |= {LAST_END} if share.last else set()
-    live = [_live(each, here) for _, each in further_blocks(trace, share.depth, share.stages)]
+    live = [_live(each, here) for each in _kinds(trace)]
     # The middle block once as the first of its kind and once as the last: it gathers ahead, which
     # the blocks at the ends do not.
     curves = [_whole_curve(live, trace, share, last) for last in (False, True)]
@@ -84,16 +93,22 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
     return Memory(parts)
 
 
-def further_blocks(
-    trace: StepTrace, depth: float, stages: int = 1
-) -> list[tuple[float, StepTrace]]:
-    """Return how many blocks of every kind a rank has besides the three traced of the first kind.
+def all_blocks(trace: StepTrace, depth: float) -> Counts:
+    """Return the blocks of a model with so many in every stack."""
+    others = [count for count, _ in trace.others]
+    return {stack: (depth - sum(others), *others) for stack in trace.block_static}
 
-    Every kind is spread evenly over the stages of a pipeline.
-    """
-    usual = depth - sum(count for count, _ in trace.others)
-    others = [(count / stages, other) for count, other in trace.others]
-    return [(usual / stages - BLOCKS, trace), *others]
+
+def _kinds(trace: StepTrace) -> list[StepTrace]:
+    """Return the traces of all kinds of blocks, this one first."""
+    return [trace, *(other for _, other in trace.others)]
+
+
+def _further(trace: StepTrace, counts: Counts) -> Iterator[tuple[StepTrace, dict[str, float]]]:
+    """Yield for every kind how many blocks of every stack there are besides those traced."""
+    for kind, each in enumerate(_kinds(trace)):
+        traced = 0 if kind else BLOCKS
+        yield each, {stack: counts[stack][kind] - traced for stack in trace.block_static}
 
 
 def _live(trace: StepTrace, here: set[int]) -> Curve:
@@ -115,11 +130,11 @@ def _whole_curve(lives: list[Curve], trace: StepTrace, share: Share, last: bool)
 def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
     """Return what further blocks of every kind add, before or after the middle one."""
     added = np.zeros_like(lives[0])
-    kinds = further_blocks(trace, share.depth, share.stages)
-    for live, (extra, each) in zip(lives, kinds, strict=True):
+    for live, (each, extra) in zip(lives, _further(trace, share.counts), strict=True):
         for place, step in zip(_steps(trace), _steps(each), strict=True):
             difference = live[step[1].event] - live[step[0].event]
-            added[(place[0] if last else place[1]).event :] += extra * difference
+            more = extra[step[0].stack] * difference
+            added[(place[0] if last else place[1]).event :] += more
     return added
 
 
@@ -149,17 +164,26 @@ def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
 
 def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
     """Add parameters and the optimizer's states, and shard all three kinds further."""
-    kinds = further_blocks(trace, share.depth, share.stages)
-    further = sum(extra * sum(each.block_static.values()) for extra, each in kinds)
-    static = trace.static + further
-    first, last = trace.ends_static
-    static -= (0 if share.first else first) + (0 if share.last else last)
-    live[:, _INDEX["parameters"]] += static
+    held, trained = (_held(trace, share, what) for what in ("static", "trained"))
+    live[:, _INDEX["parameters"]] += held
     if trace.has_gradients:
-        live[:, _INDEX["gradients"]] += further
-    live[:, _INDEX["optimizer"]] += _STATES * static
+        live[:, _INDEX["gradients"]] += sum(
+            extra[stack] * size
+            for each, extra in _further(trace, share.counts)
+            for stack, size in each.block_trained.items()
+        )
+    live[:, _INDEX["optimizer"]] += _STATES * trained
     for name in ("parameters", "gradients", "optimizer"):
         live[:, _INDEX[name]] *= share.shard_ratio
+
+
+def _held(trace: StepTrace, share: Share, what: str) -> float:
+    """Return bytes of a rank's parameters: "static" of all, "trained" of those with gradients."""
+    found = float(getattr(trace, what))
+    for each, extra in _further(trace, share.counts):
+        found += sum(extra[k] * size for k, size in getattr(each, f"block_{what}").items())
+    first, last = getattr(trace, f"ends_{what}")
+    return found - (0 if share.first else first) - (0 if share.last else last)
 
 
 def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
@@ -168,33 +192,52 @@ def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
         return
     left = 1.0 - share.offloaded
     live[:, _INDEX["optimizer"]] *= left
-    live[:, _INDEX["parameters"]] *= left + share.offloaded * (0.5 if share.half else 1.0)
+    if share.half:  # of what is trained, half as much stays: what is computed with
+        away = 0.5 * share.offloaded * _held(trace, share, "trained") * share.shard_ratio
+        live[:, _INDEX["parameters"]] -= away
     if not share.gradients_leave:
         return
     live[:, _INDEX["gradients"]] *= left
-    every = (trace, *(other for _, other in trace.others))
-    block = max(max(each.block_static.values()) for each in every) * share.shard_ratio
+    block = max(max(each.block_trained.values()) for each in _kinds(trace)) * share.shard_ratio
     live[:, _INDEX["communication"]] += 2 * block * share.offloaded
 
 
-def count_parameters(trace: StepTrace, depth: float, stages: int = 1) -> tuple[float, int]:
-    """Return the numbers in a rank's blocks, and in everything else, before ZeRO shards them."""
-    inner = 0.0
-    for extra, each in further_blocks(trace, depth, stages):
-        block = sum(n for name, n in each.parameters.items() if name)
-        inner += (extra + (BLOCKS if each is trace else 0)) * block
-    return inner, trace.parameters[""]
+def count_parameters(trace: StepTrace, counts: Counts, ends: int = 2) -> tuple[float, float]:
+    """Return the numbers of a rank's parameters before ZeRO shards them, and of the trained ones.
+
+    Args:
+        trace: of the model with three blocks.
+        counts: the blocks of the rank.
+        ends: how many of the model's two ends it has.
+    """
+    outside = [float(total) for total in (trace.static, trace.trained)]
+    for stack in trace.block_static:
+        outside[0] -= BLOCKS * trace.block_static[stack]
+        outside[1] -= BLOCKS * trace.block_trained[stack]
+    numbers = trace.parameters[""] * ends / 2
+    trained = numbers * outside[1] / max(1.0, outside[0])
+    for kind, each in enumerate(_kinds(trace)):
+        for stack, size in each.block_static.items():
+            here = counts[stack][kind] * each.parameters[stack]
+            numbers += here
+            trained += here * each.block_trained[stack] / max(1, size)
+    return numbers, trained
 
 
-def count_work(trace: StepTrace, depth: float) -> tuple[float, float]:
-    """Return (matrix FLOPs, bytes of everything else) of one micro-batch through `depth` blocks.
+def count_work(trace: StepTrace, counts: Counts, last: bool = True) -> tuple[float, float]:
+    """Return (matrix FLOPs, bytes of everything else) of one micro-batch on a rank.
 
-    Of several micro-batches in the trace the last is looked at.
+    Of several micro-batches in the trace the last is looked at. What is done outside the blocks is
+    nearly all the head's, and counted for the rank that is `last`.
     """
     flops, traffic = trace.flops / trace.micro_batches, trace.traffic_bytes / trace.micro_batches
-    for extra, each in further_blocks(trace, depth):
+    if not last:
+        flops = traffic = 0.0
+    for kind, each in enumerate(_kinds(trace)):
+        traced = BLOCKS if last and not kind else 0
         for earlier, later in _steps(each):
             if later.micro_batch == trace.micro_batches - 1:
+                extra = counts[later.stack][kind] - traced
                 flops += extra * (later.flops - earlier.flops)
                 traffic += extra * (later.traffic_bytes - earlier.traffic_bytes)
     return flops, traffic

@@ -1,32 +1,37 @@
 """The planner: which layouts of a model fit on machines that are not here, and how fast they are.
 
 Start at `plan`. For every sensible layout, with and without recompute and offload, an estimate
-(`plan_estimate.py`) puts together the peak memory of a process (`plan_trace.py`, `plan_memory.py`)
-and the time of a step (`plan_time.py`) on the devices of `hardware.py`. Nothing is trained and no
-device is needed.
+(`estimate.py`) puts together the peak memory of a process (`trace.py`, `peak.py`) and the time of a
+step (`step_time.py`) on the devices of `hardware.py`. Nothing is trained and no device is needed.
+
+Tracing is what costs time, half a second for each setting. So a layout is traced where it is
+expected to be best: with as many rows as should fit, which the traces so far tell.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
+from typing import Any
 
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Choice, Estimator, Request, Row
+from bmforge.parallel.planner.kept import TraceStore
 from bmforge.parallel.planner.peak import Memory
 from bmforge.parallel.planner.step_time import Times
 
-__all__ = ["Choice", "Plan", "Request", "Row", "plan", "sensible_layouts"]
+__all__ = ["Choice", "Plan", "Request", "Row", "explain_refusal", "plan", "sensible_layouts"]
 
 _LONG_ROW = 16384
 _FRACTIONS = tuple(n / 20 for n in range(1, 21))
-# So many groups of layouts take longer to look at than a process takes to start.
-_WORTH_A_PROCESS = 4
+# So many seconds of work are worth starting a process, which reads torch anew.
+_WORTH_A_PROCESS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,7 @@ class Plan:
             ConfigError: nothing fits; says by how much the nearest does not.
         """
         if not self.rows:
-            said = "; ".join(reason for _, reason in self.refused[:3])
-            raise ConfigError(f"no layout is possible for this batch and model. {said}".strip())
+            raise ConfigError(explain_refusal(self.request, self.refused))
         first = self.rows[0]
         if not first.fits:
             missing = max(first.short_bytes, first.host_short_bytes) / 2**30
@@ -64,25 +68,36 @@ def plan(
     note: Callable[[str], None] = lambda _: None,
     layouts: tuple[Layout, ...] = (),
     processes: int = 1,
+    keep: Path | None = None,
 ) -> Plan:
     """Estimate every sensible choice.
 
     Args:
         request: what is asked.
-        note: told what has been looked at.
+        note: told of every layout that has been looked at.
         layouts: look at these only; empty looks at all sensible ones.
         processes: work on the layouts; more than one are new ones, so a program that asks for them
             must be importable (`if __name__ == "__main__"`), and the workload picklable.
+        keep: a directory for what was measured, which the next call reads; None keeps nothing.
     """
     every = layouts or tuple(sensible_layouts(request))
     groups = _that_share(every)
-    work = partial(_look_at, request)
-    processes = min(processes, len(groups) // _WORTH_A_PROCESS)
+    look = _Looker(request, keep)
     found: dict[Layout, _Look] = {}
-    with _workers(processes) as spread:
-        for looks in spread(work, groups):
-            found |= {look.layout: look for look in looks}
-            note(str(looks[-1].layout))
+
+    def take(looks: list[_Look]) -> None:
+        found.update({look.layout: look for look in looks})
+        for seen in looks:
+            note(str(seen.layout))
+
+    # The first group tells how long the others will take.
+    start = time.perf_counter()
+    for group in groups[:1]:
+        take(look(group))
+    left = (time.perf_counter() - start) * (len(groups) - 1)
+    with _workers(min(processes, int(left / _WORTH_A_PROCESS_S))) as spread:
+        for looked in spread(look, groups[1:]):
+            take(looked)
     looks = [found[layout] for layout in every]
     rows = sorted((row for look in looks for row in look.rows), key=_rank)
     refused = tuple((look.layout, look.refused) for look in looks if look.refused)
@@ -119,17 +134,112 @@ def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_Look]]]]:
         yield pool.map
 
 
-def _look_at(request: Request, layouts: Sequence[Layout]) -> list[_Look]:
-    estimator = Estimator(request)
-    looks = []
-    for layout in layouts:
-        try:
-            layout.check(request.cluster.count)
-            found = [_best(estimator, layout, recompute) for recompute in (False, True)]
-            looks.append(_Look(layout, tuple(row for row in found if row is not None)))
-        except BmforgeError as error:
-            looks.append(_Look(layout, refused=str(error)))
-    return looks
+class _Looker:
+    """Looks at layouts, and remembers what may help with the next; a new process begins anew."""
+
+    def __init__(self, request: Request, keep: Path | None) -> None:
+        self.request, self.keep = request, keep
+        kept = None if keep is None else TraceStore(keep)
+        self.estimator = Estimator(request, kept=kept)
+        # Bytes of activations of one row, by recompute and the axes that cut a row.
+        self.per_row: dict[tuple[bool, int, int], float] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Looker, (self.request, self.keep)
+
+    def __call__(self, layouts: Sequence[Layout]) -> list[_Look]:
+        """Return what comes of each layout."""
+        looks = []
+        for layout in layouts:
+            try:
+                layout.check(self.request.cluster.count)
+                looks.append(_Look(layout, tuple(self._find_rows(layout))))
+            except BmforgeError as error:
+                looks.append(_Look(layout, refused=str(error)))
+        return looks
+
+    def _find_rows(self, layout: Layout) -> Iterator[Row]:
+        """Yield the best micro-batch, and that with recompute where it could be better."""
+        share = self._rows_of_a_process(layout)
+        plain = self._best(layout, False, share)
+        yield plain
+        # With all rows of a step at once, or the shortest bubble, recomputing gives nothing.
+        at_best = plain.choice.rows == _largest(layout, share)
+        if not (at_best and plain.fits and not plain.choice.offloaded):
+            yield self._best(layout, True, share)
+
+    def _rows_of_a_process(self, layout: Layout) -> int:
+        batch = self.request.batch
+        _, replicas = self.estimator.shards(layout)
+        if batch % replicas:
+            near = batch // replicas * replicas
+            would = " or ".join(str(n) for n in (near, near + replicas) if n)
+            raise ConfigError(
+                f"a batch of {batch} rows does not divide into {replicas} processes that work on "
+                f"different rows; {would} would."
+            )
+        return batch // replicas
+
+    def _best(self, layout: Layout, recompute: bool, share: int) -> Row:
+        """Return the fastest micro-batch that fits, or what is missing with a single row.
+
+        The largest that fits is looked for twice: with the optimizer on the device, and off it.
+        """
+        tried: dict[int, Row] = {}
+        axes = recompute, layout.tp, layout.cp
+        for offloaded in (0.0, 1.0) if self.request.offload else (0.0,):
+            rows = self._expect(Choice(layout, _largest(layout, share), recompute, offloaded))
+            while True:
+                if rows not in tried:
+                    tried[rows] = _fitting(self.estimator, Choice(layout, rows, recompute))
+                row = tried[rows]
+                if row.traced and layout.pp == 1:
+                    self.per_row[axes] = row.memory.parts["activations"] / rows
+                if rows == 1 or (row.fits and row.choice.offloaded <= offloaded):
+                    break
+                rows //= 2
+            if not row.traced or (rows == _largest(layout, share) and row.fits):
+                break
+        return min(tried.values(), key=_rank)
+
+    def _expect(self, choice: Choice) -> int:
+        """Return how many rows should fit, of at most as many; one where nothing is known."""
+        room = self.request.cluster.device.memory_bytes
+        one = self.per_row.get((choice.recompute, choice.layout.tp, choice.layout.cp))
+        if one is None:
+            return 1
+        left, rows = room - self.estimator.least_static(choice), choice.rows
+        while rows > 1 and rows * one > left:
+            rows //= 2
+        return rows
+
+
+def _largest(layout: Layout, share: int) -> int:
+    """Return the micro-batch that is fastest if it fits, of powers of two.
+
+    A pipeline's bubble is as long as one micro-batch takes, so there it is the smallest.
+    """
+    return 1 if layout.pp > 1 else share & -share
+
+
+def explain_refusal(request: Request, refused: Sequence[tuple[Layout, str]]) -> str:
+    """Say why no layout is possible, and what is nearest that would be."""
+    count, batch = request.cluster.count, request.batch
+    reasons = list(dict.fromkeys(reason for _, reason in refused))
+    text = f"no layout of {request.workload.name} on {count} devices is possible: "
+    text += " ".join(reasons[:3])
+    # Without other axes every device works on rows of its own.
+    fits_alone = next((r for layout, r in refused if layout.row_groups(count) == count), "")
+    if batch % count and "does not divide" in fits_alone:
+        below = batch // count * count
+        batches = [n for n in (below, below + count) if n]
+        counts = [n for n in range(1, 2 * count) if batch % n == 0 and request.cluster.holds(n)]
+        near = min(counts, key=lambda n: abs(n - count))
+        text += (
+            f" Nearest that works: --batch {min(batches, key=lambda n: abs(n - batch))}, or "
+            f"--gpus {near} for this batch."
+        )
+    return text
 
 
 def _rank(row: Row) -> tuple[bool, float]:
@@ -162,39 +272,6 @@ def sensible_layouts(request: Request) -> Iterator[Layout]:
                     )
 
 
-def _best(estimator: Estimator, layout: Layout, recompute: bool) -> Row | None:
-    """Return the fastest micro-batch that fits, or what is missing with a single row."""
-    request = estimator.request
-    _, replicas = estimator.shards(layout)
-    if request.batch % replicas:
-        return None
-    share = request.batch // replicas
-    first = _fitting(estimator, Choice(layout, 1, recompute))
-    if not first.fits or share % 2:
-        return first
-    second = _fitting(estimator, Choice(layout, 2, recompute))
-    found = [first, second]
-    rows = _most_rows(first, second, share, request.cluster.device.memory_bytes)
-    while rows > 2:
-        found.append(_fitting(estimator, Choice(layout, rows, recompute)))
-        if found[-1].fits:
-            break
-        rows //= 2
-    return min(found, key=_rank)
-
-
-def _most_rows(first: Row, second: Row, share: int, room: float) -> int:
-    """Return the largest micro-batch that may fit: activations grow with the rows."""
-    one, two = (row.memory.parts["activations"] for row in (first, second))
-    others = first.memory.total - one
-    if second.choice.offloaded < 1.0:
-        others *= 0.5  # more can be offloaded yet
-    rows = 1
-    while share % (2 * rows) == 0 and others + one + (2 * rows - 1) * (two - one) <= room:
-        rows *= 2
-    return rows if second.fits else 1
-
-
 def _fitting(estimator: Estimator, choice: Choice) -> Row:
     """Return the choice with as little offloaded as makes it fit."""
     room = estimator.request.cluster.device.memory_bytes
@@ -207,8 +284,12 @@ def _fitting(estimator: Estimator, choice: Choice) -> Row:
     if row.fits or not estimator.request.offload:
         return row
     row = estimator.estimate(most)
-    for fraction in _FRACTIONS if row.fits else ():
-        tried = estimator.estimate(replace(choice, offloaded=fraction))
-        if tried.fits:
-            return tried
-    return row
+    if not row.fits:
+        return row
+    # The more is offloaded, the less is on the device.
+    few, many = 0, len(_FRACTIONS) - 1
+    while few < many:
+        middle = (few + many) // 2
+        tried = estimator.estimate(replace(choice, offloaded=_FRACTIONS[middle]))
+        few, many = (few, middle) if tried.fits else (middle + 1, many)
+    return estimator.estimate(replace(choice, offloaded=_FRACTIONS[few]))

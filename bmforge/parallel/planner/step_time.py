@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bmforge.parallel.layout import Layout
-from bmforge.parallel.planner.hardware import Cluster
+from bmforge.parallel.planner.hardware import Cluster, Device
 
-__all__ = ["OURS", "Engine", "Times", "Work", "step_time"]
+__all__ = ["OURS", "Engine", "Times", "Work", "compute_time", "step_time"]
 
 # What of a link's or a memory's nominal bandwidth collectives and kernels get.
 _LINK, _MEMORY = 0.8, 0.8
@@ -40,6 +40,9 @@ class Work:
         shards: over how many processes ZeRO shards.
         offloaded: fraction of the optimizer that is off the device.
         width: bytes of a number in computing.
+        ranks: what all ranks of the pipeline compute, over what this one does; None is as many as
+            there are, all of them doing as much.
+        trained: part of the parameters that is trained.
     """
 
     flops: float
@@ -51,6 +54,8 @@ class Work:
     shards: int
     offloaded: float = 0.0
     width: int = 2
+    ranks: float | None = None
+    trained: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,8 @@ def step_time(
 ) -> Times:
     """Return the time of one optimizer step."""
     device, count = cluster.device, work.micro_batches
-    products = work.flops / (device.peak_flops(precision) * device.efficiency)
-    share = _COMPILED if compiled else _EAGER
-    moved = work.traffic_bytes * share / (device.memory_gb_s * 1e9 * _MEMORY)
+    products = _product_time(work.flops, device, precision)
+    moved = _traffic_time(work.traffic_bytes, device, compiled)
     tensor = _tensor_time(work, cluster, layout, engine, recompute)
     one = products + moved + tensor
     gathers, reduction = _zero_times(work, cluster, layout)
@@ -115,8 +119,9 @@ def step_time(
     else:
         first = unreduced if engine.reduces_once else reduced
         sharding = first * (count - 1) + reduced
-    bubble = (layout.pp - 1) / stages_per_rank * one
-    local = work.parameters / work.shards
+    ranks = layout.pp if work.ranks is None else work.ranks
+    bubble = (ranks - 1) / stages_per_rank * one
+    local = work.parameters * work.trained / work.shards
     on_device = local * (1 - work.offloaded) * _ADAM_BYTES / (device.memory_gb_s * 1e9 * _MEMORY)
     times = {
         "products": products * count,
@@ -128,6 +133,23 @@ def step_time(
         "offload": max(0.0, _offload_time(work, cluster) - one * count),
     }
     return Times(times)
+
+
+def compute_time(
+    flops: float, traffic_bytes: float, cluster: Cluster, precision: str, compiled: bool
+) -> float:
+    """Return the time of products and memory traffic."""
+    products = _product_time(flops, cluster.device, precision)
+    return products + _traffic_time(traffic_bytes, cluster.device, compiled)
+
+
+def _product_time(flops: float, device: Device, precision: str) -> float:
+    return flops / (device.peak_flops(precision) * device.reached(precision))
+
+
+def _traffic_time(traffic_bytes: float, device: Device, compiled: bool) -> float:
+    share = _COMPILED if compiled else _EAGER
+    return traffic_bytes * share / (device.memory_gb_s * 1e9 * _MEMORY)
 
 
 def _tensor_time(
@@ -161,7 +183,7 @@ def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, fl
     inside = cluster.inside_gb_s(here) * 1e9 * _LINK
     per_byte = max((size - 1) / size / inside, (nodes - 1) / nodes / network)
     weights = work.parameters * work.width * per_byte
-    gradients = work.parameters * _GRADIENT_BYTES * per_byte
+    gradients = work.parameters * work.trained * _GRADIENT_BYTES * per_byte
     if layout.zero == 0:
         return 0.0, 2 * gradients
     return weights, gradients
@@ -176,7 +198,7 @@ def _stage_link_time(work: Work, cluster: Cluster, layout: Layout) -> float:
 
 def _offload_time(work: Work, cluster: Cluster) -> float:
     """Gradients out, weights in, and AdamW on the host, each beside the others."""
-    local = work.parameters / work.shards * work.offloaded
+    local = work.parameters * work.trained / work.shards * work.offloaded
     out = local * _GRADIENT_BYTES / (cluster.device.host_gb_s * 1e9 * _LINK)
     beside = min(cluster.per_node, cluster.count)
     stepping = local * _ADAM_BYTES / (cluster.host_gb_s * 1e9 / beside)

@@ -10,19 +10,17 @@ model has more: see `peak.py`. Where blocks differ, there is a trace of every ki
 from __future__ import annotations
 
 import logging
-import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
@@ -38,10 +36,11 @@ from bmforge.parallel.planner.follow import (
     Follower,
     resizes_seen,
 )
+from bmforge.parallel.planner.held import count_sharded, find_ends, held_bytes, local_bytes
 from bmforge.parallel.planner.workload import Workload
 from bmforge.parallel.zero import param_groups_of
 from bmforge.shards import local_tensor
-from bmforge.surgery import match_glob, persistent_tensors
+from bmforge.surgery import persistent_tensors
 
 __all__ = ["BLOCKS", "Mark", "Setting", "StepTrace", "trace_step"]
 
@@ -112,6 +111,7 @@ class StepTrace:
         static: bytes of parameters that are there all the time, of the whole short model.
         block_static: of one block of each stack.
         ends_static: of what stands before the blocks and behind them.
+        trained, block_trained, ends_trained: the same, of those parameters that are trained.
         micro_batches: how many were traced.
         has_gradients: those of earlier micro-batches are there from the beginning.
         flops, traffic_bytes: of the whole trace.
@@ -126,6 +126,9 @@ class StepTrace:
     static: int
     block_static: dict[str, int]
     ends_static: tuple[int, int]
+    trained: int
+    block_trained: dict[str, int]
+    ends_trained: tuple[int, int]
     micro_batches: int
     has_gradients: bool
     flops: float
@@ -155,7 +158,7 @@ def _trace(workload: Workload, setting: Setting) -> StepTrace:
     try:
         mesh = build_mesh(layout)
         model = workload.build(BLOCKS)
-        ends = _ends(model)
+        ends = find_ends(model)
         with _quiet():
             parallelize(
                 model,
@@ -165,9 +168,10 @@ def _trace(workload: Workload, setting: Setting) -> StepTrace:
                 recompute=setting.recompute,
                 prefetch=setting.prefetch,
             )
-        with FakeTensorMode(allow_non_fake_inputs=True), workload.around(), _quiet():
+        follower = Follower(setting.copies)
+        with FakeTensorMode(allow_non_fake_inputs=True), workload.around(follower), _quiet():
             workload.materialize(model)
-            return _follow_step(workload, setting, model, ends)
+            return _follow_step(workload, setting, model, ends, follower)
     finally:
         dist.destroy_process_group()
 
@@ -186,9 +190,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _follow_step(
-    workload: Workload, setting: Setting, model: nn.Module, ends: tuple[set[str], set[str]]
+    workload: Workload,
+    setting: Setting,
+    model: nn.Module,
+    ends: tuple[set[str], set[str]],
+    follower: Follower,
 ) -> StepTrace:
-    follower = Follower(setting.copies)
     marks = _Marks(model, follower)
     owners = _owners(model, ends)
     count = 2 if setting.piped and setting.accumulates else 1
@@ -212,14 +219,13 @@ def _follow_step(
     return StepTrace(
         tuple(follower.events),
         tuple(marks.found),
-        sum(map(_local_bytes, persistent_tensors(model).values())),
-        {name: _held_bytes(block) for name, block in marks.middles()},
-        (_bytes_of(model, ends[0]), _bytes_of(model, ends[1])),
+        *held_bytes(model, marks.stacks, ends, lambda _: True),
+        *held_bytes(model, marks.stacks, ends, lambda tensor: tensor.requires_grad),
         count,
         setting.accumulates and not setting.piped,
         follower.flops,
         follower.traffic_bytes,
-        _count_parameters(model, marks),
+        count_sharded(model, marks.stacks),
         marks.carry_bytes,
     )
 
@@ -290,10 +296,6 @@ class _Marks:
         self.follower.end = FIRST_END
         self._note("", 0, "start")
 
-    def middles(self) -> list[tuple[str, nn.Module]]:
-        """Return the block of every stack that stands for the others."""
-        return [(name, blocks[1]) for name, blocks in self.stacks.items()]
-
     def _watch(self, stack: str, number: int, block: nn.Module) -> None:
         # In front of sharding's own hooks, where every block finds what was gathered ahead for it.
         block.register_forward_pre_hook(
@@ -311,11 +313,17 @@ class _Marks:
         def turn(end: int) -> None:
             self.follower.end = end
 
-        def enter(module: nn.Module, args: Any) -> None:
+        trains = any(parameter.requires_grad for parameter in first.parameters())
+
+        def enter(module: nn.Module, args: Any) -> Any:
             turn(INSIDE)
-            self.carry_bytes = _local_bytes(args[0])
+            self.carry_bytes = local_bytes(args[0])
+            if not args[0].requires_grad and not trains:
+                # Other blocks are trained: at most, gradients go through all of these.
+                args = (args[0].detach().requires_grad_(), *args[1:])
             if args[0].requires_grad:
                 args[0].register_hook(lambda _: turn(FIRST_END))
+            return args
 
         def leave(module: nn.Module, args: Any, out: Any) -> None:
             turn(LAST_END)
@@ -330,53 +338,3 @@ class _Marks:
         seen = self.follower
         place = (self.micro_batch, stack, number, kind)
         self.found.append(Mark(*place, len(seen.events), seen.flops, seen.traffic_bytes))
-
-
-@torch.no_grad()
-def _local_bytes(parameter: Tensor) -> int:
-    local = local_tensor(parameter)
-    return local.numel() * local.element_size()
-
-
-def _held_bytes(module: nn.Module) -> int:
-    return sum(map(_local_bytes, persistent_tensors(module).values()))
-
-
-def _ends(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Return the names of what stands before the blocks and behind them."""
-    found = []
-    rules: Any = getattr(model, "layout_rules", None)
-    for globs in (rules().pipeline_first, rules().pipeline_last) if callable(rules) else ((), ()):
-        named = (n for n, _ in model.named_children())
-        found.append({n for n in named if any(match_glob(n, glob) for glob in globs)})
-    return found[0], found[1]
-
-
-def _bytes_of(model: nn.Module, names: set[str]) -> int:
-    parts = (t for n in names for t in persistent_tensors(getattr(model, n)).values())
-    return sum(map(_local_bytes, {id(tensor): tensor for tensor in parts}.values()))
-
-
-def _count_parameters(model: nn.Module, marks: _Marks) -> dict[str, int]:
-    """Count what ZeRO shards: numbers per block, and under "" outside the blocks."""
-
-    def count(parameters: Iterable[Tensor]) -> int:
-        return sum(_tensor_share(p) for p in {id(p): p for p in parameters}.values())
-
-    found = {name: count(block.parameters()) for name, block in marks.middles()}
-    inside = {id(p) for blocks in marks.stacks.values() for b in blocks for p in b.parameters()}
-    found[""] = count(p for p in model.parameters() if id(p) not in inside)
-    return found
-
-
-def _tensor_share(parameter: Tensor) -> int:
-    """Numbers of a parameter that are left when only the axis `tp` has cut it."""
-    if not isinstance(parameter, DTensor):
-        return parameter.numel()
-    names = parameter.device_mesh.mesh_dim_names or ()
-    cuts = [
-        parameter.device_mesh.size(axis)
-        for axis, (name, place) in enumerate(zip(names, parameter.placements, strict=False))
-        if name == "tp" and place.is_shard()
-    ]
-    return parameter.numel() // math.prod(cuts)

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bmforge.parallel.planner.follow import Follower
+
 __all__ = ["Workload"]
 
 
@@ -26,9 +28,13 @@ class Workload:
         row_tokens: tokens of a row.
         hidden_size: features between blocks.
         flops_per_token: of forward and backward of the whole model, without recomputing.
+        whole: makes the whole model on meta; for cutting it into a pipeline.
         kinds: where blocks differ, for every further kind: what builds the model with blocks of it,
             and how many blocks of every stack are of it.
-        around: entered for the tracing; for models that look at what kind of tensors they get.
+        around: entered for the tracing, with what follows it; for models that look at what kind of
+            tensors they get, and for loops that need not be run to their end.
+        order: the kind of every layer, 0 being that of `build`; empty where all are of it.
+        key: tells the workload from all others, in text; with "" no trace of it is kept.
     """
 
     name: str
@@ -40,5 +46,8 @@ class Workload:
     row_tokens: int
     hidden_size: int
     flops_per_token: float
+    whole: Callable[[], nn.Module]
     kinds: tuple[tuple[Callable[[int], nn.Module], int], ...] = ()
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around: Callable[[Follower], AbstractContextManager[Any]] = nullcontext
+    order: tuple[int, ...] = ()
+    key: str = ""

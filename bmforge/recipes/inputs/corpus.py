@@ -27,7 +27,9 @@ from bmforge.recipes.inputs.vocabulary import check_tokenizers
 __all__ = [
     "Corpus",
     "CorpusConfig",
+    "HeldOut",
     "open_corpus",
+    "open_held_out",
     "read_report",
     "train_prefix",
 ]
@@ -152,6 +154,50 @@ def open_corpus(
         eos_id,
         config,
     )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A token store that is read once, in rows as training has them.
+
+    Attributes:
+        dataset: its rows.
+        text_bytes: bytes of the text that its tokens spell, where that is known.
+    """
+
+    dataset: PackedDataset
+    text_bytes: int | None
+
+    def batches(self, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """Yield a process's batches of one pass, of so many rows."""
+        return iter_once(self.dataset, size, rank, world)
+
+
+def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -> HeldOut:
+    """Open the held-out part of a prepared directory, or a bare token store whole.
+
+    Args:
+        path: of the directory, or of the store without ``.bin`` or ``.idx``.
+        seq_len: tokens of a row.
+        vocab_size: of the model.
+        model: directory of the model; its tokenizer must be the text's.
+
+    Raises:
+        ConfigError: nothing was held out, or the text was prepared with another tokenizer.
+        DataError: a store is missing or damaged, too short, or has ids beyond `vocab_size`.
+    """
+    report = read_report(path)
+    prefix = Path(path) if report is None else report.validation_prefix
+    if prefix is None:
+        raise ConfigError(
+            f"{path!r} has no held-out part. Prepare it again with --validation-fraction, or name "
+            "its token store."
+        )
+    run_on_first(lambda: check_tokenizers((path,), model, None))
+    store = TokenStore(prefix)
+    run_on_first(lambda: check_vocabulary(store, vocab_size))
+    text_bytes = None if report is None else report.validation.text_bytes
+    return HeldOut(PackedDataset(store, seq_len), text_bytes)
 
 
 def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path | None, int | None]:

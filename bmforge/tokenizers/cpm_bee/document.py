@@ -10,6 +10,7 @@ Source: ``convert_data_to_id`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ __all__ = [
     "Extension",
     "Token",
     "TooLongError",
+    "UnwritableError",
     "decode_answer",
     "decode_document",
     "encode_document",
@@ -44,6 +46,10 @@ Token = tuple[int, int]
 
 class TooLongError(DataError):
     """A document has more tokens than the window."""
+
+
+class UnwritableError(DataError):
+    """An answer that no model could write."""
 
 
 class Extension(NamedTuple):
@@ -133,8 +139,9 @@ def encode_document(
 
     Raises:
         DataError: no ``<ans>``; not a dict of texts, or nested too deep; an answer slot that names
-            no blank; an unknown special; an answer with text that the vocabulary cannot spell and
-            the rest of the document does not have, so that no model could write it.
+            no blank; an unknown special.
+        UnwritableError: a DataError: an answer with text that the vocabulary cannot spell and the
+            rest of the document does not have, so that no model could write it.
         TooLongError: a DataError: longer than the window.
     """
     segments = flatten_document(
@@ -246,6 +253,7 @@ def encode_text(
     texts, tokens = extension or Extension({}, {})
     ids, texts = tokenizer.encode_extended(text, texts)
     tokens = dict(tokens)
+    counts = Counter(base for base, _ in tokens.values())
     for id in ids:
         if id in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id):
             raise DataError(
@@ -254,7 +262,8 @@ def encode_text(
             )
         if id >= len(tokenizer) and id not in tokens:
             base = _base_id(texts[id], tokenizer)
-            tokens[id] = base, sum(token[0] == base for token in tokens.values())
+            tokens[id] = base, counts[base]
+            counts[base] += 1
     return [tokens.get(id, (id, 0)) for id in ids], Extension(texts, tokens)
 
 
@@ -318,7 +327,7 @@ def _check_answers(
     for segment, part in zip(segments, parts, strict=True):
         hidden = [t for t in part if t in names and t not in shown] if segment.answer else []
         if hidden:
-            raise DataError(
+            raise UnwritableError(
                 f"the answer at {'.'.join(segment.path)} has {names[hidden[0]]!r}, which the "
                 "vocabulary cannot spell and the rest of the document does not show, so no model "
                 "could write it: show it there, or leave this document out"

@@ -23,14 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmforge.errors import ConfigError, DataError, suggest
-from bmforge.logging import get_logger
 from bmforge.tokenizers.cpm_bee.batch import Instance, build_instance
-from bmforge.tokenizers.cpm_bee.document import TooLongError
+from bmforge.tokenizers.cpm_bee.document import TooLongError, UnwritableError
+from bmforge.tokenizers.cpm_bee.lines import parse_document
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.tokenizers.cpm_bee.transform import Transform
 
-__all__ = ["DocumentFile", "TaskMixture", "TaskSource", "load_mixture"]
+__all__ = ["DocumentFile", "TaskMixture", "TaskSource", "load_mixture", "reason_of"]
 
+# Why a document is left out.
+_REASONS: dict[type[DataError], str] = {
+    TooLongError: "longer than the window",
+    UnwritableError: "with an answer that the vocabulary cannot spell",
+}
+_OTHER = "not of a document's form"
 _SOURCE_KEYS = ("dataset_name", "task_name", "weight", "path", "transforms", "incontext_weight")
 
 
@@ -73,20 +79,14 @@ class DocumentFile(Sequence[dict[str, Any]]):
         """Return the document of non-empty line `index`, from 0 on.
 
         Raises:
-            DataError: the line is not a JSON object.
+            DataError: the line is not a JSON object; see `parse_document`.
         """
         try:
             with self.path.open("rb") as file:
                 file.seek(int(self._starts[index]))
-                document = json.loads(file.readline().decode("utf-8-sig"))
-        except (ValueError, RecursionError, OSError) as error:
-            raise DataError(f"{self.where(index)} is no JSON ({error})") from error
-        if not isinstance(document, dict):
-            raise DataError(
-                f"{self.where(index)} is {type(document).__name__}, not an object: a document is "
-                '{"input": "...", "<ans>": ""}'
-            )
-        return document
+                return parse_document(file.readline(), self.where(index))
+        except OSError as error:
+            raise DataError(f"{self.where(index)} cannot be read ({error})") from error
 
     def where(self, index: int) -> str:
         """Return the file and the line number, from 1 on, of document `index`."""
@@ -168,7 +168,8 @@ class TaskMixture:
 
     Attributes:
         samples_per_epoch: samples of one epoch.
-        skipped: sample numbers left out so far.
+        skipped: numbers of the samples left out so far, and why.
+        instances_of: for every such reason what is said of the first.
 
     Raises:
         ConfigError: there is no source.
@@ -191,7 +192,8 @@ class TaskMixture:
         self.max_length, self.seed, self.skip_bad = max_length, seed, skip_bad
         self._counts = np.array([source.samples_per_epoch for source in sources])
         self.samples_per_epoch = int(self._counts.sum())
-        self.skipped: set[int] = set()
+        self.skipped: dict[int, str] = {}
+        self.instances_of: dict[str, str] = {}
         self._epoch = -1
         self._chosen = self._ranks = np.empty(0, dtype=np.int32)
         self._lines: dict[int, tuple[int, NDArray[np.int64]]] = {}
@@ -215,23 +217,43 @@ class TaskMixture:
         Raises:
             DataError: its document is bad, see `encode_document`; it says which.
         """
+        try:
+            return self._build(number)
+        except DataError as error:
+            if not (self.skip_bad or isinstance(error, TooLongError)):
+                raise DataError(self._describe(number, error)) from error
+            self.skipped[number] = self._name_reason(number, error)
+        return None
+
+    def survey(self, count: int = 500) -> dict[int, str]:
+        """Return which of the first `count` samples would be left out, and why."""
+        found = {}
+        for number in range(min(count, self.samples_per_epoch)):
+            try:
+                self._build(number)
+            except DataError as error:
+                found[number] = self._name_reason(number, error)
+        return found
+
+    def _name_reason(self, number: int, error: DataError) -> str:
+        """Return in a few words why a sample is left out, and keep the first of its kind."""
+        reason = reason_of(error)
+        self.instances_of.setdefault(reason, self._describe(number, error))
+        return reason
+
+    def _describe(self, number: int, error: DataError) -> str:
+        index, line = self.locate(number)
+        return f"{self.sources[index].where(line)} and its examples: {error}"
+
+    def _build(self, number: int) -> Instance:
         index, line = self.locate(number)
         source = self.sources[index]
-        try:
-            picks = self._examples(number, index, line)
-            examples = [self._document(number, source, pick) for pick in picks]
-            return build_instance(
-                self._document(number, source, line), self.tokenizer, examples,
-                max_length=self.max_length, task=source.task,
-                order_key=_digest(repr((self.seed, "answers", number))).encode(),
-            )  # fmt: skip
-        except TooLongError as error:
-            self._skip(number, f"{source.where(line)}: {error}")
-        except DataError as error:
-            if not self.skip_bad:
-                raise DataError(f"{source.where(line)} and its examples: {error}") from error
-            self._skip(number, f"{source.where(line)} and its examples: {error}")
-        return None
+        examples = [self._document(number, source, p) for p in self._examples(number, index, line)]
+        return build_instance(
+            self._document(number, source, line), self.tokenizer, examples,
+            max_length=self.max_length, task=source.task,
+            order_key=_digest(repr((self.seed, "answers", number))).encode(),
+        )  # fmt: skip
 
     def fingerprint(self) -> str:
         """Return hex digits that change when a sample would."""
@@ -265,11 +287,6 @@ class TaskMixture:
         count, others = int(np.searchsorted(bounds, drawn, "right")), len(source.documents) - 1
         picks = [int(_draw(self.seed, "example", number, i) * others) for i in range(count)]
         return [pick + (pick >= line) for pick in picks] if others else []
-
-    def _skip(self, number: int, message: str) -> None:
-        if not self.skipped:
-            get_logger().warning("a document was left out: %s (said once)", message)
-        self.skipped.add(number)
 
 
 def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
@@ -306,6 +323,11 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
             )
         )  # fmt: skip
     return sources
+
+
+def reason_of(error: DataError) -> str:
+    """Return in a few words why a document is left out."""
+    return next((text for kind, text in _REASONS.items() if isinstance(error, kind)), _OTHER)
 
 
 def _digest(text: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import DataError
+from bmforge.files import replace_file
 from bmforge.train.report.metrics import Row, read_metrics
 
 __all__ = ["write_report"]
@@ -75,9 +75,7 @@ def write_report(run_dir: str | Path) -> Path:
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
     path = run_dir / "report.html"
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(page, encoding="utf-8")
-    os.replace(beside, path)
+    replace_file(path, page)
     return path
 
 

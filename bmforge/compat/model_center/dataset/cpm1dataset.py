@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmforge.compat.model_center.dataset.cpm1 import CPM1_Dataset, CPM1_Dataset_Merge
 from bmforge.compat.model_center.dataset.rows import PROMPTS, TaskRows, make_datasets, pad_ids
 from bmforge.data.tasks import TaskExample
 from bmforge.errors import DataError
 
-__all__ = ["DATASET", "CPM1Rows"]
+__all__ = ["CPM1_Dataset", "CPM1_Dataset_Merge", "DATASET", "CPM1Rows"]
 
 _START = 1
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from bmforge.compat.model_center.dataset.cpm1dataset import first_tokens, fitting
+from bmforge.compat.model_center.dataset.cpm2 import CPM2_Dataset
 from bmforge.compat.model_center.dataset.rows import PROMPTS, TaskRows, make_datasets, pad_ids
 from bmforge.data.tasks import TaskExample
 
-__all__ = ["DATASET", "CPM2Rows"]
+__all__ = ["CPM2_Dataset", "DATASET", "CPM2Rows"]
 
 
 class CPM2Rows(TaskRows):

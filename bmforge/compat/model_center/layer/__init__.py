@@ -11,6 +11,7 @@ from bmforge.compat.model_center.layer.attention import (
     DenseACT,
     DenseGatedACT,
     FeedForward,
+    SparseSelfAttention,
 )
 from bmforge.compat.model_center.layer.basic import (
     Conv2d,
@@ -52,5 +53,6 @@ __all__ = [
     "RotaryEmbeddingESM",
     "SegmentPositionEmbedding",
     "SelfAttentionBlock",
+    "SparseSelfAttention",
     "TransformerBlock",
 ]

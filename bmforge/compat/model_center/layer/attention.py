@@ -11,11 +11,15 @@ from torch import Tensor
 from bmforge.compat.bmtrain.module import DistributedModule
 from bmforge.compat.model_center.layer.basic import Linear
 from bmforge.errors import ConfigError, suggest
+from bmforge.nn import AttentionSpec
 from bmforge.nn.attention import mix_values
 from bmforge.nn.mlp import get_activation
+from bmforge.nn.window import WindowAttention
+from bmforge.nn.window_mask import build_window_mask
 
-__all__ = ["Attention", "DenseACT", "DenseGatedACT", "FeedForward"]
+__all__ = ["Attention", "DenseACT", "DenseGatedACT", "FeedForward", "SparseSelfAttention"]
 
+_OURS = {"project_q": "q_proj", "project_k": "k_proj", "project_v": "v_proj"}
 _POSITIONS = ("none", "relative", "rotary")
 _REST = {"length_scale": False, "attn_scale": False, "dropout_p": 0.0, "num_heads_kv": -1}
 
@@ -105,6 +109,70 @@ class Attention(DistributedModule):
         mixed = mixed.masked_fill(blind, 0.0)
         out = self.attention_out(mixed.transpose(1, 2).flatten(2))
         return (out, kept) if use_cache else out
+
+
+class SparseSelfAttention(Attention):
+    """Attention of a text to itself within a window.
+
+    Args:
+        attention_window: tokens a token sees to both sides together; even.
+        options: arguments of `Attention`. Scores are always divided by the root of `dim_head`.
+
+    Shape:
+        hidden_states: (B, T, dim_in), of any length; attention_mask: (B, T), below 0 for padding,
+        0 for tokens, above 0 for those that see and are seen by all; returns (B, T, dim_in)
+    """
+
+    def __init__(self, attention_window: int = 512, **options: Any) -> None:
+        super().__init__(**options)
+        if attention_window % 2 or self.pos_bias_type != "none":
+            raise ConfigError(
+                f"attention_window={attention_window} must be even, and pos_bias_type="
+                f"{self.pos_bias_type!r} 'none'."
+            )
+        self.attention_window = attention_window
+        width = self.num_heads * self.dim_head
+        names = ("dtype", "int8", "init_mean", "bias")
+        made: dict[str, Any] = {name: options[name] for name in names if name in options}
+        made |= {"init_std": options.get("init_std", 0.02)}
+        made |= {"length_scale": options.get("length_scale", False)}
+        for part in "qkv":
+            setattr(self, f"project_{part}_global", Linear(options["dim_in"], width, **made))
+        spec = AttentionSpec(self.num_heads, self.num_heads, self.dim_head, causal=False)
+        with torch.device("meta"):
+            window = WindowAttention(options["dim_in"], spec)
+        for theirs, ours in _OURS.items():
+            window._modules[ours] = getattr(self, theirs)
+            window._modules[ours.replace("_", "_global_", 1)] = getattr(self, f"{theirs}_global")
+        window._modules["o_proj"] = self.attention_out
+        # It computes with this module's layers, and is not one of them.
+        self.__dict__["_window"] = window
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_bias: Any = None,
+        use_cache: bool = False,
+        past_key_value: Any = None,
+    ) -> Tensor:
+        """Attend; there are no positions and no cache."""
+        if position_bias is not None or use_cache or past_key_value is not None:
+            raise ConfigError("a window takes no position_bias and keeps no keys and values.")
+        shape = (hidden_states.shape[0], hidden_states.shape[1])
+        real = None if attention_mask is None else (attention_mask >= 0).long()
+        chosen = None if attention_mask is None else (attention_mask > 0).long()
+        mask = build_window_mask(
+            shape,
+            hidden_states.device,
+            self.attention_window,
+            attention_mask=real,
+            global_mask=chosen if chosen is not None and bool(chosen.any()) else None,
+        )
+        self._window.dropout = self.dropout_p
+        self._window.training = self.training
+        out: Tensor = self._window(hidden_states, mask)
+        return out
 
 
 def _activation(name: str) -> Any:

@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.compat.bmtrain.module import DistributedModule
-from bmforge.compat.model_center.layer.attention import Attention, FeedForward
+from bmforge.compat.model_center.layer.attention import (
+    Attention,
+    FeedForward,
+    SparseSelfAttention,
+)
 from bmforge.compat.model_center.layer.basic import LayerNorm
-from bmforge.errors import ConfigError
 
 __all__ = [
     "BlockOptions",
@@ -42,7 +45,8 @@ class BlockOptions:
         mask_att: leave attention out, and
         mask_cross: attention to the encoder, and
         mask_ffn: the MLP, where a layer was pruned.
-        sparse_attention: must be False: the Longformer of `model` has it.
+        sparse_attention: attention within a window; see `SparseSelfAttention`.
+        attention_window: of it.
     """
 
     dtype: torch.dtype | None = None
@@ -71,13 +75,9 @@ class BlockOptions:
     sparse_attention: bool = False
     attention_window: int = 512
 
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for what is not computed here."""
-        if self.sparse_attention:
-            raise ConfigError(
-                "sparse_attention=True: a window is the Longformer's. Use "
-                "bmforge.compat.model_center.model.Longformer."
-            )
+    def window(self) -> dict[str, int]:
+        """Return what a window is made with."""
+        return {"attention_window": self.attention_window}
 
     def norm(self, width: int) -> LayerNorm:
         """Return a norm."""
@@ -112,10 +112,11 @@ class SelfAttentionBlock(_Part):
         super().__init__()
         self.options = o = BlockOptions(**options)
         self.layernorm_before_attention = o.norm(dim_model)
-        self.self_attention = Attention(
-            dim_model,
-            dim_head,
-            num_heads,
+        kind, more = (Attention, {}) if not self.is_sparse else (SparseSelfAttention, o.window())
+        self.self_attention = kind(
+            dim_in=dim_model,
+            dim_head=dim_head,
+            num_heads=num_heads,
             dtype=o.dtype,
             int8=o.int8,
             init_mean=o.att_init_mean,
@@ -127,7 +128,13 @@ class SelfAttentionBlock(_Part):
             attn_scale=o.attn_scale,
             dropout_p=o.dropout_p,
             num_heads_kv=o.num_heads_kv,
+            **more,
         )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether attention is within a window."""
+        return self.options.sparse_attention
 
     def forward(
         self,
@@ -139,7 +146,9 @@ class SelfAttentionBlock(_Part):
     ) -> Any:
         """Attend; with `use_cache` return also the keys and values so far."""
         x = self.layernorm_before_attention(hidden_states)
-        found = self.self_attention(x, x, attention_mask, position_bias, use_cache, past_key_value)
+        read = (x,) if self.is_sparse else (x, x)
+        more = (position_bias, use_cache, past_key_value)
+        found = self.self_attention(*read, attention_mask, *more)
         added, kept = found if use_cache else (found, None)
         out = self._around(hidden_states, x, added, self.options)
         return (out, kept) if use_cache else out
@@ -151,6 +160,8 @@ class CrossAttentionBlock(SelfAttentionBlock):
     Shape:
         key_value_states: (B, S, dim_model)
     """
+
+    is_sparse = False
 
     def forward(  # type: ignore[override]
         self,

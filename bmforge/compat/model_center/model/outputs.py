@@ -82,6 +82,10 @@ class ModelOutput:
         void = (v is None or (isinstance(v, Later) and not v.can_be) for v in self._values.values())
         return tuple(name for name, is_void in zip(self.fields, void, strict=True) if not is_void)
 
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return the values that are not None."""
+        return tuple(getattr(self, name) for name in self.keys())
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.keys())})"
 

@@ -1,0 +1,48 @@
+"""`bmforge evaluate MODEL`: figures of texts and tasks, printed, and kept where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bmforge.cli import parse
+from bmforge.cli.options import EvaluateCommand
+from bmforge.logging import process_rank
+
+__all__ = ["run_evaluate"]
+
+_LAYOUT = "--layout."
+
+
+def run_evaluate(arguments: Sequence[str]) -> None:
+    """Evaluate a model, and print the figures once."""
+    plain, laid = _divide(arguments)
+    command = parse.parse_options(EvaluateCommand, plain, "evaluate")
+    command.config.check()
+    # Imported here: help and mistakes are answered without torch.
+    from bmforge.parallel import Layout
+    from bmforge.recipes.evaluate import evaluate_model
+
+    layout = parse.parse_options(Layout, laid, "evaluate")
+    results = evaluate_model(command.model, command.config, layout)
+    if process_rank() == 0:
+        print("\n".join(_draw_table(results)))
+
+
+def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments of the command, and those of the layout under their own names."""
+    plain: list[str] = []
+    laid: list[str] = []
+    part = plain
+    for argument in arguments:
+        if argument.startswith("--"):
+            part = laid if argument.startswith(_LAYOUT) else plain
+            argument = argument.replace(_LAYOUT, "--", 1) if part is laid else argument
+        part.append(argument)
+    return plain, laid
+
+
+def _draw_table(results: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a line for every figure."""
+    cells = [(m, n, f"{v:.4f}") for m, values in results.items() for n, v in values.items()]
+    widths = [max(len(cell[place]) for cell in cells) for place in range(3)]
+    return [f"{m:<{widths[0]}}  {n:<{widths[1]}}  {v:>{widths[2]}}" for m, n, v in cells]

@@ -1,0 +1,106 @@
+"""Rows of CPM-1's pretraining out of a corpus in pieces."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from bmforge.batch import IGNORE_INDEX
+
+__all__ = ["CPM1_Dataset", "CPM1_Dataset_Merge"]
+
+_SEPARATOR = 4  # <sep>: a piece that ends with it is predicted to its end
+
+
+class CPM1_Dataset(Dataset[Any]):  # noqa: N801
+    """Pieces and what is to be predicted of them, filled up to one length.
+
+    Args:
+        ctx: the pieces.
+        tgt: the targets, as long as their pieces.
+        max_length: of a row; longer pieces are left out of a slice.
+
+    An index gives `ctx` (max_length,), `tgt` with -100 behind its end, and `len_ctx`; a slice the
+    same of all its pieces, stacked.
+    """
+
+    def __init__(self, ctx: Any, tgt: Any, max_length: int = 1024) -> None:
+        self.ctx, self.tgt, self.max_length = ctx, tgt, max_length
+
+    def __len__(self) -> int:
+        return len(self.ctx)
+
+    def _row(self, ctx: Any, tgt: Any) -> dict[str, Any] | None:
+        if max(len(ctx), len(tgt)) > self.max_length:
+            return None
+        return {
+            "ctx": _fill(ctx, self.max_length, 0),
+            "tgt": _fill(tgt, self.max_length, IGNORE_INDEX),
+            "len_ctx": len(ctx),
+        }
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        """Return one row, or those of a slice."""
+        if isinstance(index, int):
+            found = self._row(self.ctx[index], self.tgt[index])
+            return found or {"ctx": None, "tgt": None, "len_ctx": None}
+        return stack_rows(map(self._row, self.ctx[index], self.tgt[index]))
+
+
+class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
+    """Pieces of which the middle is predicted, and the rest is context that all tokens see.
+
+    Where the middle begins and ends is drawn with Python's `random`: in the second eighth, and in
+    the last quarter or, of a piece that ends with `<sep>`, at its end.
+
+    Args:
+        ctx: the pieces.
+        max_length: longer pieces are left out.
+
+    An index gives the piece, the token to predict at each of its places (-100: none), its length,
+    and which of its tokens are context; four times None for a piece that is left out.
+    """
+
+    def __init__(self, ctx: Any, max_length: int = 1024) -> None:
+        self.ctx, self.max_length = ctx, max_length
+
+    def __len__(self) -> int:
+        return len(self.ctx)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any, Any, Any]:
+        """Return a piece."""
+        ctx = self.ctx[index]
+        length = len(ctx)
+        if length > self.max_length:
+            return None, None, None, None
+        begin = random.randint(length // 8, length // 4)
+        end = random.randint(length // 4 * 3, length)
+        if ctx[length - 1] == _SEPARATOR:
+            end = length
+        begin = max(begin, 1)  # the first token is predicted from nothing
+        target = np.full(length, IGNORE_INDEX)
+        target[begin - 1 : end - 1] = ctx[begin:end]
+        places = np.arange(length)
+        return ctx, target, length, (places < begin) | (places >= end)
+
+
+def _fill(ids: Any, width: int, filling: int) -> torch.Tensor:
+    row = torch.full((width,), filling, dtype=torch.long)
+    row[: len(ids)] = torch.from_numpy(np.asarray(ids).astype("int64"))
+    return row
+
+
+def stack_rows(rows: Any) -> dict[str, Any]:
+    """Return the rows that are not None as one batch; lengths become a tensor."""
+    kept = [row for row in rows if row is not None]
+    names = kept[0] if kept else ()
+    return {
+        name: torch.stack([row[name] for row in kept])
+        if isinstance(kept[0][name], torch.Tensor)
+        else torch.tensor([row[name] for row in kept])
+        for name in names
+    }

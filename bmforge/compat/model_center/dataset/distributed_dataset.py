@@ -1,0 +1,293 @@
+"""Block datasets under their old names: read block by block, by several processes, and written.
+
+What ModelCenter wrote is read as well as what is written here, in CPM-Live's form. Records are
+plain values and arrays of numbers; nothing in a file is ever run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+import bmforge.compat.bmtrain as bmt
+from bmforge.compat.model_center.names import NAMES
+from bmforge.compat.names import missing_names
+from bmforge.data.store.blocks import BLOCK_BYTES, META_FILE, BlockDataset, BlockFile
+from bmforge.data.store.safe_pickle import load_plain
+from bmforge.errors import ConfigError, DataError
+from bmforge.files import partial_name
+
+__all__ = ["DatasetBuilder", "DatasetWriter", "DistributedDataset", "SimpleDataset"]
+__all__ += ["build_dataset", "mask_dataset"]
+
+__getattr__ = missing_names("model_center", NAMES, __all__, "dataset.distributed_dataset")
+
+_NEVER = 0x7FFFFFFF  # times that a block was read which is not read here
+
+
+class DistributedDataset:
+    """Reads a dataset without an end, each process its own blocks of it.
+
+    Files that are written into the dataset meanwhile are read, too.
+
+    Args:
+        path: directory with `meta.bin`.
+        rank: of the process.
+        world_size: number of processes.
+        block_size: bytes of a block, where `meta.bin` does not say.
+    """
+
+    def __init__(
+        self, path: str, rank: int = 0, world_size: int = 1, block_size: int = BLOCK_BYTES
+    ) -> None:
+        self._path, self._block_size = Path(path), block_size
+        self._rank, self._world_size = rank, world_size
+        self._seen_at = -1
+        self._times = torch.zeros(0, dtype=torch.int)  # how often each block was read
+        self._open_block(-1, 0)
+        self._update()
+
+    def _update(self) -> None:
+        """Look at the files again if there may be other ones."""
+        meta = self._path / META_FILE
+        changed_at = meta.stat().st_mtime_ns if meta.is_file() else 0
+        if changed_at == self._seen_at:
+            return
+        self._data = BlockDataset(self._path, block_bytes=self._block_size)
+        self._seen_at = changed_at
+        count = self._data.files[-1].block_end if self._data.files else 0
+        if count < len(self._times):
+            raise DataError(f"{str(meta)!r} has fewer blocks than when it was read before.")
+        fresh = torch.zeros(count - len(self._times), dtype=torch.int)
+        self._times = torch.cat((self._times, fresh))
+
+    def _next_block(self) -> int:
+        """Return the block of this process that was read least."""
+        self._update()
+        times = torch.full_like(self._times, _NEVER)
+        times[self._rank :: self._world_size] = self._times[self._rank :: self._world_size]
+        for file in self._data.files:
+            if file.mask:
+                times[file.block_begin : file.block_end] = _NEVER
+        if not len(times) or int(times.min()) == _NEVER:
+            raise DataError(
+                f"{str(self._path)!r} has no block for process {self._rank} of {self._world_size}: "
+                "write smaller blocks (build_dataset's block_size), or start fewer processes."
+            )
+        return int(times.argmin())
+
+    def _open_block(self, block: int, offset: int) -> None:
+        """Go on in a block behind an offset; -1 is none."""
+        self._block, self._offset = block, offset
+        self._left: Iterator[tuple[int, Any]] = iter(())
+        if block >= 0:
+            self._left = (r for r in self._data.read_block(block) if r[0] > offset)
+
+    def read(self) -> Any:
+        """Return the next record; after the last comes the first again.
+
+        Raises:
+            DataError: this process has no block, or a file is damaged.
+        """
+        for _ in range(len(self._times) + 2):
+            for end, record in self._left:
+                self._offset = end
+                return record
+            block = self._next_block()
+            self._times[block] += 1
+            self._open_block(block, 0)
+        raise DataError(f"{str(self._path)!r} has no records for process {self._rank}.")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return how far all processes are, on each; all must ask for it."""
+        self._update()
+        place = torch.tensor([[self._block, self._offset]])
+        if self._world_size == 1:
+            return {"states": self._times.clone(), "block": place}
+        own = torch.zeros_like(self._times)
+        own[self._rank :: self._world_size] = self._times[self._rank :: self._world_size]
+        states = bmt.gather_result(own[None]).sum(0, dtype=torch.int)
+        return {"states": states, "block": bmt.gather_result(place)}
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
+        """Go on where a state was taken.
+
+        Args:
+            state: of `state_dict`, on any process.
+            strict: refuse another number of processes, with which begun blocks begin anew.
+
+        Raises:
+            ConfigError: another number of processes, or a state of another dataset.
+        """
+        block = state["block"]
+        if strict and len(block) != self._world_size:
+            raise ConfigError(
+                f"the state is of {len(block)} processes, these are {self._world_size}: start as "
+                "many, or pass strict=False."
+            )
+        self._update()
+        count = len(self._times)
+        if len(state["states"]) > count or int(block[:, 0].max()) >= count:
+            raise ConfigError(
+                f"the state has {len(state['states'])} blocks, {str(self._path)!r} {count}: it is "
+                "of another dataset."
+            )
+        self._times.zero_()
+        self._times[: len(state["states"])] = state["states"]
+        is_same = len(block) == self._world_size
+        self._open_block(*(block[self._rank].tolist() if is_same else (-1, 0)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all records."""
+        return sum(file.nbytes for file in self._data.files)
+
+
+class SimpleDataset(DistributedDataset):
+    """Reads a dataset once, in one process."""
+
+    def __init__(self, path: str, block_size: int = BLOCK_BYTES) -> None:
+        super().__init__(path, 0, 1, block_size)
+
+    def _next_block(self) -> int:
+        block = super()._next_block()
+        if int(self._times[block]):
+            raise EOFError("no more data")
+        return block
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                yield self.read()
+            except EOFError:
+                return
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+class DatasetWriter:
+    """Writes records into blocks.
+
+    Args:
+        file: open for writing.
+        block_size: bytes of a block.
+    """
+
+    def __init__(self, file: BinaryIO, block_size: int) -> None:
+        self._file, self._block_size, self._used = file, block_size, 0
+        self.nbytes = self.nlines = 0
+        self.nblocks = 1
+
+    def write(self, data: Any) -> None:
+        """Append a record: plain values, lists, dicts and such of them, and arrays of numbers.
+
+        Raises:
+            DataError: anything else, or more than a block.
+        """
+        content = pickle.dumps(data, protocol=4)
+        load_plain(content)  # what could not be read again is refused now
+        content = b"\x1f" + struct.pack("<I", len(content)) + content
+        if len(content) > self._block_size:
+            raise DataError(
+                f"a record of {len(content)} bytes does not fit a block of {self._block_size}: "
+                "pass a larger block_size."
+            )
+        if self._used + len(content) > self._block_size:
+            self._fill()
+            self.nblocks += 1
+        self._file.write(content)
+        self._used += len(content)
+        self.nbytes += len(content)
+        self.nlines += 1
+
+    def _fill(self) -> None:
+        self._file.write(b"\x00" * (self._block_size - self._used))
+        self._used = 0
+
+    def close(self) -> None:
+        """Fill the last block."""
+        self._fill()
+
+
+class DatasetBuilder:
+    """Writes one file of a dataset; use as a context manager, which gives a `DatasetWriter`.
+
+    Args:
+        path: the dataset's directory, which is made.
+        dbname: name of the file.
+        block_size: bytes of a block.
+
+    Raises:
+        ConfigError: the file is there already.
+    """
+
+    def __init__(self, path: str, dbname: str, block_size: int = BLOCK_BYTES) -> None:
+        self._path, self._name, self._block_size = Path(path), dbname, block_size
+        self._path.mkdir(parents=True, exist_ok=True)
+        known = [file.file_name for file in _files(self._path)]
+        if dbname in known or (self._path / dbname).exists():
+            raise ConfigError(
+                f"{str(self._path / dbname)!r} is there already: choose another name."
+            )
+
+    def __enter__(self) -> DatasetWriter:
+        self._partial = self._path / partial_name(self._name)
+        self._file = self._partial.open("wb")
+        self._writer = DatasetWriter(self._file, self._block_size)
+        return self._writer
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._file:
+            self._writer.close()
+        if kind is not None:
+            self._partial.unlink()
+            return
+        files, done = _files(self._path), self._writer
+        begin = files[-1].block_end if files else 0
+        sizes = (begin, begin + done.nblocks, done.nbytes, done.nlines, False, self._block_size)
+        self._partial.replace(self._path / self._name)
+        _write_meta(self._path, [*files, BlockFile(self._name, *sizes)])
+
+
+def build_dataset(path: str, dbname: str, block_size: int = BLOCK_BYTES) -> DatasetBuilder:
+    """Return what writes a file of a dataset; see `DatasetBuilder`."""
+    return DatasetBuilder(path, dbname, block_size)
+
+
+def mask_dataset(path: str, dbname: str, mask: bool = True) -> None:
+    """Leave a file out of what is read, or take it in again.
+
+    Raises:
+        ConfigError: the dataset has no such file.
+    """
+    files = _files(Path(path))
+    if dbname not in [file.file_name for file in files]:
+        raise ConfigError(f"{path!r} has no file {dbname!r}: {[f.file_name for f in files]}.")
+    changed = [dataclasses.replace(f, mask=mask) if f.file_name == dbname else f for f in files]
+    _write_meta(Path(path), changed)
+
+
+def _files(directory: Path) -> list[BlockFile]:
+    return BlockDataset(directory).files if (directory / META_FILE).is_file() else []
+
+
+def _write_meta(directory: Path, files: list[BlockFile]) -> None:
+    partial = directory / partial_name(META_FILE)
+    lines = (json.dumps(dataclasses.asdict(file)) + "\n" for file in files)
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.replace(directory / META_FILE)

@@ -1,0 +1,152 @@
+"""Writing and opening token stores (`.bin` and `.idx`) under the names of Megatron's tool.
+
+There is one kind, which is mapped into memory; `lazy` and `cached` write and open it as well. A
+store that is there is never replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from bmforge.compat.model_center.dataset.indexed import MMapIndexedDataset
+from bmforge.compat.model_center.names import NAMES
+from bmforge.compat.names import missing_names
+from bmforge.data import TokenStore, TokenStoreWriter
+from bmforge.data.store.writer import best_dtype
+from bmforge.errors import ConfigError, DataError
+
+__all__ = [
+    "MMapIndexedDataset",
+    "MMapIndexedDatasetBuilder",
+    "best_fitting_dtype",
+    "data_file_path",
+    "dataset_exists",
+    "get_available_dataset_impl",
+    "index_file_path",
+    "infer_dataset_impl",
+    "make_builder",
+    "make_dataset",
+]
+
+__getattr__ = missing_names("model_center", NAMES, __all__, "tools.indexed_dataset")
+
+_KINDS = ("lazy", "cached", "mmap")
+_OLD_MAGIC = b"TNTIDX\x00\x00"
+
+
+def get_available_dataset_impl() -> list[str]:
+    """Return the names that `impl` may have."""
+    return list(_KINDS)
+
+
+def best_fitting_dtype(vocab_size: int | None = None) -> Any:
+    """Return numpy's type of the tokens: uint16 for a vocabulary below 65500, else int32."""
+    return best_dtype(vocab_size).type
+
+
+def index_file_path(prefix_path: str) -> str:
+    """Return the path of a store's index."""
+    return f"{prefix_path}.idx"
+
+
+def data_file_path(prefix_path: str) -> str:
+    """Return the path of a store's tokens."""
+    return f"{prefix_path}.bin"
+
+
+def dataset_exists(path: str, impl: str = "mmap") -> bool:
+    """Tell whether both files of a store are there."""
+    _check(impl)
+    return MMapIndexedDataset.exists(path)
+
+
+def infer_dataset_impl(path: str) -> str | None:
+    """Return "mmap" for a store, "cached" for one of the older layout, None for neither."""
+    if not MMapIndexedDataset.exists(path):
+        return None
+    with open(index_file_path(path), "rb") as file:
+        magic = file.read(9)
+    if magic.startswith(_OLD_MAGIC):
+        return "cached"
+    return "mmap" if magic == b"MMIDIDX\x00\x00" else None
+
+
+def make_dataset(path: str, impl: str = "infer", skip_warmup: bool = False) -> MMapIndexedDataset:
+    """Open a store.
+
+    Args:
+        path: without `.bin` or `.idx`.
+        impl: "infer", or one of `get_available_dataset_impl()`, which all open the same.
+        skip_warmup: not used: pages come when they are read.
+
+    Raises:
+        DataError: there is none, or it has the older layout, whose index begins with TNTIDX.
+    """
+    if impl != "infer":
+        _check(impl)
+    if infer_dataset_impl(path) == "cached":
+        raise DataError(
+            f"{index_file_path(path)!r} has the older layout (TNTIDX), which is not read: write "
+            "the corpus anew with --dataset_impl mmap."
+        )
+    return MMapIndexedDataset(path)
+
+
+class MMapIndexedDatasetBuilder:
+    """Writes a store item by item.
+
+    Args:
+        out_file: path of its `.bin`.
+        dtype: numpy's type of the tokens.
+
+    Raises:
+        ConfigError: a name that does not end in `.bin`, or a store that is there already.
+    """
+
+    def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64) -> None:
+        path = os.fspath(out_file)
+        if not path.endswith(".bin"):
+            raise ConfigError(f"{path!r}: the tokens' file must end in .bin.")
+        self._prefix = path.removesuffix(".bin")
+        self._writer = TokenStoreWriter(self._prefix, np.dtype(dtype))
+
+    def add_item(self, tensor: Any) -> None:
+        """Append one sequence of ids: a tensor, an array or a list."""
+        self._writer.add_item(np.asarray(tensor).reshape(-1))
+
+    def end_document(self) -> None:
+        """Say that the items since the last call make one document."""
+        self._writer.end_document()
+
+    def merge_file_(self, another_file: str) -> None:
+        """Append all sequences of another store."""
+        self._writer.add_store(TokenStore(another_file))
+
+    def finalize(self, index_file: str | os.PathLike[str]) -> None:
+        """Write the index.
+
+        Raises:
+            ConfigError: it is not beside the tokens, under their name.
+        """
+        if os.fspath(index_file) != index_file_path(self._prefix):
+            raise ConfigError(
+                f"the index {os.fspath(index_file)!r} must be {index_file_path(self._prefix)!r}, "
+                "beside the tokens."
+            )
+        self._writer.finalize()
+
+
+def make_builder(
+    out_file: str | os.PathLike[str], impl: str = "mmap", dtype: Any = np.int32
+) -> MMapIndexedDatasetBuilder:
+    """Return what writes a store; every `impl` writes the same."""
+    _check(impl)
+    return MMapIndexedDatasetBuilder(out_file, dtype)
+
+
+def _check(impl: str) -> None:
+    if impl not in _KINDS:
+        raise ConfigError(f"impl={impl!r} must be one of {', '.join(_KINDS)}.")

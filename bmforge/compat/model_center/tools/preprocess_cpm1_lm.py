@@ -1,0 +1,111 @@
+"""Turn a text of one document a line into the corpus of CPM-1's pretraining.
+
+    python -m bmforge.compat.model_center.tools.preprocess_cpm1_lm --input data/cpm1_ --uid 0 \
+        --tokenizer_path vocab --output_path corpus --output_prefix cpm1_lm
+
+The text is `INPUT` + `UID` + ".txt"; the store is `PREFIX_document_context_UID`. A document is
+`<s>`, its ids without unknown ones, `<eod>`, in pieces of 512; what has fewer than 32 is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bmforge.compat.model_center.names import NAMES
+from bmforge.compat.model_center.tools.indexed_dataset import (
+    get_available_dataset_impl,
+    make_builder,
+)
+from bmforge.compat.names import missing_names
+from bmforge.errors import DataError
+from bmforge.logging import get_logger, track
+from bmforge.tokenizers import CPM1Tokenizer
+
+__all__ = ["cut_document", "get_args", "main"]
+
+__getattr__ = missing_names("model_center", NAMES, __all__, "tools.preprocess_cpm1_lm")
+
+_START, _PIECE, _SHORTEST, _LONGEST_LINE = 1, 512, 32, 5_000_000
+_tokenizers: dict[str, Any] = {}  # of a worker process, which opens its own once
+
+
+def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the program was started with; None takes the command line's."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--input", required=True, help="path of the text without uid and .txt")
+    parser.add_argument("--tokenizer_path", required=True, help="directory of CPM-1's tokenizer")
+    parser.add_argument("--output_path", default=".", help="folder of the store")
+    parser.add_argument("--output_prefix", default="cpm1_lm", help="first part of its name")
+    parser.add_argument("--dataset_impl", default="mmap", choices=get_available_dataset_impl())
+    parser.add_argument("--uid", type=int, default=0, help="number of the text and of the store")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise")
+    parser.add_argument("--log_interval", type=int, default=10000, help="not used: there is a bar")
+    return parser.parse_args(arguments)
+
+
+def cut_document(line: str, tokenizer: Any) -> list[list[int]]:
+    """Return the pieces of one document.
+
+    Args:
+        line: its text; "<n>" stands for an end of line.
+        tokenizer: has `encode` and `token_to_id`.
+    """
+    if len(line) > _LONGEST_LINE:
+        return []
+    ids = tokenizer.encode(line.strip().replace("<n>", "\n"))
+    if len(ids) < _SHORTEST:
+        return []
+    unknown, end = tokenizer.token_to_id("<unk>"), tokenizer.token_to_id("<eod>")
+    ids = [_START, *(i for i in ids if i != unknown), end]
+    pieces = (ids[at : at + _PIECE] for at in range(0, len(ids), _PIECE))
+    return [piece for piece in pieces if len(piece) >= _SHORTEST]
+
+
+def _cut(directory: str, line: str) -> list[list[int]]:
+    if directory not in _tokenizers:
+        _tokenizers[directory] = CPM1Tokenizer.from_pretrained(directory)
+    return cut_document(line, _tokenizers[directory])
+
+
+def _cut_all(lines: Iterable[str], directory: str, workers: int) -> Iterator[list[list[int]]]:
+    """Yield the pieces of every line, in their order."""
+    work = partial(_cut, directory)
+    if workers <= 1:
+        yield from map(work, lines)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap(work, lines, 32)
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Write the store, and return its path without `.bin`.
+
+    Raises:
+        DataError: there is no such text.
+        ConfigError: the store is there already.
+    """
+    args = get_args(arguments)
+    source = Path(f"{args.input}{args.uid}.txt")
+    if not source.is_file():
+        raise DataError(f"there is no text {str(source)!r}: give --input without --uid and .txt.")
+    prefix = Path(args.output_path) / f"{args.output_prefix}_document_context_{args.uid}"
+    builder = make_builder(f"{prefix}.bin", args.dataset_impl)
+    count = 0
+    with source.open(encoding="utf-8") as lines:
+        found = _cut_all(lines, str(args.tokenizer_path), args.workers)
+        for pieces in track(found, "cut documents"):
+            for piece in pieces:
+                builder.add_item(piece)
+                count += 1
+    builder.finalize(f"{prefix}.idx")
+    get_logger().info("%s: %d pieces", prefix, count)
+    return prefix
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What lies among the input and is not read: named with its size, and refused where it is most."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from bmforge.errors import DataError
+from bmforge.logging import get_logger
+
+__all__ = ["check_unread"]
+
+_NAMED = 5
+
+
+def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -> None:
+    """Name what is not read.
+
+    Args:
+        files: what is read.
+        unread: what lies beside it and is of another kind.
+        allowed: it may be more than half of the bytes.
+
+    Raises:
+        DataError: it is more than half, and not `allowed`.
+    """
+    if not unread:
+        return
+    lost, kept = (sum(path.stat().st_size for path in group) for group in (unread, files))
+    said = f"{_size(lost)} of the input's {_size(lost + kept)} are of kinds that are not read: "
+    said += _describe(unread)
+    if lost > kept and not allowed:
+        raise DataError(
+            f"{said}. Convert them to .txt or .jsonl, or leave them out with skip_unread=True "
+            "(--skip-unread)"
+        )
+    get_logger().warning(said)
+
+
+def _describe(paths: Sequence[Path]) -> str:
+    """Return the largest kinds, each with its size, and a file of it."""
+    kinds: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        kinds[path.suffix.lower()].append(path)
+    sizes = {kind: sum(path.stat().st_size for path in group) for kind, group in kinds.items()}
+    order = sorted(kinds, key=lambda kind: (-sizes[kind], kind))
+    said = []
+    for kind in order[:_NAMED]:
+        first, count = kinds[kind][0].name, len(kinds[kind])
+        more = "" if count == 1 else f" and {count - 1} more {kind or 'without a suffix'}"
+        said.append(f"{first}{more} ({_size(sizes[kind])})")
+    if order[_NAMED:]:
+        said.append(f"and {len(order) - _NAMED} more kinds")
+    return ", ".join(said)
+
+
+def _size(count_bytes: int) -> str:
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count_bytes >= unit:
+            return f"{count_bytes / unit:.2f} {name}"
+    return f"{count_bytes} bytes"

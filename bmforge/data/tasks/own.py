@@ -1,0 +1,64 @@
+"""A task of one's own: lines of JSON with texts and a label, and the list of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bmforge.data.tasks.task import Record, Task, TaskExample, read_records
+from bmforge.errors import ConfigError, DataError
+
+__all__ = ["make_task"]
+
+_LABEL = "label"
+# A field stands in a prompt by its name.
+_FORBIDDEN = frozenset("{}[].!:")
+
+
+def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = ()) -> Task:
+    """Return a task of one's own.
+
+    Args:
+        labels: what texts are told apart by.
+        path: of a file of it, one object a line: {"text": "...", "label": "..."}.
+        fields: the texts that are read, in this order; empty takes those of the file's first line,
+            but "label".
+
+    Raises:
+        ConfigError: fewer than two labels, one of them twice, or a field whose name cannot stand
+            in a prompt.
+        DataError: the file cannot be read, or its first line has no text.
+    """
+    if len(labels) < 2 or len(set(labels)) < len(labels):
+        raise ConfigError(
+            f"labels={list(labels)} must be two or more, all different. They are what 'label' says "
+            "in the file."
+        )
+    names = tuple(fields) or _find_fields(Path(path))
+    wrong = [name for name in names if _FORBIDDEN & set(name) or name == _LABEL]
+    if wrong:
+        raise ConfigError(
+            f"the fields {wrong} of {str(path)!r} cannot be read as texts: their names must be "
+            f"others than {_LABEL!r}, and without any of {' '.join(sorted(_FORBIDDEN))}"
+        )
+    numbers = {label: number for number, label in enumerate(labels)}
+
+    def read(file: Path) -> Iterator[TaskExample]:
+        for number, row in enumerate(read_records(file), 1):
+            texts = {name: row.text(name) for name in names}
+            yield TaskExample(texts, row.label(numbers), number)
+
+    return Task("own", tuple(labels), {}, read)
+
+
+def _find_fields(path: Path) -> tuple[str, ...]:
+    """Return the texts of a file's first line."""
+    first: Record | None = next(read_records(path), None)
+    values = {} if first is None else first.values
+    found = [name for name, value in values.items() if isinstance(value, str) and name != _LABEL]
+    if not found:
+        raise DataError(
+            f"{str(path)!r} has no text in its first line. A line is an object such as "
+            '{"text": "...", "label": "..."}.'
+        )
+    return tuple(found)

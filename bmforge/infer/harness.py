@@ -1,0 +1,256 @@
+"""What lm-eval asks of a model: how likely texts are after others, and what is written next.
+
+`TextModel` answers in texts; `open_lm` makes of it a model of lm-eval (``lm_eval.api.model.LM``),
+which any of its tasks takes. Texts are divided into tokens as lm-eval's own models do it.
+
+Source: ``lm_eval/api/model.py`` and ``models/huggingface.py`` of EleutherAI/lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.data.tasks.rows import Pair, decode_answer, encode_answers, fill_prompt
+from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.infer.generate import generate
+from bmforge.infer.score import Likelihood, roll_windows, score_pairs
+from bmforge.models import AutoModel
+from bmforge.models.base import Model
+from bmforge.models.hub import find_model
+from bmforge.parallel import World
+from bmforge.tokenizers import AutoTokenizer, Tokenizer
+from bmforge.tokenizers.chat_template import ChatTemplate, Message, find_template
+
+__all__ = ["TextModel", "open_lm"]
+
+_LONGEST, _MAX_NEW_TOKENS = 2048, 256
+_SCORES = ("left", "apart")
+_DRAWN = ("temperature", "top_k", "top_p")
+
+
+class TextModel:
+    """A model that is asked in texts.
+
+    Args:
+        model: a decoder or an encoder-decoder with its language-model head, on any layout.
+        tokenizer: that of the model.
+        template: of conversations; None takes a plain one.
+        max_length: longest row in tokens; None takes the model's, 2,048 at most.
+        batch_size: rows that are read together.
+        rows: this process's place among those that read different rows; None is alone.
+
+    Raises:
+        ConfigError: the model cannot score a text.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        max_length: int | None = None,
+        batch_size: int = 8,
+        rows: World | None = None,
+    ) -> None:
+        if model.traits.reads not in _SCORES or not model.traits.writes:
+            raise ConfigError(
+                f"a {type(model).__name__} with the head {model.config.head!r} cannot score a "
+                "text: needed is a decoder or an encoder-decoder that writes."
+            )
+        self.model, self.tokenizer = model, tokenizer
+        self.template = template or ChatTemplate(None, tokenizer)
+        self.max_length = max_length or min(model.config.max_seq_len, _LONGEST)
+        self.batch_size = batch_size
+        self._rows = rows or World(0, 1, next(model.parameters()).device)
+        self._is_apart = model.traits.reads == "apart"
+
+    def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[Likelihood]:
+        """Return how likely each continuation is after its context."""
+        pairs = [self._encode_pair(*request) for request in requests]
+        return self._score([self._cut(pair) for pair in pairs])
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
+        """Return the log-probability of whole texts; each token is predicted once.
+
+        Raises:
+            ConfigError: an encoder-decoder, which does not read a text as it writes one.
+        """
+        if self._is_apart:
+            raise ConfigError("an encoder-decoder gives no likelihood of a text by itself.")
+        pairs, owners = [], []
+        for number, text in enumerate(texts):
+            found = list(roll_windows(self._encode(text), self._begin(), self.max_length + 1))
+            pairs += found
+            owners += [number] * len(found)
+        sums = [0.0] * len(texts)
+        for owner, one in zip(owners, self._score(pairs), strict=True):
+            sums[owner] += one.log_prob
+        return sums
+
+    def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Return what is written after each context, up to the first of its marks.
+
+        Args:
+            requests: contexts, each with its options: `until` (marks), `max_gen_toks`,
+                `do_sample`, `temperature`, `top_k`, `top_p`.
+        """
+        return [self._write(context, options) for context, options in requests]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def _begin(self) -> list[int]:
+        """Return the token before a text."""
+        first = self.tokenizer.bos_id
+        first = self.tokenizer.eos_id if first is None else first
+        if first is None:
+            raise ConfigError("the tokenizer has no token that begins or ends a text.")
+        return [first]
+
+    def _encode_pair(self, context: str, continuation: str) -> Pair:
+        """Return a context with its continuation, whose beginning has the spaces between them."""
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            continuation = context[-spaces:] + continuation
+            context = context[:-spaces]
+        if self._is_apart:
+            traits = self.model.traits
+            read = fill_prompt(context, "", self.tokenizer, self.max_length, traits.sentinel)
+            return Pair(
+                read, encode_answers([continuation], self.tokenizer, traits.answer_sentinel)[0]
+            )
+        if not context:
+            return Pair(self._begin(), self._encode(continuation))
+        before = self._encode(context)
+        return Pair(before, self._encode(context + continuation)[len(before) :])
+
+    def _cut(self, pair: Pair) -> Pair:
+        """Return a row that the model can read: the beginning of its prompt is cut off."""
+        if not pair.answer or len(pair.answer) > self.max_length:
+            raise ConfigError(
+                f"a continuation of {len(pair.answer)} tokens cannot be scored: needed are 1 to "
+                f"max_length={self.max_length}."
+            )
+        if self._is_apart:
+            return pair
+        return Pair(pair.prompt[-(self.max_length + 1 - len(pair.answer)) :], pair.answer)
+
+    def _score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        """Score rows, those of about the same length together."""
+        sizes = [len(pair.prompt) + len(pair.answer) for pair in pairs]
+        order = sorted(range(len(pairs)), key=lambda n: -sizes[n])
+        ordered = [pairs[n] for n in order]
+        if not ordered:
+            return []
+        found = score_pairs(self.model, ordered, self.batch_size, self._rows, self.max_length)
+        back = dict(zip(order, found, strict=True))
+        return [back[number] for number in range(len(pairs))]
+
+    def _write(self, context: str, options: Mapping[str, Any]) -> str:
+        given = dict(options)
+        marks = given.pop("until", None) or []
+        marks = [marks] if isinstance(marks, str) else [mark for mark in marks if mark]
+        most = int(given.pop("max_gen_toks", _MAX_NEW_TOKENS))
+        if not given.get("do_sample"):
+            given = {name: value for name, value in given.items() if name not in _DRAWN}
+        ids = self._encode(context) or self._begin()
+        traits = self.model.traits
+        if self._is_apart:
+            ids = fill_prompt(context, "", self.tokenizer, self.max_length, traits.sentinel)
+        else:
+            most = min(most, self.max_length - 1)
+            ids = ids[-(self.max_length - most) :]
+        written: list[int] = []
+
+        def read() -> str:
+            if self._is_apart:
+                return decode_answer(written, self.tokenizer, traits.answer_sentinel)
+            return self.tokenizer.decode_written(written)
+
+        def collect(tokens: Tensor) -> None:
+            written.append(int(tokens[0]))
+            text = read() if marks else ""
+            if any(mark in text for mark in marks):
+                raise _MarkedError
+
+        prompt = torch.tensor([ids], device=self._rows.device)
+        end = self.tokenizer.eos_id
+        model: Any = self.model
+        given |= {"max_new_tokens": most, "eos_token_id": () if end is None else end}
+        with suppress(_MarkedError):
+            generate(model, prompt, torch.ones_like(prompt), on_token=collect, **given)
+        if end in written:
+            del written[written.index(end) :]
+        text = read()
+        return text[: min((text.find(mark) for mark in marks if mark in text), default=len(text))]
+
+
+class _MarkedError(Exception):
+    """What was to be written is complete."""
+
+
+def open_lm(name: str | Path | TextModel, **options: Any) -> Any:
+    """Return a model for lm-eval: ``lm_eval.simple_evaluate(model=open_lm("runs/mine/export"))``.
+
+    Args:
+        name: directory or hub id of a model with its tokenizer, or a `TextModel`.
+        options: of `TextModel`, where a directory is named.
+
+    Raises:
+        MissingDependencyError: lm-eval is not installed.
+        ConfigError: no such model, or one that cannot score a text.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ImportError as error:
+        raise MissingDependencyError("lm-eval", "lm-eval", "lm-eval's tasks") from error
+
+    class Harness(LM):
+        """A `TextModel` under lm-eval's names."""
+
+        def __init__(self, inner: TextModel, name: str) -> None:
+            super().__init__()
+            self.inner, self._name = inner, name
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            found = self.inner.loglikelihood([request.args for request in requests])
+            return self._keep("loglikelihood", requests, [tuple(one) for one in found])
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            found = self.inner.loglikelihood_rolling([request.args[0] for request in requests])
+            return self._keep("loglikelihood_rolling", requests, found)
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            found = self.inner.generate_until([request.args for request in requests])
+            return self._keep("generate_until", requests, found)
+
+        def _keep(self, kind: str, requests: list[Any], answers: list[Any]) -> list[Any]:
+            for request, answer in zip(requests, answers, strict=True):
+                self.cache_hook.add_partial(kind, request.args, answer)
+            return answers
+
+        def apply_chat_template(
+            self, chat_history: list[Message], add_generation_prompt: bool = True
+        ) -> str:
+            return self.inner.template.render(chat_history, add_generation_prompt)
+
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            return self.inner.template.source if chat_template else ""
+
+        @property
+        def tokenizer_name(self) -> str:
+            return self._name
+
+    if isinstance(name, TextModel):
+        return Harness(name, type(name.tokenizer).__name__)
+    directory = find_model(name)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    template = ChatTemplate(find_template(directory), tokenizer)
+    inner = TextModel(AutoModel.from_pretrained(directory), tokenizer, template, **options)
+    return Harness(inner, str(name).replace("/", "__"))

@@ -1,0 +1,90 @@
+"""CPM-Ant's beam search, step for step: what it returns is what the original returns.
+
+It differs from `beam_search`, which is transformers': the end of a row does not count in its
+length, any of the candidates may end a row, and the penalty on repetition is on logits and on what
+was written only.
+
+Source: ``CPMAntBeamSearch`` and ``BeamHypotheses`` in ``cpm_live/generation`` of OpenBMB/CPM-Live.
+There `max_length` is one below the number of tokens that a row may have.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bmforge.infer.decoder import Decoder
+from bmforge.infer.options import GenerationConfig
+from bmforge.infer.sampling import penalize_repetition
+
+__all__ = ["search_hypotheses"]
+
+# As much as makes no row but the first begin.
+_WORST = -1.0e9
+
+
+def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig) -> list[int]:
+    """Return a prompt's ids with the best continuation, without its end.
+
+    Args:
+        decoder: fresh, holds nothing yet.
+        prompt: token ids.
+        config: with end tokens filled in.
+
+    Shape:
+        prompt: (1, T)
+    """
+    width, limit, length = config.num_beams, config.max_new_tokens, prompt.shape[1]
+    running = torch.full((width,), _WORST, device=prompt.device)
+    running[0] = 0.0
+    rows = prompt.repeat(width, 1)
+    nothing = torch.zeros_like(rows[:, 0])
+    ended: list[tuple[float, list[int]]] = []
+    scores = decoder.repeat(width, decoder.run(prompt))
+    for step in range(limit + 1):
+        if config.repetition_penalty != 1.0 and step:
+            written = rows[:, length:]
+            scores = penalize_repetition(scores, written, config.repetition_penalty, nothing)
+        total = scores.log_softmax(-1) + running[:, None]
+        best, places = total.flatten().topk(2 * width)
+        possible = _per_token(float(best[0]), max(step, 1), config)
+        if len(ended) == width and min(map(_score, ended)) >= possible:
+            break
+        going: list[int] = []
+        for at, place in enumerate(places.tolist()):
+            row, token = divmod(place, scores.shape[1])
+            if step == limit or token in config.eos_tokens:
+                score = _per_token(float(best[at]), step, config)
+                _keep_best(ended, (score, rows[row].tolist()), width)
+            else:
+                going.append(at)
+            if len(going) == width:
+                break
+        if step == limit:
+            break
+        running, chosen = best[going], places[going]
+        origin, tokens = chosen // scores.shape[1], chosen % scores.shape[1]
+        rows = torch.cat((rows[origin], tokens[:, None]), 1)
+        decoder.reorder(origin)
+        scores = decoder.run(tokens[:, None])
+    return max(ended, key=_score)[1]
+
+
+def _keep_best(
+    ended: list[tuple[float, list[int]]], found: tuple[float, list[int]], count: int
+) -> None:
+    """Add an ended row unless there are enough better ones."""
+    if len(ended) == count:
+        worst = min(ended, key=_score)
+        if found[0] <= worst[0]:
+            return
+        ended.remove(worst)
+    ended.append(found)
+
+
+def _per_token(log_probability: float, tokens: int, config: GenerationConfig) -> float:
+    return log_probability / tokens**config.length_penalty
+
+
+def _score(hypothesis: tuple[float, list[int]]) -> float:
+    return hypothesis[0]

@@ -1,0 +1,167 @@
+"""A prompt and what a model writes for it, in the form and with the defaults of its original.
+
+CPM-Ant reads ``<s>`` and the text without what it cannot spell, writes no end and no line break
+first, and searches with 3 beams, or draws at temperature 0.9 among the likeliest that make up 0.9.
+CPM-1 draws at temperature 0.9. EVA answers one utterance, CPM-2 writes the rest of a text, which is
+one cut-out span, and CPM-Bee fills the answer of a document. All other models go on with the text.
+
+Source: ``cpm_live/generation/ant.py`` and ``text_generation.py`` of OpenBMB/CPM-Live (branch
+cpm-ant), ``generate_samples.py`` of TsinghuaAI/CPM-1-Generate, ``src/eva_interactive.py`` of
+thu-coai/EVA, and the README of OpenBMB/CPM-Bee.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer.decoder import Decoder
+from bmforge.infer.generate import check_prompt, complete_config, evaluating, generate, run_decoder
+from bmforge.infer.openbmb.chat import join_history
+from bmforge.infer.openbmb.documents import fill_each
+from bmforge.infer.openbmb.hypotheses import search_hypotheses
+from bmforge.infer.options import GenerationConfig
+from bmforge.models.causal_lm import CausalLM
+from bmforge.tokenizers import CPM2Tokenizer, CPMBeeTokenizer
+
+__all__ = ["write_text"]
+
+_CONTINUE = "往后写约100字"  # CPM-Bee's own words for it
+# What is not given, by the objective or the tokenizer of a family's traits.
+_SEARCHING: dict[str, dict[str, Any]] = {"hidden tokens": {"num_beams": 3}}
+_DRAWING: dict[str, dict[str, Any]] = {
+    "hidden tokens": {"temperature": 0.9, "top_p": 0.9},
+    "CPM1Tokenizer": {"temperature": 0.9},
+}
+_DRAWS = ("CPM1Tokenizer",)
+
+
+def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
+    """Return a prompt with what a model writes after it, or what it writes as an answer.
+
+    Args:
+        model: any that writes text.
+        tokenizer: its own.
+        prompt: the text; CPM-Bee's language and special tokens in it are characters.
+        options: fields of `GenerationConfig`; what is left out is as in the family's original, or
+            else greedy.
+
+    Raises:
+        ConfigError: an option that does not fit, or a prompt without tokens.
+        DataError: a text that is longer than CPM-Bee's window.
+        ShapeError: ids that the model does not have.
+    """
+    traits = model.traits
+    if traits.objective == "documents":
+        return _answer_document(model, tokenizer, prompt, options)
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
+    if tokenizer.eos_id is not None:
+        options.setdefault("eos_token_id", tokenizer.eos_id)
+    options = _complete(options, (traits.objective, traits.tokenizer))
+    if traits.objective == "hidden tokens":
+        return _continue_hidden(model, tokenizer, ids, options)
+    if isinstance(tokenizer, CPM2Tokenizer) and traits.reads == "apart":
+        return _write_span(model, tokenizer, ids, options)
+    return _show(tokenizer, generate(model, torch.tensor([ids]), **options)[0].tolist())
+
+
+def _complete(options: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return options with the original's where none is given."""
+    searches = options.get("num_beams", 1) > 1
+    draws = options.get("do_sample", not searches and any(name in _DRAWS for name in names))
+    table = _DRAWING if draws else _SEARCHING
+    found = {key: value for name in names for key, value in table.get(name, {}).items()}
+    return {"do_sample": draws, **found, **options}
+
+
+def _show(tokenizer: Any, ids: Sequence[int]) -> str:
+    marks = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    return tokenizer.decode_written([id for id in ids if id not in marks])
+
+
+def _answer_document(
+    model: Any, tokenizer: CPMBeeTokenizer, prompt: str, options: dict[str, Any]
+) -> str:
+    """Fill the answer of a document that asks for the rest of a text."""
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
+    document = {"input": tokenizer.escape(prompt), "prompt": _CONTINUE, "<ans>": ""}
+    (filled,) = fill_each(model, tokenizer, [document], **options)
+    if isinstance(filled, DataError):
+        raise filled
+    return filled["<ans>"].replace("<<", "<")
+
+
+def _continue_hidden(
+    model: CausalLM, tokenizer: Any, ids: Sequence[int], options: dict[str, Any]
+) -> str:
+    """Go on with a text as CPM-Ant does."""
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    start = torch.tensor([[*begin, *(id for id in ids if id != tokenizer.unk_id)]])
+    config = complete_config(model, GenerationConfig(**options))
+    mask = torch.ones_like(start)
+    check_prompt(model, start, mask, config)
+    banned = [*config.eos_tokens, tokenizer.role_id("newline")]
+    with evaluating(model), torch.no_grad():
+        start = start.to(next(model.parameters()).device)
+        longest = start.shape[1] + config.max_new_tokens
+        decoder = _TextDecoder(model, mask.to(start.device), longest, len(tokenizer), banned)
+        if config.num_beams > 1:
+            return _show(tokenizer, search_hypotheses(decoder, start, config))
+        only_written = torch.full_like(start[:, 0], start.shape[1])
+        out = run_decoder(decoder, start, only_written, config)
+    return _show(tokenizer, out[0].tolist())
+
+
+class _TextDecoder(Decoder):
+    """Scores the tokens of a text: no prompts behind them (CPM-Ant+), and some not at first.
+
+    Args:
+        model: gives the scores.
+        mask: as in the base.
+        max_length: as in the base.
+        vocab_size: tokens of the tokenizer.
+        banned: where a text begins to be continued; None among them is none.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        mask: Tensor,
+        max_length: int,
+        vocab_size: int,
+        banned: Sequence[int | None],
+    ) -> None:
+        super().__init__(model, mask, max_length)
+        self._vocab_size = vocab_size
+        self._banned = [id for id in banned if id is not None]
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """As in the base, with what is forbidden at -inf."""
+        is_first = self.cache.length == 0
+        scores = super().run(tokens)
+        scores[:, self._vocab_size :] = -torch.inf
+        if is_first:
+            scores[:, self._banned] = -torch.inf
+        return scores
+
+
+def _write_span(
+    model: Any, tokenizer: CPM2Tokenizer, ids: Sequence[int], options: dict[str, Any]
+) -> str:
+    """Write what stands at the end of a text: EVA's answer, or CPM-2's first cut-out span."""
+    blank, end = tokenizer.sentinel_id(0), tokenizer.role_id("sep")
+    if model.traits.objective == "dialogues" and end is not None:
+        source = join_history([ids], end, blank, len(ids) + 2)
+    else:
+        source = [*ids, blank]
+        # A span ends where the next one begins.
+        options["eos_token_id"] = (options["eos_token_id"], *tokenizer.sentinel_ids[1:2])
+    out = generate(model, torch.tensor([source]), **options)[0, 1:].tolist()
+    return _show(tokenizer, [id for id in out if id not in tokenizer.sentinel_ids[:2]])

@@ -1,0 +1,87 @@
+"""What a laid-out model with three blocks per stack holds: bytes and numbers, by part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bmforge.parallel.layout import TENSOR_AXES
+from bmforge.shards import local_tensor
+from bmforge.surgery import match_glob, persistent_tensors
+
+__all__ = ["count_sharded", "find_ends", "held_bytes", "local_bytes"]
+
+# The blocks of every stack; the second of each stands for all others.
+Stacks = Mapping[str, Sequence[nn.Module]]
+
+
+@torch.no_grad()
+def local_bytes(parameter: Tensor) -> int:
+    """Return the size of this process's part."""
+    local = local_tensor(parameter)
+    return local.numel() * local.element_size()
+
+
+def held_bytes(
+    model: nn.Module,
+    stacks: Stacks,
+    ends: tuple[set[str], set[str]],
+    counts: Callable[[Tensor], bool],
+) -> tuple[int, dict[str, int], tuple[int, int]]:
+    """Return bytes of the tensors that count: of the model, a block of each stack, the ends.
+
+    What is at both ends, as a tied head is, is wherever one of them is, so no end has it alone.
+    """
+
+    def find(*modules: nn.Module) -> dict[int, Tensor]:
+        found = (t for module in modules for t in persistent_tensors(module).values() if counts(t))
+        return {id(tensor): tensor for tensor in found}
+
+    def size(tensors: Mapping[int, Tensor]) -> int:
+        return sum(map(local_bytes, tensors.values()))
+
+    first, last = (find(*(getattr(model, name) for name in names)) for names in ends)
+    both = first.keys() & last.keys()
+    alone = [size({k: t for k, t in end.items() if k not in both}) for end in (first, last)]
+    middles = {name: size(find(blocks[1])) for name, blocks in stacks.items()}
+    return size(find(model)), middles, (alone[0], alone[1])
+
+
+def find_ends(model: nn.Module) -> tuple[set[str], set[str]]:
+    """Return the names of what stands before the blocks and behind them."""
+    found = []
+    rules: Any = getattr(model, "layout_rules", None)
+    for globs in (rules().pipeline_first, rules().pipeline_last) if callable(rules) else ((), ()):
+        named = (n for n, _ in model.named_children())
+        found.append({n for n in named if any(match_glob(n, glob) for glob in globs)})
+    return found[0], found[1]
+
+
+def count_sharded(model: nn.Module, stacks: Stacks) -> dict[str, int]:
+    """Count what ZeRO shards: numbers per block, and under "" outside the blocks."""
+
+    def count(parameters: Iterable[Tensor]) -> int:
+        return sum(_tensor_share(p) for p in {id(p): p for p in parameters}.values())
+
+    found = {name: count(blocks[1].parameters()) for name, blocks in stacks.items()}
+    inside = {id(p) for blocks in stacks.values() for b in blocks for p in b.parameters()}
+    found[""] = count(p for p in model.parameters() if id(p) not in inside)
+    return found
+
+
+def _tensor_share(parameter: Tensor) -> int:
+    """Numbers of a parameter that are left when only tensor parallelism has cut it."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    cuts = [
+        parameter.device_mesh.size(axis)
+        for axis, (name, place) in enumerate(zip(names, parameter.placements, strict=False))
+        if name in TENSOR_AXES and place.is_shard()
+    ]
+    return parameter.numel() // math.prod(cuts)

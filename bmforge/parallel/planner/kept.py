@@ -1,0 +1,151 @@
+"""Traces kept from one call to the next: files of plain numbers, believed only where they fit.
+
+A trace depends on the model, the setting, and the code that was traced. So a file is named by a
+hash of all three, says itself what it is of, and carries a hash of its contents. Whatever does not
+read as exactly that is measured again and written anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bmforge
+from bmforge.files import replace_file
+from bmforge.logging import get_logger
+from bmforge.parallel.planner.trace import Mark, Setting, StepTrace
+from bmforge.parallel.planner.workload import Workload
+
+__all__ = ["TraceStore", "default_directory"]
+
+# Of the form of the files.
+_VERSION = 1
+# Rooms whose code a trace runs.
+_TRACED = ("nn", "memory", "models", "parallel")
+# So many traces, of some 20 KB each, are kept; the oldest go first.
+_MOST_FILES = 2000
+
+
+def default_directory() -> Path:
+    """Return where `bmforge plan` keeps traces: below `$XDG_CACHE_HOME`, or ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "bmforge" / "plan"
+
+
+class TraceStore:
+    """Traces in a directory, which need not exist.
+
+    Args:
+        directory: of nothing else.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.is_writable = directory, True
+
+    def read(self, workload: Workload, setting: Setting) -> StepTrace | None:
+        """Return a trace that was kept; None where there is none, or none that can be believed."""
+        if not workload.key:
+            return None
+        key = _key(workload, setting)
+        try:
+            found = json.loads(self._path(key).read_bytes())
+            if found["key"] != key or found["hash"] != _hash(found["trace"]):
+                return None
+            return _to_trace(found["trace"])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def write(self, workload: Workload, setting: Setting, trace: StepTrace) -> None:
+        """Keep a trace; where nothing can be written, that is said once."""
+        if not workload.key or not self.is_writable:
+            return
+        key, plain = _key(workload, setting), json.loads(json.dumps(asdict(trace)))
+        content = json.dumps({"key": key, "hash": _hash(plain), "trace": plain})
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path(key), content)
+            self._drop_oldest()
+        except OSError as error:
+            self.is_writable = False
+            get_logger().warning(
+                "what the planner measures is not kept for the next call: %s", error
+            )
+
+    def _path(self, key: dict[str, Any]) -> Path:
+        return self.directory / f"{_hash(key)}.json"
+
+    def _drop_oldest(self) -> None:
+        files = list(self.directory.glob("*.json"))
+        if len(files) > _MOST_FILES:
+            files.sort(key=lambda file: file.stat().st_mtime)
+            for file in files[: len(files) - _MOST_FILES]:
+                file.unlink(missing_ok=True)
+
+
+def _key(workload: Workload, setting: Setting) -> dict[str, Any]:
+    key = {
+        "version": _VERSION,
+        "torch": torch.__version__,
+        "code": _code(),
+        "threads": torch.get_num_threads() if setting.copies else 0,
+        "workload": workload.key,
+        "setting": asdict(setting),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(key))
+    return found
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _code() -> str:
+    """Return a hash of the source that a trace runs."""
+    root = Path(bmforge.__file__).parent
+    found = hashlib.sha256()
+    for room in _TRACED:
+        for file in sorted((root / room).rglob("*.py")):
+            found.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def _to_trace(plain: dict[str, Any]) -> StepTrace:
+    """Bring a trace back from what JSON made of it.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is of another form.
+    """
+    return StepTrace(
+        events=tuple((int(size), int(part), int(end)) for size, part, end in plain["events"]),
+        marks=tuple(Mark(**mark) for mark in plain["marks"]),
+        static=int(plain["static"]),
+        block_static=_numbers(plain["block_static"]),
+        ends_static=_pair(plain["ends_static"]),
+        trained=int(plain["trained"]),
+        block_trained=_numbers(plain["block_trained"]),
+        ends_trained=_pair(plain["ends_trained"]),
+        micro_batches=int(plain["micro_batches"]),
+        has_gradients=bool(plain["has_gradients"]),
+        flops=float(plain["flops"]),
+        traffic_bytes=float(plain["traffic_bytes"]),
+        parameters=_numbers(plain["parameters"]),
+        carry_bytes=int(plain["carry_bytes"]),
+        others=tuple((int(count), _to_trace(other)) for count, other in plain["others"]),
+    )
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, last = values
+    return int(first), int(last)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, int]:
+    return {str(key): int(value) for key, value in values.items()}

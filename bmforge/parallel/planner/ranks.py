@@ -1,0 +1,69 @@
+"""What every rank of a pipeline has: of the very cut that `parallelize` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from bmforge.errors import ConfigError
+from bmforge.parallel.check import plan_pipeline
+from bmforge.parallel.layout import Layout
+
+__all__ = ["Rank", "cut_ranks"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a pipeline.
+
+    Args:
+        counts: of every stack, how many blocks of every kind.
+        first, last: whether what stands before the blocks, or behind them, is here.
+    """
+
+    counts: Mapping[str, Sequence[int]]
+    first: bool = True
+    last: bool = True
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all stacks."""
+        return sum(map(sum, self.counts.values()))
+
+
+def cut_ranks(model: nn.Module, layout: Layout, order: Sequence[int]) -> tuple[Rank, ...]:
+    """Cut a model as `parallelize` does and say what each rank has.
+
+    Args:
+        model: the whole one, on meta.
+        layout: which axes; without a pipeline one rank has everything.
+        order: the kind of every layer, the same in all stacks; empty where there is one kind.
+
+    Raises:
+        ConfigError: the pipeline does not fit the model.
+    """
+    rules = model.layout_rules()  # type: ignore[operator]
+    stacks = {name: len(list(model.get_submodule(name).children())) for name in rules.stacks}
+    order = list(order) or [0] * max(stacks.values())
+    kinds = range(max(order) + 1)
+    if layout.pp == 1:
+        whole = {
+            k: [list(order[:size]).count(kind) for kind in kinds] for k, size in stacks.items()
+        }
+        return (Rank(whole),)
+    problems: list[str] = []
+    cutting, owners = plan_pipeline(model, layout, rules, problems)
+    if cutting is None or problems:
+        raise ConfigError("; ".join(problems))
+    ranks = []
+    for rank in range(layout.pp):
+        stages = [stage for stage, owner in enumerate(owners) if owner == rank]
+        counts = {stack: [0 for _ in kinds] for stack in stacks}
+        for stage in stages:
+            for stack, span in cutting.spans[stage].items():
+                for layer in range(span.first, span.last):
+                    counts[stack][order[layer]] += 1
+        ranks.append(Rank(counts, 0 in stages, cutting.num_stages - 1 in stages))
+    return tuple(ranks)

@@ -1,0 +1,241 @@
+"""How a model is asked a task, and what its answers are worth: in fine-tuning and in evaluation.
+
+An encoder classifies; of a task with choices it says of each whether it is right. Decoders and
+encoder-decoders write: of all that could be answered the likeliest is taken, and where a text is
+asked for they write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from bmforge.data import Batch
+from bmforge.data.tasks import Task, TaskExample
+from bmforge.data.tasks.metrics import score_task
+from bmforge.data.tasks.rows import (
+    AnswerRows,
+    ClassRows,
+    Pair,
+    continue_prompt,
+    decode_answer,
+    encode_answers,
+    fill_prompt,
+    right_options,
+)
+from bmforge.data.tasks.wording import Wording, word_task
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer.score import score_answers, score_classes, write_answers
+from bmforge.models import Model
+from bmforge.parallel import World
+from bmforge.recipes.inputs.examples import ExampleSource, collate
+from bmforge.recipes.start import traits_of
+from bmforge.tokenizers import Tokenizer
+
+__all__ = ["AskedClasses", "AskedOptions", "AskedTask", "AskedTexts", "count_classes"]
+
+
+class AskedTask(Protocol):
+    """Examples of a task as a model reads them.
+
+    Attributes:
+        source: rows with the right answers, to learn from.
+    """
+
+    source: ExampleSource
+
+    def measure(self, model: Model, rows: World) -> dict[str, float]:
+        """Return the task's own figures of a model; all processes call it, and get the same.
+
+        Args:
+            model: on any layout.
+            rows: this process's place among those that read different rows.
+        """
+
+
+def count_classes(task: Task) -> int:
+    """Return how many classes an encoder tells apart: labels, or whether a choice is right."""
+    return len(task.label_names) or 2
+
+
+class AskedClasses:
+    """Examples as an encoder classifies them; an `AskedTask`.
+
+    Args:
+        task: whose examples these are.
+        examples: at least one.
+        tokenizer: that of the model.
+        config: has the `model`'s config, and `data` with `seq_len` and `micro_batch_size`.
+
+    Raises:
+        ConfigError: the task asks for a text, or the tokenizer has no marks for segments.
+    """
+
+    def __init__(
+        self, task: Task, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
+    ) -> None:
+        self._task, self._examples = task, examples
+        self._size = config.data.micro_batch_size
+        self._wording = _word(task, examples[0])
+        marks = traits_of(config.model).marks_between
+        rows = _class_rows(examples, self._wording)
+        self.source: Any = ClassRows(rows, tokenizer, config, marks)
+
+    def measure(self, model: Model, rows: World) -> dict[str, float]:
+        """As in `AskedTask`."""
+        source = self.source
+
+        def make(numbers: Sequence[int]) -> Batch:
+            return collate([source.make(n, ()) for n in numbers], source.columns)
+
+        logits = score_classes(model, len(source), make, self._size, rows)
+        if self._examples[0].choices:
+            margins = (logits[:, 1] - logits[:, 0]).tolist()
+            chosen = _choose(margins, self._examples, self._wording)
+        else:
+            chosen = logits.argmax(-1).tolist()
+        return score_task(self._task.name, chosen, self._examples)
+
+
+class AskedOptions:
+    """Examples as a model that writes chooses among their options; an `AskedTask`.
+
+    The arguments are those of `AskedClasses`.
+
+    Raises:
+        ConfigError: the task asks for a text.
+    """
+
+    def __init__(
+        self, task: Task, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
+    ) -> None:
+        self._task, self._examples, self._data = task, examples, config.data
+        self._wording = wording = _word(task, examples[0])
+        self._pairs = _pairs(examples, wording, tokenizer, config)
+        firsts = (right_options(e, wording.options(e))[0] for e in examples)
+        right = [options[n] for n, options in zip(firsts, self._pairs, strict=True)]
+        self.source: Any = AnswerRows(right, config, traits_of(config.model).reads == "apart")
+
+    def measure(self, model: Model, rows: World) -> dict[str, float]:
+        """As in `AskedTask`."""
+        flat, data = [pair for options in self._pairs for pair in options], self._data
+        scores = score_answers(model, flat, data.micro_batch_size, rows, data.seq_len)
+        chosen = _choose(scores, self._examples, self._wording)
+        return score_task(self._task.name, chosen, self._examples)
+
+
+class AskedTexts:
+    """Questions on a text, whose answers a model writes; an `AskedTask`.
+
+    Args:
+        task: whose examples these are.
+        examples: at least one.
+        tokenizer: that of the model.
+        config: as for `AskedClasses`, with `max_new_tokens`: of an answer.
+
+    Raises:
+        ConfigError: the task has no question on a context.
+        DataError: a question without an answer.
+    """
+
+    def __init__(
+        self, task: Task, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
+    ) -> None:
+        if not {"question", "context"} <= set(examples[0].fields):
+            raise ConfigError(
+                f"data.task={task.name!r} has no question on a context. Tasks that have are SQuAD, "
+                "cmrc2018 and drcd; for one with choices use the task classify (or t5-superglue)."
+            )
+        self._task, self._examples, self._config = task, examples, config
+        self._tokenizer, self._traits = tokenizer, traits_of(config.model)
+        self._pairs = _ask(task, examples, tokenizer, config)
+        self.source: Any = AnswerRows(self._pairs, config, self._traits.reads == "apart")
+
+    def measure(self, model: Model, rows: World) -> dict[str, float]:
+        """As in `AskedTask`."""
+        prompts, data = [pair.prompt for pair in self._pairs], self._config.data
+        sizes = (data.micro_batch_size, rows, data.seq_len, self._config.max_new_tokens)
+        written = write_answers(model, prompts, *sizes)
+        sentinel = self._traits.sentinel
+        answers = [decode_answer(ids, self._tokenizer, sentinel) for ids in written]
+        return score_task(self._task.name, answers, self._examples)
+
+
+def _word(task: Task, example: TaskExample) -> Wording:
+    """Return the task's wording, once it is clear that its examples have options."""
+    wording = word_task(task, example)
+    if not wording.options(example):
+        raise ConfigError(
+            f"data.task={task.name!r} asks for a text, and has nothing to choose from. "
+            "Train on it with the task squad (or the recipe t5-squad)."
+        )
+    return wording
+
+
+def _choose(
+    scores: Sequence[float], examples: Sequence[TaskExample], wording: Wording
+) -> list[Any]:
+    """Return what `score_task` wants: the best option of every example, as number or as text."""
+    chosen: list[Any] = []
+    at = 0
+    for example in examples:
+        options = wording.options(example)
+        mine = scores[at : at + len(options)]
+        at += len(options)
+        best = max(range(len(options)), key=mine.__getitem__)
+        chosen.append(options[best] if isinstance(example.label, str) else best)
+    return chosen
+
+
+def _class_rows(
+    examples: Sequence[TaskExample], wording: Wording
+) -> list[tuple[tuple[str, ...], int]]:
+    """Return texts and classes: a row for every example, or for every one of its choices."""
+    rows = []
+    for example in examples:
+        right = right_options(example, wording.options(example))
+        if not example.choices:
+            rows.append((wording.write_segments(example), right[0]))
+        for number, choice in enumerate(example.choices):
+            rows.append((wording.write_segments(example, choice), int(number in right)))
+    return rows
+
+
+def _pairs(
+    examples: Sequence[TaskExample], wording: Wording, tokenizer: Tokenizer, config: Any
+) -> list[list[Pair]]:
+    """Return every example's prompt with each of its options."""
+    width, traits, found = config.data.seq_len, traits_of(config.model), []
+    for example in examples:
+        options, prompt = wording.options(example), wording.write_prompt(example)
+        if traits.reads == "apart":
+            read = fill_prompt(prompt, "", tokenizer, width, traits.sentinel)
+            answers = encode_answers(options, tokenizer, traits.answer_sentinel)
+            found.append([Pair(read, a) for a in answers])
+        else:
+            found.append(continue_prompt(prompt, options, tokenizer, width))
+    return found
+
+
+def _ask(
+    task: Task, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
+) -> list[Pair]:
+    """Return every question on its text, with its first answer."""
+    width, traits = config.data.seq_len, traits_of(config.model)
+    unanswered = [example.idx for example in examples if not example.answers]
+    if unanswered:
+        raise DataError(f"{task.name}: these questions have no answer: {unanswered[:5]}.")
+    asked = [f"Question: {e.fields['question'].strip()} Answer:" for e in examples]
+    texts = [f"Context: {e.fields['context'].strip()}" for e in examples]
+    right = [example.answers[0] for example in examples]
+    if traits.reads == "left":  # what is too long loses its beginning, so the question is last
+        prompts = [f"{text} {question}" for text, question in zip(texts, asked, strict=True)]
+        return [
+            continue_prompt(prompt, [answer], tokenizer, width)[0]
+            for prompt, answer in zip(prompts, right, strict=True)
+        ]
+    answers = encode_answers(right, tokenizer, traits.answer_sentinel)
+    return [
+        Pair(fill_prompt(question, text, tokenizer, width, traits.sentinel), answer)
+        for question, text, answer in zip(asked, texts, answers, strict=True)
+    ]

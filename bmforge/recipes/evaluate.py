@@ -1,0 +1,303 @@
+"""Evaluate a model: how likely texts are to it, and how well it does tasks, on any layout.
+
+What is measured is what training measures: rows of held-out text through `train.evaluate`, tasks as
+`asking.py` asks them.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from bmforge.config import config_to_dict
+from bmforge.data import Batch
+from bmforge.data.sources.files import read_documents
+from bmforge.data.tasks import find_task, read_task
+from bmforge.data.tasks.rows import AnswerRows, Pair
+from bmforge.errors import ConfigError, DataError
+from bmforge.files import replace_file
+from bmforge.infer.score import roll_windows
+from bmforge.logging import get_logger
+from bmforge.models import Model, load_weights_
+from bmforge.models.config import ModelConfig, read_config_file
+from bmforge.models.hub import find_model
+from bmforge.parallel import (
+    Layout,
+    World,
+    build_mesh,
+    data_parallel_rank,
+    data_parallel_size,
+    init_distributed,
+    parallelize,
+    run_on_first,
+)
+from bmforge.recipes.asking import AskedClasses, AskedOptions, AskedTask, AskedTexts, count_classes
+from bmforge.recipes.inputs.corpus import open_held_out
+from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out
+from bmforge.recipes.inputs.task_data import TaskDataConfig, open_task
+from bmforge.recipes.run import Results
+from bmforge.recipes.run_dir import add_results
+from bmforge.recipes.start import find_start, traits_of
+from bmforge.settings import EvaluateConfig
+from bmforge.tokenizers import AutoTokenizer, Tokenizer
+from bmforge.train import evaluate, write_report
+
+__all__ = ["EvaluateConfig", "evaluate_model"]
+
+_LONGEST = 2048
+Measure = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model that is evaluated: with what, and on how many processes."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+    directory: Path
+    mesh: DeviceMesh
+    rows: World
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What rows of tasks are made by, in the form of a run's config."""
+
+    model: ModelConfig
+    data: ExampleConfig
+    max_new_tokens: int = 0
+
+
+def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = None) -> Results:
+    """Return title -> what was read -> figure; every process gets the same.
+
+    Where the model is the export of a run, the figures go into its results and its report.
+
+    Args:
+        name: directory or hub id of a model, a run's directory, or a preset with `weights`.
+        config: on what.
+        layout: how the model is divided over processes; None shards its weights over all.
+
+    Raises:
+        BmforgeError: a setting, the model, the data or the layout does not fit.
+    """
+    config.check()
+    layout, out = layout or Layout(), config.out
+    world = init_distributed()
+    if out is not None:  # where it cannot be made, this is said before all the work
+        run_on_first(lambda: out.parent.mkdir(parents=True, exist_ok=True))
+    layout.check(world.size)
+    subject = _open_subject(name, config, layout, world)
+    # All is read before anything is measured, so that a mistake is met at once.
+    measures = [(path, _open_text(subject, path, config)) for path in config.text]
+    measures += [(path, _open_prepared(subject, path, config)) for path in config.prepared]
+    measures += [(task, _open_task(subject, task, config)) for task in config.tasks]
+    results: Results = {}
+    for what, measure in measures:
+        for metric, value in measure().items():
+            results.setdefault(metric, {})[what] = value
+    run_on_first(lambda: _keep(name, subject.directory, config, layout, results))
+    return results
+
+
+def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: World) -> _Subject:
+    """Lay a model out and load its weights, every process its part."""
+    if (Path(name) / "run.toml").is_file():
+        name = str(Path(name) / "export")
+        if not Path(name).is_dir():
+            raise ConfigError(f"{name!r} does not exist: the run has not ended, or export=False.")
+    start = find_start(name)
+    source = start.init_from or config.weights
+    if source is None:
+        raise ConfigError(
+            f"{name!r} is a size, and its weights would be drawn. Name a model's directory, or "
+            "give the directory of the weights with --weights."
+        )
+    if start.init_from is not None and config.weights is not None:
+        raise ConfigError(f"{name!r} has weights of its own. Leave --weights out.")
+    directory = find_model(source)
+    sizes = start.config
+    if start.init_from is not None:
+        sizes = sizes.replace(raw=read_config_file(directory))
+    model = start.family.from_config(sizes, device="meta")
+    mesh = build_mesh(layout, world.device)
+    parallelize(model, layout, mesh=mesh, precision=config.precision)
+    load_weights_(model, directory, device=world.device)
+    rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
+    longest = _length_in_run(directory) or min(sizes.max_seq_len, _LONGEST)
+    limit = model.traits.row_limit(sizes)
+    if config.seq_len is not None and limit is not None and config.seq_len > limit:
+        raise ConfigError(f"seq_len={config.seq_len}: the model reads {limit} tokens at most.")
+    return _Subject(
+        model, _find_tokenizer(directory), directory, mesh, rows, config.seq_len or longest
+    )
+
+
+def _find_run(directory: Path) -> Path | None:
+    """Return the run whose export a directory is."""
+    run = directory.resolve().parent
+    return run if directory.name == "export" and (run / "run.toml").is_file() else None
+
+
+def _length_in_run(directory: Path) -> int | None:
+    """Return the tokens of a row in the run that made a model."""
+    run = _find_run(directory)
+    told = {} if run is None else tomllib.loads((run / "run.toml").read_text(encoding="utf-8"))
+    found = told.get("data", {}).get("seq_len")
+    return found if isinstance(found, int) else None
+
+
+def _find_tokenizer(directory: Path) -> Tokenizer | None:
+    """Return the tokenizer beside a model; None where there is none, which texts then say."""
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except DataError as error:
+        get_logger().info("the model has no tokenizer: %s", error)
+        return None
+
+
+def _need_tokenizer(subject: _Subject) -> Tokenizer:
+    if subject.tokenizer is None:
+        raise ConfigError(
+            f"{str(subject.directory)!r} has no tokenizer, which texts and tasks need. Put the "
+            "model's tokenizer there."
+        )
+    return subject.tokenizer
+
+
+def _need_next_tokens(model: Model) -> None:
+    if model.traits.reads != "left" or not model.traits.writes:
+        raise ConfigError(
+            f"a {type(model).__name__} with the head {model.config.head!r} does not predict a "
+            "text's next tokens, so its perplexity is not defined. Evaluate it on tasks."
+        )
+
+
+def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
+    """Open files of text: each document is read after what begins a text."""
+    model, tokenizer = subject.model, _need_tokenizer(subject)
+    _need_next_tokens(model)
+    first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    begin = [] if first is None else [first]
+    pairs: list[Pair] = []
+    text_bytes = 0
+    for document in read_documents(path):
+        (ids,) = tokenizer.encode_plain([document.text])
+        pairs += roll_windows(ids, begin, subject.seq_len)
+        text_bytes += len(document.text.encode())
+    if not pairs:
+        raise DataError(f"{path!r} has no token to predict.")
+    if not begin:
+        get_logger().info(
+            "%s: the tokenizer has no token that begins a text: no bits per byte", path
+        )
+    data = ExampleConfig(seq_len=subject.seq_len, micro_batch_size=config.micro_batch_size)
+    source = AnswerRows(pairs, _Reading(model.config, data), reads_apart=False)
+    rows = subject.rows
+    batches = iter_held_out(source, data, rows.rank, rows.size)
+    return lambda: _judge(subject, batches, text_bytes if begin else None)
+
+
+def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
+    """Open a token store, in the rows that training reads."""
+    _need_next_tokens(subject.model)
+    held_out = open_held_out(
+        path, subject.seq_len, subject.model.config.vocab_size, str(subject.directory)
+    )
+    rows = subject.rows
+    batches = held_out.batches(config.micro_batch_size, rows.rank, rows.size)
+    return lambda: _judge(subject, batches, held_out.text_bytes)
+
+
+def _judge(subject: _Subject, batches: Iterable[Batch], text_bytes: int | None) -> dict[str, float]:
+    """Return the figures of a text: perplexity, and where its bytes are known bits per byte."""
+    found = evaluate(subject.model, batches, mesh=subject.mesh, device=subject.rows.device)
+    figures = {"perplexity": found.perplexity}
+    if text_bytes:
+        figures["bits per byte"] = found.bits_per_byte(text_bytes)
+    return figures
+
+
+def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
+    """Open a task, asked as a model of this kind is asked."""
+    model, tokenizer = subject.model, _need_tokenizer(subject)
+    data = _describe_task(name, subject, config)
+    task = open_task(data)
+    examples = (
+        list(task.read(Path(name)))
+        if data.task is None
+        else read_task(data.task, data.paths[0], config.split)
+    )[: config.examples]
+    if not examples:
+        raise DataError(f"{name!r} has no example.")
+    reading = _Reading(model.config, data, config.max_new_tokens)
+    traits = traits_of(model.config)
+    asked: Callable[..., AskedTask]
+    if traits.reads == "both" and not traits.has_images and not task.asks_for_text:
+        has = model.config.num_labels if model.config.head == "sequence_classification" else 0
+        if has != count_classes(task):
+            raise ConfigError(
+                f"{name} has {count_classes(task)} classes, and the {type(model).__name__} tells "
+                f"{has} apart (head {model.config.head!r}). Fine-tune it first: bmforge train "
+                "classify."
+            )
+        asked = AskedClasses
+    elif traits.reads in ("left", "apart") and traits.writes:
+        asked = AskedTexts if task.asks_for_text else AskedOptions
+    else:
+        raise ConfigError(
+            f"a {type(model).__name__} with the head {model.config.head!r} cannot be asked {name}."
+        )
+    return partial(asked(task, examples, tokenizer, reading).measure, model, subject.rows)
+
+
+def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> TaskDataConfig:
+    """Return where a task lies, checked."""
+    sizes: dict[str, Any] = {
+        "seq_len": subject.seq_len,
+        "micro_batch_size": config.micro_batch_size,
+    }
+    if name.endswith(".jsonl"):
+        labels = config.labels or _own_labels(subject.model)
+        if not labels:
+            raise ConfigError(f"{name!r} is a task of your own: say its labels with --labels.")
+        found = TaskDataConfig(labels=labels, fields=config.fields, paths=(name,), **sizes)
+    else:
+        if config.task_data is None:
+            raise ConfigError(f"say with --task-data in which folder {name} lies.")
+        found = TaskDataConfig(task=find_task(name).name, paths=(config.task_data,), **sizes)
+    found.check()
+    return found
+
+
+def _own_labels(model: Model) -> tuple[str, ...]:
+    """Return the labels that a classifier was trained with, in order; none of other models."""
+    is_classifier = model.config.head == "sequence_classification"
+    named = (model.config.raw.get("id2label") or {}) if is_classifier else {}
+    return tuple(named[key] for key in sorted(named, key=int))
+
+
+def _keep(
+    name: str, directory: Path, config: EvaluateConfig, layout: Layout, results: Results
+) -> None:
+    """Write figures down: into a file that was asked for, and into the run that made the model."""
+    if config.out is not None:
+        settings = {n: v for n, v in config_to_dict(config).items() if n != "out"}
+        settings["layout"] = layout.unusual()
+        told = {"model": name, "results": results, "settings": settings}
+        replace_file(config.out, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+    run = _find_run(directory)
+    if run is not None:
+        try:
+            add_results(run, results)
+            get_logger().info("report: %s", write_report(run))
+        except OSError as error:  # the figures are still told
+            get_logger().warning("the figures are not kept in the run: %s", error)

@@ -1,0 +1,44 @@
+"""Saying what of the data is not learned from: how much of it, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from bmforge.logging import get_logger, process_rank
+
+__all__ = ["is_much", "tell_left_out"]
+
+_MUCH = 0.1
+
+
+def is_much(count: int, total: int) -> bool:
+    """Tell whether so many are more than a tenth."""
+    return count > _MUCH * total
+
+
+def tell_left_out(
+    reasons: Iterable[str], total: int, what: str, examples: Mapping[str, str] | None = None
+) -> None:
+    """Log on one process how many were left out, by reason; a warning where it is much.
+
+    Args:
+        reasons: why, of each that was left out.
+        total: of how many.
+        what: what they are.
+        examples: for a reason a message about one of them.
+    """
+    counts = Counter(reasons)
+    if not counts or process_rank():
+        return
+    parts = [f"{count} {reason}" for reason, count in counts.most_common()]
+    shown = [(examples or {}).get(reason, "") for reason, _ in counts.most_common()]
+    level = get_logger().warning if is_much(counts.total(), total) else get_logger().info
+    level(
+        "%d of %d %s were left out: %s%s",
+        counts.total(),
+        total,
+        what,
+        ", ".join(parts),
+        "".join(f"; for instance {example}" for example in shown if example),
+    )

@@ -1,0 +1,110 @@
+"""The examples of a task: of a published one by its name, or of one's own by files and labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bmforge.data.tasks import TASKS, Task, TaskExample, read_task
+from bmforge.data.tasks.own import make_task
+from bmforge.errors import ConfigError, DataError, suggest
+from bmforge.recipes.inputs.examples import ExampleConfig
+
+__all__ = ["TaskDataConfig", "open_task", "read_examples"]
+
+
+@dataclass(kw_only=True)
+class TaskDataConfig(ExampleConfig):
+    """What is learned; the fields not named here are `ExampleConfig`'s.
+
+    Args:
+        task: a name in `bmforge.data.tasks.TASKS`; None with `labels`.
+        labels: of a task of one's own.
+        fields: of a task of one's own: the texts that are read, in this order; empty reads those of
+            the first line.
+        paths: one folder: the task's own, or the one that holds a folder of its name. Of a task of
+            one's own .jsonl files, {"text": "...", "label": "..."} a line.
+        validation: of a task of one's own: held out, of the same form.
+        train_split: what is learned from, of a published task.
+        dev_split: what is held out, of a published task; None evaluates nothing.
+        seq_len: longest row in tokens; longer texts are cut.
+    """
+
+    task: str | None = None
+    labels: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    train_split: str = "train"
+    dev_split: str | None = "dev"
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a number out of range, an unknown task, or not its files."""
+        super().check()
+        if self.labels:
+            self._check_own()
+        elif self.task is None:
+            raise ConfigError(
+                "data.task is not set. Name a published task with --data.task (such as BoolQ or "
+                "ag_news), or give --data.labels and .jsonl files for a task of your own."
+            )
+        else:
+            self._check_published(self.task)
+
+    def _check_own(self) -> None:
+        if self.task is not None:
+            raise ConfigError(
+                f"data.labels={list(self.labels)} are for a task of your own, and {self.task} has "
+                "its own. Leave data.task or data.labels out."
+            )
+        if self.split:
+            raise ConfigError("data.split divides token stores; name held-out files instead.")
+
+    def _check_published(self, task: str) -> None:
+        if task not in TASKS:
+            raise ConfigError(
+                f"data.task={task!r} is unknown.{suggest(task, TASKS)} Known: {', '.join(TASKS)}. "
+                "A task of your own has data.labels instead."
+            )
+        if self.fields:
+            raise ConfigError(f"data.fields has no effect on {task}, which has fields of its own.")
+        if len(self.paths) != 1:
+            raise ConfigError(f"data.paths={list(self.paths)} must be the one folder of the task.")
+        if self.validation or self.split:
+            raise ConfigError(
+                "a task has splits of its own: set data.dev_split, and leave out data.validation "
+                "and data.split."
+            )
+
+
+def open_task(data: TaskDataConfig) -> Task:
+    """Return the task that checked `data` names.
+
+    Raises:
+        BmforgeError: it is one's own, and its labels or its first file are not as they must be.
+    """
+    if data.task is not None:
+        return TASKS[data.task]
+    return make_task(data.labels, data.paths[0], data.fields)
+
+
+def read_examples(data: TaskDataConfig) -> tuple[Task, list[TaskExample], list[TaskExample]]:
+    """Return a task, its examples to learn from, and those held out.
+
+    Raises:
+        ConfigError: `data` does not hold together.
+        DataError: a file is missing or damaged, or there is nothing to learn from.
+    """
+    data.check()
+    task = open_task(data)
+    held_out = []
+    if data.task is None:
+        train = [example for path in data.paths for example in task.read(Path(path))]
+        held_out = [example for path in data.validation for example in task.read(Path(path))]
+    else:
+        train = read_task(data.task, data.paths[0], data.train_split)
+        if data.dev_split is not None:
+            held_out = read_task(data.task, data.paths[0], data.dev_split)
+    if data.validation_batches is not None:
+        held_out = held_out[: data.validation_batches * data.micro_batch_size]
+    if not train:
+        raise DataError(f"{task.name} has no example to learn from in {list(data.paths)}.")
+    return task, train, held_out

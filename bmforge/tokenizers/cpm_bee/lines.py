@@ -1,0 +1,79 @@
+"""One line of a file to one document: JSON that holds text, without a key that is there twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import DataError
+
+__all__ = ["parse_document", "read_numbered"]
+
+_NEEDED = 'a line is one document, such as {"input": "...", "<ans>": ""}'
+
+
+def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    r"""Yield the lines of a file that are not empty with their numbers, from 1 on.
+
+    Lines are counted as editors do: they end with ``\n``, ``\r\n`` or ``\r``.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                for line in raw.splitlines():
+                    number += 1
+                    if line.strip():
+                        yield number, line
+    except OSError as error:
+        raise DataError(f"cannot read {str(path)!r} ({error}): give a .jsonl file") from error
+
+
+def parse_document(line: bytes, where: str) -> dict[str, Any]:
+    """Return the document of a line.
+
+    Args:
+        line: UTF-8.
+        where: names it in messages.
+
+    Raises:
+        DataError: no UTF-8, no JSON, no object, nested too deep to be read, a key twice, or half of
+            a surrogate pair.
+    """
+    try:
+        document = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_refuse_twice)
+        if b"\\u" in line:  # a half can only be written so
+            json.dumps(document, ensure_ascii=False).encode()
+    except _TwiceError as error:
+        raise DataError(
+            f"{where} has the key {error.args[0]!r} twice, and only one can be kept: rename one"
+        ) from error
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} has {error.object[error.start]!r}, half of a surrogate pair, which is no "
+            "character: clean the text"
+        ) from error
+    except RecursionError as error:
+        raise DataError(f"{where} is nested too deep to be read: flatten it") from error
+    except ValueError as error:
+        raise DataError(f"{where} is no JSON ({error}): {_NEEDED}") from error
+    if not isinstance(document, dict):
+        raise DataError(f"{where} is {type(document).__name__}, not an object: {_NEEDED}")
+    return document
+
+
+class _TwiceError(Exception):
+    """A key is there twice."""
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwiceError(next(name for name in names if names.count(name) > 1))
+    return found

@@ -1,0 +1,143 @@
+"""T5's tokenizer out of a sentencepiece model alone, as the tokenizers library has it.
+
+Many T5s of the hub (v1.1, mT5, mengzi) come with nothing but ``spiece.model``. Its file is a
+protocol buffer, of which a few fields are needed: the pieces with their scores, and how text is
+normalised before it is cut.
+
+Source: ``sentencepiece_model.proto`` of google/sentencepiece; that T5 has 100 sentinels behind the
+pieces, counted down, is from transformers' ``tokenization_t5.py``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bmforge.errors import DataError
+
+__all__ = ["EXTRA_IDS", "SPIECE_FILES", "open_spiece"]
+
+SPIECE_FILES = ("spiece.model",)
+EXTRA_IDS = 100
+_SPACE = "\u2581"
+_UNIGRAM = 1
+_CONTROL = 3
+
+
+class _Model(NamedTuple):
+    """What is read of a file: pieces (text, score, kind), and how text is treated."""
+
+    pieces: list[tuple[str, float, int]]
+    algorithm: int
+    unknown_id: int
+    byte_fallback: bool
+    characters: bytes
+    leads_with_space: bool
+    drops_spaces: bool
+
+
+def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any:
+    """Return the tokenizer of the ``tokenizers`` library in a sentencepiece model.
+
+    Args:
+        content: of the file.
+        path: where it comes from, for messages.
+        extra_ids: sentinels ``<extra_id_0>`` ... behind the pieces; None is 100 where the pieces
+            have none.
+
+    Raises:
+        DataError: no sentencepiece model, or one that is no unigram model.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
+    from tokenizers import normalizers as norm
+    from tokenizers import pre_tokenizers as pre
+
+    model = _read(content, path)
+    if model.algorithm != _UNIGRAM:
+        raise DataError(
+            f"{str(path)!r} is a sentencepiece model of kind {model.algorithm}; read are unigram "
+            f"models ({_UNIGRAM}), such as T5's. Write a tokenizer.json with transformers' "
+            "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+        )
+    scores = [(text, score) for text, score, _ in model.pieces]
+    tokenizer = Tokenizer(models.Unigram(scores, model.unknown_id, model.byte_fallback))
+    steps: list[Any] = [norm.Precompiled(model.characters)] if model.characters else []
+    if model.drops_spaces:
+        steps += [norm.Strip(), norm.Replace(Regex(" {2,}"), " ")]
+    tokenizer.normalizer = norm.Sequence(steps)
+    scheme = "always" if model.leads_with_space else "never"
+    tokenizer.pre_tokenizer = pre.Metaspace(_SPACE, prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(_SPACE, prepend_scheme=scheme)
+    controls = [text for text, _, kind in model.pieces if kind == _CONTROL]
+    if extra_ids is None:
+        has_own = any(text.strip(_SPACE) == "<extra_id_0>" for text, _, _ in model.pieces)
+        extra_ids = 0 if has_own else EXTRA_IDS
+    sentinels = [f"<extra_id_{number}>" for number in reversed(range(extra_ids))]
+    special = [AddedToken(text, normalized=False) for text in (*controls, *sentinels)]
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def _read(content: bytes, path: Path) -> _Model:
+    """Read the fields that are needed, each with the format's default where it is not there."""
+    try:
+        parts = list(_fields(content))
+        pieces = [_read_piece(dict(_fields(part))) for number, part in parts if number == 1]
+        training = dict(_fields(next((p for n, p in parts if n == 2), b"")))
+        treatment = dict(_fields(next((p for n, p in parts if n == 3), b"")))
+        if not pieces:
+            raise ValueError("it has no piece")
+        return _Model(
+            pieces,
+            training.get(3, _UNIGRAM),
+            training.get(40, 0),
+            bool(training.get(35, 0)),
+            treatment.get(2, b""),
+            bool(treatment.get(3, 1)),
+            bool(treatment.get(4, 1)),
+        )
+    except (ValueError, IndexError, TypeError, struct.error) as error:
+        raise DataError(
+            f"{str(path)!r} is not a sentencepiece model ({error}); get the file again"
+        ) from error
+
+
+def _read_piece(fields: dict[int, Any]) -> tuple[str, float, int]:
+    (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
+    return fields[1].decode("utf-8"), score, fields.get(3, 1)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of the fields of a message: ints, or bytes."""
+    at = 0
+    while at < len(data):
+        key, at = _number(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _number(data, at)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            length, at = _number(data, at)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"field of kind {kind}")
+        if at + length > len(data):
+            raise ValueError("it is cut off")
+        yield key >> 3, data[at : at + length]
+        at += length
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """Return an integer of seven bits a byte, lowest first, and the place behind it."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7

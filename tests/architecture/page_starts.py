@@ -1,0 +1,162 @@
+"""Small models with their tokenizers, and the data of tasks, that the pages' commands name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import ROOT
+
+from bmforge.models.hub import find_preset
+
+sys.path.insert(0, str(ROOT / "tests" / "recipes"))  # where tasks in small are written
+
+from small_runs import ANT_HEAD, HEAD, bee_tokenizer, write_jsonl, write_vocabulary
+from task_folders import write_boolq, write_copa, write_splits, write_squad, write_words
+
+Writer = Callable[[Path], None]
+
+# Models that the pages start from: where, and of which kind they are.
+STARTS = {
+    "google-bert/bert-base-uncased": "bert-base-uncased",
+    "google/t5-v1_1-small": "t5-v1_1-small",
+    "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
+    "google/vit-base-patch16-224-in21k": "vit-base-patch16-224-in21k",
+    "openbmb/cpm-bee-1b": "cpm-bee-1b",
+    "models/cpm-ant": "cpm-ant-10b",
+    "models/eva2.0-base": "eva2.0-base",
+}
+
+
+def write_tiny(folder: Path, preset: str, vocabulary: int = 64) -> None:
+    """A model of a preset's family that is small, for pages to start from."""
+    family, sizes = find_preset(preset)
+    heads = {"num_heads": 2, "num_kv_heads": 0, "head_dim": 16}
+    wide = {"hidden_size": 32, "intermediate_size": 0, "num_layers": 1, **heads}
+    text = {} if family.family_traits.has_images else {"vocab_size": vocabulary}
+    small = {"intermediate_size": 48, "mask_modules": (), "num_buckets": 16}
+    kept = {n: v for n, v in small.items() if hasattr(sizes, n)}
+    family.from_config(sizes.replace(**{**wide, **text, **kept})).save_pretrained(folder)
+
+
+def write_start(place: Path, name: str) -> None:
+    """A model of `STARTS`, with a tokenizer of its kind beside it."""
+    pytest.importorskip("jieba", reason="needs the extra zh")
+    from bmforge.tokenizers import AutoTokenizer
+
+    words = place / f".{name.replace('/', '-')}"
+    vocabulary = 0
+    if "vit" not in name:
+        TOKENIZERS.get(name, write_words)(words)
+        vocabulary = len(AutoTokenizer.from_pretrained(words))
+    write_tiny(place / name, STARTS[name], vocabulary + 20 * ("t5" in name))  # its is padded
+    if words.exists():
+        shutil.copytree(words, place / name, dirs_exist_ok=True)
+
+
+def write_ant_words(folder: Path) -> None:
+    """Letters of two scripts, and CPM-Ant's marks."""
+    write_vocabulary(folder, ANT_HEAD, *LETTERS)
+    name_class(folder, "CPMAntTokenizer")
+
+
+def write_eva_words(folder: Path) -> None:
+    """Letters of two scripts, and EVA's marks."""
+    write_vocabulary(folder, HEAD, *LETTERS, "<s_0>", "<s_1>")
+    name_class(folder, "EVATokenizer")
+
+
+def name_class(folder: Path, name: str) -> None:
+    config = json.dumps({"tokenizer_class": name})
+    (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+
+
+def write_bee_words(folder: Path) -> None:
+    """Letters, digits and CPM-Bee's marks."""
+    bee_tokenizer().save_pretrained(folder)
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz.,()"
+TOKENIZERS: dict[str, Callable[[Path], Any]] = {
+    "models/cpm-ant": write_ant_words,
+    "models/eva2.0-base": write_eva_words,
+    "openbmb/cpm-bee-1b": write_bee_words,
+}
+
+
+def write_superglue(place: Path) -> None:
+    """Three tasks, with words that the tokenizer of `write_words` has."""
+    write_boolq(place / "superglue")
+    write_copa(place / "superglue")
+    things = ["sky", "sea", "mud", "fire"]
+    rows = [
+        {
+            "premise": f"the {a} is good",
+            "hypothesis": f"the {b} is good",
+            "label": "entailment" if a == b else "not_entailment",
+            "idx": i,
+        }
+        for i, (a, b) in enumerate((a, b) for a in things for b in things)
+    ]
+    write_splits(place / "superglue" / "RTE", rows, rows)
+
+
+def write_questions(place: Path) -> None:
+    """SQuAD in small, as it is published."""
+    shutil.move(write_squad(place / "of-squad"), place / "squad")
+
+
+def write_photos(place: Path) -> None:
+    """Bright and dark pictures, to learn from and held out."""
+    images = pytest.importorskip("PIL.Image", reason="needs the extra images")
+    for part in ("train", "dev"):
+        for name, light in (("bright", 220), ("dark", 20)):
+            folder = place / "photos" / part / name
+            folder.mkdir(parents=True)
+            for number in range(8):
+                images.new("RGB", (64, 64), (light, light - number, light)).save(
+                    folder / f"{number}.png"
+                )
+
+
+def write_lines(name: str, *rows: Any) -> Writer:
+    def write(place: Path) -> None:
+        write_jsonl(place / name, rows)
+
+    return write
+
+
+def write_dialogues(place: Path) -> None:
+    """Two utterances a line."""
+    lines = ["good day\tgood day to you", "how are you\twell, and you"] * 8
+    (place / "dialogues.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"is the {thing} good"},
+            {"role": "assistant", "content": "Yes" if thing in ("sky", "fire") else "No"},
+        ]
+    }
+    for thing in ("sky", "sea", "mud", "fire")
+] * 4
+DOCUMENTS = [{"input": f"count to {n}", "<ans>": str(n)} for n in range(24)]
+
+PLACES: dict[str, Writer] = {
+    **{name: (lambda place, name=name: write_start(place, name)) for name in STARTS},
+    "superglue": write_superglue,
+    "squad": write_questions,
+    "photos": write_photos,
+    "chats.jsonl": write_lines("chats.jsonl", *CHATS),
+    "held-out.jsonl": write_lines("held-out.jsonl", *CHATS[:4]),
+    "train.jsonl": write_lines("train.jsonl", *DOCUMENTS),
+    "held.jsonl": write_lines("held.jsonl", *DOCUMENTS[:6]),
+    "questions.jsonl": write_lines("questions.jsonl", {"input": "count to 3", "<ans>": ""}),
+    "dialogues.txt": write_dialogues,
+}
