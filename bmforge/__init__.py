@@ -1,4 +1,4 @@
-"""bmforge: train, adapt, compress and run big models with little hardware.
+"""bmforge: pretrain, fine-tune and run big models with little hardware.
 
 Start reading at `recipes/` (whole runs), then `train/trainer.py` and `models/gpt2.py`. The rooms,
 and what each may import, are in CONTRIBUTING.md.

@@ -7,7 +7,6 @@ it has given out, and how fast it is at best. A machine without an accelerator u
 from __future__ import annotations
 
 import platform
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 
 from bmforge.errors import ConfigError
-from bmforge.host_memory import host_memory_bytes
+from bmforge.host_memory import data_room_bytes, host_memory_bytes, peak_resident_bytes
 
 __all__ = [
     "backend_for",
@@ -141,11 +140,10 @@ def memory_room_bytes(device: torch.device) -> int:
         total_bytes = accelerator.mem_get_info(device)[1]
         share = getattr(accelerator, "get_per_process_memory_fraction", lambda _: 1.0)(device)
         return int(0.97 * share * total_bytes) - int(accelerator.max_memory_reserved(device))
-    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    if limit != resource.RLIM_INFINITY:
-        return int(0.97 * limit) - int(status["VmData"].split()[0]) * 1024
-    return int(0.97 * host_memory_bytes()) - int(status["VmHWM"].split()[0]) * 1024
+    limited = data_room_bytes()
+    if limited is not None:
+        return limited
+    return int(0.97 * host_memory_bytes()) - peak_resident_bytes()
 
 
 def parse_dtype(name: str) -> torch.dtype:

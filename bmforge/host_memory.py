@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
-__all__ = ["available_host_bytes", "host_memory_bytes", "resident_bytes"]
+from bmforge.errors import ConfigError
+
+__all__ = [
+    "available_host_bytes",
+    "data_room_bytes",
+    "host_memory_bytes",
+    "peak_resident_bytes",
+    "resident_bytes",
+]
+
+resource: Any
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # What a control group calls its limit, its use, and the part of this that is file cache it gives
@@ -18,13 +36,55 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 def resident_bytes() -> int:
     """Return this process's resident set in bytes (0 where the system does not tell)."""
     statm = _PROC / "self/statm"
-    if not statm.exists():
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
+    found = _ask_windows()
+    return 0 if found is None else found.resident
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident set of this process so far (0 where the system does not tell)."""
+    status = _read_status()
+    if "VmHWM" in status:
+        return int(status["VmHWM"].split()[0]) * 1024
+    found = _ask_windows()
+    if found is not None:
+        return found.peak_resident
+    if resource is None:
         return 0
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+
+
+def data_room_bytes() -> int | None:
+    """Return what a limit on this process's data (``ulimit -d``) leaves; None without a limit."""
+    limit = -1 if resource is None else resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if resource is None or limit == resource.RLIM_INFINITY:
+        return None
+    status = _read_status()
+    used = int(status["VmData"].split()[0]) * 1024 if "VmData" in status else resident_bytes()
+    return int(0.97 * limit) - used
+
+
+def _read_status() -> dict[str, str]:
+    """Return the lines of Linux's own account of this process; {} elsewhere."""
+    status = _PROC / "self/status"
+    if not status.exists():
+        return {}
+    return dict(line.split(":", 1) for line in status.read_text().splitlines())
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of the machine, or of the container that this process is in."""
+    """Return the memory of the machine, or of the container that this process is in.
+
+    Raises:
+        ConfigError: the system does not tell.
+    """
+    found = _ask_windows()
+    if found is not None:
+        return found.total
+    if not hasattr(os, "sysconf"):
+        raise ConfigError(f"{sys.platform} does not tell how much memory the machine has.")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for limit, _ in _container_limits())])
 
@@ -37,10 +97,42 @@ def available_host_bytes() -> int | None:
     """
     meminfo = _PROC / "meminfo"
     if not meminfo.exists():
-        return None
+        found = _ask_windows()
+        return None if found is None else found.available
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     machine = int(lines["MemAvailable"].split()[0]) * 1024
     return min([machine, *(max(0, limit - used) for limit, used in _container_limits())])
+
+
+class _Windows(NamedTuple):
+    total: int
+    available: int
+    resident: int
+    peak_resident: int
+
+
+def _ask_windows() -> _Windows | None:
+    """Return what Windows tells in bytes; None on any other system.
+
+    Source: GlobalMemoryStatusEx and GetProcessMemoryInfo in Microsoft's documentation.
+    """
+    loader = vars(ctypes).get("windll")
+    if loader is None:
+        return None
+    kernel = loader.kernel32
+    # MEMORYSTATUSEX: two DWORDs, then seven DWORDLONGs, of which the first two are physical memory.
+    machine = (ctypes.c_uint64 * 8)()
+    ctypes.cast(machine, ctypes.POINTER(ctypes.c_uint32))[0] = ctypes.sizeof(machine)
+    kernel.GlobalMemoryStatusEx(machine)
+    # PROCESS_MEMORY_COUNTERS: two DWORDs, then eight SIZE_Ts, of which the first is the peak.
+    words = 8 // ctypes.sizeof(ctypes.c_size_t)
+    own = (ctypes.c_size_t * (words + 8))()
+    size = ctypes.c_uint32(ctypes.sizeof(own))
+    ctypes.cast(own, ctypes.POINTER(ctypes.c_uint32))[0] = size.value
+    current = kernel.GetCurrentProcess
+    current.restype = ctypes.c_void_p
+    kernel.K32GetProcessMemoryInfo(ctypes.c_void_p(current()), own, size)
+    return _Windows(machine[1], machine[2], own[words + 1], own[words])
 
 
 def _container_limits() -> Iterator[tuple[int, int]]:

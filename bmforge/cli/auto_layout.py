@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from typing import Any
 
@@ -110,6 +111,7 @@ def _measure_host(processes: int) -> Device:
         source="measured now: a product of two 1,024 x 1,024 matrices, a copy of 64 MiB",
         measured="docs/results/2026-11-21-training-step.md: steps run at 80 % of their products",
         is_host=True,
+        full_efficiency=0.8,
     )
 
 
@@ -121,9 +123,12 @@ def _seconds(work: Any) -> float:
 
 def _find_accelerator(device: torch.device) -> Device:
     """Return the row of the table for an accelerator: by its name, then by its memory."""
-    name = device_name(device).lower().replace(" ", "")
+    name = device_name(device).lower().replace(" ", "").replace("-", "")
     size = torch.get_device_module(device).mem_get_info(device)[1] / _GIB
-    kinds = [d for key, d in DEVICES.items() if key.partition("-")[0] in name]
+    # The longest name that is in it: an A100 is no A10.
+    known = {key: re.sub(r"-\d+gb.*", "", key).replace("-", "") for key in DEVICES}
+    longest = max((len(stem) for stem in known.values() if stem in name), default=0)
+    kinds = [DEVICES[k] for k, stem in known.items() if stem in name and len(stem) == longest]
     if not kinds:
         raise ConfigError(
             f"layout=auto: {device_name(device)!r} is not in the table ({', '.join(DEVICES)}). "

@@ -54,6 +54,11 @@ COMMANDS: Mapping[str, Command] = {
         "convert:run_convert",
         options.ConvertCommand,
     ),
+    "migrate": Command(
+        "a start script of CPM-Pretrain to the config of a run",
+        "migrate:run_migrate",
+        options.MigrateCommand,
+    ),
     "report": Command("draw a run on one page", "runs:run_report", options.ReportCommand),
     "plan": Command(
         "which layouts of a model fit on which machines, how fast, for how much",

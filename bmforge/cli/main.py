@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bmforge import __version__
 from bmforge.cli.commands import COMMANDS, Command, run_command
@@ -74,7 +76,8 @@ def _run(arguments: list[str]) -> int:
             raise
         return 2
     except KeyboardInterrupt:
-        print("stopped.", file=sys.stderr)
+        if _speaks_for_others("stopped."):
+            print("stopped.", file=sys.stderr)
         return 130
     finally:
         _leave_the_others()
@@ -82,7 +85,26 @@ def _run(arguments: list[str]) -> int:
 
 def _say(problem: str) -> None:
     rank = process_rank()
-    print(f"{f'[rank {rank}] ' if rank else ''}error: {problem}", file=sys.stderr)
+    if _speaks_for_others(problem):
+        print(f"{f'[rank {rank}] ' if rank else ''}error: {problem}", file=sys.stderr)
+
+
+def _speaks_for_others(text: str) -> bool:
+    """Of the processes that one torchrun started, let the first that has something to say say it.
+
+    Each has a folder from it in one that they share; a file there says that it was said.
+    """
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not own:
+        return True
+    name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        (Path(own).parent.parent / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _drop_output() -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "EvaluateCommand",
     "GenerateCommand",
     "InfoCommand",
+    "MigrateCommand",
     "PlanCommand",
     "PrepareCommand",
     "ReportCommand",
@@ -140,6 +141,19 @@ class ConvertCommand:
 
 
 @dataclass(kw_only=True)
+class MigrateCommand:
+    """Turn a start script of CPM-Pretrain into the config of a run.
+
+    Args:
+        script: run_gpt2.sh or run_t5.sh, or a whole command line in quotes; nothing in it is run.
+        out: TOML file to write; by default the script's name with .toml, in this directory.
+    """
+
+    script: Annotated[str, tyro.conf.Positional]
+    out: Path | None = None
+
+
+@dataclass(kw_only=True)
 class ReportCommand:
     """Draw a run's report.
 
@@ -170,6 +184,8 @@ class PlanCommand:
     Args:
         model: a preset's name or a model's directory.
         set: fields of its config to change, field=value each.
+        changes: what is put beside its layers or in their place: JSON or a file, as `train` takes.
+        freeze_base: whether nothing but these changes is trained.
         gpus: how many.
         gpu: which; an unknown one needs gpu_memory and gpu_tflops.
         gpu_memory: GiB of one, over the table's.
@@ -191,6 +207,8 @@ class PlanCommand:
 
     model: Annotated[str, tyro.conf.Positional]
     set: tuple[str, ...] = ()
+    changes: str | None = None
+    freeze_base: bool = False
     gpus: int = 1
     gpu: str = "a100-80gb"
     gpu_memory: float | None = None

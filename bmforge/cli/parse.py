@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import os
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -29,14 +32,26 @@ def parse_options(
         default: the values of what is not given; None takes the dataclass's own.
         about: what stands above the options in the help; None takes the docstring.
     """
-    return tyro.cli(
-        kind,
-        args=spell_switches(kind, arguments),
-        prog=f"bmforge {command}",
-        description=about,
-        default=default if default is not None else tyro.MISSING_NONPROP,
-        config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
-    )
+    with _said_once():
+        return tyro.cli(
+            kind,
+            args=spell_switches(kind, arguments),
+            prog=f"bmforge {command}",
+            description=about,
+            default=default if default is not None else tyro.MISSING_NONPROP,
+            config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
+        )
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """Let one process of a machine speak: the others have the same arguments and say the same."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        yield
+        return
+    unheard = io.StringIO()
+    with contextlib.redirect_stdout(unheard), contextlib.redirect_stderr(unheard):
+        yield
 
 
 def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:

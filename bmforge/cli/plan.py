@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,9 +18,10 @@ from bmforge.files import check_place, replace_file
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Request, Row
-from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
+from bmforge.parallel.planner.hardware import FULL_SOURCE, Cluster, find_device, parse_interconnect
 from bmforge.parallel.planner.kept import default_directory
 from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
+from bmforge.recipes.start import read_changes, with_changes
 
 __all__ = [
     "auto_layout",
@@ -54,10 +57,13 @@ def make_request(command: PlanCommand) -> Request:
         command.host_memory,
     )
     _, config = read_model(command.model, command.set)
+    if command.changes is not None:
+        changes = (*config.changes, *read_changes(command.changes))
+        config = config.replace(changes=changes)
     row_tokens = command.seq or min(config.max_seq_len, 4096)
     precision = command.precision or ("bf16" if device.has_bf16 else "fp16")
     return Request(
-        workload_of(command.model, config, row_tokens),
+        workload_of(command.model, config, row_tokens, () if command.freeze_base else None),
         cluster,
         -(-8 // command.gpus) * command.gpus if command.batch is None else command.batch,
         precision,
@@ -107,7 +113,8 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
         more = f" and {len(layouts) - 1} more" if len(layouts) > 1 else ""
         console.print(f"not possible: {layouts[0]}{more}: {reason}", highlight=False)
     console.print(
-        f"products at {device.efficiency:.0%} of the peak ({device.measured}); figures of the GPU: "
+        f"products at {device.reached(request.precision):.0%} of the peak "
+        f"({FULL_SOURCE if request.precision == 'fp32' else device.measured}); figures of the GPU: "
         f"{device.source}",
         highlight=False,
     )
@@ -115,7 +122,8 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
         return
     if command.tokens is not None:
         console.print(cost_line(found.winner, request, command), highlight=False)
-    console.print(launch_line(request, found.winner), soft_wrap=True, highlight=False)
+    line = launch_line(request, found.winner, _model_options(command))
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _by_reason(found: Plan) -> list[tuple[str, list[Layout]]]:
@@ -175,22 +183,44 @@ def cost_line(row: Row, request: Request, command: PlanCommand) -> str:
     return text
 
 
-def launch_line(request: Request, row: Row) -> str:
-    """Return the command that starts pretraining in a row's layout on every node."""
+def launch_line(request: Request, row: Row, model: Sequence[str] = ()) -> str:
+    """Return the command that starts pretraining in a row's layout, as every node takes it.
+
+    What a plan cannot know are variables, which the shell asks for where they are not set: what
+    `bmforge prepare` wrote, and, of several nodes, the first.
+
+    Args:
+        request: what was planned.
+        row: which of it.
+        model: options that make the model what was planned.
+    """
     cluster, choice = request.cluster, row.choice
     here = min(cluster.per_node, cluster.count)
     nodes = cluster.count // here
     start = f"torchrun --nproc-per-node {here}"
     if nodes > 1:
-        start += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        first = "${FIRST_NODE:?its name or address}"
+        start += f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "{first}:29500"'
     return " ".join(
         [
             start,
             "-m bmforge train pretrain --model",
-            request.workload.name,
+            shlex.quote(request.workload.name),
+            *model,
+            '--data.paths "${CORPUS:?what bmforge prepare wrote}"',
             *_options(request, choice),
         ]
     )
+
+
+def _model_options(command: PlanCommand) -> list[str]:
+    options = []
+    for change in command.set:
+        key, _, value = change.partition("=")
+        options.append(f"--model.{key.replace('_', '-')} {shlex.quote(value)}")
+    if command.changes is not None:
+        options.append(f"--changes {shlex.quote(command.changes)}")
+    return options + (["--freeze-base"] if command.freeze_base else [])
 
 
 def _options(request: Request, choice: Any) -> list[str]:
@@ -227,8 +257,13 @@ def auto_layout(
     Raises:
         ConfigError: nothing fits.
     """
+    trained = None
+    if config.freeze_base:
+        trained = config.model.heads[config.model.head].names if config.new_head else ()
     request = Request(
-        workload_of(type(config.model).__name__, config.model, config.data.seq_len),
+        workload_of(
+            type(config.model).__name__, with_changes(config), config.data.seq_len, trained
+        ),
         cluster,
         config.data.global_batch_size,
         config.train.precision,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -22,6 +22,7 @@ from bmforge.models.hub import find_config
 from bmforge.models.init import materialize_
 from bmforge.models.stack import StackSpec, number_places_
 from bmforge.nn import biased, losses, remake
+from bmforge.parallel import expert
 from bmforge.parallel.planner.follow import Follower
 from bmforge.parallel.planner.workload import Workload
 from bmforge.recipes.run import family_of
@@ -64,7 +65,7 @@ def _parse_value(text: str) -> Any:
 
 
 def workload_of(
-    name: str, config: ModelConfig, row_tokens: int, *, is_frozen: bool = False
+    name: str, config: ModelConfig, row_tokens: int, trained: Collection[str] | None = None
 ) -> Workload:
     """Describe training a model on rows of so many tokens.
 
@@ -72,7 +73,8 @@ def workload_of(
         name: for people.
         config: the model's, with what changes it.
         row_tokens: tokens of a row.
-        is_frozen: nothing is trained but what changes have put beside layers.
+        trained: with the base frozen, names of what is trained beside what changes have put in;
+            None trains everything.
 
     Raises:
         ConfigError: rows longer than the model's positions, or below one token.
@@ -87,7 +89,7 @@ def workload_of(
             "needs equally many. Use --set num_decoder_layers and num_layers to make them so."
         )
     # Rotary positions go on; what is too long for learned ones is said before anything is traced.
-    make = partial(_make, family, config, is_frozen)
+    make = partial(_make, family, config, trained)
     model = make()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -104,10 +106,11 @@ def workload_of(
     for kind, numbers in enumerate(kinds):
         for number in numbers:
             order[number] = kind
-    told = (family.__name__, config_to_dict(config.replace(raw={})), row_tokens, is_frozen)
+    frozen = None if trained is None else sorted(trained)
+    told = (family.__name__, config_to_dict(config.replace(raw={})), row_tokens, frozen)
     return Workload(
         name,
-        partial(_build, make, first[0]),
+        _Short(make, first[0]),
         partial(_make_batch, row_tokens),
         _loss,
         materialize_,
@@ -116,17 +119,19 @@ def workload_of(
         config.hidden_size,
         config.flops_per_token(row_tokens),
         make,
-        tuple((partial(_build, make, numbers[0]), len(numbers)) for numbers in others),
+        tuple((_Short(make, numbers[0]), len(numbers)) for numbers in others),
         seen_as_plain,
         tuple(order),
         json.dumps(told, sort_keys=True, default=str),
     )
 
 
-def _make(family: type[Model], config: ModelConfig, is_frozen: bool) -> Model:
+def _make(family: type[Model], config: ModelConfig, trained: Collection[str] | None) -> Model:
     """Return the whole model on meta, with what is trained of it."""
     model = family.from_config(config, device="meta")
-    return freeze_base_(model) if is_frozen else model
+    if trained is not None:
+        freeze_base_(model, trained)
+    return model
 
 
 def _find_kinds(model: Model) -> dict[Any, list[int]]:
@@ -145,20 +150,40 @@ def _find_kinds(model: Model) -> dict[Any, list[int]]:
     return dict(sorted(kinds.items(), key=lambda kind: -len(kind[1])))
 
 
-def _build(make: Callable[[], Model], number: int, depth: int) -> Model:
-    """Return the model on meta with `depth` copies of one layer, and of no other."""
-    model = make()
-    for name in model.layout_rules().stacks:
-        stack: Any = model.get_submodule(name)
-        block = stack[str(number)]
-        stack.clear()
-        for place in range(depth):
-            stack[str(place)] = copy.deepcopy(block)
-        number_places_(stack)
-    spec = getattr(model, "spec", None)
-    if isinstance(spec, StackSpec):
-        model.spec = replace(spec, block=block.spec, blocks={})
-    return model
+class _Short:
+    """Makes the model on meta with copies of one layer, and of no other; remembers the first.
+
+    Args:
+        make: the whole model.
+        number: of the layer.
+    """
+
+    def __init__(self, make: Callable[[], Model], number: int) -> None:
+        self.make, self.number = make, number
+        self._made: dict[int, Model] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process it is made anew."""
+        return _Short, (self.make, self.number)
+
+    def __call__(self, depth: int) -> Model:
+        """Return a model with so many blocks in every stack."""
+        if depth not in self._made:
+            self._made[depth] = self._shorten(self.make(), depth)
+        return copy.deepcopy(self._made[depth])
+
+    def _shorten(self, model: Model, depth: int) -> Model:
+        for name in model.layout_rules().stacks:
+            stack: Any = model.get_submodule(name)
+            block = stack[str(self.number)]
+            stack.clear()
+            for place in range(depth):
+                stack[str(place)] = copy.deepcopy(block)
+            number_places_(stack)
+        spec = getattr(model, "spec", None)
+        if isinstance(spec, StackSpec):
+            model.spec = replace(spec, block=block.spec, blocks={})
+        return model
 
 
 def _make_batch(row_tokens: int, rows: int) -> dict[str, Tensor]:
@@ -178,7 +203,7 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
     `nn.remake` drops what it can make again, for plain tensors only, and knows them by their
     address. Fake tensors have none; their storages stand for it. Attention with a trained bias and
     the head go over tiles and chunks of one size, of which two tell of all; tiles are as large as
-    on what is planned for.
+    on what is planned for. All processes have equally many tokens.
 
     Args:
         follower: of the trace.
@@ -192,7 +217,11 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
     def few_chunks(count: int, rows: int) -> Iterator[Any]:
         return follower.shorten(chunks(count, rows), lambda chunk: chunk[1])
 
+    def even_lengths(rows: Tensor, group: Any) -> list[int]:
+        return [rows.shape[0]] * group.size()
+
     swapped: list[tuple[Any, str, Any]] = [
+        (expert, "_lengths", even_lengths),
         (remake, "Tensor", FakeTensor),
         (biased, "_tiles", few_tiles),
         (losses, "_chunks", few_chunks),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bmforge.cli.train_help import SHORT_NAMES, describe_task, list_tasks
+from bmforge.cli.train_help import SHORT_NAMES, SWITCHES, describe_task, list_tasks
+from bmforge.cli.train_options import FIELDS
+from bmforge.errors import ConfigError, suggest
 from bmforge.task_names import check_task
 
 __all__ = ["run_train"]
@@ -22,10 +24,24 @@ def run_train(arguments: Sequence[str]) -> None:
     if any(option in _HELP for option in options):
         print(describe_task(task))
         return
+    _check_names(options)
     # Imported here: it brings every recipe and model with it.
     from bmforge.cli.train_run import run_task
 
     run_task(task, ["--help" if option == "--help-all" else option for option in options])
+
+
+def _check_names(arguments: Sequence[str]) -> None:
+    """Raise `ConfigError` for an option that no task with no family has; others wait for theirs."""
+    known = [f"--{name}" for name in FIELDS] + SWITCHES
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        spellings = {name, name.replace("--no-", "--", 1), name.replace(".no-", ".", 1)}
+        if name.startswith("--") and spellings.isdisjoint(known):
+            raise ConfigError(
+                f"{name} is no option of bmforge train.{suggest(name, [*known, *SHORT_NAMES])} "
+                "--help says what is set most often; with a model, --help-all lists every option."
+            )
 
 
 def _spell_out(arguments: Sequence[str]) -> list[str]:

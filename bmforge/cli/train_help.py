@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bmforge.task_names import OLD_NAMES, TASK_NAMES
+from bmforge.task_names import ALSO, OLD_NAMES, TASK_NAMES
 
-__all__ = ["SHORT_NAMES", "describe_fields", "describe_task", "list_tasks"]
+__all__ = ["SHORT_NAMES", "SWITCHES", "describe_fields", "describe_task", "list_tasks"]
 
 SHORT_NAMES = {
     "--data": "--data.paths",
@@ -37,6 +37,10 @@ _SWITCHES = {
     "--dry-run --world N": "say what each of N processes would hold, and stop",
     "--profile": "trace three steps",
 }
+# What a task takes besides fields.
+SWITCHES = [
+    word for row in (*_SWITCHES, "--help-all") for word in row.split() if word.startswith("--")
+]
 
 
 def list_tasks() -> str:
@@ -55,7 +59,7 @@ def list_tasks() -> str:
 
 def describe_task(name: str) -> str:
     """Return what `bmforge train TASK --help` says: what is set most often."""
-    about = TASK_NAMES.get(name) or OLD_NAMES.get(name) or f"fine-tune on {name}"
+    about = TASK_NAMES.get(ALSO.get(name, name)) or OLD_NAMES.get(name) or f"fine-tune on {name}"
     return (
         f"usage: bmforge train {name} --model NAME_OR_DIR [OPTIONS]\n\n{about}\n\n"
         f"{_rows(_COMMON)}\n\n{_rows(_SWITCHES)}\n\n"

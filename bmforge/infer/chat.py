@@ -132,7 +132,7 @@ class Conversation:
             return decode_answer(out[1:], tokenizer, traits.answer_sentinel)
         new = out[len(ids) :]
         stop = next((place for place, id in enumerate(new) if id in ends), len(new))
-        text = tokenizer.decode(new[:stop])
+        text = tokenizer.decode_written(new[:stop])
         return (text.partition(self._mark)[0] if self._mark else text).strip()
 
     def _end_ids(self) -> list[int]:

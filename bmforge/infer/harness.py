@@ -171,11 +171,12 @@ class TextModel:
         def read() -> str:
             if self._is_apart:
                 return decode_answer(written, self.tokenizer, traits.answer_sentinel)
-            return self.tokenizer.decode(written)
+            return self.tokenizer.decode_written(written)
 
         def collect(tokens: Tensor) -> None:
             written.append(int(tokens[0]))
-            if any(mark in read() for mark in marks):
+            text = read() if marks else ""
+            if any(mark in text for mark in marks):
                 raise _MarkedError
 
         prompt = torch.tensor([ids], device=self._rows.device)

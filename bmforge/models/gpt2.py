@@ -30,6 +30,10 @@ class GPT2Config(ModelConfig):
         dropout: on what each part adds to the residual.
         embed_dropout: on the embedding; None takes `dropout`.
         attn_dropout: on attention weights.
+        bias: biases in attention and the MLP, as the published ones have.
+
+    Heads of another width than hidden_size / num_heads, and no biases, are CPM-Pretrain's: such a
+    model is saved with a field that transformers does not know.
     """
 
     family: ClassVar[str] = "gpt2"
@@ -99,6 +103,7 @@ class GPT2Config(ModelConfig):
     dropout: float = 0.0
     embed_dropout: float | None = None
     attn_dropout: float = 0.0
+    bias: bool = True
 
     def __post_init__(self) -> None:
         """Fill in what follows from the rest: F = 4 D, and the base's."""
@@ -108,24 +113,26 @@ class GPT2Config(ModelConfig):
     def check(self) -> None:
         """Check the fields against each other."""
         super().check()
-        if (
-            self.num_heads * self.head_dim != self.hidden_size
-            or self.num_kv_heads != self.num_heads
-        ):
+        if self.num_kv_heads != self.num_heads:
             raise ConfigError(
-                f"GPT2Config: hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same."
+                f"GPT2Config: num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}."
             )
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         embed, residual = raw.pop("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
-        return {} if embed == residual else {"embed_dropout": embed}, raw
+        own: dict[str, Any] = {name: raw.pop(name) for name in ("head_dim", "bias") if name in raw}
+        if embed != residual:
+            own["embed_dropout"] = embed
+        return own, raw
 
     def _give_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size
         keep_none = implied and self.raw.get("n_inner") is None
+        is_usual = self.num_heads * self.head_dim == self.hidden_size
         return {
+            **({} if is_usual else {"head_dim": self.head_dim}),
+            **({} if self.bias else {"bias": False}),
             "embd_pdrop": self.dropout if self.embed_dropout is None else self.embed_dropout,
             "n_inner": None if keep_none else self.intermediate_size,
         }
@@ -140,12 +147,17 @@ class GPT2(CausalLM):
 
     def __init__(self, config: GPT2Config) -> None:
         attn = AttentionSpec(
-            config.num_heads, config.num_kv_heads, config.head_dim, dropout=config.attn_dropout
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qkv_bias=config.bias,
+            out_bias=config.bias,
+            dropout=config.attn_dropout,
         )
         block = BlockSpec(
             config.hidden_size,
             attn,
-            MLPSpec(config.intermediate_size, config.activation),
+            MLPSpec(config.intermediate_size, config.activation, bias=config.bias),
             norm=NormSpec("layer", config.norm_eps),
             residual_dropout=config.dropout,
         )
@@ -159,7 +171,7 @@ class GPT2(CausalLM):
 
     def weight_rules(self) -> list[WeightRule]:
         """Map to transformers' names: Conv1D weights are transposed, q, k and v are fused."""
-        width = self.config.hidden_size
+        width = self.config.num_heads * self.config.head_dim
         block, theirs = "layers.{i}.", "transformer.h.{i}."
         rules = [
             WeightRule("embed.weight", "transformer.wte.weight"),
@@ -168,10 +180,13 @@ class GPT2(CausalLM):
             WeightRule("norm.bias", "transformer.ln_f.bias"),
         ]
         for kind in ("weight", "bias"):
-            transpose = kind == "weight"
             rules += [
                 WeightRule(f"{block}attn_norm.{kind}", f"{theirs}ln_1.{kind}"),
                 WeightRule(f"{block}mlp_norm.{kind}", f"{theirs}ln_2.{kind}"),
+            ]
+        for kind in ("weight", "bias") if self.config.bias else ("weight",):
+            transpose = kind == "weight"
+            rules += [
                 WeightRule(f"{block}attn.o_proj.{kind}", f"{theirs}attn.c_proj.{kind}", transpose),
                 WeightRule(f"{block}mlp.up_proj.{kind}", f"{theirs}mlp.c_fc.{kind}", transpose),
                 WeightRule(f"{block}mlp.down_proj.{kind}", f"{theirs}mlp.c_proj.{kind}", transpose),

@@ -15,14 +15,19 @@ __all__ = ["FAMILIES", "AutoModel", "find_config", "find_model", "find_preset"]
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
-    """Return the family and config of a preset by its name.
+    """Return the family and config of a preset by its name, or by that of its weights.
 
     Raises:
         ConfigError: no family has such a preset; the nearest is named.
     """
     for family in FAMILIES.values():
-        if name in family.config_class.presets:
-            return family, family.config_class.preset(name)
+        presets, ids = family.config_class.presets, family.config_class.hub_ids
+        # Weights go by several names: short ones, and their place on the hub.
+        wanted = ids.get(name, name)
+        same = (key for key in presets if ids.get(key) == wanted)
+        preset = name if name in presets else next(same, None)
+        if preset is not None:
+            return family, family.config_class.preset(preset)
     known = [n for f in FAMILIES.values() for n in f.config_class.presets]
     raise ConfigError(f"no preset {name!r}.{suggest(name, known)} Known: {', '.join(known)}.")
 
@@ -75,4 +80,10 @@ class AutoModel:
     def from_pretrained(cls, name: str | Path, **options: Any) -> Model:
         """Open a checkpoint; the options are those of `Model.from_pretrained`."""
         directory = find_model(name)
-        return cls.family_of(read_config_file(directory)).from_pretrained(directory, **options)
+        raw = read_config_file(directory)
+        if "model_type" not in raw and (directory / "pytorch_model.pt").is_file():
+            raise ConfigError(
+                f"{str(name)!r} is in ModelCenter's form. Convert it once: bmforge convert "
+                f"{name} DIRECTORY."
+            )
+        return cls.family_of(raw).from_pretrained(directory, **options)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
+from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec
 from bmforge.nn.norm import NormSpec, build_norm
@@ -66,6 +67,10 @@ class Block(nn.Module):
         layer_index: its place in the stack, which names its part of a cache until layers that lack
             attention make it another.
 
+    Attributes:
+        agree: what is drawn for whole rows goes through it: processes that share them draw alike; a
+            layout puts its own here.
+
     Shape:
         x: (B, T, D) -> (B, T, D), and with experts the router's logits (B * T, E)
     """
@@ -77,6 +82,7 @@ class Block(nn.Module):
         self.dropout, self.scale = spec.residual_dropout, spec.residual_scale
         self.sum_scale, self.layer_drop = spec.sum_scale, spec.layer_drop
         self.guards_half = spec.guards_half
+        self.agree: Pass = pass_on
         self.attn_scales, self.mlp_scales = _scales(spec.attn), _scales(spec.mlp)
         self.attn: Attention | WindowAttention | None = None
         if spec.attn is not None:
@@ -207,7 +213,8 @@ class Block(nn.Module):
         """Leave the block out at random; it is computed all the same, as other processes wait."""
         if not self.layer_drop or not self.training:
             return after
-        return torch.where(torch.rand((), device=before.device) < self.layer_drop, before, after)
+        drawn = self.agree(torch.rand((), device=before.device))
+        return torch.where(drawn < self.layer_drop, before, after)
 
     def _shrink(self, x: Tensor, out_scale: float) -> Tensor:
         """Dropout and scale, each only where there is one."""

@@ -40,7 +40,7 @@ from bmforge.parallel.pipeline.model import pipeline_of, run_step
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.parallel.planner.search import Plan, Request, plan
 from bmforge.parallel.planner.workload import Workload
-from bmforge.parallel.roll_call import name_the_missing
+from bmforge.parallel.roll_call import RollCall
 from bmforge.parallel.zero import reshard_
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "OffloadConfig",
     "Plan",
     "Request",
+    "RollCall",
     "Workload",
     "World",
     "axis_rank",
@@ -69,7 +70,6 @@ __all__ = [
     "leave_out_balance",
     "left_gradient",
     "mesh_of",
-    "name_the_missing",
     "parallelize",
     "pipeline_of",
     "plan",

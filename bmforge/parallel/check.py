@@ -16,6 +16,7 @@ from bmforge.parallel.context.divide import context_problems
 from bmforge.parallel.distributed import World
 from bmforge.parallel.expert import expert_problems
 from bmforge.parallel.layout import Layout
+from bmforge.parallel.parameters import parameter_problems
 from bmforge.parallel.pipeline.schedules import problems as schedule_problems
 from bmforge.parallel.pipeline.schedules import smallest_schedule
 from bmforge.parallel.pipeline.stages import Cutting, PipelineRules, plan_cutting
@@ -89,7 +90,7 @@ def find_division(
         problems.append("recompute and compile work on repeated blocks, and the model has none")
     is_sharded = world.size > layout.tp * layout.pp or dtype is not None
     if is_sharded:
-        problems += _split_ties(model, units)
+        problems += [*_split_ties(model, units), *parameter_problems(model, units)]
     styles, stacks = _check_blocks(model, layout, rules, problems)
     cutting, stage_ranks = plan_pipeline(model, layout, rules, problems)
     problems += expert_problems(model, layout.ep)

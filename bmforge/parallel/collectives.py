@@ -17,6 +17,7 @@ __all__ = [
     "all_reduce",
     "cut_evenly",
     "exchange_rows",
+    "gather_into",
     "gather_tokens",
     "own_gradient",
     "reduce_scatter",
@@ -28,7 +29,7 @@ __all__ = [
 
 Group: TypeAlias = dist.ProcessGroup
 # Their names before torch 2.13.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -36,7 +37,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return all processes' equally shaped `x`, one behind the other along `dim`; no gradient."""
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(group.size() * front.shape[0], *front.shape[1:])
-    _gather_into(out, front, group=group)
+    gather_into(out, front, group=group)
     return out.movedim(0, dim).contiguous()
 
 

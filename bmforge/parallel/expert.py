@@ -215,6 +215,13 @@ def _sum_over(groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
     return values
 
 
+def _lengths(rows: Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Return how many rows every process of a group has."""
+    length = torch.tensor([rows.shape[0]], device=rows.device)
+    found: list[int] = all_gather(length, group, 0).tolist()
+    return found
+
+
 @torch.compiler.disable
 def _assign_together(
     assign: Callable[[Tensor], Tensor], groups: Sequence[dist.ProcessGroup], affinity: Tensor
@@ -230,8 +237,7 @@ def _assign_together(
     everyone = affinity.detach()
     first, count = 0, everyone.shape[0]
     for group in groups:
-        length = torch.tensor([everyone.shape[0]], device=everyone.device)
-        lengths = all_gather(length, group, 0).tolist()
+        lengths = _lengths(everyone, group)
         padded = F.pad(everyone, (0, 0, 0, max(lengths) - everyone.shape[0]))
         parts = all_gather(padded, group, 0).chunk(group.size())
         everyone = torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])

@@ -59,7 +59,7 @@ class Layout:
         zero: 0 replicates parameters, gradients and optimizer state; 2 shards them and keeps the
             parameters gathered from forward to backward; 3 gathers them again in backward.
         tp: tensor-parallel axis.
-        pp: pipeline axis.
+        pp: pipeline axis; 0, which CPM-Pretrain calls no pipeline, is taken as 1.
         cp: context-parallel axis.
         ep: expert-parallel axis, borrowed from dp_shard x cp.
         dp_replicate: number of replicas of the sharded model (HSDP).
@@ -85,6 +85,11 @@ class Layout:
     pp_stages_per_rank: int | None = None
     pp_cut: tuple[int, ...] = ()
     pp_balance: Literal["flops", "parameters"] = "flops"
+
+    def __post_init__(self) -> None:
+        """Take pp=0 for 1."""
+        if self.pp == 0:
+            object.__setattr__(self, "pp", 1)
 
     def __str__(self) -> str:
         """Name what is not as usual."""

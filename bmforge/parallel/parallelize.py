@@ -27,8 +27,10 @@ from bmforge.parallel.expert import (
     share_statistics_,
 )
 from bmforge.parallel.layout import Layout, build_mesh
+from bmforge.parallel.parameters import lay_straight_
 from bmforge.parallel.pipeline.model import PipelinedModel
 from bmforge.parallel.pipeline.stages import drop_the_rest_
+from bmforge.parallel.same_start import start_alike_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_
 from bmforge.records import record_of
@@ -53,7 +55,8 @@ def parallelize(
 
     Works on any model: with `rules` (or the model's own `layout_rules()`) the globs say what a unit
     is; without, the repeated blocks are found. The model may be on meta and is then initialised or
-    loaded afterwards.
+    loaded afterwards; values that are there already and not the same on all processes become those
+    of rank 0.
 
     Args:
         model: any nn.Module; a bmforge model brings its rules.
@@ -77,6 +80,9 @@ def parallelize(
     need_blocks = recompute or compile or offload_activations
     division = find_division(model, layout, rules, world, precision, need_blocks, prefetch)
     mesh = build_mesh(layout, world.device) if mesh is None else _check_mesh(mesh, layout)
+    start_alike_(model, mesh)
+    if division.is_sharded:
+        lay_straight_(model)
     record = record_of(model)
     record.mesh, record.layout, record.prefetch = mesh, layout, prefetch
     shared: dict[str, list[int]] = {}

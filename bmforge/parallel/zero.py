@@ -65,11 +65,20 @@ def apply_zero_(
     settings = {"mesh": used, "mp_policy": policy, "ignored_params": ignored}
     for module in (*units, model):
         fully_shard(module, reshard_after_forward=False, **settings)
+    _name_as_before_([*experts, *units, model])
     if zero == 3:
         _free_after_forward_([*experts, *units])
     if callable(getattr(model, "encode", None)):  # runs the model without its forward
         register_fsdp_forward_method(model, "encode")
     _set_prefetch_(units, experts, prefetch)
+
+
+def _name_as_before_(modules: Sequence[nn.Module]) -> None:
+    """Let logs, errors and `print` call a module by its own class, of which FSDP2 makes one."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            made = type(module)
+            made.__name__ = made.__qualname__ = made.__bases__[1].__name__
 
 
 def _sharding_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:

@@ -146,7 +146,7 @@ def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
                 eos_token_id=corpus.eos_id,
             )
             new = [id for id in out[0, len(ids) :].tolist() if id != corpus.eos_id]
-            prompt, text = tokenizer.decode(ids), tokenizer.decode(new)
+            prompt, text = tokenizer.decode(ids), tokenizer.decode_written(new)
             row = {"step": config.steps, "prompt": prompt, "text": text}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             get_logger().info("sample %d: %s|%s", number + 1, prompt, text)

@@ -227,7 +227,7 @@ def find_recipe(
         raise ConfigError(
             f"the task {name!r} needs a model: give --model with a preset (gpt2-small), a family "
             f"(gpt2) or the directory of a model to start from. Families that can do it: "
-            f"{', '.join(_capable(meant))}. With a model, --help lists the options."
+            f"{', '.join(_capable(meant))}. With a model, --help-all lists the options."
         )
     start = find_start(model)
     traits = start.family.family_traits

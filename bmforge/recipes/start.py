@@ -241,7 +241,7 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{config.init_from!r} has no head {config.model.head!r}, which this task trains: "
             f"{', '.join(lacking)} are not in its weights, or are for other classes. A new head is "
-            "drawn only where it is asked for: --new-head True."
+            "drawn only where it is asked for: new_head=True (--new-head)."
         )
     return config
 

@@ -6,6 +6,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -60,6 +61,19 @@ class Tokenizer(ABC):
         Raises:
             DataError: an id that is not in the vocabulary.
         """
+
+    def decode_written(self, ids: Iterable[int]) -> str:
+        """Return the text of ids that a model wrote.
+
+        Models have rows beyond the vocabulary (it is padded to a round number), and a young one
+        writes them: they stand for nothing.
+        """
+        return self.decode(id for id in ids if id in self._known_ids)
+
+    @cached_property
+    def _known_ids(self) -> frozenset[int]:
+        """Every id of the vocabulary: it is asked for at every step of writing."""
+        return frozenset(self.get_vocab().values())
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:

@@ -26,11 +26,11 @@ from bmforge.parallel import (
     LOSS_AXES,
     ROW_AXES,
     OffloadConfig,
+    RollCall,
     counts_here,
     data_parallel_size,
     gradient_ranks,
     mesh_of,
-    name_the_missing,
     random_stream,
     reshard_,
     run_on_first,
@@ -128,7 +128,7 @@ class Trainer:
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self.step, self.stopped = 0, False
         self.save_error: Exception | None = None
-        self._knows_rows = False
+        self._knows_rows, self._roll = False, RollCall()
         self.mesh = mesh or mesh_of(model)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         peak = peak_flops(self.device)
@@ -151,7 +151,7 @@ class Trainer:
         self._stream = random_stream(self.mesh, self._rank)
         reseed_rng(self.config.seed, self.step, self._stream)
         if self.run_dir is None:
-            with StopRequest() as stop:
+            with StopRequest() as stop, self._roll.answering():
                 self._loop(last_step, stop, None, None)
             return self
         with (
@@ -163,6 +163,7 @@ class Trainer:
                 check=check_hold,
             ) as checkpointer,
             StopRequest() as stop,
+            self._roll.answering(),
         ):
             resumed = self._resume(checkpointer)
             writer = run_on_first(partial(MetricsWriter, self.run_dir, resumed))
@@ -263,9 +264,9 @@ class Trainer:
             sum(count_tokens(b) for b in micro_batches),
         ]
         place = f"step {self.step + 1}"
-        with name_the_missing(f"{place}, counting labels"):
+        with self._roll.name_the_missing(f"{place}, counting labels"):
             items, tokens, stops = self._sum(counts, stop_asked, len(micro_batches), place)
-        with name_the_missing(f"{place}, forward and backward"):
+        with self._roll.name_the_missing(f"{place}, forward and backward"):
             loss, norm, applied_scale = self._backward(micro_batches, max(items, 1))
         skipped = self.guard.check(loss, norm)
         multiplier = self.schedule(self.step)

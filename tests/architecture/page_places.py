@@ -55,8 +55,8 @@ def write_more(place: Path) -> None:
 
 
 def write_topics(place: Path) -> None:
-    """The corpus of the README's Python."""
-    prepare(None, place / "topics", PrepareConfig(vocab_size=512))
+    """Python's help texts, as the pages' command prepares them."""
+    prepare(None, place / "topics", PrepareConfig(vocab_size=1024))
 
 
 def write_export(place: Path) -> None:

@@ -50,11 +50,11 @@ def write_start(place: Path, name: str) -> None:
     from bmforge.tokenizers import AutoTokenizer
 
     words = place / f".{name.replace('/', '-')}"
-    vocabulary = 64
+    vocabulary = 0
     if "vit" not in name:
         TOKENIZERS.get(name, write_words)(words)
-        vocabulary = max(vocabulary, len(AutoTokenizer.from_pretrained(words)))
-    write_tiny(place / name, STARTS[name], vocabulary)
+        vocabulary = len(AutoTokenizer.from_pretrained(words))
+    write_tiny(place / name, STARTS[name], vocabulary + 20 * ("t5" in name))  # its is padded
     if words.exists():
         shutil.copytree(words, place / name, dirs_exist_ok=True)
 

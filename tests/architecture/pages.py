@@ -4,6 +4,7 @@ A comment right before a block says what running it takes:
 
     <!-- needs: texts, tiny.toml -->    what must be there: of `page_places.PLACES`, or another page
     <!-- with: --train.steps 2 -->      added to each of its `bmforge train` commands
+    <!-- status: 1 -->                 the exit status that is meant
     <!-- not run: two machines -->      why it is not run
 """
 
@@ -22,7 +23,7 @@ PAGES = sorted(
     if not page.name.startswith(".")
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-MARK = re.compile(r"<!-- (needs|with|not run): ([^>]*?) -->\s*$")
+MARK = re.compile(r"<!-- (needs|with|status|not run): ([^>]*?) -->\s*$")
 RUNNING = {"bash", "python"}
 
 
@@ -36,6 +37,7 @@ class Block:
     body: str
     needs: tuple[str, ...] = ()
     added: str = ""
+    status: int = 0
     not_run: str = ""
 
     def __str__(self) -> str:
@@ -57,6 +59,7 @@ def page_blocks(page: Path) -> Iterator[Block]:
             fence[2],
             tuple(marks["needs"].split(", ")) if "needs" in marks else (),
             marks.get("with", ""),
+            int(marks.get("status", 0)),
             marks.get("not run", ""),
         )
 

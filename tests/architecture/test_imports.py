@@ -191,7 +191,10 @@ MODEL_NAMES = {"model", "root"}
 TENSOR_SLOTS = {"data", "grad", "requires_grad"}
 # BMTrain's distributed parameters are a kind of their own: these two are what makes one.
 OLD_SURFACE = {"group", "gather", "gather_all", "tp_gather"}  # what BMTrain's parameters have
-OWN_KIND = ("compat/bmtrain/parameter.py", {"origin", "is_summed", *OLD_SURFACE})
+OWN_KIND = (
+    ("compat/bmtrain/parameter.py", "compat/bmtrain/param_init.py"),
+    {"origin", "is_empty", "is_summed", *OLD_SURFACE},
+)
 
 
 def last_name(node: ast.AST) -> str:

@@ -93,7 +93,7 @@ def run_commands(block: Block, place: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, f"{block}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == block.status, f"{block}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 @pytest.fixture(scope="session")

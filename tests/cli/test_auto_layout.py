@@ -70,6 +70,9 @@ def test_an_accelerator_is_found_by_name_and_memory(monkeypatch: pytest.MonkeyPa
     found = auto_layout._find_accelerator(torch.device("meta"))
     assert found.name == "a100-40gb"
     assert found.memory_gib == 39
+    for called, name in (("NVIDIA A10", "a10"), ("NVIDIA L40S", "l40s"), ("NVIDIA L4", "l4")):
+        monkeypatch.setattr(auto_layout, "device_name", lambda device, called=called: called)
+        assert auto_layout._find_accelerator(torch.device("meta")).name == name
     monkeypatch.setattr(auto_layout, "device_name", lambda device: "Fancy 1")
     with pytest.raises(ConfigError, match="'Fancy 1' is not in the table"):
         auto_layout._find_accelerator(torch.device("meta"))

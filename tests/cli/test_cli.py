@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bmforge.cli import main
 from bmforge.cli.commands import COMMANDS
 from bmforge.config import config_to_dict, load_toml
 from bmforge.data import TokenStore, load_tokenizer
@@ -91,6 +92,25 @@ def test_too_few_micro_batches_for_a_schedule(dry: bool, tmp_path: Path) -> None
     said = bmforge("train", "gpt2-pretrain", *options, world=1 if dry else 2)
     assert_refused(said, "24 / (data.micro_batch_size=8 x 1 ", "= 3 micro-batches", "at least 4")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_all_processes_say_is_said_once(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Two processes of one torchrun: folders `0` and `1` in one; a message of its own is said."""
+    said = []
+    for rank, arguments in enumerate([["trian"], ["trian"], ["inof"]]):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        assert main(arguments) == 2
+        said.append(capsys.readouterr().err)
+    assert "'trian'" in said[0]
+    assert said[1] == ""
+    assert "'inof'" in said[2]
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(SystemExit):
+            main(["info", "gpt2-small", "--seq-len", "many"])
+        assert ("many" in capsys.readouterr().err) == (rank == 0)
 
 
 def number(text: str, label: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import subprocess
 import sys
 import tomllib
@@ -21,6 +21,7 @@ from bmforge.errors import ConfigError
 from bmforge.recipes.registry import RECIPES, TASKS
 from bmforge.task_names import OLD_NAMES, PUBLISHED, TASK_NAMES
 
+ROOT = Path(__file__).resolve().parents[2]
 LIGHT = """
 import contextlib, io, sys
 from bmforge.cli import main
@@ -28,6 +29,7 @@ from bmforge.cli.commands import COMMANDS
 
 lines = [[name, "--help"] for name in COMMANDS]
 lines += [["train", "pretrain", "--help"], ["train", "pretrian"], ["trian"], []]
+lines += [["train", "pretrain", "--model", "gpt2", "--train.stpes", "9"]]
 lines += [[name, "--no-such-option", "1"] for name, command in COMMANDS.items() if command.options]
 for line in lines:
     said = io.StringIO()
@@ -37,7 +39,7 @@ for line in lines:
         except SystemExit as stop:
             status = stop.code
     assert said.getvalue(), line
-    wrong = "--no-such-option" in line or line[-1:] in (["pretrian"], ["trian"])
+    wrong = {"--no-such-option", "--train.stpes", "pretrian", "trian"} & {*line}
     assert status == (2 if wrong else 0), (line, status)
     heavy = {"torch", "numpy", "tokenizers"} & sys.modules.keys()
     assert not heavy, (line, heavy)
@@ -53,6 +55,32 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
 def test_every_command_names_a_function(name: str) -> None:
     module, _, function = COMMANDS[name].run.partition(":")
     assert callable(getattr(importlib.import_module(f"bmforge.cli.{module}"), function))
+
+
+def test_the_options_of_train_are_those_of_its_configs() -> None:
+    """Written anew by `python dev/train_options.py`, they are the same."""
+    spec = importlib.util.spec_from_file_location("train_options", ROOT / "dev/train_options.py")
+    assert spec is not None
+    assert spec.loader is not None
+    writer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(writer)
+    assert writer.PLACE.read_text("utf-8") == writer.render(), "run python dev/train_options.py"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--train.stpes", "Did you mean '--train.steps'"),
+        ("--train.optm.lr=1", "Did you mean '--train.optim.lr'"),
+        ("--no-recomptue", "--no-recomptue is no option"),
+        ("--stpes", "Did you mean '--steps'"),
+    ],
+)
+def test_a_mistyped_option_of_train(
+    option: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "pretrain", "--model", "gpt2", option, "3"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_names_are_those_that_can_be_run() -> None:
@@ -153,7 +181,7 @@ def test_switches_and_short_names_of_a_run(capsys: pytest.CaptureFixture[str]) -
     assert data["paths"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", [*TASKS, "BoolQ", "gpt2-pretrain"])
+@pytest.mark.parametrize("name", [*TASKS, "sft", "BoolQ", "gpt2-pretrain"])
 def test_help_of_a_task_names_what_is_there(name: str) -> None:
     """Short names stand for fields that every form of the task has, but for rows of images."""
     said = describe_task(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -15,12 +16,18 @@ SIZES = "--set hidden_size=64 num_heads=4 num_layers=4 vocab_size=512"
 SMALL = f"plan gpt2 {SIZES} --gpus 1 --seq 64 --batch 2 --gpu v100-16gb".split()
 
 
+@pytest.fixture(autouse=True)
+def kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def test_a_plan_from_model_to_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "memory.svg"
     cost = ["--tokens", "1e9", "--price", "2.5", "--currency", "EUR", "--plot", str(picture)]
     assert main([*SMALL, *cost]) == 0
     out = capsys.readouterr().out
     assert "2 rows of 64 tokens a step, fp16, on 1 x v100-16gb" in out
+    assert list((tmp_path / "cache" / "bmforge" / "plan").glob("*.json"))
     found = re.search(r"1e\+09 tokens: .* hours .*, ([\d,]+) GPU-hours, ([\d,]+) EUR", out)
     assert found is not None
     hours, price = (int(text.replace(",", "")) for text in found.groups())
@@ -30,10 +37,10 @@ def test_a_plan_from_model_to_command(tmp_path: Path, capsys: pytest.CaptureFixt
     line = next(text for text in out.splitlines() if text.startswith("torchrun"))
     words = shlex.split(line)
     assert words[:3] == ["torchrun", "--nproc-per-node", "1"]
-    rest = words[words.index("bmforge") + 1 :]
-    rest[1] = "gpt2-pretrain"
-    assert main([*rest, "--print-config"]) == 0
-    assert "global_batch_size = 2" in capsys.readouterr().out
+    assert main([*words[words.index("bmforge") + 1 :], "--print-config"]) == 0
+    config = tomllib.loads(capsys.readouterr().out)
+    assert config["data"]["global_batch_size"] == 2
+    assert (config["model"]["hidden_size"], config["model"]["num_layers"]) == (64, 4)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import bmforge.compat.bmtrain as bmt
-from bmforge.compat.bmtrain.parameter import whole
-from bmforge.errors import CheckpointError
+from bmforge.compat.bmtrain.parameter import share_like, whole
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.memory.copies import make_copy_engine
 from bmforge.testing import run_distributed
 
 BUILD: dict[str, Any] = {
@@ -22,11 +23,16 @@ BUILD: dict[str, Any] = {
     # torch steps fp16 parameters in fp16, which has no 1e-8.
     "torch": lambda p, **kw: torch.optim.Adam(p, eps=1e-4, **kw),
 }
+# Those that do not step shares as DTensors.
+OTHERS: dict[str, Any] = {
+    "adafactor": lambda p, **kw: torch.optim.Adafactor(p, **kw),
+    "rprop": lambda p, lr, **kw: torch.optim.Rprop(p, lr),
+}
 
 
 def start(name: str, dtype: Any, **settings: Any) -> tuple[Any, Any]:
     model = old.OldGPT(layers=2, dtype=dtype)
-    optim = BUILD[name](model.parameters(), **settings)
+    optim = {**BUILD, **OTHERS}[name](model.parameters(), **settings)
     return model, optim
 
 
@@ -94,7 +100,12 @@ def test_a_run_goes_on_in_every_bit(name: str, world: int, dtype: Any, tmp_path:
     run_distributed(save_and_go_on, world, str(tmp_path), name, dtype, False)
 
 
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_go_on_in_every_bit(name: str, tmp_path: Path) -> None:
+    run_distributed(save_and_go_on, 2, str(tmp_path), name, None, False)
+
+
+@pytest.mark.parametrize("name", [*BUILD, *OTHERS])
 def test_a_run_goes_on_on_another_number_of_processes(name: str, tmp_path: Path) -> None:
     want = run_distributed(save_and_go_on, 2, str(tmp_path), name, None, True)[0]
     for losses, _ in run_distributed(load_and_go_on, 1, str(tmp_path), name, None, "whole.pt"):
@@ -249,3 +260,82 @@ def test_learning_rates(kind: str, after: Any) -> None:
     peak = 1.0 if kind == "Noam" else 2.0
     want = [peak * n / 4 if n < 4 else after(n) for n in range(15)]
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+def offloaded_steps(kind: torch.dtype) -> None:
+    """Weights of another dtype than their states, which is how an accelerator's are kept."""
+    bmt.init_distributed()
+    values = [torch.randn(n, 3).to(kind) for n in (7, 1, 4)]
+    params = {name: [bmt.DistributedParameter(v) for v in values] for name in ("bmt", "offload")}
+    optims = {name: BUILD[name](given, lr=0.1) for name, given in params.items()}
+    events = make_copy_engine(torch.device("cpu"), records=True)
+    optims["offload"]._engine = events
+    for step in range(3):
+        events.events.clear()
+        for name, given in params.items():
+            draw = torch.Generator().manual_seed(step)
+            for param in given:
+                grad = torch.randn(param.shape, generator=draw).to(kind)
+                share = share_like(param, grad)
+                param.grad = share
+            optims[name].step(scale=4)
+        for one, two in zip(*params.values(), strict=True):
+            assert torch.equal(whole(one), whole(two))
+        asked = [e.label for e in events.events if e.kind == "asked"]
+        awaited = [e.label for e in events.events if e.kind == "awaited"]
+        numbers = range(3)
+        assert asked == [f"{what} {n}" for what in ("gradient", "weights") for n in numbers]
+        assert awaited == asked
+        order = [(e.kind, e.label) for e in events.events]
+        for n in (1, 2):  # a gradient is on its way while the one before it is stepped
+            assert order.index(("asked", f"gradient {n}")) < order.index(("awaited", "gradient 0"))
+            sent = order.index(("asked", f"weights {n - 1}"))
+            assert sent < order.index(("awaited", f"gradient {n}"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_gradients_come_and_weights_go_beside_the_steps(world: int, kind: torch.dtype) -> None:
+    run_distributed(offloaded_steps, world, kind)
+
+
+def sparse_steps() -> None:
+    """SparseAdam under the manager: scaled, clipped, skipped; and what cannot be."""
+    bmt.init_distributed()
+    manager = bmt.optim.OptimManager(loss_scale=8.0)
+    with pytest.raises(ConfigError, match=r"LBFGS.*closure"):
+        manager.add_optimizer(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
+    tables = [nn.Parameter(torch.arange(12.0).view(6, 2)) for _ in range(2)]
+    optims = [torch.optim.SparseAdam([table], lr=0.1) for table in tables]
+    if bmt.world_size() > 1:
+        with pytest.raises(ConfigError, match="dense"):
+            manager.add_optimizer(optims[0])
+        return
+    manager.add_optimizer(optims[0])
+    for step in range(3):
+        ids = torch.tensor([step, step, 5])
+        losses = [nn.functional.embedding(ids, t, sparse=True).square().sum() for t in tables]
+        manager.zero_grad()
+        manager.backward(losses[0])
+        optims[1].zero_grad()
+        losses[1].backward()
+        plain = tables[1].grad.coalesce()
+        norm = plain.values().norm()
+        found = manager.clip_grad_norm(optims[0].param_groups, max_norm=1.0)
+        torch.testing.assert_close(found, norm)
+        tables[1].grad = torch.sparse_coo_tensor(
+            plain.indices(), plain.values() / max(1.0, norm.item()), plain.shape
+        )
+        manager.step()
+        optims[1].step()
+        torch.testing.assert_close(*tables)
+    before = tables[0].detach().clone()
+    manager.backward(nn.functional.embedding(ids, tables[0], sparse=True).sum() * math.inf)
+    manager.step()
+    assert torch.equal(tables[0], before)
+    assert manager.loss_scale == 4.0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sparse_gradients_and_what_cannot_be_managed(world: int) -> None:
+    run_distributed(sparse_steps, world)

@@ -24,7 +24,10 @@ TORCH = {
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
+QUICK = ("sgd", "adam", "adafactor", "rprop")
 BUILD: dict[str, Any] = {
     **TORCH,
     "bmt": lambda p: bmt.optim.AdamOptimizer(p, lr=0.01, weight_decay=1e-2),
@@ -135,9 +138,8 @@ def test_the_older_loop(world: int) -> None:
     "optimizer",
     [
         "offload",
-        "sgd",
-        "adam",
-        *(pytest.param(n, marks=pytest.mark.long) for n in TORCH if n not in ("sgd", "adam")),
+        *QUICK,
+        *(pytest.param(n, marks=pytest.mark.long) for n in TORCH if n not in QUICK),
     ],
 )
 def test_every_optimizer(optimizer: str) -> None:

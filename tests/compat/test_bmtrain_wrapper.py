@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import old_programs as old
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +21,8 @@ from transformers import (
 )
 
 import bmforge.compat.bmtrain as bmt
+from bmforge.errors import ConfigError
+from bmforge.shards import local_tensor
 from bmforge.testing import run_distributed
 
 TINY: dict[str, Any] = {
@@ -144,3 +148,80 @@ def blocks_that_share() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_blocks_that_share_a_weight_stay_tied(world: int) -> None:
     run_distributed(blocks_that_share, world)
+
+
+def shares(model: torch.nn.Module) -> int:
+    """Bytes of what is here of all parameters."""
+    return sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in model.parameters())
+
+
+def load_from_meta(name: str, file: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
+    bmt.init_distributed()
+    model_class = TINY[name][0]
+    with torch.device("meta"):
+        plain = model_class(build(name).config).eval()
+    model = bmt.BMTrainModelWrapper(plain)
+    with pytest.raises(ConfigError, match=r"no values.*bmt\.load"):
+        model(input_ids=ids_of(0), labels=ids_of(0))
+    with pytest.raises(ConfigError, match="no values"):
+        model.state_dict()
+    bmt.load(model, file)
+    all_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    with torch.no_grad():
+        logits = model(input_ids=ids_of(0), labels=ids_of(0)).logits
+    for block in (m for m in model.modules() if isinstance(m, bmt.Block)):
+        block.give_back()
+    return logits, model.state_dict(), shares(model) / all_bytes
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_on_meta_is_loaded_share_by_share(name: str, world: int, tmp_path: Path) -> None:
+    model, file = build(name).eval(), tmp_path / "model.pt"
+    torch.save(model.state_dict(), file)
+    with torch.no_grad():
+        want = model(input_ids=ids_of(0), labels=ids_of(0)).logits
+    for logits, state, part in run_distributed(load_from_meta, world, name, str(file)):
+        torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-6)
+        assert list(state) == list(model.state_dict())
+        assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+        assert part < 1.1 / world
+
+
+class Tabled(torch.nn.Module):
+    """A table of positions that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def tables_on_meta() -> None:
+    bmt.init_distributed()
+    with torch.device("meta"):
+        model = Tabled()
+    with pytest.raises(ConfigError, match=r"buffers \.?table .*include_buffers=False"):
+        bmt.BMTrainModelWrapper(model)
+
+
+def test_a_table_that_nobody_makes_is_named() -> None:
+    run_distributed(tables_on_meta, 1)
+
+
+def drawn_from_meta() -> dict[str, torch.Tensor]:
+    """A program's own modules, made on meta and drawn."""
+    bmt.init_distributed(seed=3)
+    with torch.device("meta"):
+        model = old.OldGPT()
+    torch.manual_seed(3)
+    bmt.init_parameters(model)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_modules_on_meta_are_drawn_as_torch_draws(world: int) -> None:
+    torch.manual_seed(3)
+    want = old.PlainGPT().state_dict()
+    for state in run_distributed(drawn_from_meta, world):
+        assert all(torch.equal(state[key], want[key]) for key in want)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from context_cases import BATCH, CASES, METHODS, Case, draw, gpt2, llama, mixtral, packed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.infer import KVCache
-from bmforge.models import init_weights_
+from bmforge.models import OPT, OPTConfig, init_weights_
 from bmforge.parallel import (
     Layout,
     data_parallel_rank,
@@ -22,6 +23,7 @@ from bmforge.parallel import (
     parallelize,
     sum_over_axes,
 )
+from bmforge.parallel.context.divide import context_problems
 from bmforge.testing import assert_close, run_distributed
 from bmforge.testing.layouts import check_layout
 from bmforge.train import TrainConfig, Trainer, clip_grad_norm_, evaluate
@@ -265,3 +267,33 @@ def test_training(world: int, fields: dict[str, Any]) -> None:
     want = run_distributed(run_training, 1, Layout())[0]
     for got in run_distributed(run_training, world, Layout(**fields)):
         assert_close(got, want)
+
+
+def drop_layers(layout: Layout | None) -> Tensor:
+    """The loss of a model that leaves out half of its blocks; processes draw from other seeds."""
+    sizes = {"vocab_size": 17, "hidden_size": 8, "num_heads": 2, "max_seq_len": 16}
+    config = OPTConfig(**sizes, num_layers=8, layer_drop=0.5, dropout=0.0)
+    model = OPT.from_config(config, device="meta", dtype=torch.float64)
+    if layout is not None:
+        parallelize(model, layout)
+    init_weights_(model, seed=3)
+    torch.manual_seed(7 + dist.get_rank())
+    ids = torch.arange(26).view(2, 13) % 17
+    loss = model.train()(ids, labels=ids).loss
+    loss.backward()
+    return sum_over_axes(loss.detach(), mesh_of(model), "cp") / (1 if layout is None else layout.cp)
+
+
+def test_a_block_is_left_out_by_all_or_by_none() -> None:
+    """Processes that share rows leave out the blocks that the first one draws."""
+    (want,) = run_distributed(drop_layers, 1, None)
+    for got in run_distributed(drop_layers, 2, Layout(cp=2)):
+        assert_close(got, want)
+
+
+def test_stacks_of_other_blocks_are_told_from_none() -> None:
+    """A module of one's own with stacks, whose blocks have no attention by its name."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    assert "no block in them has" in context_problems(model, [model.blocks], 2, "ring", 1)[0]
+    assert "no rules that say" in context_problems(model, [], 2, "ring", 1)[0]

@@ -301,5 +301,5 @@ def count_share(layout):
 
 def test_layout_problems_without_processes():
     assert Layout(zero=3).problems(5) == []
-    with pytest.raises(ConfigError, match="pp=0 must be at least 1"):
-        Layout(pp=0).check(4)
+    with pytest.raises(ConfigError, match="tp=0 must be at least 1"):
+        Layout(tp=0).check(4)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import threading
+import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -15,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from bmforge.errors import ConfigError, DistributedError, MissingDependencyError
-from bmforge.models import GPT2, GPT2Config
+from bmforge.models import GPT2, GPT2Config, init_weights_
 from bmforge.parallel import (
     Layout,
     build_mesh,
     init_distributed,
     parallelize,
+    roll_call,
     run_everywhere,
     run_on_first,
 )
@@ -45,6 +47,14 @@ class OneRow:
 
     def load_state_dict(self, state):
         pass
+
+
+class SameRows(OneRow):
+    """A loader of the same four micro-batches everywhere."""
+
+    def __next__(self):
+        ids = torch.arange(8)[None]
+        return [{"input_ids": ids, "labels": ids}] * 4
 
 
 def one_loss(lay_out: bool) -> float:
@@ -98,6 +108,23 @@ def test_rows_of_any_form_are_compared(differs: str) -> None:
         run_distributed(compare_odd_rows, 2, differs)
 
 
+def speak() -> tuple[list[str], list[str]]:
+    """A model's name after it was laid out, and what torch warns of in a step."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = GPT2.from_config(GPT2Config(**SIZES), device="meta")
+        parallelize(model, Layout(pp=2, tp=2))
+        init_weights_(model, seed=0)
+        Trainer(model, SameRows(), TrainConfig(steps=1)).train_step()
+    names = {type(module).__name__ for module in model.modules()}
+    words = [str(one.message) for one in told if issubclass(one.category, FutureWarning)]
+    return sorted(name for name in names if "FSDP" in name), words
+
+
+def test_models_keep_their_names_and_nothing_is_deprecated() -> None:
+    assert run_distributed(speak, 4) == [([], [])] * 4
+
+
 class MoreOnTheFirst(OneRow):
     """A loader that gives rank 0 one micro-batch more from the second step on."""
 
@@ -122,28 +149,61 @@ def test_unequal_numbers_of_micro_batches_are_said():
         run_distributed(give_more, 3)
 
 
-class LeavesAtTheSecondStep(OneRow):
-    """A loader that takes rank 1 away in the middle of the run."""
+class LeavesAtTheSecondStep(SameRows):
+    """A loader that takes the last rank away in the middle of the run."""
 
     steps = 0
 
     def __next__(self):
         self.steps += 1
-        if self.steps == 2 and dist.get_rank() == 1:
+        if self.steps == 2 and dist.get_rank() == dist.get_world_size() - 1:
             os._exit(3)
         return super().__next__()
 
 
-def lose_a_rank() -> None:
-    model = GPT2.from_config(GPT2Config(**SIZES))
-    parallelize(model, Layout())
-    Trainer(model, LeavesAtTheSecondStep(), TrainConfig(steps=3)).fit()
+def lose_a_rank(layout: Layout) -> None:
+    model = GPT2.from_config(GPT2Config(**SIZES), device="meta")
+    parallelize(model, layout)
+    init_weights_(model, seed=0)
+    with mock.patch.object(roll_call, "_GRACE_S", 1.5):
+        Trainer(model, LeavesAtTheSecondStep(), TrainConfig(steps=3)).fit()
 
 
-def test_a_dead_rank_is_named():
-    said = r"step 2, counting labels: a collective failed on rank 0; ranks \[1\] are dead or hang"
-    with pytest.raises(DistributedError, match=said):
-        run_distributed(lose_a_rank, 2)
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout()], ids=str)
+def test_a_dead_rank_is_named_by_all(layout: Layout):
+    """Also by those who wait for one that lives."""
+    world = max(2, layout.tp * layout.pp)
+    said = "".join(
+        rf"rank {rank}: .*step 2.*failed on rank {rank}; ranks \[{world - 1}\] are dead.*"
+        for rank in range(world - 1)
+    )
+    with pytest.raises(DistributedError, match=f"(?s){said}"):
+        run_distributed(lose_a_rank, world, layout)
+
+
+def wait_in_a_row() -> str:
+    """Rank 2 waits for rank 0, which has seen that rank 1 is gone but does not end."""
+    rank, numbers, roll = dist.get_rank(), torch.zeros(2), roll_call.RollCall()
+    if rank == 1:
+        os._exit(3)
+    with mock.patch.multiple(roll_call, _GRACE_S=1.5, _LEAVE_S=0.1), roll.answering():
+        try:
+            with roll.name_the_missing("a step"):
+                dist.recv(numbers, 1 - rank if rank == 0 else 0)
+        except DistributedError as error:
+            with suppress(RuntimeError):
+                dist.recv(numbers, 2)  # until that has ended
+            return str(error)
+    return "nothing was lost"
+
+
+def test_who_waits_for_a_living_one_ends_as_well():
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(wait_in_a_row, 3, timeout_s=20.0)
+    assert str(caught.value).splitlines() == [
+        "rank 1: the process died with exit code 3",
+        "rank 2: the process died with exit code 1",
+    ]
 
 
 class MadeOnceError(Exception):

@@ -137,9 +137,12 @@ def test_directory_of_another_run_or_of_none(config: Path, run_dir: Path, world:
     before = files_below(run_dir)
     said = train(config, run_dir, "--seed", "1", "--train.optim.lr", "0.5", world=world)
     assert_refused(said, str(run_dir), "another run", "seed: 0 there, 1 now", "train.optim.lr")
+    quick = ("quickstart", "--run-dir", run_dir)
+    assert_refused(bmforge(*quick, world=world), "holds another run", "empty or new directory")
     assert files_below(run_dir) == before
     (run_dir / "run.toml").unlink()
     before = files_below(run_dir)
+    assert_refused(bmforge(*quick, world=world), "no run.toml", "empty or new directory")
     assert_refused(train(config, run_dir, world=world), "no run.toml", "empty or new directory")
     assert_refused(bmforge("quickstart", "--fresh", "--run-dir", run_dir), "left alone")
     assert files_below(run_dir) == before

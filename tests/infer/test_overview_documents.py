@@ -110,10 +110,11 @@ def test_the_overviews_documents_come_back_filled(
 def test_bad_documents_are_told(
     kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command ends with 2 and says which document and why, and prints nothing."""
+    """The command ends with 2 and says which line and why; the other one is answered."""
     document, message = BAD[kind]
     assert fill(model, tmp_path / "documents.jsonl", [OVERVIEW["translation"], document]) == 2
     said = capsys.readouterr()
-    assert said.out == ""
-    assert "document 1" in said.err
+    (answered,) = said.out.splitlines()
+    assert {**json.loads(answered), "<ans>": ""} == OVERVIEW["translation"]
+    assert "line 2" in said.err
     assert message in said.err

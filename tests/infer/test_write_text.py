@@ -233,6 +233,8 @@ def test_others_just_go_on() -> None:
         def decode(self, ids: list[int]) -> str:
             return "".join(chr(97 + id) for id in ids)
 
+        decode_written = decode
+
     ids = torch.tensor([[0, 1, 2]])
     want = generate(model.eval(), ids, max_new_tokens=9, eos_token_id=27)
     assert write_text(model, Letters(), "abc", max_new_tokens=9) == decode(Letters(), want)

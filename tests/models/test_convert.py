@@ -233,6 +233,8 @@ def make_cpm2(folder: Path, vocab_size: int) -> Any:
 
 def test_cpm2_is_no_t5(tmp_path: Path) -> None:
     theirs = make_cpm2(tmp_path / "old", 26240)
+    with pytest.raises(ConfigError, match="bmforge convert"):
+        AutoModel.from_pretrained(tmp_path / "old")
     ids = torch.randint(8, 26240, (2, 7), generator=torch.Generator().manual_seed(0))
     wanted = theirs(input_ids=ids, decoder_input_ids=ids.flip(1)).logits
     out = convert_checkpoint(tmp_path / "old", tmp_path / "new")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from bmforge.errors import ConfigError
@@ -88,3 +89,32 @@ def test_dropout_of_the_embedding(tmp_path: Path) -> None:
         assert GPT2Config.from_pretrained(tmp_path) == model.config
     changed = model.config.replace(embed_dropout=None, dropout=0.3)
     assert GPT2.from_config(changed).spec.embed_dropout == 0.3
+
+
+def test_heads_of_another_width_and_no_biases(tmp_path: Path) -> None:
+    """CPM-Pretrain's: zeros as biases, and as more rows of narrow heads, change nothing."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    narrow = GPT2.from_config(GPT2Config(**sizes, head_dim=6, bias=False), seed=0).eval()
+    wide = GPT2.from_config(GPT2Config(**sizes), seed=0).eval()
+    tensors = wide.state_dict()
+    for name, value in narrow.state_dict().items():
+        if ".attn." in name:
+            # Scores are divided by the root of a head's width: the queries make up for it.
+            scale = (8 / 6) ** 0.5 if "q_proj" in name else 1.0
+            heads = value if "o_proj" not in name else value.t()
+            heads = torch.nn.functional.pad(heads.unflatten(0, (4, 6)), (0, 0, 0, 2)).flatten(0, 1)
+            value = scale * (heads if "o_proj" not in name else heads.t())
+        tensors[name] = value
+    for name, value in tensors.items():
+        if name.endswith(".bias") and "norm" not in name:
+            value.zero_()
+    wide.load_state_dict(tensors)
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        want = wide(ids).logits
+        torch.testing.assert_close(narrow(ids).logits, want, rtol=1e-5, atol=1e-5)
+        narrow.save_pretrained(tmp_path)
+        again = GPT2.from_pretrained(tmp_path)
+        assert (again.config.head_dim, again.config.bias) == (6, False)
+        assert torch.equal(again(ids).logits, narrow(ids).logits)

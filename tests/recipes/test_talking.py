@@ -150,7 +150,7 @@ def test_glm_fills_a_blank(tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama that says what it is told, trained without a template of the tokenizer's."""
     root = tmp_path_factory.mktemp("trained")
-    config = sft_config(root, write_letters(root / "letters"), 150)
+    config = sft_config(root, write_letters(root / "letters"), 80)
     train_sft(config)
     return config.run_dir / "export"
 
@@ -185,3 +185,13 @@ def test_a_bee_answers_in_a_document(
     assert capsys.readouterr().out == f"{first}\n{second}\n"
     assert main(["chat", str(tmp_path), "--system", "be kind"]) == 2
     assert "has no place in the form of a CPMBee" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["GPT2", "T5"])
+def test_ids_without_a_token_spell_nothing(name: str, letters: Path) -> None:
+    """Published models have more rows than their tokenizers have tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(letters)
+    model = build(name, vocab_size=300, tie_word_embeddings=False)
+    torch.nn.init.zeros_(model.lm_head.weight[: len(tokenizer)].data)
+    chat = Conversation(model, tokenizer, None, GenerationConfig(max_new_tokens=6))
+    assert chat.reply("hi") == ""

@@ -146,3 +146,14 @@ def test_half_of_a_surrogate_pair(fast_folder, cpm2_folder, ant_folder, small_se
         CPMAntTokenizer.from_pretrained(ant_folder),
     ):
         assert tokenizer.encode("好\ud800")[1:] == [tokenizer.unk_id]
+
+
+def test_what_a_model_writes_beyond_the_vocabulary(fast_folder, cpm2_folder, ant_folder):
+    """A padded model has ids that no token has; they are an error anywhere else."""
+    for folder in (fast_folder, cpm2_folder, ant_folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = sorted(tokenizer.get_vocab().values())[-3:]
+        beyond = max(ids) + 1
+        assert tokenizer.decode_written([beyond, *ids, beyond + 7]) == tokenizer.decode(ids)
+        with pytest.raises(DataError, match="vocabulary"):
+            tokenizer.decode([beyond])

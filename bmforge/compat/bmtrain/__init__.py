@@ -31,12 +31,8 @@ from bmforge.compat.bmtrain.block import Block, TransformerBlockList
 from bmforge.compat.bmtrain.module import DistributedModule
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.optim import optim_step
-from bmforge.compat.bmtrain.parameter import (
-    DistributedParameter,
-    ParameterInitializer,
-    grouped_parameters,
-    init_parameters,
-)
+from bmforge.compat.bmtrain.param_init import grouped_parameters, init_parameters
+from bmforge.compat.bmtrain.parameter import DistributedParameter, ParameterInitializer
 from bmforge.compat.bmtrain.pipeline import PipelineTransformerBlockList
 from bmforge.compat.bmtrain.runtime import (
     config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def all_gather(sizes: Iterable[int] = SHAPES) -> None:
     world, comm = config["world_size"], config["comm"]
     for size in (round_up(size, 2 * world) for size in sizes):
         part, whole = _halves(size // world), _halves(size)
-        _measure("All gather", size, lambda p=part, w=whole: wires.allGather(p, w, comm))
+        _measure("All gather", size, partial(wires.allGather, part, whole, comm))
 
 
 def reduce_scatter(sizes: Iterable[int] = SHAPES) -> None:
@@ -35,9 +36,7 @@ def reduce_scatter(sizes: Iterable[int] = SHAPES) -> None:
     world, comm = config["world_size"], config["comm"]
     for size in (round_up(size, 2 * world) for size in sizes):
         part, whole = _halves(size // world), _halves(size)
-        _measure(
-            "Reduce Scatter", size, lambda p=part, w=whole: wires.reduceScatter(w, p, "avg", comm)
-        )
+        _measure("Reduce Scatter", size, partial(wires.reduceScatter, whole, part, "avg", comm))
 
 
 def send_recv(sizes: Iterable[int] = SHAPES) -> None:
@@ -47,7 +46,7 @@ def send_recv(sizes: Iterable[int] = SHAPES) -> None:
     act: Any = wires.send if rank % 2 == 0 else wires.recv
     for size in (round_up(size, 2) for size in sizes):
         one = _halves(size)
-        _measure("Send Recv", size, lambda t=one: act(t, peer, comm) if peer < world else None)
+        _measure("Send Recv", size, partial(act, one, peer, comm) if peer < world else synchronize)
 
 
 def _halves(num_bytes: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from bmforge.compat.bmtrain.facade import Facade, claim_blocks_
 from bmforge.compat.bmtrain.module import DistributedModule, make_distributed_
 from bmforge.compat.bmtrain.overlap import join_blocks_
-from bmforge.compat.bmtrain.parameter import gather, mark_, mesh_of, origin_of
+from bmforge.compat.bmtrain.parameter import all_rows, mark_, mesh_of, origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ConfigError
 from bmforge.parallel.zero import param_groups_of
@@ -196,7 +196,7 @@ def _shard_(module: nn.Module, frees: bool) -> None:
         for name, param in owner._parameters.items()
         if param is not None and id(param) in taken
     ]
-    gathered = {id(p): nn.Parameter(gather(p.detach()), p.requires_grad) for _, _, p in places}
+    gathered = {id(p): nn.Parameter(all_rows(p), p.requires_grad) for _, _, p in places}
     for owner, name, param in places:
         owner._parameters[name] = gathered[id(param)]
     is_half = dtype in (torch.float16, torch.bfloat16)

@@ -13,7 +13,9 @@ from bmforge.compat.bmtrain.parameter import (
     Origin,
     full_shape,
     gather,
+    has_values_,
     make_parameter,
+    need_values,
     origin_of,
     share_like,
     whole,
@@ -35,6 +37,7 @@ class DistributedModule(nn.Module):
         if self.__dict__.get("_gathered") is not None:
             return super().__call__(*args, **kwargs)
         if "_claims" not in self.__dict__:
+            need_values(self)
             claim_blocks_(self)
         self.__dict__["_gathered"] = {}
         try:
@@ -76,6 +79,9 @@ class DistributedModule(nn.Module):
             if value.shape == full_shape(param):  # else torch says what does not fit
                 state_dict[prefix + name] = share_like(param, value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name, tensor in (*self._parameters.items(), *self._buffers.items()):
+            if prefix + name in state_dict:
+                has_values_(tensor)
 
 
 def make_distributed_(model: nn.Module) -> None:
@@ -94,7 +100,12 @@ def make_distributed_(model: nn.Module) -> None:
             own[name] = new[id(param)][1]
         buffers: dict[str, Tensor | None] = module._buffers
         for name, buffer in buffers.items():
-            buffers[name] = None if buffer is None else buffer.to(config.device)
+            if buffer is not None and buffer.is_meta:
+                made: Any = torch.empty_like(buffer, device=config.device)
+                made.is_empty = True
+                buffers[name] = made
+            elif buffer is not None:
+                buffers[name] = buffer.to(config.device)
         kind = type(module)
         if not isinstance(module, DistributedModule | Facade):
             # Under the old name, by which Hugging Face knows what a class can record.

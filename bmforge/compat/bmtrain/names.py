@@ -26,7 +26,7 @@ param_init.init_distributed_parameter | gone | bmt.init_parameters(module)
 param_init.iterate_parameters | gone | module.parameters()
 DistributedModule layer.DistributedModule | changed | gathers its parameters once per call
 BMTrainModelWrapper | changed | in place; ties stay; every repeated block becomes a `Block`; a \
-model on the meta device is drawn by `init_parameters` or read by `load`, share by share
+model on the meta device becomes shares, which `load` fills
 wrapper.make_distributed wrapper.model_wrapper_dispatch | gone | bmt.BMTrainModelWrapper(model)
 
 # Blocks
@@ -59,7 +59,8 @@ hook_func.zero_pre_backward hook_func.zero_post_backward hook_func.OneStepNoGrad
 hook_func.PreHookFunc hook_func.PostHookFunc | gone | bmt.Block
 
 # Saving and loading
-save load store.save store.load | changed | one file of plain tensors; loaded with `weights_only`
+save load store.save store.load | changed | one file of plain tensors, loaded with \
+`weights_only`; `non_blocking` writes meanwhile
 store.allgather_objects store.allgather_object store.broadcast_object | same
 store._save_to_rank0 store._save_to_local_rank0 | same
 store._save_to_infer_model | changed | the parts are on the host
@@ -75,7 +76,8 @@ torch's AdamW on fp32 copies
 optim.AdamOptimizer.zero_grad | same
 optim.AdamOptimizer.get_avg_delta optim.AdamOptimizer.get_var_delta | gone | those of \
 AdamOffloadOptimizer(..., record_delta=True), as ever
-optim.AdamOffloadOptimizer | changed | its states on the host, through the engine's offload
+optim.AdamOffloadOptimizer | changed | states on the host; gradients and weights travel, by the \
+engine's copies, beside the steps
 optim.AdamOffloadOptimizer.step optim.AdamOffloadOptimizer.zero_grad | same
 optim.AdamOffloadOptimizer.get_avg_delta optim.AdamOffloadOptimizer.get_var_delta | same
 optim.AdamOffloadOptimizer.state_dict optim.AdamOffloadOptimizer.load_state_dict | same

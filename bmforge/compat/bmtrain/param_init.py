@@ -1,9 +1,74 @@
-"""Where BMTrain drew its parameters; here it is `parameter.py` that does."""
+"""Drawing all parameters of a model, and what is done once for all of them."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bmforge.compat.bmtrain.facade import claim_blocks_
 from bmforge.compat.bmtrain.names import NAMES
-from bmforge.compat.bmtrain.parameter import grouped_parameters, init_parameters
+from bmforge.compat.bmtrain.parameter import full_shape, origin_of, set_values_
+from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.names import missing_names
 
-__all__ = ["grouped_parameters", "init_parameters"]
+__all__ = ["grouped_parameters", "init_parameters", "sum_plain_gradients_"]
+
+
+@torch.no_grad()
+def init_parameters(model: nn.Module) -> None:
+    """Run every parameter's `init_method`, in the order of modules, on the whole parameter.
+
+    Numbers come from torch's own generator as without bmforge, so the weights are the same in every
+    bit on any number of processes.
+
+    Memory: one whole parameter at a time.
+    """
+    config.need("init_parameters")
+    claim_blocks_(model)
+    for param in _once(model):
+        origin = origin_of(param)
+        if origin is not None and origin.init_method is not None:
+            value = torch.empty(full_shape(param), dtype=param.dtype, device=config.device)
+            origin.init_method(value)
+            set_values_(param, value)
+    sum_plain_gradients_(model)
+
+
+def sum_plain_gradients_(model: nn.Module) -> None:
+    """Sum the gradients of parameters that are not distributed, so that processes stay alike."""
+    if config["world_size"] == 1:
+        return
+    for param in model.parameters():
+        if origin_of(param) is None and param.is_leaf and not hasattr(param, "is_summed"):
+            param.is_summed = True  # type: ignore[attr-defined]
+            if param.requires_grad:
+                param.register_hook(_sum_over_all)
+
+
+def _sum_over_all(grad: Tensor) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total, group=config["comm"])
+    return total
+
+
+def _once(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that are kept here, each once; gathered ones are given back before."""
+    for module in model.modules():
+        if callable(give_back := getattr(module, "give_back", None)):
+            give_back()
+    yield from model.parameters()
+
+
+def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
+    """Yield the name of every group of parameters with its parameters."""
+    groups: dict[str | None, list[nn.Parameter]] = {}
+    for param in _once(model):
+        origin = origin_of(param)
+        groups.setdefault(None if origin is None else origin.group, []).append(param)
+    yield from groups.items()
+
 
 __getattr__ = missing_names("bmtrain", NAMES, __all__, "param_init")

@@ -7,7 +7,7 @@ that tensor parallelism has cut is a whole of its own here: `Origin` says of wha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import empty as empty_share
 
-from bmforge.compat.bmtrain.facade import claim_blocks_
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.names import missing_names
@@ -28,18 +28,18 @@ __all__ = [
     "DistributedParameter",
     "Origin",
     "ParameterInitializer",
+    "all_rows",
     "full_shape",
     "gather",
     "gather_all",
-    "grouped_parameters",
-    "init_parameters",
+    "has_values_",
     "make_parameter",
     "mark_",
     "mesh_of",
+    "need_values",
     "origin_of",
     "set_values_",
     "share_like",
-    "sum_plain_gradients_",
     "whole",
 ]
 
@@ -66,6 +66,7 @@ class Origin:
         tp_split_dim: the dim that tensor parallelism has cut; -1: none.
         in_block: a `Block` gathers it, together with the others.
         stage: which pipeline stage has it; None: all.
+        is_empty: was made on the meta device, and has been given no values yet.
     """
 
     init_method: Callable[[Tensor], Any] | None = None
@@ -74,6 +75,7 @@ class Origin:
     tp_split_dim: int = -1
     in_block: bool = False
     stage: int | None = None
+    is_empty: bool = False
 
     @property
     def cut(self) -> int:
@@ -129,16 +131,64 @@ def mesh_of(origin: Origin) -> Any:
 
 
 def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Parameter:
-    """Return this process's share of `data` as a parameter."""
-    data, mesh = data.detach().to(config.device), mesh_of(origin)
-    if mesh.size() > 1:
-        placement = Shard(0) if data.dim() else Replicate()
-        cut = distribute_tensor(data, mesh, [placement], src_data_rank=None)
+    """Return this process's share of `data` as a parameter; on meta, a share without values.
+
+    Memory: `data` on the device, a share where it is on meta.
+    """
+    mesh, data = mesh_of(origin), data.detach()
+    placement = Shard(0) if data.dim() else Replicate()
+    if data.is_meta:
+        origin = replace(origin, is_empty=True)
+        if mesh.size() > 1:
+            data = empty_share(
+                data.shape, dtype=data.dtype, device_mesh=mesh, placements=[placement]
+            )
+        else:
+            data = torch.empty_like(data, device=config.device)
+    elif mesh.size() > 1:
+        cut = distribute_tensor(data.to(config.device), mesh, [placement], src_data_rank=None)
         # A copy, so that the whole is freed.
         data = laid_out_like(cut.to_local().clone(), cut)
+    else:
+        data = data.to(config.device)
     made = nn.Parameter(data, requires_grad=requires_grad)
     mark_(made, origin)
     return made
+
+
+def all_rows(param: Tensor) -> Tensor:
+    """Return a parameter's values with all rows; where it has none, a place for them."""
+    origin = origin_of(param)
+    if origin is not None and origin.is_empty:
+        return torch.empty(param.shape, dtype=param.dtype, device=config.device)
+    return gather(param.detach())
+
+
+def has_values_(tensor: Any) -> None:
+    """Note that a parameter or buffer that was made on meta has been filled."""
+    if isinstance(origin := origin_of(tensor), Origin) and origin.is_empty:
+        tensor.origin = replace(origin, is_empty=False)
+    elif getattr(tensor, "is_empty", False):
+        tensor.is_empty = False
+
+
+def need_values(model: nn.Module) -> None:
+    """Look whether all that a model has was filled.
+
+    Raises:
+        ConfigError: something was made on the meta device and nothing else.
+    """
+    empty = [
+        n for n, p in model.named_parameters() if (o := origin_of(p)) is not None and o.is_empty
+    ]
+    empty += [n for n, b in model.named_buffers() if getattr(b, "is_empty", False)]
+    if empty:
+        shown = ", ".join(empty[:3]) + (f" and {len(empty) - 3} more" if len(empty) > 3 else "")
+        raise ConfigError(
+            f"{type(model).__name__} was made on the meta device, and {shown} have no values. Read "
+            "them with bmt.load(model, file), or draw those with an init_method with "
+            "bmt.init_parameters(model)."
+        )
 
 
 class _Gather(torch.autograd.Function):
@@ -193,6 +243,8 @@ def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
     Comm: all processes must call it.
     """
     origin = origin_of(param)
+    if origin is not None and origin.is_empty:
+        raise ConfigError("a parameter that was made on the meta device has no values to save yet.")
     value = (param if value is None else value).detach()
     if isinstance(value, DTensor):
         value = value.full_tensor()
@@ -225,60 +277,7 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
 def set_values_(param: Tensor, value: Tensor) -> None:
     """Fill a parameter from whole values."""
     local_tensor(param).copy_(local_tensor(share_like(param, value)))
-
-
-@torch.no_grad()
-def init_parameters(model: nn.Module) -> None:
-    """Run every parameter's `init_method`, in the order of modules, on the whole parameter.
-
-    Numbers come from torch's own generator as without bmforge, so the weights are the same in every
-    bit on any number of processes.
-
-    Memory: one whole parameter at a time.
-    """
-    config.need("init_parameters")
-    claim_blocks_(model)
-    for param in _once(model):
-        origin = origin_of(param)
-        if origin is not None and origin.init_method is not None:
-            value = torch.empty(full_shape(param), dtype=param.dtype, device=config.device)
-            origin.init_method(value)
-            set_values_(param, value)
-    sum_plain_gradients_(model)
-
-
-def sum_plain_gradients_(model: nn.Module) -> None:
-    """Sum the gradients of parameters that are not distributed, so that processes stay alike."""
-    if config["world_size"] == 1:
-        return
-    for param in model.parameters():
-        if origin_of(param) is None and param.is_leaf and not hasattr(param, "is_summed"):
-            param.is_summed = True  # type: ignore[attr-defined]
-            if param.requires_grad:
-                param.register_hook(_sum_over_all)
-
-
-def _sum_over_all(grad: Tensor) -> Tensor:
-    total = grad.clone()
-    dist.all_reduce(total, group=config["comm"])
-    return total
-
-
-def _once(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that are kept here, each once; gathered ones are given back before."""
-    for module in model.modules():
-        if callable(give_back := getattr(module, "give_back", None)):
-            give_back()
-    yield from model.parameters()
-
-
-def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
-    """Yield the name of every group of parameters with its parameters."""
-    groups: dict[str | None, list[nn.Parameter]] = {}
-    for param in _once(model):
-        origin = origin_of(param)
-        groups.setdefault(None if origin is None else origin.group, []).append(param)
-    yield from groups.items()
+    has_values_(param)
 
 
 def mark_(param: nn.Parameter, origin: Origin, **changes: Any) -> None:

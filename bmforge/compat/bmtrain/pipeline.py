@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from bmforge.compat.bmtrain.block import Block, BlockError, TransformerBlockList
 from bmforge.compat.bmtrain.facade import claim_blocks_
-from bmforge.compat.bmtrain.parameter import gather, make_parameter, mark_, origin_of
+from bmforge.compat.bmtrain.parameter import all_rows, make_parameter, mark_, origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ShapeError
 from bmforge.parallel.collectives import gather_tokens, take_tokens
@@ -151,7 +151,7 @@ def _place_(block: Block, stage: int) -> None:
 def _move(param: nn.Parameter, stage: int) -> nn.Parameter:
     origin = origin_of(param)
     assert origin is not None
-    data = gather(param.detach())
+    data = all_rows(param)
     origin = replace(origin, stage=stage)
     if stage == config["topology"].stage_id:
         return make_parameter(data, origin, param.requires_grad)

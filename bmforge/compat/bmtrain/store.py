@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from bmforge.compat.bmtrain.block import TransformerBlockList
 from bmforge.compat.bmtrain.facade import claim_blocks_
 from bmforge.compat.bmtrain.names import NAMES
-from bmforge.compat.bmtrain.parameter import full_shape, share_like, sum_plain_gradients_
+from bmforge.compat.bmtrain.param_init import sum_plain_gradients_
+from bmforge.compat.bmtrain.parameter import full_shape, share_like
 from bmforge.compat.bmtrain.runtime import config, synchronize
 from bmforge.compat.names import missing_names
 from bmforge.errors import CheckpointError
@@ -66,7 +68,8 @@ class Writing(threading.Thread):
 
     def __init__(self, write: Callable[[], None]) -> None:
         super().__init__(name="bmforge save")
-        self._write, self._problem = write, None
+        self._write = write
+        self._problem: Exception | None = None
 
     def run(self) -> None:
         """Write."""
@@ -187,7 +190,8 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
 
     def read() -> dict[str, Any]:
         try:
-            found = torch.load(file_name, map_location="cpu", weights_only=True)
+            is_mapped = zipfile.is_zipfile(file_name)  # then only what is used is read
+            found = torch.load(file_name, map_location="cpu", weights_only=True, mmap=is_mapped)
         except Exception as error:
             raise CheckpointError(f"{file_name} cannot be loaded: {error}") from error
         if not isinstance(found, dict):

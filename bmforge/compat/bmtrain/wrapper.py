@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from bmforge.compat.bmtrain.block import Block
@@ -12,6 +13,7 @@ from bmforge.compat.bmtrain.module import make_distributed_
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.names import missing_names
+from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.surgery import find_repeated_blocks
 
@@ -25,9 +27,18 @@ def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
 
     Every child of a ModuleList, and every block that is repeated elsewhere, becomes a `Block`. Ties
     are kept; a block that shares a parameter with something else is gathered module by module.
+
+    A model on the meta device gets shares without values, for `load` to fill. What no checkpoint
+    has (tables of positions) is made by the model itself where it knows how, as transformers' do.
+
+    Raises:
+        ConfigError: a buffer on the meta device is in no checkpoint, and the model makes none.
+
+    Memory: of a model on the meta device, this process's share.
     """
     config.need("BMTrainModelWrapper")
     blocks = _find_blocks(model)
+    _fill_tables_(model)
     make_distributed_(model)
     for name, block in blocks.items():
         parent, _, key = name.rpartition(".")
@@ -35,6 +46,29 @@ def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
     if blocks:
         _switch_caches_off_(model)
     return model
+
+
+@torch.no_grad()
+def _fill_tables_(model: nn.Module) -> None:
+    """Let a model on meta make the buffers that its checkpoints do not have."""
+    fill = getattr(model, "_init_weights", None)
+    missing = []
+    for name, module in model.named_modules():
+        buffers: dict[str, Any] = module._buffers
+        keys = [k for k in module._non_persistent_buffers_set if buffers[k] is not None]
+        own = {key: torch.empty_like(buffers[key], device=config.device) for key in keys}
+        own = {key: made for key, made in own.items() if buffers[key].is_meta}
+        buffers.update(own)
+        before = {key: made._version for key, made in own.items()}
+        if own and callable(fill):
+            fill(module)  # its parameters are still on meta, where drawing them does nothing
+        missing += [f"{name}.{k}" for k in own if buffers[k]._version == before[k]]
+    if missing:
+        raise ConfigError(
+            f"the model's buffers {', '.join(missing)} are on the meta device, and no checkpoint "
+            "has them. Make the model with its parameters alone on meta, by "
+            "accelerate.init_empty_weights(include_buffers=False)."
+        )
 
 
 def _switch_caches_off_(model: nn.Module) -> None:

@@ -66,7 +66,7 @@ _MODEL = {
     "--num-layers": _to("model.num_layers"),
     "--hidden-size": _to("model.hidden_size"),
     "--kv-hidden-size": _to(
-        "model.head_dim", note="width of one head; of a GPT-2 it is hidden_size / num_heads"
+        "model.head_dim", note="width of one head; not set: hidden_size / num_heads"
     ),
     "--ff-hidden-size": _to("model.intermediate_size"),
     "--num-attention-heads": _to("model.num_heads"),
@@ -83,7 +83,7 @@ _MODEL = {
     "--openai-gelu": _to(
         "model.activation", note="gelu_new (this one, the default) or gelu", only="gpt2"
     ),
-    "--hidden-bias": _gone("a GPT-2 has biases, a T5 none"),
+    "--hidden-bias": _to("model.bias", note="a GPT-2 has them unless it is false", only="gpt2"),
     "--apply-residual-connection-post-layernorm": _gone("a GPT-2 is pre-norm"),
     "--num-unique-layers": _gone("layers do not share weights"),
     "--param-sharing-style": _gone("layers do not share weights"),

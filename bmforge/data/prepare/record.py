@@ -157,5 +157,5 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{str(path)!r} cannot be read as the record of a preparation ({error}): prepare again "
-            "with overwrite=True, or into another directory"
+            "with overwrite=True (--overwrite), or into another directory"
         ) from error

@@ -130,7 +130,8 @@ def _check_same(
         if prefix is not None and TokenStore(prefix).num_tokens != count.tokens:
             raise DataError(
                 f"token store {str(prefix)!r} has {TokenStore(prefix).num_tokens} tokens, "
-                f"{RECORD_NAME} says {count.tokens}: prepare again with overwrite=True"
+                f"{RECORD_NAME} says {count.tokens}: prepare again with overwrite=True "
+                "(--overwrite)"
             )
 
 

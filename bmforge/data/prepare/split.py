@@ -72,7 +72,7 @@ def split_documents(
         if taken + sizes_bytes[i] <= target:
             held_out[i] = True
             taken += sizes_bytes[i]
-    missing = round(target - taken)
+    missing = int(target - taken)
     if missing < 1 or taken >= _TOO_FEW * target:
         return Split(held_out)
     # None of those left fitted, so each is longer than what is missing.

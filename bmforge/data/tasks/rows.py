@@ -199,7 +199,7 @@ def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_S
     ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
     kept = list(ids[1:] if first is not None and ids[:1] == [first] else ids)
     stop = next((place for place, id in enumerate(kept) if id in ends), len(kept))
-    return tokenizer.decode(kept[:stop]).strip()
+    return tokenizer.decode_written(kept[:stop]).strip()
 
 
 def fill_prompt(

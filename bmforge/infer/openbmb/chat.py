@@ -147,7 +147,7 @@ class Chat:
             nothing = torch.zeros_like(start[:, 0])
             out = run_decoder(decoder, start, nothing, self._options)[0, 1:].tolist()
         end = self.tokenizer.sep_id
-        answer = self.tokenizer.decode(out[: out.index(end)] if end in out else out)
+        answer = self.tokenizer.decode_written(out[: out.index(end)] if end in out else out)
         self.history += [text, answer]
         return answer
 

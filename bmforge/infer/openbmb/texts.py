@@ -82,7 +82,7 @@ def _complete(options: dict[str, Any], names: Collection[str]) -> dict[str, Any]
 
 def _show(tokenizer: Any, ids: Sequence[int]) -> str:
     marks = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-    return tokenizer.decode([id for id in ids if id not in marks])
+    return tokenizer.decode_written([id for id in ids if id not in marks])
 
 
 def _answer_document(

@@ -72,9 +72,23 @@ def apply_context_parallel_(
                 _see_everything_(attn)
             else:
                 attn.mix = partial(METHODS[method], attn.mix)
+        for block in stack.children():
+            if getattr(block, "layer_drop", 0.0):
+                fill_slot_(block, "agree", partial(_take_first, group))
     for module in model.modules():
         if hasattr(module, "pick_tokens"):
             fill_slot_(module, "pick_tokens", partial(_pick_tokens, group))
+
+
+@torch.compiler.disable
+def _take_first(group: dist.ProcessGroup, drawn: Tensor) -> Tensor:
+    """Return what the first process drew.
+
+    Comm: a broadcast of one number.
+    """
+    drawn = drawn.clone()
+    dist.broadcast(drawn, group=group, group_src=0)
+    return drawn
 
 
 def context_problems(
@@ -85,8 +99,10 @@ def context_problems(
         return []
     name = type(model).__name__
     attentions = [attn for stack in stacks for attn in _attentions(stack)]
-    if not attentions:
+    if not stacks:
         return [f"cp={size}: {name} has no rules that say where its stacks of blocks are"]
+    if not attentions:
+        return [f"cp={size}: {name} has stacks, but no block in them has its attention as `attn`"]
     if any(not hasattr(attn, "mix") for attn in attentions):
         return [f"cp={size}: {name} has attention that cannot look beyond its own tokens"]
     if method != "ulysses":

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bmforge.errors import DistributedError, ShapeError
+from bmforge.parallel.collectives import gather_into
 from bmforge.parallel.pipeline.replay import order_messages
 from bmforge.parallel.pipeline.schedules import Message, Schedule
 
@@ -301,7 +302,7 @@ class Wire:
             return None
         if self._link.parts(spec) > 1:
             whole = buffer.new_empty(spec.numel)
-            dist.all_gather_into_tensor(whole, buffer, group=self._link.slice_group)
+            gather_into(whole, buffer, group=self._link.slice_group)
             buffer = whole.view(spec.shape)
         return buffer.requires_grad_(spec.requires_grad)
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 T = TypeVar("T")
@@ -87,11 +86,11 @@ class Follower(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        made = list(_tensors(out))
         for tensor in made:
             self._follow(tensor.untyped_storage())
         if self.copies and func._schema.name in _COPIED:
-            self._copy(tensor for tensor in tree_leaves((args, kwargs, out)))
+            self._copy(_tensors((args, kwargs, out)))
         self._count(func, args, kwargs or {}, out, made)
         return out
 
@@ -155,10 +154,9 @@ class Follower(TorchDispatchMode):
         storage = self.alive.pop(key)
         self._note(storage, -storage.size)
 
-    def _copy(self, leaves: Iterable[Any]) -> None:
+    def _copy(self, sides: Iterable[Tensor]) -> None:
         """Note the copy of the larger side of a collective, which goes as it comes."""
-        sides = (t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
-        size = max(sides)
+        size = max(t.numel() * t.element_size() for t in sides)
         self.events += [(size, _COMMUNICATION, self.end), (-size, _COMMUNICATION, self.end)]
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
@@ -171,8 +169,8 @@ class Follower(TorchDispatchMode):
             rows, other = args[0], args[1]
             self.flops += 2 * rows.numel() * other.shape[-2 if other.dim() == 3 else -1]
         elif self._costs_traffic(func):
-            read = (tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor))
-            self.traffic_bytes += sum(t.numel() * t.element_size() for t in (*read, *made))
+            moved = (*_tensors((args, kwargs)), *made)
+            self.traffic_bytes += sum(t.numel() * t.element_size() for t in moved)
 
     def _costs_traffic(self, func: Any) -> bool:
         """What sharding copies runs beside the products, on its own stream."""
@@ -185,6 +183,17 @@ class Follower(TorchDispatchMode):
 # (S, F) x (S, D).
 _GROUPED = {"bmforge::grouped_linear", "bmforge::grouped_outer"}
 _FREE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "detach", "t")}
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among an operator's arguments or results."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors([*values.values()])
 
 
 def _attention_flops(name: str, args: Any, kwargs: Any) -> float:

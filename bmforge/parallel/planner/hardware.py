@@ -7,14 +7,25 @@ taken over from a relative, which is said. Figures by hand go over the table's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bmforge.errors import ConfigError, suggest
 
-__all__ = ["DEVICES", "INTERCONNECTS", "Cluster", "Device", "find_device", "parse_interconnect"]
+__all__ = [
+    "DEVICES",
+    "FULL_SOURCE",
+    "INTERCONNECTS",
+    "Cluster",
+    "Device",
+    "find_device",
+    "parse_interconnect",
+]
 
 _GIB = 2**30
+FULL_SOURCE = "ModelCenter's benchmark page: transformers in fp32, 11 rows on a V100, 1.11 s"
+_FULL = 0.792
 
 
 @dataclass(frozen=True)
@@ -30,11 +41,13 @@ class Device:
         peer_gb_s: to the others in its node, one direction.
         host_gb_s: to host memory, one direction.
         has_bf16: else half precision is fp16.
-        efficiency: part of the peak that products reach.
+        efficiency: part of the peak that products reach in half precision.
         source: of the figures.
         measured: where the efficiency is from.
         is_host: a processor: its collectives make buffers of their own, as gloo's do, and what is
             offloaded goes to disk, but for gradients.
+        full_efficiency: part of the peak that fp32 products reach; they have no tensor cores to
+            feed, so it is higher.
     """
 
     name: str
@@ -49,6 +62,11 @@ class Device:
     source: str
     measured: str
     is_host: bool = False
+    full_efficiency: float = _FULL
+
+    def reached(self, precision: str) -> float:
+        """Return the part of the peak that products reach."""
+        return self.full_efficiency if precision == "fp32" else self.efficiency
 
     def peak_flops(self, precision: str) -> float:
         """Return the peak in FLOP/s."""
@@ -70,7 +88,13 @@ _KEMPNER = "KempnerForge mfu_scaling 2026-04-05, 7B on one H200: 10,471 tokens/s
 _TITAN = "torchtitan 2024-12, Llama 3.1 8B, 8 GPUs, FSDP + compile: 6,667 tokens/s per GPU"
 _OLMO = "OLMo-core README, Llama-3 8B, H100, 4,096 tokens: 9,500 tokens/s per GPU"
 
+_AS_A100 = "assumed: as a100-80gb"
+
 _TABLE = (
+    Device(
+        "t4", 14.56, 65, 8.1, 320, 6, 12, False, 0.343, "NVIDIA T4 data sheet; peers over PCIe 3",
+        "assumed: as v100-32gb",
+    ),
     Device(
         "v100-16gb", 15.77, 125, 15.7, 900, 150, 12, False, 0.343, "NVIDIA V100 data sheet (SXM2)",
         f"as v100-32gb: {_BMTRAIN}",
@@ -87,12 +111,47 @@ _TABLE = (
     Device(
         "3090", 23.69, 71, 35.6, 936, 12, 24, True, 0.548,
         "NVIDIA GA102 white paper (fp16 with fp32 accumulation); peers over PCIe 4",
-        "assumed: as a100-80gb",
+        _AS_A100,
     ),
     Device(
         "4090", 23.65, 165.2, 82.6, 1008, 12, 24, True, 0.548,
         "NVIDIA Ada white paper (fp16 with fp32 accumulation); peers over PCIe 4",
-        "assumed: as a100-80gb",
+        _AS_A100,
+    ),
+    Device(
+        "5090", 31.35, 209.5, 104.8, 1792, 24, 50, True, 0.548,
+        "NVIDIA RTX Blackwell white paper (fp16 with fp32 accumulation); peers over PCIe 5",
+        _AS_A100,
+    ),
+    Device(
+        "a10", 22.06, 125, 31.2, 600, 12, 24, True, 0.548,
+        "NVIDIA A10 data sheet; peers over PCIe 4", _AS_A100,
+    ),
+    Device(
+        "l4", 22.03, 121, 30.3, 300, 12, 24, True, 0.548,
+        "NVIDIA L4 data sheet, half of its figures with sparsity; peers over PCIe 4", _AS_A100,
+    ),
+    Device(
+        "a40", 44.4, 149.7, 37.4, 696, 12, 24, True, 0.548,
+        "NVIDIA A40 data sheet; peers over PCIe 4", _AS_A100,
+    ),
+    Device(
+        "a6000", 47.4, 154.8, 38.7, 768, 12, 24, True, 0.548,
+        "NVIDIA RTX A6000 data sheet, half of its figure with sparsity; peers over PCIe 4",
+        _AS_A100,
+    ),
+    Device(
+        "6000-ada", 47.4, 364.2, 91.1, 960, 12, 24, True, 0.548,
+        "NVIDIA RTX 6000 Ada data sheet, a quarter of its fp8 figure with sparsity; peers over "
+        "PCIe 4", _AS_A100,
+    ),
+    Device(
+        "l40s", 44.4, 362, 91.6, 864, 12, 24, True, 0.548,
+        "NVIDIA L40S data sheet; peers over PCIe 4", _AS_A100,
+    ),
+    Device(
+        "a800-80gb", 79.25, 312, 19.5, 2039, 200, 24, True, 0.548,
+        "NVIDIA A800 data sheet: an A100 with links of 400 GB/s both ways", _AS_A100,
     ),
     Device(
         "a100-40gb", 39.56, 312, 19.5, 1555, 300, 24, True, 0.548, "NVIDIA A100 data sheet (SXM4)",
@@ -109,6 +168,18 @@ _TABLE = (
     Device(
         "h100-96gb-500w", 94.99, 989, 67, 2400, 450, 50, True, 0.406,
         "torchtitan benchmarks/llama3_h100_202412 (HBM2e, 500 W); peak of the SXM5", _TITAN,
+    ),
+    Device(
+        "h100-pcie", 79.18, 756, 51, 2000, 24, 50, True, 0.539,
+        "NVIDIA H100 data sheet (PCIe); peers over PCIe 5", "assumed: as h100-80gb",
+    ),
+    Device(
+        "h800", 79.18, 989, 67, 3350, 200, 50, True, 0.539,
+        "an H100 (SXM5) with links of 400 GB/s both ways", "assumed: as h100-80gb",
+    ),
+    Device(
+        "h20", 95.1, 148, 44, 4000, 450, 50, True, 0.539,
+        "figures of NVIDIA's H20 as its sellers publish them", "assumed: as h100-80gb",
     ),
     Device(
         "h200", 139.8, 989, 67, 4800, 450, 50, True, 0.729, "NVIDIA H200 data sheet (SXM5)",
@@ -197,7 +268,7 @@ def find_device(
     for label, value in (("--gpu-memory", memory_gib), ("--gpu-tflops", half_tflops)):
         if value is not None and value <= 0:
             raise ConfigError(f"{label} {value} must be above 0.")
-    key = name.lower().replace("_", "-").replace(" ", "-").removeprefix("rtx-")
+    key = re.sub(r"^(nvidia|tesla|geforce|rtx|-)+(?=\w)", "", re.sub(r"[_ ]", "-", name.lower()))
     found = DEVICES.get(key)
     if found is None:
         if memory_gib is None or half_tflops is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bmforge.parallel.layout import TENSOR_AXES
 from bmforge.shards import local_tensor
 from bmforge.surgery import match_glob, persistent_tensors
 
@@ -32,14 +33,23 @@ def held_bytes(
     ends: tuple[set[str], set[str]],
     counts: Callable[[Tensor], bool],
 ) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """Return bytes of the tensors that count: of the model, a block of each stack, the ends."""
+    """Return bytes of the tensors that count: of the model, a block of each stack, the ends.
 
-    def size(*modules: nn.Module) -> int:
+    What is at both ends, as a tied head is, is wherever one of them is, so no end has it alone.
+    """
+
+    def find(*modules: nn.Module) -> dict[int, Tensor]:
         found = (t for module in modules for t in persistent_tensors(module).values() if counts(t))
-        return sum(map(local_bytes, {id(tensor): tensor for tensor in found}.values()))
+        return {id(tensor): tensor for tensor in found}
 
-    first, last = (size(*(getattr(model, name) for name in names)) for names in ends)
-    return size(model), {name: size(blocks[1]) for name, blocks in stacks.items()}, (first, last)
+    def size(tensors: Mapping[int, Tensor]) -> int:
+        return sum(map(local_bytes, tensors.values()))
+
+    first, last = (find(*(getattr(model, name) for name in names)) for names in ends)
+    both = first.keys() & last.keys()
+    alone = [size({k: t for k, t in end.items() if k not in both}) for end in (first, last)]
+    middles = {name: size(find(blocks[1])) for name, blocks in stacks.items()}
+    return size(find(model)), middles, (alone[0], alone[1])
 
 
 def find_ends(model: nn.Module) -> tuple[set[str], set[str]]:
@@ -65,13 +75,13 @@ def count_sharded(model: nn.Module, stacks: Stacks) -> dict[str, int]:
 
 
 def _tensor_share(parameter: Tensor) -> int:
-    """Numbers of a parameter that are left when only the axis `tp` has cut it."""
+    """Numbers of a parameter that are left when only tensor parallelism has cut it."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     names = parameter.device_mesh.mesh_dim_names or ()
     cuts = [
         parameter.device_mesh.size(axis)
         for axis, (name, place) in enumerate(zip(names, parameter.placements, strict=False))
-        if name == "tp" and place.is_shard()
+        if name in TENSOR_AXES and place.is_shard()
     ]
     return parameter.numel() // math.prod(cuts)

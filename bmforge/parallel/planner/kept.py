@@ -123,27 +123,29 @@ def _to_trace(plain: dict[str, Any]) -> StepTrace:
     Raises:
         ValueError, TypeError, KeyError: it is of another form.
     """
-    pairs = {name: _whole_pair(plain[name]) for name in ("ends_static", "ends_trained")}
-    tables = {
-        name: {str(key): int(value) for key, value in plain[name].items()}
-        for name in ("block_static", "block_trained", "parameters")
-    }
-    numbers = {
-        name: int(plain[name]) for name in ("static", "trained", "micro_batches", "carry_bytes")
-    }
     return StepTrace(
         events=tuple((int(size), int(part), int(end)) for size, part, end in plain["events"]),
         marks=tuple(Mark(**mark) for mark in plain["marks"]),
+        static=int(plain["static"]),
+        block_static=_numbers(plain["block_static"]),
+        ends_static=_pair(plain["ends_static"]),
+        trained=int(plain["trained"]),
+        block_trained=_numbers(plain["block_trained"]),
+        ends_trained=_pair(plain["ends_trained"]),
+        micro_batches=int(plain["micro_batches"]),
         has_gradients=bool(plain["has_gradients"]),
         flops=float(plain["flops"]),
         traffic_bytes=float(plain["traffic_bytes"]),
+        parameters=_numbers(plain["parameters"]),
+        carry_bytes=int(plain["carry_bytes"]),
         others=tuple((int(count), _to_trace(other)) for count, other in plain["others"]),
-        **pairs,
-        **tables,
-        **numbers,
     )
 
 
-def _whole_pair(values: Any) -> tuple[int, int]:
+def _pair(values: Any) -> tuple[int, int]:
     first, last = values
     return int(first), int(last)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, int]:
+    return {str(key): int(value) for key, value in values.items()}

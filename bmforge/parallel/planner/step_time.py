@@ -144,7 +144,7 @@ def compute_time(
 
 
 def _product_time(flops: float, device: Device, precision: str) -> float:
-    return flops / (device.peak_flops(precision) * device.efficiency)
+    return flops / (device.peak_flops(precision) * device.reached(precision))
 
 
 def _traffic_time(traffic_bytes: float, device: Device, compiled: bool) -> float:

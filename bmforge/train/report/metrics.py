@@ -11,9 +11,7 @@ import errno
 import json
 import math
 import os
-import resource
 import secrets
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +20,7 @@ from typing import Any
 
 from bmforge.errors import DataError, MissingDependencyError
 from bmforge.files import replace_file
-from bmforge.host_memory import resident_bytes
+from bmforge.host_memory import peak_resident_bytes, resident_bytes
 from bmforge.logging import get_logger
 
 __all__ = [
@@ -276,8 +274,7 @@ def measure_memory(device_memory: Callable[[], int | None] | None = None) -> dic
         device_memory: gives the accelerator's bytes, or None without one (for example a closure
             over `bmforge.device.device_memory_bytes`); added as ``device_memory_bytes``.
     """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak *= 1 if sys.platform == "darwin" else 1024
+    peak = peak_resident_bytes()
     now = resident_bytes() or peak
     found = {"memory_bytes": now, "memory_peak_bytes": max(peak, now)}
     on_device = None if device_memory is None else device_memory()

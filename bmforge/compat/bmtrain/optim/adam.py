@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 from bmforge.compat.bmtrain.optim.state import all_parameters, pack_state, unpack_state
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.device import is_host
+from bmforge.memory.copies import CopyEngine, make_copy_engine
 from bmforge.shards import local_tensor
 
 __all__ = ["AdamOffloadOptimizer", "AdamOptimizer"]
@@ -88,9 +89,25 @@ class AdamOptimizer(torch.optim.Optimizer):
         states = [self._state_of(param) for param in params]
         pairs = zip(params, states, strict=True)
         masters = [state.get("master", local_tensor(param)) for param, state in pairs]
-        grads = []
+        grads = [local_tensor(param.grad) for param in params]  # type: ignore[arg-type]
+        self._step(group, states, masters, grads, scale)
         for param, master in zip(params, masters, strict=True):
-            grad = local_tensor(param.grad).to(master.device, master.dtype)  # type: ignore[arg-type]
+            here = local_tensor(param)
+            if master is not here:
+                here.copy_(master)
+
+    def _step(
+        self,
+        group: dict[str, Any],
+        states: list[dict[str, Any]],
+        masters: list[Tensor],
+        gradients: list[Tensor],
+        scale: float,
+    ) -> None:
+        """Step `masters`, all in one place."""
+        grads = []
+        for gradient, master in zip(gradients, masters, strict=True):
+            grad = gradient.to(master.device, master.dtype)
             grads.append(grad if scale == 1.0 else grad / scale)
         steps = [state["step"] for state in states]
         held = bool(self.hold_steps) and float(steps[0]) < self.hold_steps
@@ -111,10 +128,6 @@ class AdamOptimizer(torch.optim.Optimizer):
             maximize=False,
             fused=is_host(masters[0].device) or None,  # there the quickest; else torch decides
         )
-        for param, master in zip(params, masters, strict=True):
-            here = local_tensor(param)
-            if master is not here:
-                here.copy_(master)
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         """Return a parameter's state; a `master` is what the parameter is rounded from."""
@@ -126,7 +139,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(wide)
             state["exp_avg_sq"] = torch.zeros_like(wide)
-            if wide is not here and wide.data_ptr() != here.data_ptr():
+            if (wide.dtype, wide.device) != (here.dtype, here.device):  # a share may be empty
                 state["master"] = wide
         return state
 
@@ -158,6 +171,9 @@ class AdamOptimizer(torch.optim.Optimizer):
 class AdamOffloadOptimizer(AdamOptimizer):
     """The same, with states on the host; on a host without an accelerator, the same numbers.
 
+    Gradients go there, and weights back, beside the steps of other parameters; `step` returns when
+    all are stepped, and the device waits for the last weights.
+
     Args:
         params, lr, betas, eps, weight_decay, hold_steps, scale: see `AdamOptimizer`.
         record_delta: keep mean and variance of the last update.
@@ -168,6 +184,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def __init__(self, params: Iterable[Any], *args: Any, record_delta: bool = False, **kw: Any):
         super().__init__(params, *args, **kw)
         self._records, self._delta = record_delta, torch.zeros(3, dtype=torch.float64)
+        self._engine: CopyEngine | None = None
+        # Parameter -> host memory for its gradient, and then for its weights.
+        self._staging: dict[Tensor, Tensor] = {}
 
     def step(self, closure: Callable[[], Any] | None = None, scale: float | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have a gradient; see `AdamOptimizer.step`."""
@@ -176,11 +195,36 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _update(self, group: dict[str, Any], params: list[Tensor], scale: float) -> None:
         before = [local_tensor(p).detach().clone() for p in params] if self._records else []
-        super()._update(group, params, scale)
+        away = [param for param in params if "master" in self._state_of(param)]
+        here = [param for param in params if "master" not in self._state_of(param)]
+        if here:
+            super()._update(group, here, scale)
+        if away:
+            self._update_away(group, away, scale)
         for old, param in zip(before, params, strict=False):
             delta = (local_tensor(param).detach() - old).double()
             sums = torch.stack((delta.sum(), delta.square().sum())).cpu()
             self._delta += torch.cat((torch.tensor([float(delta.numel())]), sums))
+
+    def _update_away(self, group: dict[str, Any], params: list[Tensor], scale: float) -> None:
+        """Step one parameter while the gradients of the next come and the last's weights go."""
+        if self._engine is None:
+            self._engine = make_copy_engine(local_tensor(params[0]).device, "bmtrain-offload")
+        engine, coming, going = self._engine, [], []
+        for number, param in enumerate(params):
+            gradient = local_tensor(param.grad)  # type: ignore[arg-type]
+            if param not in self._staging:
+                self._staging[param] = engine.new_host(tuple(gradient.shape), gradient.dtype)
+            label = f"gradient {number}"
+            coming.append(engine.copy_(self._staging[param], gradient, label))
+        for number, (param, ticket) in enumerate(zip(params, coming, strict=True)):
+            state, staging, target = self.state[param], self._staging[param], local_tensor(param)
+            ticket.wait_on_host()
+            self._step(group, [state], [state["master"]], [staging], scale)
+            staging.copy_(state["master"])
+            going.append(engine.copy_(target.detach(), staging, f"weights {number}"))
+        for ticket in going:
+            ticket.wait()
 
     def _moments(self) -> tuple[float, float]:
         total = self._delta.to(config.device)

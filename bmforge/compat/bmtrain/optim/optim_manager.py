@@ -13,6 +13,7 @@ from torch import Tensor
 from bmforge.compat.bmtrain.lr_scheduler import WarmupLRScheduler
 from bmforge.compat.bmtrain.optim.adam import AdamOptimizer
 from bmforge.compat.bmtrain.optim.state import pack_state, unpack_state
+from bmforge.compat.bmtrain.optim.steps import check_optimizer, step_shares
 from bmforge.compat.bmtrain.parameter import origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import CheckpointError, ConfigError
@@ -70,7 +71,12 @@ class OptimManager:
     def add_optimizer(
         self, optimizer: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | None = None
     ) -> None:
-        """Add an optimizer, any of torch's or ours, and its schedule."""
+        """Add an optimizer, any of torch's or ours, and its schedule.
+
+        Raises:
+            ConfigError: LBFGS; SparseAdam on several processes.
+        """
+        check_optimizer(optimizer)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -120,7 +126,7 @@ class OptimManager:
                 optimizer.step(scale=self.loss_scale)
             else:
                 grad_rescale(optimizer.param_groups, self.loss_scale)
-                optimizer.step()
+                step_shares(optimizer)
             if schedule is not None:
                 schedule.step()
         if self.loss_scale_enabled:
@@ -168,9 +174,15 @@ class OptimManager:
 
 
 def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters that have a gradient, with what is here of it."""
-    params = (param for group in groups for param in group["params"])
-    return [(p, local_tensor(p.grad)) for p in params if p.grad is not None]
+    """Return the parameters that have a gradient, with what is here, or not zero, of it."""
+    found = []
+    for param in (param for group in groups for param in group["params"]):
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.coalesce()
+            found.append((param, param.grad.values()))
+        elif param.grad is not None:
+            found.append((param, local_tensor(param.grad)))
+    return found
 
 
 @torch.no_grad()
@@ -264,6 +276,7 @@ def optim_step(optim: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | N
     `init_distributed` has the factor and the number of steps after which the scale grows.
     """
     config.need("optim_step")
+    check_optimizer(optim)
     factor = config["loss_scale_factor"]
     is_ours = isinstance(optim, AdamOptimizer)
     if not _is_finite(optim.param_groups):
@@ -273,7 +286,10 @@ def optim_step(optim: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | N
             get_logger().warning("Gradient overflow, step skipped")
         optim.zero_grad()
         return
-    optim.step()
+    if is_ours:
+        optim.step()
+    else:
+        step_shares(optim)
     if lr_scheduler is not None:
         lr_scheduler.step()
     if is_ours and optim.steps_since_last_scale >= config["loss_scale_steps"]:

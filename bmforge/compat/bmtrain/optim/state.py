@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from bmforge.compat.bmtrain.optim.steps import keeps_whole
 from bmforge.compat.bmtrain.parameter import full_shape, share_like, whole
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import CheckpointError, ConfigError
@@ -38,7 +39,7 @@ def pack_state(optimizer: torch.optim.Optimizer, gather: bool) -> State:
         if index in packed["state"]:
             entries = packed["state"][index].items()
             state[index] = {key: _pack(param, value, gather) for key, value in entries}
-    return {**packed, "state": state, "is_whole": gather}
+    return {**packed, "state": state, "is_whole": gather or keeps_whole(optimizer)}
 
 
 def _pack(param: Tensor, value: Any, gather: bool) -> Any:
@@ -66,6 +67,8 @@ def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
         raise CheckpointError(
             f"the state is of {saved} parameters; the optimizer has {len(params)}"
         )
+    if keeps_whole(optimizer):
+        return {"state": dict(state["state"]), "param_groups": state["param_groups"]}
     made = {
         index: {key: _unpack(params[index], v, state.get("is_whole")) for key, v in entries.items()}
         for index, entries in state["state"].items()

@@ -132,7 +132,8 @@ class SparseSelfAttention(Attention):
             )
         self.attention_window = attention_window
         width = self.num_heads * self.dim_head
-        made = {n: options[n] for n in ("dtype", "int8", "init_mean", "bias") if n in options}
+        names = ("dtype", "int8", "init_mean", "bias")
+        made: dict[str, Any] = {name: options[name] for name in names if name in options}
         made |= {"init_std": options.get("init_std", 0.02)}
         made |= {"length_scale": options.get("length_scale", False)}
         for part in "qkv":

@@ -111,7 +111,7 @@ class RelativeCPM1(CausalLM):
         past = 0 if cache is None else cache.length
         x = self.embed_inputs(input_ids, inputs_embeds)
         bias = self.rel_bias(length, past + length, past)
-        masks = {None: attention_mask}
+        masks: dict[int | None, Tensor | None] = {None: attention_mask}
         x, states = run_layers(self.layers, x, masks, output_hidden_states, bias=bias, cache=cache)
         assert self.norm is not None
         x = self.norm(x)

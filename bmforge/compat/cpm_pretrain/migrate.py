@@ -1,0 +1,400 @@
+"""CPM-Pretrain's start scripts and command lines as a run's config, in TOML.
+
+Start reading at `migrate_text`. What an argument becomes is said by `arguments.py`, for people, and
+computed here; what has no place is listed, never dropped without a word.
+
+Source: ``megatron/arguments.py`` of TsinghuaAI/CPM-1-Pretrain for the defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS
+from bmforge.compat.cpm_pretrain.shell import Script, read_script
+from bmforge.config import config_from_dict
+from bmforge.errors import ConfigError, suggest
+from bmforge.recipes.registry import RECIPES
+
+__all__ = ["Migrated", "migrate_text"]
+
+_PROGRAMS = {"pretrain_gpt2.py": "gpt2-pretrain", "pretrain_t5.py": "t5-pretrain"}
+_TABLE = {name: entry for group in ARGUMENTS.values() for name, entry in group.items()}
+_SWITCHES = """
+    --apply-residual-connection-post-layernorm --openai-gelu --checkpoint-activations
+    --distribute-checkpointed-activations --scaled-upper-triang-masked-softmax-fusion
+    --scaled-masked-softmax-fusion --bias-gelu-fusion --bias-dropout-fusion --hidden-bias
+    --cpu-optimizer --cpu_torch_adam --override-lr-scheduler --use-checkpoint-lr-scheduler
+    --no-save-optim --no-save-rng --no-load-optim --no-load-rng --finetune --fp16
+    --apply-query-key-layer-scaling --attention-softmax-in-fp32 --fp32-allreduce
+    --fp16-lm-cross-entropy --use-cpu-initialization --mmap-warmup --reset-position-ids
+    --reset-attention-mask --eod-mask-loss --adlr-autoresume --deepspeed --zero-reduce-scatter
+    --zero-contigious-gradients --deepspeed-activation-checkpointing --partition-activations
+    --contigious-checkpointing --checkpoint-in-cpu --synchronize-each-layer --profile-backward
+    --report-topk-accuracies --use-one-sent-docs --faiss-use-gpu
+"""
+# What its parser took where nothing was said, as far as ours takes something else.
+_DEFAULTS: Mapping[str, Any] = {
+    "--attention-dropout": 0.1,
+    "--hidden-dropout": 0.1,
+    "--weight-decay": 0.01,
+    "--adam-beta1": 0.9,
+    "--adam-beta2": 0.999,
+    "--lr-decay-style": "linear",
+    "--warmup": 0.01,
+    "--seed": 1234,
+    "--min-lr": 0.0,
+    "--hysteresis": 2,
+    "--loss-scale-window": 1000,
+    "--eval-interval": 1000,
+    "--eval-iters": 100,
+    "--log-interval": 100,
+    "--split": "969,30,1",
+    "--gas": 1,
+    "--model-parallel-size": 1,
+    "--pipe-parallel-size": 0,
+    "--make-vocab-size-divisible-by": 128,
+}
+# Read together with others, or by `_Places.special`.
+_PLAIN: Mapping[str, tuple[str, type]] = {
+    "--model-parallel-size": ("layout.tp", int),
+    "--num-layers": ("model.num_layers", int),
+    "--hidden-size": ("model.hidden_size", int),
+    "--ff-hidden-size": ("model.intermediate_size", int),
+    "--num-attention-heads": ("model.num_heads", int),
+    "--max-position-embeddings": ("model.max_seq_len", int),
+    "--layernorm-epsilon": ("model.norm_eps", float),
+    "--hidden-dropout": ("model.dropout", float),
+    "--init-method-std": ("model.init_std", float),
+    "--batch-size": ("data.micro_batch_size", int),
+    "--gas": ("data.grad_accum_steps", int),
+    "--train-iters": ("train.steps", int),
+    "--lr": ("train.optim.lr", float),
+    "--weight-decay": ("train.optim.weight_decay", float),
+    "--adam-eps": ("train.optim.eps", float),
+    "--min-scale": ("loss_scale.min_scale", float),
+    "--hysteresis": ("loss_scale.hysteresis", int),
+    "--loss-scale": ("loss_scale.fixed", float),
+    "--seq-length": ("data.seq_len", int),
+    "--enc-seq-length": ("data.seq_len", int),
+    "--dec-seq-length": ("target_len", int),
+    "--mask-prob": ("noise_density", float),
+    "--save": ("run_dir", str),
+    "--save-interval": ("train.save_every_steps", int),
+    "--log-interval": ("train.log_every_steps", int),
+    "--eval-interval": ("train.eval_every_steps", int),
+    "--eval-iters": ("data.validation_batches", int),
+}
+_FLAGS: Mapping[str, tuple[str, Any]] = {
+    "--checkpoint-activations": ("recompute", True),
+    "--deepspeed-activation-checkpointing": ("recompute", True),
+    "--checkpoint-in-cpu": ("offload.activations", True),
+    "--cpu-optimizer": ("offload.fraction", 1.0),
+    "--cpu_torch_adam": ("offload.fraction", 1.0),
+    "--reset-position-ids": ("data.reset_at_documents", True),
+    "--reset-attention-mask": ("data.reset_at_documents", True),
+    "--eod-mask-loss": ("data.reset_at_documents", True),
+    "--bias-gelu-fusion": ("compile", True),
+    "--bias-dropout-fusion": ("compile", True),
+}
+# Placed by more than one line of `_Places`.
+_TOGETHER = """
+    --pipe-parallel-size --kv-hidden-size --attention-dropout --hidden-bias --openai-gelu
+    --num-unique-layers --apply-residual-connection-post-layernorm --zero-stage
+    --partition-activations --distribute-checkpointed-activations --lr-decay-iters
+    --lr-decay-style --min-lr --warmup --clip-grad --adam-beta1 --adam-beta2 --seed --fp16
+    --loss-scale-window --data-path --split --num-workers --vocab-file --load --finetune
+    --no-load-optim --no-load-rng --no-save-optim --profile-backward --make-vocab-size-divisible-by
+"""
+_LAUNCHERS = ("--num_gpus", "--nproc_per_node", "--nproc-per-node")
+
+
+@dataclass
+class Migrated:
+    """A config and what stands beside it.
+
+    Args:
+        task: name of the recipe.
+        values: fields of its config, as TOML nests them.
+        unplaced: what was set and has no place, with why.
+        dropped: what was set and needs no place, with why.
+        command: what starts the run, with `{config}` for the file.
+    """
+
+    task: str
+    values: dict[str, Any] = field(default_factory=dict)
+    unplaced: list[tuple[str, str]] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    command: str = ""
+
+    def toml(self) -> str:
+        """Return the config, with what could not be placed as comments in front."""
+        notes = [f"# not placed: {name}: {why}\n" for name, why in self.unplaced]
+        return "".join(notes) + tomli_w.dumps(self.values)
+
+
+def migrate_text(text: str) -> Migrated:
+    """Return the run that a script or a command line starts.
+
+    Args:
+        text: of a `run_gpt2.sh` or `run_t5.sh`, or of a line with `pretrain_gpt2.py` or
+            `pretrain_t5.py` in it. Nothing in it is run.
+
+    Raises:
+        ConfigError: none of the two programs is started, or a value is not of its kind.
+    """
+    script = read_script(text)
+    lines = [*script.variables.values(), *script.commands]
+    starts = [line for line in lines if any(program in line for program in _PROGRAMS)]
+    if not starts:
+        raise ConfigError(
+            f"nothing here starts {' or '.join(_PROGRAMS)}: give a start script of CPM-Pretrain, "
+            "or one of its command lines."
+        )
+    words = shlex.split(starts[-1].replace("\x00", " "))
+    at = next(n for n, word in enumerate(words) if Path(word).name in _PROGRAMS)
+    task = _PROGRAMS[Path(words[at]).name]
+    out = Migrated(task)
+    out.unplaced += [(f"line {n}", f"{part!r} was not understood") for n, part in script.unread]
+    places = _Places(task, out, _split(words[at + 1 :], out))
+    places.fill()
+    out.command = _command(words[:at], script, places)
+    config_from_dict(RECIPES[task].config, out.values)  # a field that is not there is our mistake
+    return out
+
+
+def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
+    """Return the arguments by name; of one that comes twice, the last."""
+    switches, at = _SWITCHES.split(), 0
+    given: dict[str, Any] = {}
+    while at < len(words):
+        name, has_value, value = words[at].partition("=")
+        at += 1
+        if name not in _TABLE:
+            if name.startswith("-"):
+                out.unplaced.append((name, f"unknown{suggest(name, _TABLE)}"))
+            continue
+        if name in switches:
+            given[name] = True
+            continue
+        if not has_value:
+            value = words[at] if at < len(words) else ""
+            at += 1
+        given[name] = value
+    return given
+
+
+def _command(launcher: Sequence[str], script: Script, places: _Places) -> str:
+    """Return the line that starts the run."""
+    known = script.variables
+    count = known.get("GPUS_PER_NODE", "")
+    for number, word in enumerate(launcher):
+        name, _, value = word.partition("=")
+        if name in _LAUNCHERS:
+            count = value or launcher[number + 1]
+    count = count or str(places.number("--model-parallel-size", int) * places.stages)
+    parts = ["torchrun", "--nproc-per-node", count]
+    if known.get("NNODES", "1") != "1":
+        parts += ["--nnodes", known["NNODES"], "--node-rank", known.get("NODE_RANK", "0")]
+        parts += ["--master-addr", known.get("MASTER_ADDR", "localhost")]
+        parts += ["--master-port", known.get("MASTER_PORT", "29500")]
+    parts += ["-m", "bmforge", "train", places.out.task, "--config", "{config}"]
+    ds_config = places.given.get("--deepspeed_config")
+    if ds_config and places.stages > 1:  # else CPM-Pretrain did not read it
+        parts += ["--ds-config", ds_config]
+    return shlex.join(parts).replace("'{config}'", "{config}")
+
+
+class _Places:
+    """Puts arguments into fields.
+
+    Args:
+        task: name of the recipe.
+        out: gets the fields, and what has none.
+        given: arguments by name.
+    """
+
+    def __init__(self, task: str, out: Migrated, given: dict[str, Any]) -> None:
+        self.is_t5, self.out, self.given = task == "t5-pretrain", out, given
+        self.stages = max(1, self.number("--pipe-parallel-size", int))
+
+    def number(self, name: str, kind: type) -> Any:
+        """Return a value, or the old default, or None.
+
+        Raises:
+            ConfigError: it is not of its kind.
+        """
+        value = self.given.get(name, _DEFAULTS.get(name))
+        if value is None:
+            return None
+        try:
+            return kind(float(value)) if kind is int and "e" in str(value) else kind(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} {value}: a {kind.__name__} is needed.") from error
+
+    def put(self, path: str, value: Any) -> None:
+        """Set a field."""
+        table = self.out.values
+        *parents, name = path.split(".")
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[name] = value
+
+    def fill(self) -> None:
+        """Place all arguments, and list what has no place."""
+        for name, (path, kind) in _PLAIN.items():
+            value = self.number(name, kind)
+            if value is not None and self._is_ours(name):
+                self.put(path, value)
+        for name, (path, value) in _FLAGS.items():
+            if name in self.given and self._is_ours(name):
+                self.put(path, value)
+        self.put("layout.pp", self.stages)
+        self._place_model()
+        self._place_schedule()
+        self._place_precision()
+        self._place_data()
+        self._place_saving()
+        placed = {*_PLAIN, *_FLAGS, *_TOGETHER.split()}
+        for name in self.given:
+            if name in placed or (name == "--deepspeed_config" and self.stages > 1):
+                continue
+            entry = _TABLE[name]
+            self.out.dropped.append((name, entry.note or f"see {', '.join(entry.fields)}"))
+
+    def _is_ours(self, name: str) -> bool:
+        """Tell whether the recipe has an argument's field; one that was given is said if not."""
+        only = _TABLE[name].only
+        if not only or (only == "t5") is self.is_t5:
+            return True
+        if name in self.given:
+            self.say(name, f"only {only}-pretrain has it")
+        return False
+
+    def say(self, name: str, why: str) -> None:
+        """Say that an argument has no place."""
+        value = self.given.get(name, True)
+        self.out.unplaced.append((name if value is True else f"{name} {value}", why))
+
+    def _place_model(self) -> None:
+        width = self.number("--kv-hidden-size", int)
+        heads, hidden = (self.number(n, int) for n in ("--num-attention-heads", "--hidden-size"))
+        if width is not None and (self.is_t5 or width * (heads or 0) != hidden):
+            self.put("model.head_dim", width)
+        if self.is_t5:
+            if self.number("--attention-dropout", float) != self.number("--hidden-dropout", float):
+                self.say("--attention-dropout", "a T5 has one number, model.dropout")
+            if "--hidden-bias" in self.given:
+                self.say("--hidden-bias", "a T5 has no biases")
+        else:
+            self.put("model.attn_dropout", self.number("--attention-dropout", float))
+            self.put("model.bias", "--hidden-bias" in self.given)
+            if "--openai-gelu" in self.given:
+                self.put("model.activation", "gelu_new")
+        for name in ("--num-unique-layers", "--apply-residual-connection-post-layernorm"):
+            if name in self.given:
+                self.say(name, _TABLE[name].note)
+        if self.number("--zero-stage", int) is not None:
+            self.put("layout.zero", {1: 2}.get(stage := self.number("--zero-stage", int), stage))
+        is_divided = any(
+            n in self.given
+            for n in ("--partition-activations", "--distribute-checkpointed-activations")
+        )
+        if is_divided and self.number("--model-parallel-size", int) > 1:
+            self.put("layout.sequence_parallel", True)
+
+    def _place_schedule(self) -> None:
+        steps = self.number("--train-iters", int)
+        total = self.number("--lr-decay-iters", int) or steps
+        kind, lr = self.number("--lr-decay-style", str), self.number("--lr", float)
+        ratio = self.number("--min-lr", float) / lr if lr else 0.0
+        self.put("train.schedule.kind", kind)
+        if total:
+            self.put("train.schedule.warmup_steps", int(self.number("--warmup", float) * total))
+        if kind == "constant":
+            return
+        if kind == "exponential" and not ratio:
+            self.say("--lr-decay-style", "here it decays to min_lr_ratio, which must be above 0")
+        self.put("train.schedule.min_lr_ratio", round(ratio, 7))
+        if total and total != steps:
+            self.put("train.schedule.total_steps", total)
+
+    def _place_precision(self) -> None:
+        clip = self.number("--clip-grad", float)
+        if clip == 0:
+            self.say("--clip-grad", "leave train.grad_clip out of the command and set it to None")
+        elif clip is not None:
+            self.put("train.grad_clip", clip)
+        self.put("train.optim.betas", [self.number(f"--adam-beta{n}", float) for n in (1, 2)])
+        seed = self.number("--seed", int)
+        for path in ("seed", "data.seed", "train.seed"):
+            self.put(path, seed)
+        if "--fp16" not in self.given:
+            self.out.values.pop("loss_scale", None)
+            return
+        self.put("train.precision", "fp16")
+        if self.out.values.get("loss_scale", {}).get("fixed"):
+            self.out.values["loss_scale"] = {"fixed": self.number("--loss-scale", float)}
+        else:
+            self.out.values.get("loss_scale", {}).pop("fixed", None)
+            window = int(self.number("--loss-scale-window", float))
+            self.put("loss_scale.growth_interval_steps", window)
+            self.put("loss_scale.init_scale", 2.0**32)  # and halved at once, as there
+
+    def _place_data(self) -> None:
+        if path := self.given.get("--data-path"):
+            self.put("data.paths", [path])
+        self.put("data.split", [float(n) for n in self.number("--split", str).split(",")])
+        if "--num-workers" in self.given:
+            self.out.dropped.append(("--num-workers", "one thread reads ahead"))
+        vocabulary = self.given.get("--vocab-file")
+        if vocabulary:
+            path = Path(vocabulary)
+            self.put("data.tokenizer", str(path.parent if path.suffix else path))
+        count = _count_tokens(vocabulary)
+        if count is None:
+            self.say("--vocab-file", "its tokens cannot be counted here: set model.vocab_size")
+            return
+        step = self.number("--make-vocab-size-divisible-by", int)
+        step *= self.number("--model-parallel-size", int)
+        self.put("model.vocab_size", -(-count // step) * step)
+
+    def _place_saving(self) -> None:
+        load = self.given.get("--load")
+        if load and load == self.given.get("--save"):
+            self.out.dropped.append((f"--load {load}", "a run goes on by itself"))
+        elif load:
+            self.say(
+                "--load",
+                "checkpoints of DeepSpeed are not read: bmforge convert reads Megatron's shards of "
+                "CPM-1, CPM-2 and EVA, and init_from takes what it writes",
+            )
+        for name in ("--finetune", "--no-load-optim", "--no-load-rng", "--no-save-optim"):
+            if name in self.given:
+                self.out.dropped.append((name, _TABLE[name].note or "see init_from"))
+        if "--profile-backward" in self.given:
+            self.out.dropped.append(("--profile-backward", "see train.profile_steps"))
+
+
+def _count_tokens(path: str | None) -> int | None:
+    """Return how many tokens a vocabulary has, where it is here and is a list of them."""
+    place = Path(path) if path else None
+    if place is None:
+        return None
+    files = [place] if place.is_file() else [place / name for name in ("vocab.json", "vocab.txt")]
+    for file in files:
+        if file.is_file() and file.suffix == ".json":
+            try:
+                return len(json.loads(file.read_text(encoding="utf-8")))
+            except ValueError:
+                return None
+        if file.is_file() and file.suffix == ".txt":
+            return sum(bool(line.strip()) for line in file.open(encoding="utf-8"))
+    return None

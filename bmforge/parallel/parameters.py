@@ -1,0 +1,77 @@
+"""What ZeRO needs of any module's parameters: a first dim, one dtype per unit, plain memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from bmforge.records import Unit
+
+__all__ = ["lay_straight_", "parameter_problems"]
+
+
+def parameter_problems(model: nn.Module, units: Sequence[Unit]) -> list[str]:
+    """Return everything that keeps a model's parameters from being sharded."""
+    named = dict(model.named_parameters())
+    found = [
+        f"parameter {name} is a scalar, which has no dim to shard: make it a vector of one element"
+        for name, parameter in named.items()
+        if parameter.dim() == 0
+    ]
+    return [*found, *_mixed_units(named, units), *_shared_memory(named)]
+
+
+def lay_straight_(model: nn.Module) -> None:
+    """Give parameters that lie transposed in memory another one, in the order of their dims."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _mixed_units(named: dict[str, nn.Parameter], units: Sequence[Unit]) -> Iterator[str]:
+    """Yield the units whose trained parameters have several dtypes, the root's included."""
+    inside = [unit.name for unit in units if unit.is_gathered]
+    examples: dict[str, dict[str, str]] = {}
+    for name, parameter in named.items():
+        around = (unit for unit in inside if name.startswith(f"{unit}."))
+        if parameter.requires_grad:
+            seen = examples.setdefault(max(around, key=len, default=""), {})
+            seen.setdefault(str(parameter.dtype).removeprefix("torch."), name)
+    for unit, seen in examples.items():
+        if len(seen) > 1:
+            which = ", ".join(f"{dtype} ({name})" for dtype, name in seen.items())
+            yield (
+                f"{f'unit {unit}' if unit else 'what lies in no unit'} is trained in several "
+                f"dtypes: {which}; give all one dtype, as model.float() does, and take precision "
+                "for the one to compute in"
+            )
+
+
+def _shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
+    """Yield the transposed parameters that are a view of another one's memory."""
+    for name, parameter in named.items():
+        if parameter.is_contiguous():
+            continue
+        for other, its in named.items():
+            if other != name and _overlap(parameter, its):
+                yield (
+                    f"parameter {name} is a view of {other}'s memory, which sharding would part: "
+                    "make it no parameter, and transpose where it is used"
+                )
+                break
+
+
+def _overlap(one: nn.Parameter, other: nn.Parameter) -> bool:
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    (first, last), (start, end) = _extent(one), _extent(other)
+    return first <= end and start <= last
+
+
+def _extent(tensor: nn.Parameter) -> tuple[int, int]:
+    """Return the first and the last element's place in a tensor's storage, in bytes."""
+    first = tensor.storage_offset()
+    steps = (n - 1 for n in tensor.shape)
+    last = first + sum(n * stride for n, stride in zip(steps, tensor.stride(), strict=True))
+    return first * tensor.element_size(), last * tensor.element_size()
