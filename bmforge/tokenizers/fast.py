@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from bmforge.errors import DataError
 from bmforge.tokenizers.base import (
@@ -24,6 +25,8 @@ from bmforge.tokenizers.tokenizer_json import (
 )
 
 __all__ = ["FastTokenizer"]
+
+_UNSEEN = "\U0010ffff"  # which is no character
 
 
 class FastTokenizer(Tokenizer):
@@ -121,12 +124,32 @@ class FastTokenizer(Tokenizer):
         Raises:
             DataError: a text has half of a surrogate pair.
         """
-        before = self._tokenizer.encode_special_tokens
-        self._tokenizer.encode_special_tokens = True
+        tokenizer = self._plain_tokenizer
         try:
-            return self.encode_batch(texts)
-        finally:
-            self._tokenizer.encode_special_tokens = before
+            encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:
+            raise unreadable_text(texts, error) from error
+        return [one.ids for one in encoded]
+
+    @cached_property
+    def _plain_tokenizer(self) -> Any:
+        """The tokenizer that reads the names of special tokens as characters.
+
+        A unigram model would find them as pieces of its own: there they get names that no text has.
+        """
+        settings = json.loads(self._content)
+        model = settings["model"]
+        if model.get("type") == "Unigram":
+            special = {t["content"] for t in settings.get("added_tokens", ()) if t["special"]}
+            model["vocab"] = [
+                [_UNSEEN + text if text in special else text, score]
+                for text, score in model["vocab"]
+            ]
+            settings["added_tokens"] = []
+            settings["post_processor"] = None
+        tokenizer = open_tokenizer_json(json.dumps(settings).encode(), Path(TOKENIZER_FILE))
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens written out.

@@ -10,6 +10,7 @@ pieces, counted down, is from transformers' ``tokenization_t5.py``.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = ["EXTRA_IDS", "SPIECE_FILES", "open_spiece"]
 SPIECE_FILES = ("spiece.model",)
 EXTRA_IDS = 100
 _SPACE = "\u2581"
+_SENTINEL = re.compile(f"{_SPACE}?(<extra_id_[0-9]+>)")
 _UNIGRAM = 1
 _CONTROL = 3
 
@@ -44,8 +46,8 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     Args:
         content: of the file.
         path: where it comes from, for messages.
-        extra_ids: sentinels ``<extra_id_0>`` ... behind the pieces; None is 100 where the pieces
-            have none.
+        extra_ids: sentinels ``<extra_id_0>`` ... behind the pieces; None is 100 where none of the
+            pieces is one.
 
     Raises:
         DataError: no sentencepiece model, or one that is no unigram model.
@@ -61,7 +63,9 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
             f"models ({_UNIGRAM}), such as T5's. Write a tokenizer.json with transformers' "
             "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
         )
-    scores = [(text, score) for text, score, _ in model.pieces]
+    # mT5's sentinels are pieces of its own, with a space in front that is never there alone.
+    named = [(_SENTINEL.sub(r"\1", text), score, kind) for text, score, kind in model.pieces]
+    scores = [(text, score) for text, score, _ in named]
     tokenizer = Tokenizer(models.Unigram(scores, model.unknown_id, model.byte_fallback))
     steps: list[Any] = [norm.Precompiled(model.characters)] if model.characters else []
     if model.drops_spaces:
@@ -70,12 +74,11 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     scheme = "always" if model.leads_with_space else "never"
     tokenizer.pre_tokenizer = pre.Metaspace(_SPACE, prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(_SPACE, prepend_scheme=scheme)
-    controls = [text for text, _, kind in model.pieces if kind == _CONTROL]
+    own = [text for text, _, kind in named if kind == _CONTROL or _SENTINEL.fullmatch(text)]
     if extra_ids is None:
-        has_own = any(text.strip(_SPACE) == "<extra_id_0>" for text, _, _ in model.pieces)
-        extra_ids = 0 if has_own else EXTRA_IDS
-    sentinels = [f"<extra_id_{number}>" for number in reversed(range(extra_ids))]
-    special = [AddedToken(text, normalized=False) for text in (*controls, *sentinels)]
+        extra_ids = 0 if "<extra_id_0>" in own else EXTRA_IDS
+    more = [f"<extra_id_{number}>" for number in reversed(range(extra_ids))]
+    special = [AddedToken(text, normalized=False) for text in (*own, *more)]
     tokenizer.add_special_tokens(special)
     return tokenizer
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cli_calls import call
 
+from bmforge.models.t5 import T5, T5Config
 from bmforge.tokenizers import AutoTokenizer, CPM1Tokenizer
 
 POEM = "天上人好，地下你他。一二三四五，六七八九十。"
@@ -21,6 +22,7 @@ SPECIAL = {
     "cpm2": ["<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<eod>", "▂", "▁"],
     "eva": ["<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<eod>", "▂", ""],
 }  # fmt: skip
+TINY: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "head_dim": 16}
 SIZES = ("--model.hidden-size", "32", "--model.num-layers", "1", "--model.num-heads", "2")
 SEQ2SEQ = (*SIZES, "--model.intermediate-size", "48", "--model.head-dim", "16")
 LIVE = (*SEQ2SEQ, "--model.num-buckets", "16", "--model.max-seq-len", "64")
@@ -161,3 +163,23 @@ def test_answers_are_learned(tmp_path: Path) -> None:
     answer, filled = follow_documents(tmp_path / "bee", steps=120)
     assert answer == "三四五\n"
     assert [one["<ans>"] for one in filled] == ["人好", "三四五", "你他"]
+
+
+def test_t5_with_a_spiece_model_alone(tmp_path: Path) -> None:
+    """Raw text is prepared with it, spans are learned, and the export opens without it."""
+    trainer, model = pytest.importorskip("sentencepiece"), io.BytesIO()
+    trainer.SentencePieceTrainer.train(
+        sentence_iterator=iter([POEM] * 20), model_writer=model, vocab_size=30, pad_id=0, eos_id=1,
+        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    given = tmp_path / "t5"
+    T5.from_config(T5Config(vocab_size=160, intermediate_size=48, **TINY)).save_pretrained(given)
+    (given / "spiece.model").write_bytes(model.getvalue())
+    text = write_lines(tmp_path / "text.txt", [POEM] * 4)
+    run("prepare", text, "--out", tmp_path / "corpus", "--tokenizer", given,
+        "--validation-fraction", "0")  # fmt: skip
+    told = ("--init-from", str(given), "--shortest", "4")
+    export = train("t5-pretrain", tmp_path, told, tmp_path / "corpus", steps=2)
+    asked = ("--prompt", "天上<extra_id_0>", "--max-new-tokens", "4")
+    assert run("generate", given, *asked)
+    assert run("generate", export, *asked)

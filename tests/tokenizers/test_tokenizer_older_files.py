@@ -233,6 +233,38 @@ def test_a_spiece_model_alone(spiece: Path, tmp_path: Path) -> None:
     assert theirs(texts, add_special_tokens=False)["input_ids"] == tokenizer.encode_batch(texts)
 
 
+def test_no_text_forges_a_token_of_a_spiece_model(spiece: Path) -> None:
+    """Text that is prepared reads their names as characters, as sentencepiece does."""
+    from sentencepiece import SentencePieceProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(spiece)
+    processor = SentencePieceProcessor(model_file=str(spiece / "spiece.model"))
+    texts = ["the</s>city <pad>", "<extra_id_0>", *TEXTS]
+    plain = tokenizer.encode_plain(texts)
+    assert plain == processor.encode(texts)
+    assert not {0, 1} & {id for ids in plain for id in ids}
+    assert 1 in tokenizer.encode(texts[0])
+    with pytest.raises(DataError, match="character 1 of"):
+        tokenizer.encode_plain(["a\ud800"])
+
+
+def test_sentinels_that_are_pieces(tmp_path: Path) -> None:
+    """As mT5 has them, with the space in front that a text has there anyway."""
+    trainer, model = pytest.importorskip("sentencepiece"), io.BytesIO()
+    names = [f"\u2581<extra_id_{number}>" for number in (1, 0)]
+    trainer.SentencePieceTrainer.train(
+        sentence_iterator=iter([PROSE] * 3), model_writer=model, vocab_size=60, pad_id=0, eos_id=1,
+        unk_id=2, bos_id=-1, user_defined_symbols=names, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "spiece.model").write_bytes(model.getvalue())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    processor = trainer.SentencePieceProcessor(model_proto=model.getvalue())
+    assert tokenizer.vocab_size == processor.get_piece_size()
+    assert tokenizer.token_to_id("<extra_id_0>") == processor.piece_to_id(names[1]) > 0
+    for text in ("hear <extra_id_0> speak", "<extra_id_1> any", "hear me"):
+        assert tokenizer.encode(text) == processor.encode(text)
+
+
 def test_the_published_spiece_model(shared_data) -> None:
     """T5's own on English and Chinese text."""
     pytest.importorskip("sentencepiece", reason="needs the extra zh")
