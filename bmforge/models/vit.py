@@ -213,7 +213,7 @@ class ViT(Model):
     config_class = ViTConfig
     family_traits = Traits("both", "images", "learned", has_images=True)
     hf_prefix = "vit."
-    hf_unused = ("pooler.*", "vit.pooler.*")
+    hf_unused = ("pooler.dense.*", "vit.pooler.dense.*")
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
