@@ -27,6 +27,7 @@ from bmforge.recipes.run import RunResult
 from bmforge.recipes.run_dir import add_results, check_free
 from bmforge.settings import QuickstartConfig
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig, write_report
+from bmforge.train.run_lock import RunLock
 
 __all__ = ["QuickstartConfig", "quickstart"]
 
@@ -170,4 +171,9 @@ def _remove(run_dir: Path) -> None:
             f"{str(run_dir)!r} holds no data/{RECORD_NAME}, so it is not a quickstart's and is "
             "left alone. Remove it yourself, or name another --run-dir."
         )
-    shutil.rmtree(run_dir)
+    lock = RunLock(run_dir)
+    lock.take()  # no run that is there loses its directory
+    try:
+        shutil.rmtree(run_dir)
+    finally:
+        lock.release()

@@ -8,12 +8,15 @@ import platform
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from bmforge.config import load_toml
+from bmforge.data.prepare.record import RECORD_NAME
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
+from bmforge.recipes import QuickstartConfig, quickstart
 from bmforge.recipes.run_dir import (
     add_results,
     check_run_dir,
@@ -24,6 +27,10 @@ from bmforge.recipes.run_dir import (
 from bmforge.train.run_lock import LOCK_NAME
 
 FREE = frozenset({"cadence"})
+
+
+def files_below(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @dataclass
@@ -77,16 +84,21 @@ def test_one_run_at_a_time(tmp_path):
         finally:
             os._exit(1)
     os.waitpid(child, os.WUNTRACED)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / RECORD_NAME).write_text("{}")
+    before = files_below(tmp_path)
     told = rf"in use by process {child} on {platform.node()}, since 2.*name another run_dir"
     with pytest.raises(ConfigError, match=told), occupy_run_dir(tmp_path, Config(), FREE):
         pass
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    fresh = QuickstartConfig(run_dir=tmp_path, fresh=True)
+    with pytest.raises(ConfigError, match=told):
+        quickstart(fresh)
+    assert files_below(tmp_path) == before
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with occupy_run_dir(tmp_path, Config(), FREE):
         assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["half", "log.txt", "run.toml"]
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "half", "log.txt", "run.toml"}
 
 
 def test_killed_while_the_config_is_written(tmp_path, monkeypatch):
