@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +29,6 @@ from bmforge.parallel.planner.workload import Workload
 
 __all__ = ["Choice", "Estimator", "Request", "Row"]
 
-_PLAIN = Layout(zero=0)
 # ZeRO needs no more shards than this to show what it gathers and when.
 _SHARDS_TRACED = 2
 # AdamW's fp32 states and master weights, and the gradient on its way: host bytes per parameter.
@@ -178,8 +177,14 @@ class Estimator:
         """Return what every rank of the pipeline has."""
         if self._model is None:
             self._model = self.request.workload.whole()
-        fields = ("pp", "pp_schedule", "pp_stages_per_rank", "pp_cut", "pp_balance")
-        alike = replace(_PLAIN, **{name: getattr(layout, name) for name in fields})
+        alike = Layout(
+            zero=0,
+            pp=layout.pp,
+            pp_schedule=layout.pp_schedule,
+            pp_stages_per_rank=layout.pp_stages_per_rank,
+            pp_cut=layout.pp_cut,
+            pp_balance=layout.pp_balance,
+        )
         if alike not in self._ranks:
             self._ranks[alike] = cut_ranks(self._model, alike, self.request.workload.order)
         return self._ranks[alike]
