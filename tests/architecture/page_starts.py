@@ -33,7 +33,7 @@ STARTS = {
 }
 
 
-def write_tiny(folder: Path, preset: str, vocabulary: int = 64) -> None:
+def write_tiny(folder: Path, preset: str, vocabulary: int = 64, **ids: int) -> None:
     """A model of a preset's family that is small, for pages to start from."""
     family, sizes = find_preset(preset)
     heads = {"num_heads": 2, "num_kv_heads": 0, "head_dim": 16}
@@ -41,7 +41,7 @@ def write_tiny(folder: Path, preset: str, vocabulary: int = 64) -> None:
     text = {} if family.family_traits.has_images else {"vocab_size": vocabulary}
     small = {"intermediate_size": 48, "mask_modules": (), "num_buckets": 16}
     kept = {n: v for n, v in small.items() if hasattr(sizes, n)}
-    family.from_config(sizes.replace(**{**wide, **text, **kept})).save_pretrained(folder)
+    family.from_config(sizes.replace(**{**wide, **text, **kept, **ids})).save_pretrained(folder)
 
 
 def write_start(place: Path, name: str) -> None:
@@ -50,11 +50,14 @@ def write_start(place: Path, name: str) -> None:
     from bmforge.tokenizers import AutoTokenizer
 
     words = place / f".{name.replace('/', '-')}"
-    vocabulary = 0
+    vocabulary, ids = 0, {}
     if "vit" not in name:
         TOKENIZERS.get(name, write_words)(words)
-        vocabulary = len(AutoTokenizer.from_pretrained(words))
-    write_tiny(place / name, STARTS[name], vocabulary + 20 * ("t5" in name))  # its is padded
+        tokenizer = AutoTokenizer.from_pretrained(words)
+        vocabulary = len(tokenizer) + 20 * ("t5" in name)  # which is padded
+        if "eva" in name:
+            ids["decoder_start_token_id"] = tokenizer.sentinel_id(0)
+    write_tiny(place / name, STARTS[name], vocabulary, **ids)
     if words.exists():
         shutil.copytree(words, place / name, dirs_exist_ok=True)
 
