@@ -165,6 +165,17 @@ def test_opening_without_the_pooler(tmp_path: Path) -> None:
     assert_equal_trees(again.state_dict(), bare.state_dict())
 
 
+def test_a_new_classifier_in_place_of_the_pooler(tmp_path: Path) -> None:
+    """Published bare models have a pooler, which no classifier reads."""
+    twin = make_twin(ViT, transformers.ViTModel, VIT_TINY, tmp_path / "theirs")
+    head = {"head": "image_classification", "num_labels": 3, "new_head": True}
+    tuned = ViT.from_pretrained(tmp_path / "theirs", **head)
+    images = make_images(twin.ours.config)
+    out = tuned.eval()(images)
+    assert out.logits.shape == (len(images), 3)
+    assert_close(out.last_hidden_state, twin.theirs(images).last_hidden_state)
+
+
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
