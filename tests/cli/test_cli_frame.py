@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -208,3 +210,28 @@ def test_help_all_lists_every_option(
     for option in ("--train.optim.lr FLOAT", "--model.num-layers INT", "--data.reset-at-documents"):
         assert option in said
     assert not any(tmp_path.iterdir())
+
+
+def test_one_of_several_processes_leaves_at_once() -> None:
+    """What would abort while the interpreter ends does not; what was to be done at the end is."""
+    program = (
+        "import atexit, os\n"
+        "from bmforge.__main__ import leave\n"
+        "class Fragile:\n"
+        "    def __del__(self, abort=os.abort): abort()\n"
+        "kept = Fragile()\n"
+        "atexit.register(print, 'done')\n"
+        "leave(3)\n"
+    )
+    alone = {name: value for name, value in os.environ.items() if name != "RANK"}
+    cases = ((alone, -signal.SIGABRT), ({**alone, "RANK": "1"}, 3))
+    for environment, status in cases:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status
+    assert done.stdout == "done\n"
