@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import bmforge.parallel
@@ -288,6 +289,17 @@ def test_the_first_rank_of_a_pipeline_has_no_head() -> None:
 def test_two_processes_plan_what_one_does() -> None:
     request = request_for(gpus=8, batch=16)
     assert plan(request, processes=2) == plan(request)
+
+
+def test_a_trace_is_the_same_the_second_time() -> None:
+    """What torch does once to learn the shapes of cut tensors is no memory of the model's."""
+    choice = Choice(Layout(zero=2, tp=2, sequence_parallel=True), 1)
+    first, second = (Estimator(request_for(gpus=4)) for _ in range(2))
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    first.estimate(choice)
+    second.estimate(choice)
+    assert first.traces == second.traces
 
 
 def test_pipeline_ranks_hold_their_blocks() -> None:

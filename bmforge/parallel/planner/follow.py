@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 T = TypeVar("T")
 
-__all__ = ["FIRST_END", "INSIDE", "LAST_END", "PARTS", "Follower", "resizes_seen"]
+__all__ = ["FIRST_END", "INSIDE", "LAST_END", "PARTS", "Follower", "resizes_seen", "shapes_unseen"]
 
 PARTS = (
     "parameters",
@@ -74,7 +75,7 @@ class Follower(TorchDispatchMode):
 
     def __init__(self, copies: bool = False) -> None:
         super().__init__()
-        self.copies, self.end = copies, INSIDE
+        self.copies, self.end, self.is_off = copies, INSIDE, False
         self.events: list[tuple[int, int, int]] = []
         self.alive: dict[int, _Storage] = {}
         self.flops = self.traffic_bytes = 0.0
@@ -86,6 +87,8 @@ class Follower(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
+        if self.is_off:
+            return out
         made = list(_tensors(out))
         for tensor in made:
             self._follow(tensor.untyped_storage())
@@ -233,3 +236,23 @@ def resizes_seen(follower: Follower) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@contextmanager
+def shapes_unseen(follower: Follower) -> Iterator[None]:
+    """Let a follower not see how DTensor finds the shape of a result: once, by computing it."""
+    find = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def find_alone(*args: Any) -> Any:
+        follower.is_off = True
+        try:
+            return find(*args)
+        finally:
+            follower.is_off = False
+
+    owner: Any = ShardingPropagator
+    owner._propagate_tensor_meta_non_cached = find_alone
+    try:
+        yield
+    finally:
+        owner._propagate_tensor_meta_non_cached = find

@@ -35,6 +35,7 @@ from bmforge.parallel.planner.follow import (
     PARTS,
     Follower,
     resizes_seen,
+    shapes_unseen,
 )
 from bmforge.parallel.planner.held import count_sharded, find_ends, held_bytes, local_bytes
 from bmforge.parallel.planner.workload import Workload
@@ -204,7 +205,7 @@ def _follow_step(
     with torch.no_grad():  # where a shard is taken out without noting it for autograd
         follower.know(local_tensor(t) for t in persistent_tensors(model).values())
     model.train()
-    with resizes_seen(follower), follower:
+    with resizes_seen(follower), shapes_unseen(follower), follower:
         if setting.accumulates and not setting.piped:
             _begin_gradients_(model)
             _assign(follower, model, owners)
