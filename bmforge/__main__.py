@@ -15,8 +15,8 @@ __all__ = ["leave"]
 def leave(status: int) -> NoReturn:
     """End the program; as one of several processes without taking the interpreter apart.
 
-    torch's caches keep process groups after they were left. Their threads then die in whatever
-    order the interpreter drops things, which now and then aborts a run that had ended well.
+    A thread of gloo lets go of the last collective's tensors, for which it needs the interpreter;
+    where that is already ending, the process aborts, and a run that ended well counts as failed.
     """
     if "RANK" not in os.environ:
         sys.exit(status)
