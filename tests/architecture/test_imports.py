@@ -19,6 +19,7 @@ GROUND = {
     "host_memory",
     "host_tuning",
     "logging",
+    "native",
     "surgery",
     "shards",
     "records",

@@ -2,21 +2,15 @@
 
 A step on the host is bound by its memory. torch's kernel wants an fp32 gradient and leaves fp32
 weights, so bf16 ones cost two more passes; here they are read and written in the same one.
-Nothing is compiled at install. A kernel that does not give torch's own bits, on this processor and
-with this torch, is not used.
+It is compiled on first use (`native.py`). A kernel that does not give torch's own bits, on this
+processor and with this torch, is not used.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
-import os
-import shutil
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +18,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from bmforge.logging import get_logger
+from bmforge.native import load_native
 
 __all__ = ["AdamKernel", "load_adam_kernel", "step_plain"]
 
@@ -86,7 +81,6 @@ extern "C" void adamw(int64_t count, int threads, const Numbers* n, float* weigh
 }
 """
 _VECTOR_ELEMENTS = 64
-_FLAGS = "-O3 -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC"
 
 
 def step_plain(
@@ -183,40 +177,15 @@ class AdamKernel:
 
 @cache
 def load_adam_kernel() -> AdamKernel | None:
-    """Compile the kernel, or take the one that was compiled before; None where that fails.
-
-    It is kept in ``~/.cache/bmforge`` (or ``$XDG_CACHE_HOME``), one file per processor and source.
-    """
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
+    """Compile the kernel, or take the one that was compiled before; None where that fails."""
+    library = load_native("adamw", _SOURCE)
+    if library is None:
         return None
-    try:
-        kernel = AdamKernel(ctypes.CDLL(str(_compile(compiler))))
-    except (OSError, subprocess.SubprocessError) as error:
-        get_logger().debug("no one-pass AdamW kernel: %s", error)
-        return None
+    kernel = AdamKernel(library)
     if not _gives_torchs_bits(kernel):
         get_logger().debug("the one-pass AdamW kernel gives other bits than torch's; not used")
         return None
     return kernel
-
-
-def _compile(compiler: str) -> Path:
-    processor = Path("/proc/cpuinfo")
-    flags = [x for x in processor.read_text().splitlines() if x.startswith(("flags", "Features"))]
-    key = hashlib.sha256("\n".join([_SOURCE, _FLAGS, compiler, *flags[:1]]).encode()).hexdigest()
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    library = cache_home / "bmforge" / f"adamw-{key[:16]}.so"
-    if library.exists():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        source, built = Path(folder) / "adamw.cpp", Path(folder) / "adamw.so"
-        source.write_text(_SOURCE)
-        command = [compiler, *_FLAGS.split(), "-shared", str(source), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
-        os.replace(built, library)
-    return library
 
 
 def _gives_torchs_bits(kernel: AdamKernel) -> bool:
