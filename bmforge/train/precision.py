@@ -1,6 +1,6 @@
-"""Dynamic loss scaling for float16, where small gradients would otherwise be rounded to zero.
+"""What a model computes in, and loss scaling for float16, where small gradients would become zero.
 
-There is no overflow check in here. The caller finds an overflow in the gradient norm, which was
+The scaler does not look for an overflow. The caller finds one in the gradient norm, which was
 all-reduced, so every process takes the same decision and the scale is the same everywhere.
 """
 
@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.parallel import left_gradient
+from bmforge.records import laid_out
 from bmforge.shards import local_tensor
 
-__all__ = ["LossScaler"]
+__all__ = ["LossScaler", "check_precision"]
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
@@ -111,3 +112,20 @@ class LossScaler:
                 "and 'sound_steps' of at least 0."
             )
         self.current_scale, self._sound_steps = float(scale), int(steps)
+
+
+def check_precision(model: nn.Module, precision: str) -> None:
+    """Raise where a model does not compute in the precision that a training loop is told.
+
+    Raises:
+        ConfigError: it is laid out with another one, or not laid out at all.
+    """
+    record = laid_out(model)
+    given = None if record is None else record.precision
+    if given != precision and (given is not None or precision != "fp32"):
+        has = "is not laid out" if given is None else f"was laid out with {given!r}"
+        raise ConfigError(
+            f"train.precision={precision!r}, but the model {has}. Call parallelize(model, "
+            f"layout, precision={precision!r}) before it is trained, or set "
+            f"train.precision={given or 'fp32'!r}."
+        )

@@ -6,7 +6,6 @@ The model comes laid out (`parallel.parallelize`); the Trainer does not know its
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.batch import Batch
 from bmforge.device import device_memory_bytes, peak_flops
-from bmforge.errors import ConfigError
 from bmforge.host_tuning import MemoryWatch, tuned_host
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
@@ -38,16 +36,14 @@ from bmforge.parallel import (
     run_step,
     sum_over_axes,
 )
-from bmforge.records import laid_out
 from bmforge.train.checkpoint.checkpointer import Checkpointer
-from bmforge.train.checkpoint.format import find_checkpoints, step_of
 from bmforge.train.checkpoint.rng import reseed_rng
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult
 from bmforge.train.objective import Objective, causal_lm, count_labels, count_tokens
 from bmforge.train.offload.states import StateOffload
 from bmforge.train.optim.build import build_optimizers, clip_grad_norm_
-from bmforge.train.precision import LossScaler
+from bmforge.train.precision import LossScaler, check_precision
 from bmforge.train.profile import trace_steps
 from bmforge.train.report.metrics import (
     MetricsWriter,
@@ -117,7 +113,7 @@ class Trainer:
         self.model, self.loader, self.config = model, loader, config
         self.objective, self.evaluator, self.callbacks = objective, evaluator, tuple(callbacks)
         self.run_dir = None if run_dir is None else Path(run_dir)
-        _check_precision(model, config.precision)
+        check_precision(model, config.precision)
         self.device = next(model.parameters()).device
         is_offloaded = offload is not None and offload.is_on
         self.optimizers = build_optimizers(model, config.optim, offloaded=is_offloaded)
@@ -225,27 +221,7 @@ class Trainer:
                     checkpointer.save(self.step, self.model, self.optimizers, self.state_dict())
         self.stopped = stopping and self.step < last_step
         if checkpointer is not None:
-            self._report_saved(checkpointer)
-
-    def _report_saved(self, checkpointer: Checkpointer) -> None:
-        """Wait for the last save and say what is on disk."""
-        checkpointer.wait()
-        self.save_error = checkpointer.last_error
-        found = find_checkpoints(checkpointer.directory)
-        newest = f"step {step_of(found[0])}" if found else "none"
-        if checkpointer.last_error is not None:
-            get_logger().error(
-                "the checkpoint of step %d could not be written (%s); the newest on disk: %s",
-                self.step,
-                checkpointer.last_error,
-                newest,
-            )
-        if self.stopped:
-            get_logger().info(
-                "stopped by a signal at step %d; the newest checkpoint: %s. Run it again to go on.",
-                self.step,
-                newest,
-            )
+            self.save_error = checkpointer.report(self.step, self.stopped)
 
     def train_step(self, stop_asked: bool = False) -> tuple[Row, bool]:
         """Run one optimizer step over the next global batch.
@@ -347,17 +323,12 @@ class Trainer:
         """Return what is neither model nor optimizer: plain numbers, the same on every process."""
         return {
             "seed": self.config.seed,
-            "optim": self._optim_numbers(),
+            "optim": self.config.optim.to_record(),
             "loader": self.loader.state_dict(),
             "guard": self.guard.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "mesh": self._shape(),
         }
-
-    def _optim_numbers(self) -> dict[str, Any]:
-        """The optimizer's settings, as JSON has them."""
-        numbers = dataclasses.asdict(self.config.optim)
-        return {**numbers, "betas": list(numbers["betas"])}
 
     def _shape(self) -> list[int]:
         return [] if self.mesh is None else list(self.mesh.shape)
@@ -368,33 +339,9 @@ class Trainer:
         Raises:
             ConfigError: the run was started with other numbers for its optimizer, which go on.
         """
-        now = self._optim_numbers()
-        before = state.get("optim", now)
-        changed = [
-            f"optim.{name}={value!r}, but {before[name]!r} there"
-            for name, value in now.items()
-            if before.get(name, value) != value
-        ]
-        if changed:
-            raise ConfigError(
-                f"the run that is to go on has other settings: {'; '.join(changed)}. They would "
-                "have no effect. Set these back to go on with that run, or start another one in "
-                "another run_dir."
-            )
+        if "optim" in state:
+            self.config.optim.check_same(state["optim"])
         self.loader.load_state_dict(state["loader"])
         self.guard.load_state_dict(state["guard"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-
-
-def _check_precision(model: nn.Module, precision: str) -> None:
-    """Raise where a model does not compute in the precision that the loop is told."""
-    record = laid_out(model)
-    given = None if record is None else record.precision
-    if given != precision and (given is not None or precision != "fp32"):
-        has = "is not laid out" if given is None else f"was laid out with {given!r}"
-        raise ConfigError(
-            f"train.precision={precision!r}, but the model {has}. Call parallelize(model, "
-            f"layout, precision={precision!r}) before it is trained, or set "
-            f"train.precision={given or 'fp32'!r}."
-        )

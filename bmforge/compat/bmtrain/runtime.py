@@ -7,13 +7,11 @@ mapping with the old keys.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,6 +21,7 @@ from bmforge.errors import ConfigError, DistributedError, suggest
 from bmforge.host_tuning import tuned_host
 from bmforge.parallel import Layout, World, build_mesh
 from bmforge.parallel import init_distributed as join_world
+from bmforge.train.checkpoint.rng import seed_all
 
 __all__ = [
     "Config",
@@ -255,47 +254,57 @@ def init_distributed(
     """
     if zero_level not in (2, 3):
         raise ConfigError(f"zero_level={zero_level} must be 2 or 3.")
-    if init_method != "env://" and not dist.is_initialized():
-        size, own = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        dist.init_process_group(init_method=init_method, world_size=size, rank=own)
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "10010")
-    world = join_world()
+    world = _join_world(init_method)
     pipes = max(1, pipe_size)
     layout = Layout(zero=3, tp=tp_size, pp=pipes)
     layout.check(world.size)
     micros = pipes if num_micro_batches is None else num_micro_batches
     if micros < 1:
         raise ConfigError(f"num_micro_batches={num_micro_batches} must be at least 1.")
-    topology = Topology(world.rank, pipes, tp_size, world.size)
-    values = {
-        "initialized": True,
-        "rank": world.rank,
-        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
-        "local_size": int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size))),
-        "world_size": world.size,
-        "pipe_size": pipes,
-        "pipe_enabled": pipes > 1,
+    switches = {
         "micros": micros,
-        "tp_size": tp_size,
-        "tp_rank": topology.tp_id,
-        "zero_rank": topology.zero_id,
-        "zero_size": world.size // pipes,
-        "tp_zero_rank": topology.tp_zero_id,
-        "tp_zero_size": world.size // (pipes * tp_size),
-        "topology": topology,
         "zero_level": zero_level,
         "loss_scale_factor": loss_scale_factor,
         "loss_scale_steps": loss_scale_steps,
         "save_param_to_cpu": True,
     }
-    config.join(world, values, layout)
+    topology = Topology(world.rank, pipes, tp_size, world.size)
+    config.join(world, {**_describe(topology), **switches}, layout)
     config.host.close()
     config.host.enter_context(tuned_host(world.device))
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
+    seed_all(seed)
+
+
+def _join_world(init_method: str) -> World:
+    """Join the other processes, where a launcher or the program says they meet."""
+    if init_method != "env://" and not dist.is_initialized():
+        size, own = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        dist.init_process_group(init_method=init_method, world_size=size, rank=own)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "10010")
+    return join_world()
+
+
+def _describe(topology: Topology) -> dict[str, Any]:
+    """Return what `config` says of where this process stands, by the old keys."""
+    size, pipes = topology.world_size, topology.pipe_size
+    return {
+        "initialized": True,
+        "rank": topology.rank,
+        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+        "local_size": int(os.environ.get("LOCAL_WORLD_SIZE", str(size))),
+        "world_size": size,
+        "pipe_size": pipes,
+        "pipe_enabled": pipes > 1,
+        "tp_size": topology.tp_size,
+        "tp_rank": topology.tp_id,
+        "zero_rank": topology.zero_id,
+        "zero_size": size // pipes,
+        "tp_zero_rank": topology.tp_zero_id,
+        "tp_zero_size": size // (pipes * topology.tp_size),
+        "topology": topology,
+    }
 
 
 def is_initialized() -> bool:

@@ -325,3 +325,28 @@ class Checkpointer:
         """Wait for the last save and give the process group back."""
         self.wait()
         self._peers.close()
+
+    def report(self, step: int, stopped: bool) -> Exception | None:
+        """Wait for the last save and log what is on disk; return why it could not be written.
+
+        Args:
+            step: optimizer steps done.
+            stopped: a signal has ended the run before its last step.
+        """
+        self.wait()
+        found = find_checkpoints(self.directory)
+        newest = f"step {step_of(found[0])}" if found else "none"
+        if self.last_error is not None:
+            get_logger().error(
+                "the checkpoint of step %d could not be written (%s); the newest on disk: %s",
+                step,
+                self.last_error,
+                newest,
+            )
+        if stopped:
+            get_logger().info(
+                "stopped by a signal at step %d; the newest checkpoint: %s. Run it again to go on.",
+                step,
+                newest,
+            )
+        return self.last_error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -83,6 +83,28 @@ class OptimConfig:
                     f"optim.{field}={getattr(self, field)} has no effect with "
                     f"optim.name={self.name!r}. Leave it out or choose another optimizer."
                 )
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the settings as JSON has them."""
+        return {**asdict(self), "betas": list(self.betas)}
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Compare with the record of a run that is to go on; a setting that it lacks is no other.
+
+        Raises:
+            ConfigError: it has other settings, which its optimizers would go on with.
+        """
+        changed = [
+            f"optim.{name}={value!r}, but {before[name]!r} there"
+            for name, value in self.to_record().items()
+            if before.get(name, value) != value
+        ]
+        if changed:
+            raise ConfigError(
+                f"the run that is to go on has other settings: {'; '.join(changed)}. They would "
+                "have no effect. Set these back to go on with that run, or start another one in "
+                "another run_dir."
+            )
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,12 @@ from bmforge.models import Model, ModelConfig
 from bmforge.models.formats.model_center import is_model_center, load_model_center
 from bmforge.models.hub import FAMILIES
 from bmforge.models.resolve import resolve_model
+from bmforge.models.stack import given_inputs
 
 __all__ = [
     "BaseModel",
     "InputEmbedding",
+    "TextInputs",
     "draw_model",
     "lengths_to_mask",
     "one_of",
@@ -38,6 +40,23 @@ __all__ = [
 
 # What the zoo's models call the module that makes logits.
 _HEADS = ("lm_head", "mlm_head")
+
+
+class TextInputs(NamedTuple):
+    """What a call gives a model to read.
+
+    Attributes:
+        ids, embeds: as the zoo's models take them; one of them is None.
+        given: the other one.
+        width: how many tokens there are with those read before.
+        cache: keys and values of the tokens read before, to be extended; None keeps none.
+    """
+
+    ids: Tensor | None
+    embeds: Tensor | None
+    given: Tensor
+    width: int
+    cache: KVCache | None
 
 
 class BaseModel(nn.Module):
@@ -226,6 +245,32 @@ class BaseModel(nn.Module):
             parent, _, key = ours.rpartition(".")
             setattr(whole.get_submodule(parent), key, whole.get_parameter(embed))
         return whole.train(self.training)
+
+    def _take_text(
+        self, ids: Tensor | None, embeds: Tensor | None, past: KVCache | None, use_cache: bool
+    ) -> TextInputs:
+        """Return what is to be read, of ids or the embeddings that come before them.
+
+        Raises:
+            ShapeError: there are neither.
+        """
+        ids, embeds = one_of(ids, embeds)
+        given = given_inputs(ids, embeds)
+        width = given.shape[1] + (0 if past is None else past.length)
+        return TextInputs(ids, embeds, given, width, self._open_cache(past, use_cache, width))
+
+    def _read(
+        self, text: TextInputs, mask: Tensor | None, hidden_states: bool | None, **inputs: Any
+    ) -> Any:
+        """Return what the zoo's model finds; `hidden_states` asks for those of all layers."""
+        return self.model(
+            text.ids,
+            mask,
+            cache=text.cache,
+            output_hidden_states=bool(hidden_states),
+            inputs_embeds=text.embeds,
+            **inputs,
+        )
 
     def _open_cache(self, past: KVCache | None, use_cache: bool, length: int) -> KVCache | None:
         """Return the cache to go on with; a new one has room for the longest context."""

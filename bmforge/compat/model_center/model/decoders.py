@@ -9,7 +9,6 @@ from torch import Tensor
 from bmforge.compat.model_center.model.base import (
     BaseModel,
     lengths_to_mask,
-    one_of,
     refuse_unused,
     spread_mask,
 )
@@ -23,7 +22,6 @@ from bmforge.compat.model_center.model.config import (
     QwenConfig,
 )
 from bmforge.infer.cache import KVCache
-from bmforge.models.stack import given_inputs
 
 __all__ = [
     "DecoderModel",
@@ -79,26 +77,15 @@ class DecoderModel(BaseModel):
             input_ids: (B, T); attention_mask: (B, past + T) or (B, T, past + T); length: (B,)
         """
         refuse_unused(others)
-        input_ids, inputs_embeds = one_of(input_ids, inputs_embeds)
-        given = given_inputs(input_ids, inputs_embeds)
-        past = 0 if past_key_values is None else past_key_values.length
-        width = past + given.shape[1]
+        text = self._take_text(input_ids, inputs_embeds, past_key_values, use_cache)
         if attention_mask is None and length is not None:
-            attention_mask = lengths_to_mask(length, width)
+            attention_mask = lengths_to_mask(length, text.width)
         elif attention_mask is not None and attention_mask.dim() == 3:
-            attention_mask = spread_mask(attention_mask, given.shape[1])
-        cache = self._open_cache(past_key_values, use_cache, width)
-        found = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            cache=cache,
-            output_hidden_states=bool(output_hidden_states),
-            inputs_embeds=inputs_embeds,
-        )
+            attention_mask = spread_mask(attention_mask, text.given.shape[1])
+        found = self._read(text, attention_mask, output_hidden_states, position_ids=position_ids)
         return self.answer_text(
             found,
-            cache,
+            text.cache,
             output_logits=output_logits,
             return_logits=return_logits,
             return_dict=return_dict,

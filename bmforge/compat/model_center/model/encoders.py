@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from bmforge.compat.model_center.model.base import (
     BaseModel,
+    TextInputs,
     draw_model,
     lengths_to_mask,
-    one_of,
     refuse_unused,
     spread_mask,
 )
@@ -29,7 +29,6 @@ from bmforge.infer.cache import KVCache
 from bmforge.models import Model
 from bmforge.models.formats.hf_format import WeightFiles, read_pickle
 from bmforge.models.formats.model_center import load_model_center
-from bmforge.models.stack import given_inputs
 
 __all__ = [
     "Bert",
@@ -124,39 +123,40 @@ class EncoderModel(BaseModel):
         """
         extra = {n: others.pop(n) for n in ("global_attention_mask",) if n in others}
         refuse_unused(others)
-        input_ids, inputs_embeds = one_of(input_ids, inputs_embeds)
-        past = 0 if past_key_values is None else past_key_values.length
-        width = past + given_inputs(input_ids, inputs_embeds).shape[1]
+        text = self._take_text(input_ids, inputs_embeds, past_key_values, use_cache)
         if attention_mask is None and length is not None:
-            attention_mask = lengths_to_mask(length, width)
-        cache = self._open_cache(past_key_values, use_cache, width)
-        given = given_inputs(input_ids, inputs_embeds)
-        if cache is not None:
-            extra["cache"] = cache
-            if attention_mask is None:
-                attention_mask = given.new_ones(given.shape[0], width, dtype=torch.bool)
-            if attention_mask.dim() == 2:
-                attention_mask = attention_mask[:, None].expand(-1, given.shape[1], -1)
-        if attention_mask is not None and attention_mask.dim() == 3:
-            attention_mask = spread_mask(attention_mask, given.shape[1])
+            attention_mask = lengths_to_mask(length, text.width)
+        if text.cache is not None:
+            extra["cache"] = text.cache
         found = self.model(
-            input_ids,
-            attention_mask,
+            text.ids,
+            _pair_mask(attention_mask, text),
             token_type_ids,
             position_ids,
             output_hidden_states=bool(output_hidden_states),
-            inputs_embeds=inputs_embeds,
+            inputs_embeds=text.embeds,
             **extra,
         )
         last, layers = found.last_hidden_state, found.hidden_states
         pooled = found.pooler_output if output_pooler_output else None
         return self.answer(
             last,
-            lambda logits: BaseModelOutputWithPooling(last, pooled, cache, logits, layers),
+            lambda logits: BaseModelOutputWithPooling(last, pooled, text.cache, logits, layers),
             output_logits=output_logits,
             return_logits=return_logits,
             return_dict=return_dict,
         )
+
+
+def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None:
+    """Return a mask as the zoo's models take it; beside a cache one for every pair of tokens."""
+    mask, given = attention_mask, text.given
+    if text.cache is not None:
+        if mask is None:
+            mask = given.new_ones(given.shape[0], text.width, dtype=torch.bool)
+        if mask.dim() == 2:
+            mask = mask[:, None].expand(-1, given.shape[1], -1)
+    return spread_mask(mask, given.shape[1]) if mask is not None and mask.dim() == 3 else mask
 
 
 def _add_head(bare: Model, words: Any) -> Model:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bmforge.compat.model_center.model.base import (
     BaseModel,
+    TextInputs,
     lengths_to_mask,
-    one_of,
     refuse_unused,
     spread_mask,
 )
@@ -26,7 +26,6 @@ from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
 from bmforge.models import Model
 from bmforge.models.formats.model_center import fill_model_center
-from bmforge.models.stack import given_inputs
 from bmforge.nn import build_mask
 
 __all__ = ["CPM1", "CPM3", "GLM"]
@@ -121,19 +120,18 @@ class _OldCall(BaseModel):
 
     def _see(
         self,
-        given: Tensor,
-        past: int,
+        text: TextInputs,
         length: Tensor | None,
         attention_mask: Tensor | None,
         context: Tensor | None,
         span: Tensor | None,
     ) -> Tensor:
         """Return which token every token sees, (B, past + T, past + T)."""
-        rows, width = given.shape[0], past + given.shape[1]
+        given, width = text.given, text.width
         if attention_mask is not None and attention_mask.dim() == 3:
             mask = attention_mask.bool()
         else:
-            real = given.new_ones(rows, width, dtype=torch.bool)
+            real = given.new_ones(given.shape[0], width, dtype=torch.bool)
             if attention_mask is not None:
                 real = attention_mask.bool()
             elif length is not None:
@@ -203,34 +201,28 @@ class CPM1(_OldCall):
             raise ConfigError("CPM1 counts positions itself: leave out position_ids.")
         refuse_unused(others)
         is_old = input is not None
-        ids, inputs_embeds = one_of(input if is_old else input_ids, inputs_embeds)
-        given = given_inputs(ids, inputs_embeds)
-        if isinstance(self.model, RelativeCPM1):
-            pass
-        elif context is not None and bool(context.any()):
-            raise ConfigError(
-                "context marks tokens that all may see, but the published CPM-1 reads from left to "
-                "right: pass context=None, or use CPM1Config(pos_bias_type='relative')."
-            )
-        else:
-            context = None
-        past = 0 if past_key_values is None else past_key_values.length
-        cache = self._open_cache(past_key_values, use_cache, past + given.shape[1])
-        mask = self._see(given, past, length, attention_mask, context, span)
-        found = self.model(
-            ids,
-            spread_mask(mask, given.shape[1]),
-            cache=cache,
-            output_hidden_states=bool(output_hidden_states),
-            inputs_embeds=inputs_embeds,
-        )
+        ids = input if is_old else input_ids
+        text = self._take_text(ids, inputs_embeds, past_key_values, use_cache)
+        mask = self._see(text, length, attention_mask, self._check_context(context), span)
+        mask = spread_mask(mask, text.given.shape[1])
         return self.answer_text(
-            found,
-            cache,
+            self._read(text, mask, output_hidden_states),
+            text.cache,
             output_logits=output_logits,
             return_logits=is_old,
             return_dict=return_dict,
         )
+
+    def _check_context(self, context: Tensor | None) -> Tensor | None:
+        """Return which tokens all may see; None for the published model, which has no such."""
+        if isinstance(self.model, RelativeCPM1):
+            return context
+        if context is not None and bool(context.any()):
+            raise ConfigError(
+                "context marks tokens that all may see, but the published CPM-1 reads from left to "
+                "right: pass context=None, or use CPM1Config(pos_bias_type='relative')."
+            )
+        return None
 
 
 class CPM3(_OldCall):
@@ -281,34 +273,18 @@ class CPM3(_OldCall):
         """
         refuse_unused(others)
         is_old = input is not None
-        ids, inputs_embeds = one_of(input if is_old else input_ids, inputs_embeds)
-        given = given_inputs(ids, inputs_embeds)
-        past = 0 if past_key_values is None else past_key_values.length
-        width = past + given.shape[1]
+        ids = input if is_old else input_ids
+        text = self._take_text(ids, inputs_embeds, past_key_values, use_cache)
         segment = token_type_ids if segment is None else segment
         if segment is None:
-            segment = torch.zeros(given.shape[0], width, dtype=torch.long, device=given.device)
+            shape = text.given.shape[0], text.width
+            segment = torch.zeros(shape, dtype=torch.long, device=text.given.device)
         if context is None:
             context = torch.zeros_like(segment, dtype=torch.bool)
-        cache = self._open_cache(past_key_values, use_cache, width)
-        found = self.model(
-            ids,
-            attention_mask,
-            length=length,
-            context=context,
-            segment=segment,
-            span=span,
-            cache=cache,
-            output_hidden_states=bool(output_hidden_states),
-            inputs_embeds=inputs_embeds,
-        )
+        reads = {"length": length, "context": context, "segment": segment, "span": span}
+        found = self._read(text, attention_mask, output_hidden_states, **reads)
         if is_old:
             last = found.last_hidden_state
             return self.make_logits(last), last
-        return self.answer_text(
-            found,
-            cache,
-            output_logits=output_logits,
-            return_logits=False,
-            return_dict=return_dict,
-        )
+        asked = {"output_logits": output_logits, "return_dict": return_dict}
+        return self.answer_text(found, text.cache, return_logits=False, **asked)
