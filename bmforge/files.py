@@ -57,16 +57,20 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write; it is synced and renamed to `path` when all went well."""
-    beside = path.with_name(partial_name(path.name))
+def replacing(path: Path, beside: Path | None = None) -> Iterator[BinaryIO]:
+    """Give a file to write; it is synced and renamed to `path` when all went well.
+
+    Args:
+        beside: what it is until then; by default in the same directory, by `partial_name`.
+    """
+    beside = beside or path.with_name(partial_name(path.name))
     try:
         with beside.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except OSError:
+    except BaseException:
         beside.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)

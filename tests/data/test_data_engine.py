@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prepare_cases import prepare_plainly, written
 
 from bmforge.data import Document, PrepareConfig, Step, prepare, show_preparation
 from bmforge.data.clean.drop import Drop
@@ -42,18 +43,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def written(out: Path) -> dict[str, bytes]:
-    """Return what was written but the record, whose settings tell how it was done."""
-    files = [p for p in out.rglob("*") if p.is_file() and p.name != "prepared.toml"]
-    return {p.relative_to(out).as_posix(): p.read_bytes() for p in files}
-
-
 @pytest.fixture(scope="module")
 def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What one shard in one process makes."""
-    out = tmp_path_factory.mktemp("plain")
-    prepare(corpus, out, replace(CONFIG, shard_bytes=1 << 30))
-    return written(out)
+    return prepare_plainly(corpus, tmp_path_factory.mktemp("plain"), CONFIG)[1]
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 700, 5000])

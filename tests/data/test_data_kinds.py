@@ -319,6 +319,18 @@ def test_books(tmp_path: Path) -> None:
             "<w:p><w:r><w:t>a</w:t><w:tab/><w:t>b</w:t></w:r></w:p></w:body></w:document>",
         )
     assert texts(tmp_path / "a.docx") == [f"{CHINESE}\na\tb"]
+    box = "<w:r><w:txbxContent><w:p><w:r><w:t>box</w:t></w:r></w:p></w:txbxContent></w:r>"
+    old = "http://schemas.openxmlformats.org/markup-compatibility/2006"
+    with zipfile.ZipFile(tmp_path / "box.docx", "w") as archive:
+        archive.writestr(
+            "word/document.xml",
+            '<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main">'
+            "<w:body><w:p><w:pPr><w:tabs><w:tab/></w:tabs></w:pPr><w:r><w:t>a</w:t></w:r>"
+            f"<o:AlternateContent xmlns:o='{old}'><o:Choice>{box}</o:Choice>"
+            f"<o:Fallback>{box}</o:Fallback></o:AlternateContent><w:r><w:t>b</w:t></w:r></w:p>"
+            "</w:body></w:document>",
+        )
+    assert texts(tmp_path / "box.docx") == ["ab\nbox"]
     with zipfile.ZipFile(tmp_path / "b.epub", "w") as archive:
         archive.writestr(
             "META-INF/container.xml",
@@ -333,7 +345,9 @@ def test_books(tmp_path: Path) -> None:
         )
         page = "<html xmlns='http://www.w3.org/1999/xhtml'><head><title>no</title></head>"
         page += "<body>{}</body></html>"
-        archive.writestr("OEBPS/1.xhtml", page.format("<p>one <b>bold</b>\nword</p><p>next</p>"))
+        archive.writestr(
+            "OEBPS/1.xhtml", page.format("<p>one <b>bold</b>\n<i>word</i></p><p>next</p>")
+        )
         archive.writestr("OEBPS/two b.xhtml", page.format("<h1>Head</h1>tail"))
     assert texts(tmp_path / "b.epub") == ["Head\ntail\n\none bold word\nnext"]
     with zipfile.ZipFile(tmp_path / "c.docx", "w") as archive:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+import pytest
+
 from bmforge.data import PrepareConfig, prepare
+from bmforge.errors import ConfigError, DataError
 
 # BLAKE2b of the files that the one-process form of `prepare` wrote for `write_corpus`.
 FIRST_FORM = {
@@ -18,6 +22,43 @@ FIRST_FORM = {
     "validation/tokens.bin": "a6d97d8484c03625",
     "validation/tokens.idx": "03fa26baca7f1431",
 }
+# The record of a corpus as it was written then.
+FORMAT_1 = """\
+format = 1
+
+[counts]
+documents = 2
+duplicates = 1
+empty = 0
+skipped = 0
+vocab_size = {vocab_size}
+eos_id = 0
+
+[settings]
+vocab_size = 300
+validation_fraction = 0.0
+seed = 0
+skip_bad = false
+skip_unread = false
+text_field = "text"
+tokenizer = ""
+
+[train]
+documents = 2
+text_bytes = {text_bytes}
+tokens = {tokens}
+
+[validation]
+documents = 0
+text_bytes = 0
+tokens = 0
+
+[[inputs]]
+path = {path}
+size_bytes = {size_bytes}
+modified_ns = {modified_ns}
+digest = {digest}
+"""
 
 
 def write_corpus(folder: Path) -> Path:
@@ -70,3 +111,34 @@ def test_bytes_are_those_of_the_first_form(tmp_path: Path) -> None:
     assert (report.documents, report.duplicates, report.empty, report.skipped) == (458, 40, 3, 0)
     assert (report.train.tokens, report.validation.tokens) == (20797, 2315)
     assert digests(tmp_path / "out") == FIRST_FORM
+
+
+def test_a_record_of_the_first_form_is_read(tmp_path: Path) -> None:
+    """As it was written before shards and stages, without a funnel, steps and newer settings."""
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    texts = ["one sea, two seas " * 20, "three lakes, four lakes " * 20]
+    source.write_text("".join(json.dumps({"text": t}) + "\n" for t in (*texts, texts[0])))
+    config = PrepareConfig(vocab_size=300, validation_fraction=0.0)
+    now = prepare(source, out, config)
+    status = source.stat()
+    record = FORMAT_1.format(
+        text_bytes=sum(len(text.rstrip()) for text in texts),
+        tokens=now.train.tokens,
+        vocab_size=now.vocab_size,
+        path=json.dumps(str(source)),
+        size_bytes=status.st_size,
+        modified_ns=status.st_mtime_ns,
+        digest=json.dumps(blake2b(source.read_bytes()).hexdigest()[:32]),
+    )
+    (out / "prepared.toml").write_text(record)
+    report = prepare(source, out, config)
+    assert report == replace(now, reused=True, funnel=None)
+    assert (report.documents, report.duplicates, report.train.documents) == (2, 1, 2)
+    with pytest.raises(ConfigError, match=r"rules='none' there, 'english' asked"):
+        prepare(source, out, replace(config, rules="english"))
+    source.write_text(source.read_text() + '{"text": "more"}\n')
+    with pytest.raises(ConfigError, match="other input text"):
+        prepare(source, out, config)
+    (out / "prepared.toml").write_text(record.replace("format = 1", "format = 3"))
+    with pytest.raises(DataError, match="format 3"):
+        prepare(source, out, config)

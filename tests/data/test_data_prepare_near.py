@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prepare_cases import prepare_plainly, written
 
 from bmforge.data import PrepareConfig, prepare, show_preparation
 from bmforge.data.dedup.minhash import hash_shingles, jaccard
@@ -49,19 +50,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def written(out: Path) -> dict[str, bytes]:
-    """Return what was written but the record."""
-    files = [p for p in out.rglob("*") if p.is_file() and p.name != "prepared.toml"]
-    return {p.relative_to(out).as_posix(): p.read_bytes() for p in files}
-
-
 @pytest.fixture(scope="module")
 def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What one shard makes."""
-    out = tmp_path_factory.mktemp("plain")
-    report = prepare(corpus, out, replace(CONFIG, shard_bytes=1 << 30))
+    report, files = prepare_plainly(corpus, tmp_path_factory.mktemp("plain"), CONFIG)
     assert (report.documents, report.duplicates) == (8, 8)
-    return written(out)
+    return files
 
 
 def test_the_longest_of_each_cluster_is_left(corpus: Path, tmp_path: Path) -> None:

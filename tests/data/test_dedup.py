@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -135,6 +137,23 @@ def test_who_survives_is_stated_and_does_not_depend_on_the_order():
     assert isinstance(judged, Drop)
     assert (judged.rule, judged.bound) == ("near_duplicate", 0.8)
     assert longest.judge(documents[2], 0.8) is documents[2]
+
+
+def test_among_equally_long_texts_their_place_does_not_decide():
+    tokens = write(random.Random(2), 200, False)
+    texts = [join([*tokens, word], False) for word in ("one", "two", "six")]
+    smallest = min(texts, key=lambda text: first_half(text))
+    for number in range(12):
+        documents = [Document(text, f"{number}/{at}") for at, text in enumerate(texts)]
+        by_id = {one.id: one.text for one in documents}
+        found = find_near_duplicates(lambda given=documents: given)
+        assert {by_id[id] for id in found.survivor.values()} == {smallest}
+
+
+def first_half(text):
+    """The number that a text's 128-bit BLAKE2b begins with."""
+    digest = blake2b(text.encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], sys.byteorder)
 
 
 def test_sketches_of_shards_make_those_of_the_whole():

@@ -174,6 +174,20 @@ def test_mixed_rules_go_by_language():
     ]
 
 
+@pytest.mark.parametrize(
+    ("tag", "rule"),
+    [
+        *[("zh-CN", "chinese.too_short"), ("ZH_Hant", "chinese.too_short")],
+        *[("en-GB", "gopher_quality.short_doc"), ("fr-CA", "kept"), ("zha", "kept")],
+    ],
+)
+def test_rules_go_by_the_language_of_a_longer_tag(tag, rule):
+    """As RFC 5646 divides tags; "zha" is Zhuang."""
+    pytest.importorskip("rjieba")
+    verdict = JudgeByRules("mixed")(Document("短", "f", language=tag))
+    assert getattr(verdict, "rule", "kept") == rule
+
+
 def test_explain_shows_every_rule_beside_its_bound():
     pytest.importorskip("rjieba")
     shown = explain(Document("a b " * 40, "f"), "english")

@@ -10,7 +10,7 @@ from bmforge.data.clean.rule import Explained, RuleSet, check_text, explain_text
 from bmforge.data.clean.rules import RULE_SETS, RULES, rules_version
 from bmforge.data.clean.statistics import TextStatistics
 from bmforge.data.clean.words import is_chinese, split_chinese_words, split_words
-from bmforge.data.sources.document import Document
+from bmforge.data.sources.document import Document, primary_subtag
 from bmforge.errors import ConfigError, suggest
 
 __all__ = ["JudgeByRules", "DocumentStep", "clean_documents", "explain"]
@@ -50,8 +50,8 @@ class JudgeByRules:
     def sets_for(self, document: Document) -> list[RuleSet]:
         """Return the rule sets for a document, in order."""
         table = RULES[self.rules]
-        language = document.language or ("zh" if is_chinese(document.text) else "en")
-        return [RULE_SETS[name] for name in table.get(language, table.get("*", ()))] + [*self.more]
+        names = table.get(_language_of(document), table.get("*", ()))
+        return [*(RULE_SETS[name] for name in names), *self.more]
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document, perhaps with fewer lines, or why it is dropped."""
@@ -65,9 +65,18 @@ class JudgeByRules:
         return document if figures.text == document.text else replace(document, text=figures.text)
 
 
+def _language_of(document: Document) -> str:
+    """Return the language that a document is said to be in; else Chinese or English, by its looks.
+
+    Without a language the two are told apart alone, which needs no model.
+    """
+    said = primary_subtag(document.language)
+    return said or ("zh" if is_chinese(document.text) else "en")
+
+
 def _read(document: Document, text: str) -> TextStatistics:
-    chinese = document.language == "zh" or (not document.language and is_chinese(document.text))
-    return TextStatistics(text, split_chinese_words if chinese else split_words)
+    is_chinese_text = _language_of(document) == "zh"
+    return TextStatistics(text, split_chinese_words if is_chinese_text else split_words)
 
 
 def explain(document: Document, rules: str = "mixed") -> list[Explained]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from re import compile as compile_pattern
 from typing import TypeVar
 
 from bmforge.data.clean.characters import HAN_RUN, SENTENCE_ENDS, SYMBOL_CHARACTERS
@@ -16,8 +16,8 @@ __all__ = ["TextStatistics", "find_repeated"]
 
 Value = TypeVar("Value")
 
-_PARAGRAPH_BREAK = compile_pattern("\n{2,}")
-_LINE_BREAK = compile_pattern("\n+")
+_PARAGRAPH_BREAK = re.compile("\n{2,}")
+_LINE_BREAK = re.compile("\n+")
 
 
 def find_repeated(parts: Sequence[str]) -> tuple[int, int]:

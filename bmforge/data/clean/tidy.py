@@ -8,7 +8,7 @@ from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.lines import drop_boilerplate, join_wrapped_lines
 from bmforge.data.clean.repair import repair_text
 from bmforge.data.clean.script import convert_chinese, fold_width, strip_invisible
-from bmforge.data.sources.document import Document
+from bmforge.data.sources.document import Document, primary_subtag
 from bmforge.errors import ConfigError
 
 __all__ = ["TidyText"]
@@ -56,7 +56,7 @@ class TidyText:
             text = strip_invisible(text)
         if self.width:
             text = fold_width(text)
-        if self.chinese and document.language in ("", "zh"):
+        if self.chinese and primary_subtag(document.language) in ("", "zh"):
             text = convert_chinese(text, self.chinese)
         if self.boilerplate:
             text = drop_boilerplate(text)

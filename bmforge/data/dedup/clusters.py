@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bmforge.data.dedup.tokens import Hashes
 
-__all__ = ["Clusters", "equal_groups", "join_group", "rank_documents"]
+__all__ = ["Clusters", "equal_groups", "join_group", "place_source", "rank_documents"]
 
 _MOST_COMPARED = 128  # texts of other clusters that one is compared with in a group
 
@@ -40,19 +40,29 @@ class Clusters:
             yield int(number), self.find(int(number))
 
 
+def place_source(source: str, preferred: Sequence[str]) -> int:
+    """Return the place of a source among the preferred ones, of which it begins with one."""
+    places = (place for place, name in enumerate(preferred) if source.startswith(name))
+    return next(places, len(preferred))
+
+
 def rank_documents(
-    sources: NDArray[np.int64], sizes: NDArray[np.int64], digests: NDArray[np.uint64]
+    sources: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    texts: NDArray[np.uint64],
+    ids: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
     """Return the place of each document in the order in which they survive.
 
     Args:
-        sources: place of the source among the preferred ones, the first is kept.
+        sources: what `place_source` returned; the first is kept.
         sizes: lengths; the longest is kept.
-        digests: of the ids; what decides between equals.
+        texts: hashes of the texts; what decides between equals, wherever they lie.
+        ids: hashes of the ids; what decides between copies.
 
-    Shape: each (N,), digests (N, 2); returned (N,), a permutation.
+    Shape: each (N,), ids (N, 2); returned (N,), a permutation.
     """
-    order = np.lexsort((digests[:, 1], digests[:, 0], -sizes, sources))
+    order = np.lexsort((ids[:, 1], ids[:, 0], texts, -sizes, sources))
     ranks = np.empty_like(order)
     ranks[order] = np.arange(len(order))
     return ranks

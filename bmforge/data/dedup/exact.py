@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from hashlib import blake2b
 
 import numpy as np
 
-from bmforge.data.dedup.clusters import rank_documents
+from bmforge.data.dedup.clusters import place_source, rank_documents
 from bmforge.data.dedup.minhash import DedupConfig
+from bmforge.data.dedup.tokens import digest_string
 from bmforge.data.sources.document import Document
 
 __all__ = ["cut_paragraphs", "find_copies", "find_repeated_paragraphs"]
@@ -26,8 +26,8 @@ def find_copies(documents: Iterable[Document], config: DedupConfig | None = None
     best: dict[bytes, tuple[tuple[int, bytes], str]] = {}
     dropped: dict[str, bytes] = {}
     for document in documents:
-        text = _digest(document.text)
-        key = (_place(document, order), _digest(document.id))
+        text = digest_string(document.text)
+        key = (place_source(document.source, order), digest_string(document.id))
         if text not in best:
             best[text] = (key, document.id)
             continue
@@ -39,15 +39,6 @@ def find_copies(documents: Iterable[Document], config: DedupConfig | None = None
     return {name: best[text][1] for name, text in dropped.items()}
 
 
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _place(document: Document, order: tuple[str, ...]) -> int:
-    places = (i for i, name in enumerate(order) if document.source.startswith(name))
-    return next(places, len(order))
-
-
 def find_repeated_paragraphs(
     documents: Callable[[], Iterable[Document]],
     *,
@@ -57,7 +48,8 @@ def find_repeated_paragraphs(
     """Return the numbers of each document's paragraphs that another one has, or that it has twice.
 
     The first occurrence stays: in the document that survives by `DedupConfig.source_order`, length
-    and id. Paragraphs are divided by blank lines; short ones repeat without being copies.
+    and hashes of text and id. Paragraphs are divided by blank lines; short ones repeat without
+    being copies.
 
     Args:
         documents: called for each of two readings.
@@ -65,20 +57,24 @@ def find_repeated_paragraphs(
     """
     order = (config or DedupConfig()).source_order
     hashes, owners, numbers = [], [], []
-    sources, sizes, digests = [], [], []
+    sources, sizes, texts, ids = [], [], [], []
     for at, document in enumerate(documents()):
-        sources.append(_place(document, order))
+        sources.append(place_source(document.source, order))
         sizes.append(len(document.text))
-        digests.append(np.frombuffer(_digest(document.id), np.uint64))
+        texts.append(np.frombuffer(digest_string(document.text), np.uint64)[0])
+        ids.append(np.frombuffer(digest_string(document.id), np.uint64))
         for number, part in enumerate(_BREAK.split(document.text)[::2]):
             if len(part) >= min_characters:
-                hashes.append(np.frombuffer(_digest(part), np.uint64))
+                hashes.append(np.frombuffer(digest_string(part), np.uint64))
                 owners.append(at)
                 numbers.append(number)
     if not hashes:
         return {}
     ranks = rank_documents(
-        np.array(sources), np.array(sizes), np.array(digests, np.uint64).reshape(-1, 2)
+        np.array(sources),
+        np.array(sizes),
+        np.array(texts, np.uint64),
+        np.array(ids, np.uint64).reshape(-1, 2),
     )
     keys, owner, place = np.array(hashes, np.uint64), np.array(owners), np.array(numbers)
     sort = np.lexsort((place, ranks[owner], keys[:, 1], keys[:, 0]))

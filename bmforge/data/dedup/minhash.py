@@ -33,7 +33,7 @@ class DedupConfig:
         seed: of the permutations.
         verify: compare candidates exactly; without it all that share a band are duplicates.
         source_order: which source survives: one that begins with an earlier entry, before a longer
-            text, before the smaller hash of the id.
+            text, before the smaller hash of the text, and among copies of the id.
 
     Raises:
         ConfigError: a value is out of range.
@@ -56,7 +56,7 @@ class DedupConfig:
     @property
     def version(self) -> str:
         """What changes whenever other texts may be found."""
-        return f"near=1 {self!r}"
+        return f"near=2 {self!r}"
 
 
 def choose_bands(threshold: float, hashes: int) -> tuple[int, int]:

@@ -11,20 +11,25 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.dedup.clusters import Clusters, equal_groups, join_group, rank_documents
+from bmforge.data.dedup.clusters import (
+    Clusters,
+    equal_groups,
+    join_group,
+    place_source,
+    rank_documents,
+)
 from bmforge.data.dedup.index import SketchIndex
 from bmforge.data.dedup.minhash import DedupConfig, MinHasher, jaccard
-from bmforge.data.dedup.tokens import Hashes
+from bmforge.data.dedup.tokens import Hashes, digest_string
 from bmforge.data.sources.document import Document
 
-__all__ = ["NearDuplicates", "Sketches", "find_near_duplicates", "read_sketches"]
+__all__ = ["RULE", "NearDuplicates", "Sketches", "find_near_duplicates", "read_sketches"]
 
 RULE = "near_duplicate"
 
@@ -55,14 +60,15 @@ class NearDuplicates:
 class Sketches:
     """What is kept of documents on the first reading; parts of a corpus can be joined.
 
-    Shape: keys (N, bands); sources, sizes (N,); digests (N, 2). A document without words has keys
-    that no other has.
+    Shape: keys (N, bands); sources, sizes, texts (N,); ids (N, 2). A document without words has
+    keys that no other has.
     """
 
     keys: Hashes
     sources: NDArray[np.int64]
     sizes: NDArray[np.int64]
-    digests: Hashes
+    texts: Hashes
+    ids: Hashes
 
     @staticmethod
     def concatenate(parts: Sequence[Sketches]) -> Sketches:
@@ -71,31 +77,28 @@ class Sketches:
             np.concatenate([one.keys for one in parts]),
             np.concatenate([one.sources for one in parts]),
             np.concatenate([one.sizes for one in parts]),
-            np.concatenate([one.digests for one in parts]),
+            np.concatenate([one.texts for one in parts]),
+            np.concatenate([one.ids for one in parts]),
         )
 
 
 def read_sketches(documents: Iterable[Document], hasher: MinHasher) -> Sketches:
     """Return the sketches of documents; a worker can do this for one shard."""
-    keys, sources, sizes, digests = [], [], [], []
-    preferred = hasher.config.source_order
+    keys, sources, sizes, texts, ids = [], [], [], [], []
     for document in documents:
         shingles = hasher.shingle(document.text)
-        known = blake2b(document.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        digest = np.frombuffer(known, np.uint64)
-        if len(shingles):
-            keys.append(hasher.sketch(shingles))
-        else:
-            keys.append(np.resize(digest, hasher.bands))
-        digests.append(digest)
+        id = np.frombuffer(digest_string(document.id), np.uint64)
+        keys.append(hasher.sketch(shingles) if len(shingles) else np.resize(id, hasher.bands))
+        sources.append(place_source(document.source, hasher.config.source_order))
         sizes.append(len(document.text))
-        places = (i for i, name in enumerate(preferred) if document.source.startswith(name))
-        sources.append(next(places, len(preferred)))
+        texts.append(np.frombuffer(digest_string(document.text), np.uint64)[0])
+        ids.append(id)
     return Sketches(
         np.array(keys, np.uint64).reshape(-1, hasher.bands),
         np.array(sources, np.int64),
         np.array(sizes, np.int64),
-        np.array(digests, np.uint64).reshape(-1, 2),
+        np.array(texts, np.uint64),
+        np.array(ids, np.uint64).reshape(-1, 2),
     )
 
 
@@ -109,6 +112,7 @@ class _Shingles:
 
     def add(self, number: int, shingles: Hashes) -> None:
         """Keep the hashes of one document."""
+        self._file.seek(self._end)
         self._file.write(shingles.tobytes())
         self._places[number] = (self._end, len(shingles))
         self._end += len(shingles) * 8
@@ -116,9 +120,8 @@ class _Shingles:
     def read(self, number: int) -> Hashes:
         """Return the hashes of one document."""
         start, count = self._places[number]
-        self._file.flush()
-        data = os.pread(self._file.fileno(), count * 8, start)
-        return np.frombuffer(data, np.uint64)
+        self._file.seek(start)
+        return np.frombuffer(self._file.read(count * 8), np.uint64)
 
     def close(self) -> None:
         """Give the file back."""
@@ -149,7 +152,7 @@ def find_near_duplicates(
     indexes = [SketchIndex(Path(folder), hasher) for folder in known]
     old = sum(len(one.ids) for one in indexes)
     # Numbers are ranks: first what earlier corpora hold, then ours in the order of survival.
-    numbers = old + rank_documents(new.sources, new.sizes, new.digests)
+    numbers = old + rank_documents(new.sources, new.sizes, new.texts, new.ids)
     keys = np.concatenate([*(one.keys for one in indexes), new.keys])
     numbers = np.concatenate([np.arange(old), numbers])
     groups = [

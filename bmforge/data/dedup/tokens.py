@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from bmforge.data.clean.characters import HAN
 
-__all__ = ["Hashes", "hash_runs", "hash_tokens", "locate_tokens", "mix", "split_tokens"]
+__all__ = [
+    "Hashes",
+    "digest_string",
+    "hash_runs",
+    "hash_tokens",
+    "locate_tokens",
+    "mix",
+    "split_tokens",
+]
 
 Hashes = NDArray[np.uint64]
 
@@ -37,6 +45,11 @@ def locate_tokens(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     found = list(_TOKEN.finditer(text))
     tokens = [unicodedata.normalize("NFKC", one[0]).lower() for one in found]
     return tokens, [one.span() for one in found]
+
+
+def digest_string(text: str) -> bytes:
+    """Return 128 bits by which a text or an id is known."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 @lru_cache(maxsize=1 << 17)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmforge.data.prepare.documents import read_digests
+from bmforge.data.prepare.journal import digest_file
 from bmforge.data.prepare.sort import SortedRows, make_rows
 from bmforge.data.prepare.split import choose_held_out, split_keys
 from bmforge.files import sync_directory
@@ -119,7 +119,7 @@ def new_mask(
     mask.flush()
     with beside.open("rb") as file:
         os.fsync(file.fileno())
-        files[name] = file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+    files[name] = digest_file(beside)
     os.replace(beside, folder / name)
     sync_directory(folder)
 

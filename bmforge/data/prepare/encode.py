@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from bmforge.data.prepare.barriers import open_mask
 from bmforge.data.prepare.documents import read_shard
 from bmforge.data.prepare.engine import Beat, Part
 from bmforge.data.prepare.funnel import Dropped
-from bmforge.data.prepare.journal import write_hashed
+from bmforge.data.prepare.journal import digest_file, write_hashed
 from bmforge.data.prepare.near import NearDrops
 from bmforge.data.prepare.split import Split
 from bmforge.data.prepare.tokenise import EncodeCount, encode_quietly, load_tokenizer
@@ -50,10 +49,8 @@ class Chosen:
 
         These are None for what is not kept; one of the two may be empty.
         """
-        kept, split = (
-            open_mask(self.kept),
-            Split(open_mask(self.held_out), self.cut, self.cut_bytes),
-        )
+        kept = open_mask(self.kept)
+        split = Split(open_mask(self.held_out), self.cut, self.cut_bytes)
         first = sum(self.counts[:number])
         for position, document in enumerate(read_shard(self.documents, number), first):
             yield document, split.divide(position, document.text) if kept[position] else None
@@ -137,11 +134,10 @@ def _dropped(task: EncodeTask) -> Dropped:
 
 def _move_out(beside: Path, folder: Path, files: dict[str, str]) -> None:
     """Give the stores' files their names, synced, with their hashes in `files`."""
-    written: Sequence[Path] = sorted(beside.iterdir()) if beside.exists() else ()
-    for path in written:
-        with path.open("rb") as file:
-            files[path.name] = file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+    if not beside.exists():
+        return
+    for path in sorted(beside.iterdir()):
+        files[path.name] = digest_file(path)
         os.replace(path, folder / path.name)
-    if beside.exists():
-        beside.rmdir()
-        sync_directory(folder)
+    beside.rmdir()
+    sync_directory(folder)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bmforge.errors import ConfigError
-from bmforge.files import sync_directory
+from bmforge.files import replacing
 
-__all__ = ["HashedFile", "Journal", "make_key", "write_hashed"]
+__all__ = ["HashedFile", "Journal", "digest_file", "make_key", "write_hashed"]
 
 _NAME = "journal.jsonl"
 _PARTIAL = ".partial"
@@ -34,6 +34,12 @@ except ImportError:  # Windows has none
 def make_key(*parts: Any) -> str:
     """Return the hash of what a stage's result depends on; `parts` are plain data."""
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """Return the hash of a file's bytes, as the journal keeps it."""
+    with path.open("rb") as file:
+        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
 
 
 class HashedFile:
@@ -61,17 +67,9 @@ def write_hashed(path: Path, files: dict[str, str]) -> Iterator[HashedFile]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A process of a killed preparation may still write; its file is not this one.
     beside = path.with_name(f"{path.name}.{os.getpid()}{_PARTIAL}")
-    try:
-        with beside.open("wb") as file:
-            hashed = HashedFile(file)
-            yield hashed
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+    with replacing(path, beside) as file:
+        hashed = HashedFile(file)
+        yield hashed
     files[path.name] = hashed.hexdigest()
 
 
@@ -136,11 +134,8 @@ class Journal:
     def _is_whole(self, path: Path, digest: str) -> bool:
         if path in self._checked:
             return True
-        if not path.is_file():
+        if not path.is_file() or digest_file(path) != digest:
             return False
-        with path.open("rb") as file:
-            if file_digest(file, lambda: blake2b(digest_size=16)).hexdigest() != digest:
-                return False
         self._checked.add(path)
         return True
 

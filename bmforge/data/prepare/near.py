@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,14 @@ from numpy.typing import NDArray
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.dedup.minhash import DedupConfig, MinHasher
+from bmforge.data.dedup.near import RULE as NEAR_DUPLICATE
 from bmforge.data.dedup.near import (
     NearDuplicates,
     Sketches,
     find_near_duplicates,
     read_sketches,
 )
+from bmforge.data.dedup.tokens import digest_string
 from bmforge.data.prepare.barriers import new_mask, open_mask
 from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.engine import Beat, Part
@@ -42,10 +43,9 @@ __all__ = [
     "sketch_shard",
 ]
 
-NEAR_DUPLICATE = "near_duplicate"
 DROPS = "drops"  # a file
 _ROW = np.dtype([("position", "<i8"), ("similarity", "<f8")])
-_NAMES = ("keys", "sources", "sizes", "digests")
+_NAMES = tuple(field.name for field in fields(Sketches))
 
 
 def dedup_config(config: PrepareConfig) -> DedupConfig | None:
@@ -174,7 +174,7 @@ def choose_survivors(
     del parts
     folder.mkdir(parents=True, exist_ok=True)
     found = find_near_duplicates(left, config, sketches=known, work_dir=folder)
-    drops = _locate(found, known.digests, np.flatnonzero(before))
+    drops = _locate(found, known.ids, np.flatnonzero(before))
     files: dict[str, str] = {}
     with write_hashed(folder / DROPS, files) as file:
         file.write(drops.tobytes())
@@ -193,23 +193,20 @@ def choose_survivors(
 
 
 def _locate(
-    found: NearDuplicates, digests: NDArray[np.uint64], positions: NDArray[np.int64]
+    found: NearDuplicates, ids: NDArray[np.uint64], positions: NDArray[np.int64]
 ) -> NDArray[np.void]:
     """Return position and similarity of what is dropped, by position.
 
     Args:
-        digests: of the ids of the documents that were compared, in order.
+        ids: hashes of the ids of the documents that were compared, in order.
         positions: of these documents.
     """
-    values = {
-        blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).digest(): found.similarity[id]
-        for id in found.survivor
-    }
+    values = {digest_string(id): found.similarity[id] for id in found.survivor}
     halves = np.frombuffer(b"".join(values), np.uint64)[::2]
-    likely = np.flatnonzero(np.isin(digests[:, 0], halves))
+    likely = np.flatnonzero(np.isin(ids[:, 0], halves))
     rows = [
-        (positions[place], values[digests[place].tobytes()])
+        (positions[place], values[ids[place].tobytes()])
         for place in likely
-        if digests[place].tobytes() in values
+        if ids[place].tobytes() in values
     ]
     return np.array(rows, dtype=_ROW)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b, file_digest
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +22,7 @@ from bmforge.data.prepare.documents import DocumentsTask, Step, make_documents
 from bmforge.data.prepare.encode import Chosen, EncodeTask, encode_shard, training_texts
 from bmforge.data.prepare.engine import Blame, Limits, Part, Work, run_parts
 from bmforge.data.prepare.funnel import Funnel
-from bmforge.data.prepare.journal import Journal, make_key
+from bmforge.data.prepare.journal import Journal, digest_file, make_key
 from bmforge.data.prepare.near import (
     DROPS,
     NearDrops,
@@ -86,8 +85,7 @@ def make_keys(
     plan: Plan, config: PrepareConfig, steps: Sequence[Step], given: Tokenizer | None
 ) -> Keys:
     """Return what the results of all stages depend on."""
-    read = [_VERSION, config.text_field, config.skip_bad, config.keep_dropped]
-    read.append(config.html_reader)
+    read = [_VERSION, config.text_field, config.skip_bad, config.keep_dropped, config.html_reader]
     taken = [[step.name, step.version] for step in steps]
     documents = [make_key("documents", shard.key, read, taken) for shard in plan.shards]
     duplicates = make_key("duplicates", documents)
@@ -110,11 +108,7 @@ def _tokenizer_digest(tokenizer: Tokenizer) -> list[list[str]]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    found = {}
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            found[path.name] = file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
-    return found
+    return {path.name: digest_file(path) for path in sorted(folder.iterdir())}
 
 
 def stage_states(journal: Journal, keys: Keys) -> list[StageState]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import lzma
 import tarfile
 import zipfile
 import zlib
@@ -14,12 +15,24 @@ from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.record import ReadOptions, Record, Where, fail
 from bmforge.errors import DataError
 
-__all__ = ["Member", "drop_member", "tar_members", "zip_members"]
+__all__ = ["UNREADABLE", "Member", "drop_member", "tar_members", "zip_members"]
 
 _MOST_MEMBERS = 1_000_000
 _LARGEST_BYTES = 1 << 30
 _HIGHEST_RATIO = 500  # of unpacked to packed, for what is large
 _LARGE_BYTES = 1 << 26
+# What the standard library raises where an archive or a member of it is damaged or of another kind.
+UNREADABLE = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    lzma.LZMAError,
+    zlib.error,
+    OSError,
+    EOFError,
+    RuntimeError,
+    NotImplementedError,
+    ValueError,
+)
 Member = tuple[str, "BinaryIO | Record"]
 
 
@@ -76,10 +89,7 @@ def _open(opener: Callable[[], object], where: Where, name: str) -> BinaryIO | R
     try:
         with opener() as member:  # type: ignore[attr-defined]
             raw = member.read(_LARGEST_BYTES + 1)
-    except (
-        zipfile.BadZipFile, tarfile.TarError, OSError, EOFError, zlib.error,
-        RuntimeError, NotImplementedError, ValueError,
-    ) as error:  # fmt: skip
+    except UNREADABLE as error:
         place = where.place(name)
         return fail(place, 0, DataError(f"{where.source}:{place} cannot be read ({error})"))
     if len(raw) > _LARGEST_BYTES:

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from bmforge.data.clean.drop import Drop
+from bmforge.data.sources.archives import UNREADABLE
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError
@@ -20,6 +21,12 @@ __all__ = ["read_docx", "read_epub"]
 
 _LARGEST_BYTES = 1 << 28
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+# Settings of a paragraph, whose tabs are stops; and the same once more for programs that are old.
+_UNREAD = {
+    f"{_WORD}pPr",
+    "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback",
+}
+_SPACES = {f"{_WORD}tab": "\t", f"{_WORD}br": "\n"}
 _CONTAINER = "META-INF/container.xml"
 _BLOCKS = {"p", "div", "h1", "h2", "h3", "h4", "h5", "h6", "li", "br", "tr", "blockquote", "dd"}
 _UNSEEN = {"head", "script", "style"}
@@ -46,9 +53,7 @@ def _parse(raw: bytes, where: Where, find: Any) -> Document | Drop:
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             text = find(_Parts(archive))
-    except (zipfile.BadZipFile, ElementTree.ParseError, KeyError, OSError, EOFError) as error:
-        raise DataError(f"file {str(where)!r} cannot be read ({error})") from error
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+    except (*UNREADABLE, ElementTree.ParseError, KeyError) as error:
         raise DataError(f"file {str(where)!r} cannot be read ({error})") from error
     if not text.strip():
         return Drop("no_main_text", 0, 1, str(where))
@@ -73,25 +78,27 @@ class _Parts:
 
 
 def _docx_text(parts: _Parts) -> str:
-    lines = []
-    for paragraph in parts.read("word/document.xml").iter(f"{_WORD}p"):
-        said = []
-        for node in paragraph.iter():
-            if node.tag == f"{_WORD}t":
-                said.append(node.text or "")
-            elif node.tag in (f"{_WORD}tab", f"{_WORD}br"):
-                said.append("\t" if node.tag.endswith("tab") else "\n")
-        lines.append("".join(said))
-    return "\n".join(lines)
+    paragraphs: list[list[str]] = []
+    # Each node with what the paragraph around it says: a text box has paragraphs of its own in one.
+    waiting: list[tuple[ElementTree.Element, list[str]]] = [(parts.read("word/document.xml"), [])]
+    while waiting:
+        node, said = waiting.pop()
+        if node.tag in _UNREAD:
+            continue
+        if node.tag == f"{_WORD}p":
+            said = []
+            paragraphs.append(said)
+        elif node.tag == f"{_WORD}t":
+            said.append(node.text or "")
+        elif node.tag in _SPACES:
+            said.append(_SPACES[node.tag])
+        waiting.extend((child, said) for child in reversed(node))
+    return "\n".join("".join(said) for said in paragraphs)
 
 
 def _epub_text(parts: _Parts) -> str:
-    root = next(parts.read(_CONTAINER).iter("{*}rootfile"), None)
-    if root is None:
-        root = next(
-            (node for node in parts.read(_CONTAINER).iter() if node.tag.endswith("}rootfile")),
-            None,
-        )
+    container = parts.read(_CONTAINER).iter()
+    root = next((node for node in container if _name(node) == "rootfile"), None)
     if root is None:
         raise ValueError(f"{_CONTAINER} names no book")
     path = root.attrib["full-path"]
@@ -118,7 +125,7 @@ def _page_text(root: ElementTree.Element) -> str:
         name = _name(node)
         if is_left:
             said.append("\n" if name in _BLOCKS else "")
-            said.append(" ".join((node.tail or "").split()) and _spaced(node.tail or ""))
+            said.append(_spaced(node.tail or ""))
             continue
         waiting.append((node, True))
         if name in _UNSEEN:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any
 
-__all__ = ["Document", "from_record", "to_record"]
+__all__ = ["Document", "from_record", "primary_subtag", "to_record"]
 
 _ALWAYS = ("text", "source", "place")
 
@@ -22,7 +22,8 @@ class Document:
         id: of the text as it was read: a hash of source, place and text, kept by every step.
         url, licence: of the page or the data set, as the source says.
         date: ISO 8601, as far as known: ``"2024"``, ``"2024-05-01"``.
-        language, script: ISO 639-1 (or -3) and ISO 15924, such as ``"zh"`` and ``"Hans"``.
+        language, script: ISO 639-1 (or -3) and ISO 15924, such as ``"zh"`` and ``"Hans"``; a source
+            may give a longer tag, such as ``"zh-CN"``, of which `primary_subtag` is the language.
         scores: numbers that sources and steps found, by name.
     """
 
@@ -43,6 +44,14 @@ class Document:
             parts = (self.source, self.place, self.text)
             known = "\0".join(parts).encode("utf-8", "surrogatepass")
             object.__setattr__(self, "id", blake2b(known, digest_size=16).hexdigest())
+
+
+def primary_subtag(tag: str) -> str:
+    """Return the language of a tag, without region and script: ``"zh"`` of ``"zh-Hant-TW"``.
+
+    Source: BCP 47, RFC 5646, section 2.2.1; underscores divide too, as in names of locales.
+    """
+    return tag.strip().replace("_", "-").partition("-")[0].lower()
 
 
 def to_record(document: Document) -> dict[str, Any]:

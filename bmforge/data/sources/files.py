@@ -59,8 +59,9 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield every document of `paths`, files in order, directories recursively and sorted.
 
-    A .txt or .md file is one document; each line of a .jsonl file is one. Any of them may be .gz or
-    .zst. A path that does not exist is an error even with `skip_bad`.
+    What is one document depends on the kind of file: all of a text or page, a line of .jsonl, a row
+    of a table, a record of a web archive. Any file may be packed or in an archive. A path that does
+    not exist is an error even with `skip_bad`.
 
     Args:
         skip_bad: leave out what is damaged, count it, and report the count at the end.

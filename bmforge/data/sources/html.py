@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.sources.document import Document
+from bmforge.data.sources.document import Document, primary_subtag
 from bmforge.data.sources.encoding import decode
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError, MissingDependencyError
@@ -83,7 +83,7 @@ def parse_page(
         "url": url or _find(tree, (('link[rel="canonical"]', "href"),)),
         "licence": _find(tree, tuple((one, "href") for one in _LICENCES)),
         "date": _date(_find(tree, _DATES)),
-        "language": _find(tree, (("html", "lang"),)).partition("-")[0].lower(),
+        "language": primary_subtag(_find(tree, (("html", "lang"),))),
     }
     title = _SPACE.sub(" ", tree.title or "").strip()
     if title and title not in text:

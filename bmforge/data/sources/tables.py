@@ -104,8 +104,7 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
             f"file {str(where)!r} has no column {options.text_field!r}, it has {names}: name one "
             "with text_field=... (--text-field)"
         )
-    known = find_known(dict.fromkeys(names, "x"))
-    told = [name for name in names if known and find_known({name: "x"})]
+    told = [name for name in names if find_known({name: "x"})]
     return [top, *(name for name in told if name != top)]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -45,12 +46,17 @@ def _import(where: Where) -> Any:
     return fastwarc.warc
 
 
-def _kind(raw: bytes) -> str:
-    for line in raw[: raw.find(b"\r\n\r\n") + 2].split(b"\r\n"):
+def _header(lines: Iterable[bytes], wanted: bytes) -> str:
+    """Return the value of a record's header in lower case, "" where it is not there."""
+    for line in lines:
         name, _, value = line.partition(b":")
-        if name.strip().lower() == b"warc-type":
+        if name.strip().lower() == wanted:
             return value.strip().decode("ascii", "replace").lower()
     return ""
+
+
+def _kind(raw: bytes) -> str:
+    return _header(raw[: raw.find(b"\r\n\r\n") + 2].split(b"\r\n"), b"warc-type")
 
 
 def _members(stream: BinaryIO) -> Iterator[tuple[bytes, str]]:
@@ -106,16 +112,15 @@ def _plain_records(stream: BinaryIO) -> Iterator[tuple[bytes, str]]:
             if bad.strip():
                 yield bad, "what follows is no record"
             continue
-        head, length = [line], -1
+        head = [line]
         while (line := stream.readline(_CHUNK_BYTES)).strip():
             head.append(line)
-            name, _, value = line.partition(b":")
-            if name.strip().lower() == b"content-length" and value.strip().isdigit():
-                length = int(value)
+        said = _header(head, b"content-length")
+        length = int(said) if said.isdecimal() and said.isascii() else -1
         raw = b"".join(head) + b"\r\n"
         line = b""
         if not 0 <= length <= _LARGEST_BYTES:
-            yield raw, f"its length is {length}"
+            yield raw, f"its length is {said!r}"
             continue
         body = stream.read(length)
         raw += body
@@ -161,10 +166,7 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
     found = parse_payload(body, kind, charset, url, place, options)
     if isinstance(found, Drop) or found.date:
         return found
-    return Document(
-        found.text, found.source, found.place, url=found.url or url, date=date,
-        licence=found.licence, language=found.language, scores=found.scores,
-    )  # fmt: skip
+    return replace(found, url=found.url or url, date=date)
 
 
 def parse_payload(

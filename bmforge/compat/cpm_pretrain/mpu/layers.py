@@ -90,7 +90,28 @@ def _draw_part(
     return PartParameter(torch.cat(pieces, dim).clone(), dim=dim, stride=stride), whole
 
 
-class ColumnParallelLinear(nn.Module):
+class _PartLinear(nn.Module):
+    """What a linear layer begins with of which each process has a part: `weight` and its sizes."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        dim: int,
+        init_method: Init,
+        stride: int,
+        keep_master_weight_for_test: bool,
+        skip_bias_add: bool,
+    ) -> None:
+        super().__init__()
+        self.input_size, self.output_size = input_size, output_size
+        self.skip_bias_add = skip_bias_add
+        self.weight, whole = _draw_part(output_size, input_size, dim, init_method, stride)
+        self.master_weight = whole if keep_master_weight_for_test else None
+        self.bias: Any = None
+
+
+class ColumnParallelLinear(_PartLinear):
     """A linear layer of which each process has a part of the outputs.
 
     Args:
@@ -114,14 +135,11 @@ class ColumnParallelLinear(nn.Module):
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
     ) -> None:
-        super().__init__()
-        self.input_size, self.output_size = input_size, output_size
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        keep = keep_master_weight_for_test
+        super().__init__(input_size, output_size, 0, init_method, stride, keep, skip_bias_add)
+        self.gather_output = gather_output
         part = divide(output_size, get_model_parallel_world_size())
         self.output_size_per_partition = part
-        self.weight, whole = _draw_part(output_size, input_size, 0, init_method, stride)
-        self.master_weight = whole if keep_master_weight_for_test else None
-        self.bias: Any = None
         if bias:
             self.bias = PartParameter(torch.zeros(part, device=groups.device), stride=stride)
 
@@ -134,7 +152,7 @@ class ColumnParallelLinear(nn.Module):
         return out, self.bias if self.skip_bias_add else None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_PartLinear):
     """A linear layer of which each process has a part of the inputs.
 
     Args:
@@ -158,13 +176,10 @@ class RowParallelLinear(nn.Module):
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
     ) -> None:
-        super().__init__()
-        self.input_size, self.output_size = input_size, output_size
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        keep = keep_master_weight_for_test
+        super().__init__(input_size, output_size, 1, init_method, stride, keep, skip_bias_add)
+        self.input_is_parallel = input_is_parallel
         self.input_size_per_partition = divide(input_size, get_model_parallel_world_size())
-        self.weight, whole = _draw_part(output_size, input_size, 1, init_method, stride)
-        self.master_weight = whole if keep_master_weight_for_test else None
-        self.bias: Any = None
         if bias:
             self.bias = nn.Parameter(torch.zeros(output_size, device=groups.device))
 

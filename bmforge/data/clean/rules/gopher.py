@@ -61,6 +61,37 @@ def count_stop_words(text: TextStatistics, stop_words: frozenset[str] = _STOP_WO
     return len(stop_words.intersection(text.words))
 
 
+_REAL_WORDS = "words that are more than marks"
+_WORD_LENGTH = "mean length of such a word, in characters"
+# Name, measure, what that is, and a text that breaks the rule; `quality_rules` has the bounds.
+_QUALITY_RULES = (
+    ("short_doc", _count_words, _REAL_WORDS, "Subscribe to our newsletter."),
+    ("long_doc", _count_words, _REAL_WORDS, "a dump of a whole forum"),
+    ("below_avg_threshold", _mean_length, _WORD_LENGTH, "a b c 1 2 3 x y z"),
+    ("above_avg_threshold", _mean_length, _WORD_LENGTH, "aHR0cHM6Ly9leGFtcGxlLm9yZw"),
+    ("too_many_hashes", _hashes, "number signs per word", "#sale #new"),
+    ("too_many_ellipsis", _ellipses, "ellipses per word", "Wait... no..."),
+    (
+        "too_many_bullets",
+        _bullets,
+        "share of lines that begin with a bullet or a hyphen",
+        "- Home\n- Shop\n- Contact",
+    ),
+    (
+        "too_many_end_ellipsis",
+        _cut_lines,
+        "share of lines that end in an ellipsis",
+        "Shares fall as ...\nMinister says ...",
+    ),
+    (
+        "below_alpha_threshold",
+        _letters,
+        "share of words with a letter",
+        "12 : 30 | 14 : 45 | 17 : 00",
+    ),
+)
+
+
 def quality_rules(
     word_length: tuple[float, float],
     letters: float,
@@ -79,50 +110,25 @@ def quality_rules(
     """
     few, many = words
     short, long = word_length
-    number = "words that are more than marks"
-    length = "mean length of such a word, in characters"
+    bounds = {
+        "short_doc": Bounds(few),
+        "long_doc": Bounds(None, many),
+        "below_avg_threshold": Bounds(short),
+        "above_avg_threshold": Bounds(None, long),
+        "too_many_hashes": Bounds(None, 0.1),
+        "too_many_ellipsis": Bounds(None, 0.1),
+        "too_many_bullets": Bounds(None, 0.9),
+        "too_many_end_ellipsis": Bounds(None, 0.3),
+        "below_alpha_threshold": Bounds(letters),
+    }
+    rules = [
+        Rule(name, measure, bounds[name], meaning, source, example)
+        for name, measure, meaning, example in _QUALITY_RULES
+    ]
     needed = partial(count_stop_words, stop_words=stop_words)
-    stops = f"different words among: {' '.join(sorted(stop_words))}"
-    table = (
-        ("short_doc", _count_words, Bounds(few), number, "Subscribe to our newsletter."),
-        ("long_doc", _count_words, Bounds(None, many), number, "a dump of a whole forum"),
-        ("below_avg_threshold", _mean_length, Bounds(short), length, "a b c 1 2 3 x y z"),
-        (
-            "above_avg_threshold",
-            _mean_length,
-            Bounds(None, long),
-            length,
-            "aHR0cHM6Ly9leGFtcGxlLm9yZw",
-        ),
-        ("too_many_hashes", _hashes, Bounds(None, 0.1), "number signs per word", "#sale #new"),
-        ("too_many_ellipsis", _ellipses, Bounds(None, 0.1), "ellipses per word", "Wait... no..."),
-        (
-            "too_many_bullets",
-            _bullets,
-            Bounds(None, 0.9),
-            "share of lines that begin with a bullet or a hyphen",
-            "- Home\n- Shop\n- Contact",
-        ),
-        (
-            "too_many_end_ellipsis",
-            _cut_lines,
-            Bounds(None, 0.3),
-            "share of lines that end in an ellipsis",
-            "Shares fall as ...\nMinister says ...",
-        ),
-        (
-            "below_alpha_threshold",
-            _letters,
-            Bounds(letters),
-            "share of words with a letter",
-            "12 : 30 | 14 : 45 | 17 : 00",
-        ),
-        ("enough_stop_words", needed, Bounds(2), stops, "Black leather sofa, new, three seats"),
-    )
-    return tuple(
-        Rule(name, measure, bounds, meaning, source, example)
-        for name, measure, bounds, meaning, example in table
-    )
+    meaning = f"different words among: {' '.join(sorted(stop_words))}"
+    example = "Black leather sofa, new, three seats"
+    return (*rules, Rule("enough_stop_words", needed, Bounds(2), meaning, source, example))
 
 
 GOPHER_QUALITY = RuleSet("gopher_quality", 1, quality_rules((3, 10), 0.8, _STOP_WORDS), _PAPER)
