@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from typing import NoReturn
 
 from bmforge.cli import main
@@ -20,6 +21,9 @@ def leave(status: int) -> NoReturn:
     """
     if "RANK" not in os.environ:
         sys.exit(status)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()  # as the interpreter would: one may be writing a checkpoint
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -215,12 +215,16 @@ def test_help_all_lists_every_option(
 def test_one_of_several_processes_leaves_at_once() -> None:
     """What would abort while the interpreter ends does not; what was to be done at the end is."""
     program = (
-        "import atexit, os\n"
+        "import atexit, os, threading\n"
         "from bmforge.__main__ import leave\n"
         "class Fragile:\n"
         "    def __del__(self, abort=os.abort): abort()\n"
         "kept = Fragile()\n"
         "atexit.register(print, 'done')\n"
+        "def work():\n"
+        "    sum(range(10_000_000))\n"
+        "    print('written')\n"
+        "threading.Thread(target=work).start()\n"
         "leave(3)\n"
     )
     alone = {name: value for name, value in os.environ.items() if name != "RANK"}
@@ -234,4 +238,4 @@ def test_one_of_several_processes_leaves_at_once() -> None:
             check=False,
         )
         assert done.returncode == status
-    assert done.stdout == "done\n"
+    assert done.stdout == "written\ndone\n"

@@ -40,62 +40,74 @@ def start(model, args):
     return loss_func, step
 
 
-def finetune_llama(model, dataset, verbalizer, args):
-    """finetune_llama.py: words of the answers, out of logits nobody asked for by name."""
-    loss_func, step = start(model, args)
+def learn(model, dataset, loss_of, step, args, batch_size=2):
+    """All epochs in the rows' order; the losses."""
     losses = []
     for _epoch in range(args["epochs"]):
         model.train()
-        for data in DistributedDataLoader(dataset["train"], batch_size=2, shuffle=False):
-            logits = model(data["input_ids"], data["input_length"]).logits
-            logits = logits.index_select(dim=-1, index=verbalizer)
-            logits = logits[torch.where(data["index"] == 1)]
-            losses.append(step(loss_func(logits, data["labels"])))
+        for data in DistributedDataLoader(dataset, batch_size=batch_size, shuffle=False):
+            losses.append(step(loss_of(data)))
+    return losses
+
+
+def evaluate(model, dataset, answers, labels="labels"):
+    """What is found for the other split on all processes, and what is right."""
     model.eval()
+    found, wanted = [], []
     with torch.no_grad():
-        found = []
-        for data in DistributedDataLoader(dataset["dev"], batch_size=2, shuffle=False):
-            logits = model(data["input_ids"], data["input_length"]).logits
-            logits = logits.index_select(dim=-1, index=verbalizer)
-            found += logits[torch.where(data["index"] == 1)].argmax(dim=-1).tolist()
-    return losses, bmt.gather_result(torch.tensor(found).int()).cpu().tolist()
+        for data in DistributedDataLoader(dataset, batch_size=2, shuffle=False):
+            found += answers(data).argmax(dim=-1).cpu().tolist()
+            wanted += data[labels].cpu().tolist()
+    gathered = (bmt.gather_result(torch.tensor(each).int()) for each in (found, wanted))
+    return tuple(each.cpu().tolist() for each in gathered)
+
+
+def pick(logits, data, verbalizer):
+    """The answers' words, where they are asked for."""
+    logits = logits.index_select(dim=-1, index=verbalizer)
+    return logits[torch.where(data["index"] == 1)]
+
+
+def finetune_llama(model, dataset, verbalizer, args):
+    """finetune_llama.py: words of the answers, out of logits nobody asked for by name."""
+    loss_func, step = start(model, args)
+
+    def answers(data):
+        logits = model(data["input_ids"], data["input_length"]).logits
+        return pick(logits, data, verbalizer)
+
+    def loss_of(data):
+        return loss_func(answers(data), data["labels"])
+
+    losses = learn(model, dataset["train"], loss_of, step, args)
+    return losses, *evaluate(model, dataset["dev"], answers)
 
 
 def finetune_gpt2(model, dataset, verbalizer, args):
     """finetune_gpt2.py: the text and the answer's word."""
     loss_func, step = start(model, args)
-    losses = []
-    for _epoch in range(args["epochs"]):
-        for data in DistributedDataLoader(dataset["train"], batch_size=2, shuffle=False):
-            logits = model(data["input_ids"], data["input_length"], output_logits=True).logits
-            loss = loss_func(logits.view(-1, logits.shape[-1]), data["targets"].view(-1))
-            logits = logits.index_select(dim=-1, index=verbalizer)
-            logits = logits[torch.where(data["index"] == 1)]
-            losses.append(step(loss + loss_func(logits, data["labels"])))
-    return losses
+
+    def loss_of(data):
+        logits = model(data["input_ids"], data["input_length"], output_logits=True).logits
+        loss = loss_func(logits.view(-1, logits.shape[-1]), data["targets"].view(-1))
+        return loss + loss_func(pick(logits, data, verbalizer), data["labels"])
+
+    return learn(model, dataset["train"], loss_of, step, args)
 
 
 def finetune_gptj(model, dataset, verbalizer, args):
     """finetune_gptj.py: the answer's word alone, and what is found in the other split."""
     loss_func, step = start(model, args)
-    losses = []
-    for _epoch in range(args["epochs"]):
-        model.train()
-        for data in DistributedDataLoader(dataset["train"], batch_size=2, shuffle=False):
-            logits = model(data["input_ids"], data["input_length"], output_logits=True).logits
-            logits = logits.index_select(dim=-1, index=verbalizer)
-            logits = logits[torch.where(data["index"] == 1)]
-            losses.append(step(loss_func(logits, data["labels"])))
-    model.eval()
-    found, wanted = [], []
-    with torch.no_grad():
-        for data in DistributedDataLoader(dataset["dev"], batch_size=2, shuffle=False):
-            logits = model(data["input_ids"], data["input_length"], output_logits=True).logits
-            logits = logits.index_select(dim=-1, index=verbalizer)
-            found += logits[torch.where(data["index"] == 1)].argmax(dim=-1).cpu().tolist()
-            wanted += data["labels"].cpu().tolist()
-    found = bmt.gather_result(torch.tensor(found).int()).cpu().tolist()
-    return losses, found, bmt.gather_result(torch.tensor(wanted).int()).cpu().tolist()
+
+    def answers(data):
+        logits = model(data["input_ids"], data["input_length"], output_logits=True).logits
+        return pick(logits, data, verbalizer)
+
+    def loss_of(data):
+        return loss_func(answers(data), data["labels"])
+
+    losses = learn(model, dataset["train"], loss_of, step, args)
+    return losses, *evaluate(model, dataset["dev"], answers)
 
 
 def finetune_t5(model, dataset, verbalizer, args):
@@ -104,44 +116,32 @@ def finetune_t5(model, dataset, verbalizer, args):
 
     def answers(data):
         inputs = (data["enc_input"], data["enc_length"], data["dec_input"], data["dec_length"])
-        logits = model(*inputs, output_logits=True).logits
-        logits = logits.index_select(dim=-1, index=verbalizer)
-        return logits[torch.where(data["index"] == 1)]
+        return pick(model(*inputs, output_logits=True).logits, data, verbalizer)
 
-    losses = []
-    for _epoch in range(args["epochs"]):
-        model.train()
-        for data in DistributedDataLoader(dataset["train"], batch_size=2, shuffle=False):
-            losses.append(step(loss_func(answers(data), data["targets"])))
-    model.eval()
-    found, wanted = [], []
-    with torch.no_grad():
-        for data in DistributedDataLoader(dataset["dev"], batch_size=2, shuffle=False):
-            found += answers(data).argmax(dim=-1).cpu().tolist()
-            wanted += data["targets"].cpu().tolist()
-    found = bmt.gather_result(torch.tensor(found).int()).cpu().tolist()
-    return losses, found, bmt.gather_result(torch.tensor(wanted).int()).cpu().tolist()
+    def loss_of(data):
+        return loss_func(answers(data), data["targets"])
+
+    losses = learn(model, dataset["train"], loss_of, step, args)
+    return losses, *evaluate(model, dataset["dev"], answers, "targets")
 
 
 def finetune_t5_squad(model, tokenizer, dataset, args):
     """finetune_t5_squad.py: answers are learned by name, and written by a search."""
     loss_func, step = start(model, args)
-    losses = []
-    for _epoch in range(args["epochs"]):
-        model.train()
-        for data in DistributedDataLoader(dataset["train"], batch_size=1, shuffle=False):
-            logits = model(
-                input_ids=data["input_ids"],
-                attention_mask=data["attention_mask"],
-                decoder_input_ids=data["decoder_input_ids"],
-                decoder_attention_mask=data["decoder_attention_mask"],
-            ).logits
-            targets = data["targets"]
-            losses.append(step(loss_func(logits.view(-1, logits.shape[-1]), targets.view(-1))))
+
+    def loss_of(data):
+        logits = model(
+            input_ids=data["input_ids"],
+            attention_mask=data["attention_mask"],
+            decoder_input_ids=data["decoder_input_ids"],
+            decoder_attention_mask=data["decoder_attention_mask"],
+        ).logits
+        return loss_func(logits.view(-1, logits.shape[-1]), data["targets"].view(-1))
 
     def collate_fn(data):
         return {"inputs": [d["inputs"] for d in data], "targets": [d["targets"] for d in data]}
 
+    losses = learn(model, dataset["train"], loss_of, step, args, batch_size=1)
     model.eval()
     beam_search = T5BeamSearch(model=model, tokenizer=tokenizer)
     written = []
@@ -154,32 +154,25 @@ def finetune_t5_squad(model, tokenizer, dataset, args):
 def finetune_cpm1(model, dataset, verbalizer, args):
     """finetune_cpm1.py: by position, and the logits themselves come back."""
     loss_func, step = start(model, args)
-    losses = []
-    for _epoch in range(args["epochs"]):
-        for data in DistributedDataLoader(dataset, batch_size=2, shuffle=False):
-            logits = model(
-                data["input_tokens"],
-                data["input_length"],
-                data["input_context"],
-                data["input_span"],
-            )
-            logits = logits.index_select(dim=-1, index=verbalizer)
-            logits = logits[torch.where(data["index"] == 1)]
-            losses.append(step(loss_func(logits, data["targets"])))
-    return losses
+
+    def loss_of(data):
+        names = ("input_tokens", "input_length", "input_context", "input_span")
+        logits = model(*(data[name] for name in names))
+        return loss_func(pick(logits, data, verbalizer), data["targets"])
+
+    return learn(model, dataset, loss_of, step, args)
 
 
 def finetune_cpm2(model, dataset, verbalizer, args):
     """finetune_cpm2.py: likewise."""
     loss_func, step = start(model, args)
-    losses = []
-    for _epoch in range(args["epochs"]):
-        for data in DistributedDataLoader(dataset, batch_size=2, shuffle=False):
-            inputs = (data["enc_input"], data["enc_length"], data["dec_input"], data["dec_length"])
-            logits = model(*inputs).index_select(dim=-1, index=verbalizer)
-            logits = logits[torch.where(data["index"] == 1)]
-            losses.append(step(loss_func(logits, data["targets"])))
-    return losses
+
+    def loss_of(data):
+        names = ("enc_input", "enc_length", "dec_input", "dec_length")
+        logits = model(*(data[name] for name in names))
+        return loss_func(pick(logits, data, verbalizer), data["targets"])
+
+    return learn(model, dataset, loss_of, step, args)
 
 
 def pretrain_cpm1(model, corpus, args):

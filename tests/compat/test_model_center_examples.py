@@ -100,10 +100,10 @@ def test_llama(tmp_path: Path) -> None:
         logits = theirs(data["input_ids"], attention_mask=mask).logits[..., words]
     wanted = F.cross_entropy(logits[torch.where(data["index"] == 1)], data["labels"]).item()
     model = old.Llama.from_pretrained(tmp_path / "model")
-    losses, found = programs.finetune_llama(model, sets, words, ARGS)
+    losses, found, labels = programs.finetune_llama(model, sets, words, ARGS)
     assert losses[0] == pytest.approx(wanted, rel=1e-5)
     assert losses[-1] < losses[0] / 2
-    assert found == [1, 0]
+    assert found == labels == [1, 0]
 
 
 def test_gpt2(tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ def test_chinese_is_converted():
         convert_chinese("a", "zh")
 
 
+@pytest.mark.parametrize(("tag", "text"), [("", "頭髮"), ("zh-CN", "頭髮"), ("ja", "头发")])
+def test_only_what_may_be_chinese_is_converted(tag, text):
+    pytest.importorskip("opencc")
+    step = TidyText(repair=False, chinese="Hant")
+    assert step(Document("头发", "f", language=tag)).text == text
+
+
 def test_width_and_invisible_marks():
     assert fold_width("ＡＢＣ１２，ｱｲｳ：（ok）！") == "ABC12，アイウ：（ok）！"
     assert strip_invisible("a\u200bb\ufeff你\u200d好\u00ad") == "ab你好"
@@ -153,7 +160,8 @@ def test_wrapped_paragraphs_become_lines():
         line += f"{word} "
     text = "\n".join([*wrapped, line.strip()])
     assert join_wrapped_lines(text) == " ".join(words)
-    hyphened = text.replace("brown", "brow-\nn", 0)
+    first, second, *rest = text.split("\n")
+    hyphened = "\n".join([f"{first} {second[:2]}-", second[2:], *rest])
     assert join_wrapped_lines(f"{hyphened}\n\nshort\nlines") == f"{' '.join(words)}\n\nshort\nlines"
     for kept in (POEM, "def f(x):\n    return x\n", "A\nB\nC\nD"):
         assert join_wrapped_lines(kept) == kept
