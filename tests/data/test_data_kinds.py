@@ -294,15 +294,17 @@ def test_bombs_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(texts(tmp_path / "b.txt.gz")[0]) == 1 << 22
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_damaged_member_loses_itself_only(tmp_path: Path, method: int) -> None:
+# Where a byte of the packed data makes each of Python's unpackers raise an error of its own.
+@pytest.mark.parametrize(
+    ("method", "at"), [(zipfile.ZIP_DEFLATED, 35), (zipfile.ZIP_BZIP2, 40), (zipfile.ZIP_LZMA, 46)]
+)
+def test_a_damaged_member_loses_itself_only(tmp_path: Path, method: int, at: int) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
         for number in range(3):
             archive.writestr(f"{number}.txt", f"text {number} " * 50)
         start = archive.infolist()[1].header_offset
     raw = bytearray((tmp_path / "a.zip").read_bytes())
-    for at in range(40, 44):
-        raw[start + at] ^= 0xFF
+    raw[start + at] ^= 0xFF
     (tmp_path / "a.zip").write_bytes(bytes(raw))
     found = entries(tmp_path / "a.zip")
     assert [isinstance(one, Document) for one in found] == [True, False, True]
@@ -312,13 +314,12 @@ def test_a_damaged_member_loses_itself_only(tmp_path: Path, method: int) -> None
     assert (len(kept), skipped.count) == (2, 1)
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
-def test_a_damaged_book_is_named(tmp_path: Path, method: int) -> None:
+@pytest.mark.parametrize(("method", "at"), [(zipfile.ZIP_DEFLATED, 47), (zipfile.ZIP_LZMA, 60)])
+def test_a_damaged_book_is_named(tmp_path: Path, method: int, at: int) -> None:
     with zipfile.ZipFile(tmp_path / "a.docx", "w", method) as archive:
         archive.writestr("word/document.xml", "<w/>" + " " * 1000 + "".join(map(chr, range(99))))
     raw = bytearray((tmp_path / "a.docx").read_bytes())
-    for at in range(50, 90):
-        raw[at] ^= 0xFF
+    raw[at] ^= 0xFF
     (tmp_path / "a.docx").write_bytes(bytes(raw))
     with pytest.raises(DataError, match=r"a\.docx' cannot be read"):
         list(read_documents(tmp_path / "a.docx"))
