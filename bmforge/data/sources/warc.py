@@ -67,7 +67,7 @@ def _members(stream: BinaryIO) -> Iterator[tuple[bytes, str]]:
         if not held:
             return
         unpack, parts, size = zlib.decompressobj(31), [], 0
-        tried = held
+        tried = bytearray(held)
         try:
             while not unpack.eof:
                 parts.append(unpack.decompress(held, _LARGEST_BYTES - size + 1))
@@ -77,7 +77,8 @@ def _members(stream: BinaryIO) -> Iterator[tuple[bytes, str]]:
                 held = unpack.unconsumed_tail
                 if not unpack.eof and not held:
                     held = stream.read(_CHUNK_BYTES)
-                    tried = (tried + held)[-_LARGEST_BYTES:]
+                    tried += held
+                    del tried[:-_LARGEST_BYTES]
                     if not held:
                         yield b"", "it is cut off"
                         return
@@ -85,7 +86,7 @@ def _members(stream: BinaryIO) -> Iterator[tuple[bytes, str]]:
             yield b"".join(parts), ""
         except zlib.error as error:
             yield b"".join(parts), str(error)
-            held = _find_next(stream, tried[1:])
+            held = _find_next(stream, bytes(tried[1:]))
 
 
 def _find_next(stream: BinaryIO, held: bytes) -> bytes:
