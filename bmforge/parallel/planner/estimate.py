@@ -15,6 +15,7 @@ from bmforge.parallel.pipeline.replay import replay
 from bmforge.parallel.pipeline.schedules import problems, write_schedule
 from bmforge.parallel.planner.hardware import Cluster
 from bmforge.parallel.planner.kept import TraceStore
+from bmforge.parallel.planner.outcomes import Outcomes
 from bmforge.parallel.planner.peak import (
     Memory,
     Share,
@@ -129,6 +130,7 @@ class Estimator:
     engine: Engine = OURS
     traces: dict[Setting, StepTrace] = field(default_factory=dict)
     kept: TraceStore | None = None
+    _outcomes: Outcomes = field(default_factory=Outcomes)
     _counts: tuple[float, float] | None = None
     _model: nn.Module | None = None
     _ranks: dict[Layout, tuple[Rank, ...]] = field(default_factory=dict)
@@ -167,7 +169,7 @@ class Estimator:
             workload = self.request.workload
             found = None if self.kept is None else self.kept.read(workload, setting)
             if found is None:
-                found = trace_step(workload, setting)
+                found = trace_step(workload, setting, self._outcomes)
                 if self.kept is not None:
                     self.kept.write(workload, setting, found)
             self.traces[setting] = found

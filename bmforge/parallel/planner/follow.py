@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from bmforge.parallel.planner.outcomes import Outcomes, tensors_of
 
 T = TypeVar("T")
 
@@ -37,6 +40,7 @@ PARTS = (
 INSIDE, FIRST_END, LAST_END = range(3)
 _ACTIVATIONS = PARTS.index("activations")
 _LOGITS, _COMMUNICATION = PARTS.index("logits"), PARTS.index("communication")
+_DEVICE = torch.ops.prim.device.default
 # Files that allocate for themselves, wherever they are called from.
 _OWNERS = {
     "nn/losses.py": _LOGITS,
@@ -44,7 +48,7 @@ _OWNERS = {
     "parallel/collectives.py": _COMMUNICATION,
     "context/ring.py": _COMMUNICATION,
 }
-_FRAMES = 14
+_FRAMES = 12
 # Gloo makes a second buffer as large as what these gather or scatter, for as long as they run; its
 # all-reduces, broadcasts and messages make none. Seen with benchmarks/allocator_peak.c.
 _COPIED = {
@@ -71,14 +75,21 @@ class Follower(TorchDispatchMode):
 
     Args:
         copies: collectives make a buffer of their own, as on processors.
+        outcomes: of fake operators that others have followed.
     """
 
-    def __init__(self, copies: bool = False) -> None:
+    def __init__(self, copies: bool = False, outcomes: Outcomes | None = None) -> None:
         super().__init__()
+        self.outcomes = outcomes or Outcomes()
         self.copies, self.end, self.is_off = copies, INSIDE, False
         self.events: list[tuple[int, int, int]] = []
         self.alive: dict[int, _Storage] = {}
         self.flops = self.traffic_bytes = 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that torch need not keep its compiler from every call: nothing is compiled here."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -86,15 +97,19 @@ class Follower(TorchDispatchMode):
         """Run an operator on plain tensors and look at what it returned."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is _DEVICE:  # autograd asks a fake tensor for it more often than for all else
+            out, made = args[0].device, []
+        else:
+            out = self.outcomes.run(func, args, kwargs)
+            made = list(tensors_of(out))
         if self.is_off:
             return out
-        made = list(_tensors(out))
         for tensor in made:
             self._follow(tensor.untyped_storage())
         if self.copies and func._schema.name in _COPIED:
-            self._copy(_tensors((args, kwargs, out)))
-        self._count(func, args, kwargs or {}, out, made)
+            self._copy(tensors_of((args, kwargs, out)))
+        self._count(func, args, kwargs, out, made)
         return out
 
     def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
@@ -172,7 +187,7 @@ class Follower(TorchDispatchMode):
             rows, other = args[0], args[1]
             self.flops += 2 * rows.numel() * other.shape[-2 if other.dim() == 3 else -1]
         elif self._costs_traffic(func):
-            moved = (*_tensors((args, kwargs)), *made)
+            moved = (*tensors_of((args, kwargs)), *made)
             self.traffic_bytes += sum(t.numel() * t.element_size() for t in moved)
 
     def _costs_traffic(self, func: Any) -> bool:
@@ -186,17 +201,6 @@ class Follower(TorchDispatchMode):
 # (S, F) x (S, D).
 _GROUPED = {"bmforge::grouped_linear", "bmforge::grouped_outer"}
 _FREE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "detach", "t")}
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's arguments or results."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors([*values.values()])
 
 
 def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
@@ -214,11 +218,16 @@ def _part_of_caller(above: int = 3) -> int:
     for _ in range(_FRAMES):
         if frame is None:
             break
-        for file, part in _OWNERS.items():
-            if file in frame.f_code.co_filename:
-                return part
+        part = _part_of_file(frame.f_code.co_filename)
+        if part is not None:
+            return part
         frame = frame.f_back
     return _ACTIVATIONS
+
+
+@cache
+def _part_of_file(name: str) -> int | None:
+    return next((part for file, part in _OWNERS.items() if file in name), None)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from bmforge.parallel.planner.follow import (
     shapes_unseen,
 )
 from bmforge.parallel.planner.held import count_sharded, find_ends, held_bytes, local_bytes
+from bmforge.parallel.planner.outcomes import Outcomes
 from bmforge.parallel.planner.workload import Workload
 from bmforge.parallel.zero import param_groups_of
 from bmforge.shards import local_tensor
@@ -139,19 +140,26 @@ class StepTrace:
     others: tuple[tuple[int, StepTrace], ...] = ()
 
 
-def trace_step(workload: Workload, setting: Setting) -> StepTrace:
+def trace_step(workload: Workload, setting: Setting, outcomes: Outcomes | None = None) -> StepTrace:
     """Trace one step of the short model on one process, with every kind of blocks.
+
+    Args:
+        workload: the model and its rows.
+        setting: how the process works.
+        outcomes: of operators in earlier traces, which need not be found out again.
 
     Raises:
         ConfigError: the layout does not fit the model; or this process has joined others already.
     """
+    outcomes = outcomes or Outcomes()
     others = [
-        (count, _trace(replace(workload, build=build), setting)) for build, count in workload.kinds
+        (count, _trace(replace(workload, build=build), setting, outcomes))
+        for build, count in workload.kinds
     ]
-    return replace(_trace(workload, setting), others=tuple(others))
+    return replace(_trace(workload, setting, outcomes), others=tuple(others))
 
 
-def _trace(workload: Workload, setting: Setting) -> StepTrace:
+def _trace(workload: Workload, setting: Setting, outcomes: Outcomes) -> StepTrace:
     if dist.is_initialized():
         raise ConfigError("a plan needs a process of its own: this one has joined a group.")
     layout = setting.layout
@@ -169,7 +177,7 @@ def _trace(workload: Workload, setting: Setting) -> StepTrace:
                 recompute=setting.recompute,
                 prefetch=setting.prefetch,
             )
-        follower = Follower(setting.copies)
+        follower = Follower(setting.copies, outcomes)
         with FakeTensorMode(allow_non_fake_inputs=True), workload.around(follower), _quiet():
             workload.materialize(model)
             return _follow_step(workload, setting, model, ends, follower)
