@@ -95,16 +95,17 @@ class Follower(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator on plain tensors and look at what it returned."""
-        if any(issubclass(kind, DTensor) for kind in types):
+        if func is _DEVICE:  # autograd asks fake tensors for it more often than for all else
+            if not self.is_off and _part_of_caller(2) != _COMMUNICATION:
+                self.traffic_bytes += args[0].numel() * args[0].element_size()
+            return args[0].device
+        if _has_shards(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func is _DEVICE:  # autograd asks a fake tensor for it more often than for all else
-            out, made = args[0].device, []
-        else:
-            out = self.outcomes.run(func, args, kwargs)
-            made = list(tensors_of(out))
+        out = self.outcomes.run(func, args, kwargs)
         if self.is_off:
             return out
+        made = list(tensors_of(out))
         for tensor in made:
             self._follow(tensor.untyped_storage())
         if self.copies and func._schema.name in _COPIED:
@@ -192,7 +193,7 @@ class Follower(TorchDispatchMode):
 
     def _costs_traffic(self, func: Any) -> bool:
         """What sharding copies runs beside the products, on its own stream."""
-        if func.is_view or func._schema.name in _FREE:
+        if _is_free(func):
             return False
         return _part_of_caller(4) != _COMMUNICATION
 
@@ -201,6 +202,16 @@ class Follower(TorchDispatchMode):
 # (S, F) x (S, D).
 _GROUPED = {"bmforge::grouped_linear", "bmforge::grouped_outer"}
 _FREE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "detach", "t")}
+
+
+@cache
+def _is_free(func: Any) -> bool:
+    return func.is_view or func._schema.name in _FREE
+
+
+@cache
+def _has_shards(types: tuple[type, ...]) -> bool:
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
