@@ -15,7 +15,9 @@ from typing import Any, ClassVar, Self
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
+from bmforge.gguf_header import is_gguf
 from bmforge.models.changes import CHANGES_KEY, Change, changes_from_json, changes_to_json
+from bmforge.models.formats.gguf_config import read_gguf_config
 from bmforge.models.heads import Head, check_head
 from bmforge.models.sizes import LayerSizes, Sizes
 from bmforge.surgery import match_glob
@@ -301,11 +303,14 @@ class ModelConfig:
 
 
 def read_config_file(directory: str | Path) -> dict[str, Any]:
-    """Return the contents of ``directory/config.json``.
+    """Return the contents of ``directory/config.json``, or what a GGUF file says instead.
 
     Raises:
         ConfigError: there is none, or it is not a JSON object.
+        CheckpointError: a GGUF file that is damaged, or of another architecture than ours.
     """
+    if is_gguf(directory):
+        return read_gguf_config(directory)
     file = Path(directory) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{str(directory)!r} holds no config.json, so it is not a model.")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.gguf_header import is_gguf
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.families import FAMILIES
@@ -33,12 +34,12 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
 
 
 def find_config(name: str) -> tuple[type[Model], ModelConfig]:
-    """Return the family and config of a model directory, or of a preset by its name.
+    """Return the family and config of a model directory or GGUF file, or of a preset by its name.
 
     Raises:
         ConfigError: neither a preset nor a model.
     """
-    if not (Path(name) / "config.json").is_file():
+    if not is_gguf(name) and not (Path(name) / "config.json").is_file():
         return find_preset(name)
     raw = read_config_file(name)
     family = AutoModel.family_of(raw)

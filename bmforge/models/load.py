@@ -98,7 +98,7 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
     head = model.config.heads[model.config.head]
     tensors, found = persistent_tensors(model), []
-    for rule in model.rules_for(files.shapes):
+    for rule in files.rules_for(model, files.shapes):
         if not _is_in(rule.ours, head) or rule.ours in head.optional:
             continue
         name = _find_name(model, rule, files.shapes)
@@ -164,7 +164,7 @@ def _match_sources(
     tensors = persistent_tensors(model)
     head = model.config.heads[model.config.head]
     pairs, missing, wrong, fresh, replaced = [], [], [], [], set()
-    for rule in model.rules_for(shapes):
+    for rule in files.rules_for(model, shapes):
         source = _find_name(model, rule, shapes)
         if source is None:
             if rule.ours in head.optional or (new_head and _is_in(rule.ours, head)):
@@ -223,8 +223,7 @@ def _find_extra(
     model: Any, files: WeightFiles, shapes: dict[str, tuple[int, ...]], used: set[str]
 ) -> list[str]:
     """Return names that nothing explains; those of other heads are only told."""
-    others = {theirs for head in model.config.heads.values() for theirs in head.names.values()}
-    others -= set(model.config.heads[model.config.head].names.values())
+    others = files.head_names(model)
     left_out: list[str] = []
     extra: list[str] = []
     for name in shapes:

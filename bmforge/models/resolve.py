@@ -10,6 +10,7 @@ from huggingface_hub import list_repo_files, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from bmforge.errors import ConfigError
+from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models.formats.hf_format import has_all_weights
 
@@ -29,23 +30,25 @@ _WEIGHTS = ["model*.safetensors", "pytorch_model*.bin", "*.pt"]
 
 
 def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) -> Path:
-    """Return the directory of a model: `name` itself, its cached copy, or a fresh download.
+    """Return the place of a model: `name` itself, its cached copy, or a fresh download.
 
     A cached copy without all weights is completed; where the hub cannot be asked it is returned as
     it is, for those who read only its config or tokenizer.
 
     Args:
-        name: directory, hub id, or a name in `hub_ids`.
+        name: directory, GGUF file, hub id, or a name in `hub_ids`.
         hub_ids: short name -> hub id.
 
     Raises:
         ConfigError: no such directory, and neither the cache nor the hub has it.
     """
     path = Path(name)
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return path
     if path.exists():
-        raise ConfigError(f"{str(name)!r} is a file; give the directory that holds config.json.")
+        raise ConfigError(
+            f"{str(name)!r} is a file; give the directory that holds config.json, or a .gguf file."
+        )
     name = (hub_ids or {}).get(str(name), str(name))
     if name in _NOT_ON_HUB:
         raise ConfigError(

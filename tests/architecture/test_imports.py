@@ -16,6 +16,7 @@ GROUND = {
     "errors",
     "config",
     "files",
+    "gguf_header",
     "host_memory",
     "host_tuning",
     "logging",

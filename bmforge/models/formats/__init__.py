@@ -1,1 +1,1 @@
-"""Checkpoints as others write them: Hugging Face, Megatron, ModelCenter; see `convert.py`."""
+"""Checkpoints as others write them: Hugging Face, GGUF, Megatron, ModelCenter; see `convert.py`."""

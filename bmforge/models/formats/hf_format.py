@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmforge.errors import CheckpointError
+from bmforge.gguf_header import is_gguf
+from bmforge.models.formats.gguf import GgufFile
 from bmforge.models.formats.megatron import MegatronShards, holds_shards
 from bmforge.models.formats.safe_file import Read, SafeFile, TensorFile, run_reads, write_file
+from bmforge.models.weights import WeightRule
 
 __all__ = [
     "WeightFiles",
@@ -125,11 +130,12 @@ def _find_files(directory: Path) -> list[Path]:
 
 
 class WeightFiles:
-    """The tensors of a checkpoint directory by name, read lazily.
+    """The tensors of a checkpoint by name, read lazily.
 
     Args:
-        directory: holds `model.safetensors`, a sharded one with its index, `pytorch_model.bin`, a
-            single `.pt` file under any name (CPM-Live), or Megatron's shards.
+        directory: a GGUF file, or holds `model.safetensors`, a sharded one with its index,
+            `pytorch_model.bin`, a single `.pt` file under any name (CPM-Live), or Megatron's
+            shards.
 
     Raises:
         CheckpointError: no weights, a file named in the index is missing, or a file is damaged.
@@ -139,7 +145,8 @@ class WeightFiles:
         self.directory = Path(directory)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, TensorFile] = {}
-        for file in self._open_files():
+        self._gguf = GgufFile(self.directory) if is_gguf(directory) else None
+        for file in [self._gguf] if self._gguf else self._open_files():
             self.shapes.update(file.shapes)
             self._files.update(dict.fromkeys(file.shapes, file))
 
@@ -150,6 +157,18 @@ class WeightFiles:
             SafeFile(path) if path.suffix == ".safetensors" else _PickledFile(path)
             for path in _find_files(self.directory)
         ]
+
+    def rules_for(self, model: Any, names: Collection[str]) -> list[WeightRule]:
+        """Return the rules by which a model is read from what has these names."""
+        return self._gguf.rules_for(model) if self._gguf else model.rules_for(names)
+
+    def head_names(self, model: Any) -> set[str]:
+        """Return the names of tensors that may belong to another head than the model's."""
+        if self._gguf:
+            return self._gguf.head_names()
+        config = model.config
+        others = {theirs for head in config.heads.values() for theirs in head.names.values()}
+        return others - set(config.heads[config.head].names.values())
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype a tensor is stored with."""

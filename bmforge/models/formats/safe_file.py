@@ -26,7 +26,7 @@ from bmforge.errors import CheckpointError
 from bmforge.files import partial_name
 from bmforge.logging import track
 
-__all__ = ["Read", "SafeFile", "TensorFile", "run_reads", "write_file"]
+__all__ = ["MappedFile", "Read", "SafeFile", "TensorFile", "identify", "run_reads", "write_file"]
 
 # What one thread reads at a time. Its buffers stay in the allocator, several per thread.
 _CHUNK_BYTES = 1 << 20
@@ -59,7 +59,52 @@ class _Entry(NamedTuple):
     size: int
 
 
-class SafeFile:
+class MappedFile:
+    """A file of which tensors are read, and some mapped: the same from its opening to its end.
+
+    Args:
+        path: of the file.
+        identity: what `identify` said of it when it was opened.
+    """
+
+    def __init__(self, path: Path, identity: tuple[int, int, int]) -> None:
+        self.path = path
+        self._identity = identity
+        self._storage: torch.UntypedStorage | None = None
+        self._mapped: set[str] = set()
+
+    def map_place(
+        self, name: str, start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Tensor | None:
+        """Return a tensor whose memory is the file's: pages come in when they are first used.
+
+        Writing to it changes this tensor's memory and never the file (copy on write). None where
+        the file does not place it at a multiple of its element size.
+        """
+        if start % dtype.itemsize or not size:
+            return None
+        if self._storage is None or name in self._mapped:  # nobody else gets the same memory
+            with self.path.open("rb") as file:
+                self.check_same(file.fileno())
+                length = os.fstat(file.fileno()).st_size
+            self._storage = torch.UntypedStorage.from_file(str(self.path), False, length)
+            self._mapped.clear()
+        self._mapped.add(name)
+        # A storage of its own, so that copying or pickling the tensor takes no neighbours along.
+        part: Any = self._storage[start : start + size]
+        return torch.empty(0, dtype=dtype).set_(part).view(shape)
+
+    def check_same(self, descriptor: int) -> None:
+        """Raise `CheckpointError` where an opened file is not the one from before."""
+        if identify(descriptor) != self._identity:
+            raise CheckpointError(f"{str(self.path)!r} was changed while it was being read.")
+
+    def damaged(self, reason: str) -> CheckpointError:
+        """Return the error for a file that cannot be read on."""
+        return _damaged(self.path, reason)
+
+
+class SafeFile(MappedFile):
     """One safetensors file, by the places of its tensors; nothing is read until asked for.
 
     Args:
@@ -70,26 +115,24 @@ class SafeFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         try:
             # Opening checks sizes, places and dtypes. Not as "pt", whose map of the file counts as
             # memory of the process.
             with safe_open(path, framework="numpy"):
                 pass
             with path.open("rb") as file:
-                self._identity = _identity(file.fileno())
+                identity = identify(file.fileno())
                 (length,) = struct.unpack("<Q", file.read(8))
                 header: dict[str, Any] = json.loads(file.read(length))
         except (SafetensorError, OSError, ValueError, struct.error) as error:
-            raise self._damaged(str(error)) from error
+            raise _damaged(path, str(error)) from error
+        super().__init__(path, identity)
         header.pop("__metadata__", None)
         self._entries: dict[str, _Entry] = {}
         for name, fields in header.items():
             first, last = fields["data_offsets"]
             place = 8 + length + first, last - first
             self._entries[name] = _Entry(fields["dtype"], tuple(fields["shape"]), *place)
-        self._storage: torch.UntypedStorage | None = None
-        self._mapped: set[str] = set()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -110,24 +153,9 @@ class SafeFile:
         return _DTYPES[kind]
 
     def map_tensor(self, name: str) -> Tensor | None:
-        """Return a tensor whose memory is the file's: pages come in when they are first used.
-
-        Writing to it changes this tensor's memory and never the file (copy on write). None where
-        the file does not place it at a multiple of its element size.
-        """
-        entry, dtype = self._entries[name], self.dtype(name)
-        if entry.start % dtype.itemsize or not entry.size:
-            return None
-        if self._storage is None or name in self._mapped:  # nobody else gets the same memory
-            with self.path.open("rb") as file:
-                self._check_same(file.fileno())
-                size = os.fstat(file.fileno()).st_size
-            self._storage = torch.UntypedStorage.from_file(str(self.path), False, size)
-            self._mapped.clear()
-        self._mapped.add(name)
-        # A storage of its own, so that copying or pickling the tensor takes no neighbours along.
-        part: Any = self._storage[entry.start : entry.start + entry.size]
-        return torch.empty(0, dtype=dtype).set_(part).view(entry.shape)
+        """Return a tensor whose memory is the file's; see `MappedFile.map_place`."""
+        entry = self._entries[name]
+        return self.map_place(name, entry.start, entry.size, self.dtype(name), entry.shape)
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Read a slice into `target` (its shape, plain, on the CPU, contiguous, same dtype)."""
@@ -135,7 +163,7 @@ class SafeFile:
         view = _view_bytes(target)
         try:
             with self.path.open("rb", buffering=0) as file:
-                self._check_same(file.fileno())
+                self.check_same(file.fileno())
                 done = 0
                 for first, count in _runs(entry.shape, slices):
                     file.seek(entry.start + first * size)
@@ -143,19 +171,10 @@ class SafeFile:
                     while done < end:
                         got = file.readinto(view[done:end])
                         if not got:
-                            raise self._damaged("it ends too early")
+                            raise self.damaged("it ends too early")
                         done += got
         except OSError as error:
-            raise self._damaged(str(error)) from error
-
-    def _check_same(self, descriptor: int) -> None:
-        if _identity(descriptor) != self._identity:
-            raise CheckpointError(f"{str(self.path)!r} was changed while it was being read.")
-
-    def _damaged(self, reason: str) -> CheckpointError:
-        return CheckpointError(
-            f"{str(self.path)!r} is damaged or not a weight file: {reason}. Download it anew."
-        )
+            raise self.damaged(str(error)) from error
 
 
 class TensorFile(Protocol):
@@ -247,7 +266,14 @@ def _view_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())
 
 
-def _identity(descriptor: int) -> tuple[int, int, int]:
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} is damaged or not a weight file: {reason}. Download it anew."
+    )
+
+
+def identify(descriptor: int) -> tuple[int, int, int]:
+    """Return what tells an opened file from what it may become: inode, bytes, time of change."""
     status = os.fstat(descriptor)
     return status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -1,0 +1,247 @@
+"""The header of a GGUF file: its metadata, and where its tensors lie.
+
+Such files come from anywhere. Every count, length, offset and product in one is held against the
+size of the file before anything is taken for it, so a false one costs an error and nothing else.
+
+Source: the format's description, docs/gguf.md of ggml-org/ggml (version 3; 2 is read too).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from bmforge.errors import CheckpointError
+
+__all__ = ["BLOCKS", "GgufHeader", "GgufTensor", "is_gguf", "read_gguf_header"]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_DIMS = 4
+# No vocabulary comes near it; a file that is longer has the rest in its tensors.
+_MAX_HEADER_BYTES = 1 << 30
+_MAX_ALIGNMENT = 1 << 16
+_DEFAULT_ALIGNMENT = 32
+# The least bytes of a metadata entry (an empty name, a type, a byte) and of a tensor's entry (an
+# empty name, no dims, a type, an offset).
+_LEAST_ENTRY_BYTES, _LEAST_TENSOR_BYTES = 13, 24
+_STRING, _ARRAY = 8, 9
+# type of a metadata value -> how struct and numpy read it
+_NUMBERS = {
+    **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f"},
+    **{7: "<?", 10: "<Q", 11: "<q", 12: "<d"},
+}
+# kind -> (its number, values per block, bytes per block) of what is read
+_KINDS = {
+    "F32": (0, 1, 4),
+    "F16": (1, 1, 2),
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24),
+    "Q8_0": (8, 32, 34),
+    "Q4_K": (12, 256, 144),
+    "Q5_K": (13, 256, 176),
+    "Q6_K": (14, 256, 210),
+    "BF16": (30, 1, 2),
+}
+BLOCKS: dict[str, tuple[int, int]] = {kind: place[1:] for kind, place in _KINDS.items()}
+_BY_NUMBER = {number: kind for kind, (number, _, _) in _KINDS.items()}
+# What messages call kinds that are not read.
+_OTHERS = {
+    **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS"},
+    **{19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16"},
+    **{26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+}
+
+
+class GgufTensor(NamedTuple):
+    """Where a tensor lies.
+
+    Args:
+        kind: how its values are stored; a key of `BLOCKS`.
+        shape: as torch orders dims: the last one's values are neighbours.
+        start: its first byte in the file.
+        size: its bytes.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class GgufHeader(NamedTuple):
+    """What a file says before its tensors.
+
+    Args:
+        path: of the file.
+        metadata: key -> number, text, flag, list of texts, or numpy array of numbers.
+        tensors: name -> place.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Tell whether this is a file that its name calls GGUF."""
+    return Path(path).suffix == ".gguf" and Path(path).is_file()
+
+
+def read_gguf_header(path: str | Path) -> GgufHeader:
+    """Read the header of a GGUF file.
+
+    Raises:
+        CheckpointError: no such file, not GGUF, cut short, or it contradicts itself or its size.
+
+    Memory: a few times the header's bytes; a header above 1 GiB is refused.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            return _read(file, os.fstat(file.fileno()).st_size, path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {str(path)!r} ({error.strerror}).") from error
+
+
+def _read(file: BinaryIO, size: int, path: Path) -> GgufHeader:
+    cursor = _Cursor(file, size, path)
+    if cursor.take(4) != _MAGIC:
+        raise cursor.damaged("it does not begin with 'GGUF'")
+    version = cursor.number("<I")
+    if version not in _VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+        found = "in big-endian order" if swapped else f"of version {version}"
+        raise CheckpointError(
+            f"{str(path)!r} is GGUF {found}; read are versions {_VERSIONS}, little-endian. Convert "
+            "the model anew with a current llama.cpp."
+        )
+    tensor_count = cursor.count(_LEAST_TENSOR_BYTES, "tensors")
+    entry_count = cursor.count(_LEAST_ENTRY_BYTES, "metadata entries")
+    metadata: dict[str, Any] = {}
+    for _ in range(entry_count):
+        key = cursor.text()
+        if key in metadata:
+            raise cursor.damaged(f"metadata key {key!r} is there twice")
+        metadata[key] = cursor.value(key, cursor.number("<I"))
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment not in _alignments():
+        raise cursor.damaged(f"general.alignment is {alignment!r}, no power of two up to 65536")
+    places = [_read_tensor(cursor, alignment) for _ in range(tensor_count)]
+    first = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, tensor in places:
+        if name in tensors:
+            raise cursor.damaged(f"tensor {name!r} is there twice")
+        tensors[name] = tensor._replace(start=first + tensor.start)
+    _check_places(cursor, tensors, size)
+    return GgufHeader(path, metadata, tensors)
+
+
+def _alignments() -> Iterator[int]:
+    return (1 << power for power in range(_MAX_ALIGNMENT.bit_length()))
+
+
+def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
+    """Return a tensor's name and place, `start` counted from the first tensor."""
+    name = cursor.text()
+    dims = cursor.number("<I")
+    if not 1 <= dims <= _MAX_DIMS:
+        raise cursor.damaged(f"tensor {name!r} has {dims} dims; 1 to {_MAX_DIMS} are possible")
+    shape = tuple(cursor.number("<Q") for _ in range(dims))[::-1]
+    number, start = cursor.number("<I"), cursor.number("<Q")
+    kind = _BY_NUMBER.get(number)
+    if kind is None:
+        known = _OTHERS.get(number, f"number {number}")
+        raise CheckpointError(
+            f"{name!r} in {str(cursor.path)!r} is stored as {known}; read are "
+            f"{', '.join(_KINDS)}. Take a file of the model in one of them, such as Q4_K_M or Q8_0."
+        )
+    values, block_bytes = BLOCKS[kind]
+    if 0 in shape or shape[-1] % values:
+        raise cursor.damaged(f"tensor {name!r} of shape {shape} has no whole blocks of {values}")
+    if start % alignment:
+        raise cursor.damaged(f"tensor {name!r} begins at {start}, no multiple of {alignment}")
+    return name, GgufTensor(kind, shape, start, math.prod(shape) // values * block_bytes)
+
+
+def _check_places(cursor: _Cursor, tensors: dict[str, GgufTensor], size: int) -> None:
+    """Raise where tensors reach beyond the file, or into each other."""
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        if tensor.start < end:
+            raise cursor.damaged(f"tensors {before!r} and {name!r} lie in the same place")
+        end, before = tensor.start + tensor.size, name
+        if end > size:
+            raise cursor.damaged(f"tensor {name!r} ends at byte {end} of {size}")
+
+
+class _Cursor:
+    """Reads a header from its beginning on, never more than the file can hold.
+
+    Args:
+        file: at its beginning.
+        size: bytes in it.
+        path: for messages.
+    """
+
+    def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
+        self.file, self.path = file, path
+        self.at = 0
+        self.end = min(size, _MAX_HEADER_BYTES)
+
+    def damaged(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{str(self.path)!r} is damaged or not a GGUF file: {reason}. Download it anew."
+        )
+
+    def take(self, count: int) -> bytes:
+        if count > self.end - self.at:
+            raise self.damaged(f"it ends in its header, where {count} bytes more are promised")
+        data = self.file.read(count)
+        if len(data) != count:
+            raise self.damaged("it became shorter while it was read")
+        self.at += count
+        return data
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def count(self, least_bytes: int, what: str) -> int:
+        """Return a count of things of at least so many bytes each."""
+        count = self.number("<Q")
+        if count > (self.end - self.at) // least_bytes:
+            raise self.damaged(f"it promises {count} {what}, more than it has room for")
+        return count
+
+    def text(self) -> str:
+        try:
+            return self.take(self.count(1, "characters")).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"a text in its header is not UTF-8 ({error})") from error
+
+    def value(self, key: str, kind: int) -> Any:
+        """Return a metadata value of type `kind`."""
+        if kind == _STRING:
+            return self.text()
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind != _ARRAY:
+            raise self.damaged(f"metadata {key!r} has the unknown type {kind}")
+        of = self.number("<I")
+        if of == _STRING:
+            return [self.text() for _ in range(self.count(8, f"texts in {key!r}"))]
+        if of not in _NUMBERS:
+            what = "an array of arrays" if of == _ARRAY else f"an array of the unknown type {of}"
+            raise self.damaged(f"metadata {key!r} is {what}, which is not read")
+        size = struct.calcsize(_NUMBERS[of])
+        data = self.take(self.count(size, f"numbers in {key!r}") * size)
+        return np.frombuffer(data, np.dtype(_NUMBERS[of]))

@@ -1,0 +1,184 @@
+"""GGUF files as checkpoints: their tensors, by the places in the file, as values of torch's dtypes.
+
+`gguf_header` (ground floor) reads what a file says; `gguf_config` makes a config of it, and
+`gguf_names` says which tensor is which of ours; `gguf_blocks` turns stored blocks into values.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError
+from bmforge.gguf_header import BLOCKS, GgufTensor, read_gguf_header
+from bmforge.models.formats.gguf_blocks import FLOAT_KINDS, Groups, read_values, unpack_blocks
+from bmforge.models.formats.gguf_config import find_architecture
+from bmforge.models.formats.gguf_names import ROPE_TENSORS, find_rules, is_permuted, restore_rows
+from bmforge.models.formats.safe_file import MappedFile, identify
+from bmforge.models.weights import WeightRule
+
+__all__ = ["GgufFile"]
+
+# Stored bytes that are turned into values at a time.
+_CHUNK_BYTES = 1 << 20
+# A row vector that we hold as a matrix of one row.
+_ROW_MATRIX = ".ffn_gate_inp_shexp.weight"
+
+
+class GgufFile(MappedFile):
+    """One GGUF file; see `TensorFile`. Nothing is read of a tensor until asked for.
+
+    Names are the file's, dims in torch's order, rows of query and key in the order of ours.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        CheckpointError: the file is damaged, or its architecture is not one of ours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                identity = identify(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"cannot read {str(path)!r} ({error.strerror}).") from error
+        super().__init__(path, identity)
+        self.header = read_gguf_header(path)
+        parts = self.header.metadata.get("split.count", 1)
+        if type(parts) is not int or parts > 1:
+            raise CheckpointError(
+                f"{str(path)!r} is one of several parts; join them with llama.cpp's gguf-split "
+                "--merge and name the whole."
+            )
+        self.architecture = find_architecture(self.header)
+        tensors = self.header.tensors
+        self._entries = {name: tensors[name] for name in tensors if name not in ROPE_TENSORS}
+        self._head_dims = {name: self._head_dim(name) for name in self._entries}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape by its name."""
+        return {name: self._shape(name) for name in self._entries}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self._entries[name].shape
+        return (1, *shape) if len(shape) == 1 and name.endswith(_ROW_MATRIX) else shape
+
+    def kind(self, name: str) -> str:
+        """Return how a tensor is stored, such as "Q4_0"; a key of `gguf_header.BLOCKS`."""
+        return self._entries[name].kind
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor's values come in; fp32 where they are quantised."""
+        return FLOAT_KINDS.get(self.kind(name), torch.float32)
+
+    def rules_for(self, model: Any) -> list[WeightRule]:
+        """Return which of these tensors are which of a model's."""
+        return find_rules(self.architecture.name, model)
+
+    def head_names(self) -> set[str]:
+        """Return the names of tensors that only some heads use."""
+        names = ("output", "cls", "cls.output")
+        return {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+
+    def map_tensor(self, name: str) -> Tensor | None:
+        """Return a tensor whose memory is the file's, where it holds the values as they are."""
+        entry = self._entries[name]
+        if entry.kind not in FLOAT_KINDS or self._head_dims[name]:
+            return None
+        return self.map_place(name, entry.start, entry.size, self.dtype(name), self._shape(name))
+
+    def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
+        """Read a slice into `target` (its shape, plain, on the CPU, contiguous, same dtype)."""
+        rows, last = self._find_rows(name, slices)
+        width = last.stop - last.start
+        flat = target.as_strided((len(rows), width), (width, 1))
+        kind = self.kind(name)
+        step = max(1, _CHUNK_BYTES // self._row_bytes(name))
+        for first in range(0, len(rows), step):
+            stored = self._read_rows(name, rows[first : first + step])
+            flat[first : first + step] = read_values(kind, stored)[:, last]
+
+    def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
+        """Return the quantised values of a slice as they are stored.
+
+        Args:
+            name: of a quantised tensor.
+            slices: one per dim; the last takes whole rows.
+
+        Shape:
+            see `Groups`, R being all rows of the slice's leading dims
+        """
+        rows, _ = self._find_rows(name, slices)
+        return unpack_blocks(self.kind(name), self._read_rows(name, rows))
+
+    def _head_dim(self, name: str) -> int:
+        """Return the width of the heads whose rows are in another order; 0 where none are."""
+        if not self.architecture.permutes or not is_permuted(name):
+            return 0
+        kind, rows = self.architecture.kind, self._entries[name].shape[0]
+        metadata = self.header.metadata
+        heads = metadata.get(f"{kind}.attention.head_count", 0)
+        if ".attn_k." in name:
+            heads = metadata.get(f"{kind}.attention.head_count_kv", heads)
+        if type(heads) is not int or heads < 1 or rows % (2 * heads):
+            raise self.damaged(f"{name} has {rows} rows for {heads} heads")
+        return rows // heads
+
+    def _row_bytes(self, name: str) -> int:
+        entry = self._entries[name]
+        values, block_bytes = BLOCKS[entry.kind]
+        return self._row_shape(name)[-1] // values * block_bytes
+
+    def _row_shape(self, name: str) -> tuple[int, ...]:
+        """Return a shape whose leading dims number rows: of a reordered bias, its numbers."""
+        shape = self._shape(name)
+        return (*shape, 1) if len(shape) == 1 and self._head_dims[name] else shape
+
+    def _find_rows(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, slice]:
+        """Return the numbers of the stored rows that hold a slice, and what is wanted of each."""
+        shape = self._row_shape(name)
+        if len(shape) > len(slices):
+            slices = (*slices, slice(0, 1))
+        lead = shape[:-1]
+        rows = torch.arange(math.prod(lead)).view(lead)[slices[:-1]].reshape(-1)
+        head_dim = self._head_dims[name]
+        return restore_rows(rows, head_dim) if head_dim else rows, slices[-1]
+
+    def _read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return stored rows by their numbers: (R, bytes) in uint8."""
+        entry, size = self._entries[name], self._row_bytes(name)
+        order = rows.sort()
+        # Rows with at most one other between them are read in one go.
+        breaks = (order.values.diff() > 2).nonzero().flatten() + 1
+        out = torch.empty(len(rows), size, dtype=torch.uint8)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                self.check_same(file.fileno())
+                for part in torch.tensor_split(torch.arange(len(rows)), breaks):
+                    wanted = order.values[part]
+                    first = int(wanted[0])
+                    count = int(wanted[-1]) - first + 1
+                    read = self._read_span(file, entry, first * size, count * size)
+                    out[order.indices[part]] = read.view(count, size)[wanted - first]
+        except OSError as error:
+            raise self.damaged(os.strerror(error.errno or 0)) from error
+        return out
+
+    def _read_span(self, file: BinaryIO, entry: GgufTensor, first: int, count: int) -> Tensor:
+        data = torch.empty(count, dtype=torch.uint8)
+        view = memoryview(data.numpy())
+        file.seek(entry.start + first)
+        done = 0
+        while done < count:
+            got = file.readinto(view[done:])  # type: ignore[attr-defined]
+            if not got:
+                raise self.damaged("it ends too early")
+            done += got
+        return data

@@ -1,0 +1,160 @@
+"""The stored values of a GGUF file: blocks of bytes -> integers, scales and minima -> values.
+
+Every quantised kind is the same in the end: a group of neighbours q with one scale and, in some,
+one minimum, that stand for ``scale * q + minimum`` in fp32. The kinds differ in how wide the groups
+are and how bits lie in the block.
+
+Source: the block layouts of ggml-org/ggml (``ggml-common.h``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmforge.gguf_header import BLOCKS
+
+__all__ = ["FLOAT_KINDS", "Groups", "read_values", "unpack_blocks"]
+
+FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Groups(NamedTuple):
+    """Quantised values.
+
+    Shape:
+        integers: (R, G, W) in int8: R rows of G groups of W neighbours; scales: (R, G) in fp32;
+        minima: the same, or None where they are 0
+    """
+
+    integers: Tensor
+    scales: Tensor
+    minima: Tensor | None
+
+    def values(self) -> Tensor:
+        """Return what they stand for: (R, G * W) in fp32."""
+        out = self.integers.float().mul_(self.scales[..., None])
+        if self.minima is not None:
+            out.add_(self.minima[..., None])
+        return out.flatten(1)
+
+
+def read_values(kind: str, rows: Tensor) -> Tensor:
+    """Return the values of rows of stored bytes.
+
+    Args:
+        kind: a key of `gguf_header.BLOCKS`.
+        rows: (R, bytes) in uint8.
+
+    Shape:
+        returns (R, values), in fp32 where they are quantised
+    """
+    if kind in FLOAT_KINDS:
+        return rows.view(FLOAT_KINDS[kind])
+    return unpack_blocks(kind, rows).values()
+
+
+def unpack_blocks(kind: str, rows: Tensor) -> Groups:
+    """Return the integers, scales and minima of rows of blocks.
+
+    Args:
+        kind: a quantised one.
+        rows: (R, bytes) in uint8.
+    """
+    count = rows.shape[0]
+    blocks = rows.reshape(-1, BLOCKS[kind][1])
+    integers, scales, minima = _UNPACK[kind](blocks)
+    # From blocks to rows of groups: scales of (blocks, groups in a block).
+    scales = scales.reshape(count, -1)
+    integers = integers.reshape(count, scales.shape[1], -1)
+    return Groups(integers, scales, None if minima is None else minima.reshape(count, -1))
+
+
+_Unpacked = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _half(blocks: Tensor, first: int) -> Tensor:
+    """Return the fp16 number at a place in every block, in fp32: (blocks, 1)."""
+    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """Return all low halves of the bytes, then all high ones, along the last dim."""
+    return torch.cat((data & 15, data >> 4), -1)
+
+
+def _bits(data: Tensor) -> Tensor:
+    """Return 32 bits of 4 bytes, the lowest first, as the fifth bits of integers."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((data[..., None] >> shifts & 1) << 4).flatten(1)
+
+
+def _q4_0(blocks: Tensor) -> _Unpacked:
+    return _nibbles(blocks[:, 2:]).view(torch.int8) - 8, _half(blocks, 0), None
+
+
+def _q4_1(blocks: Tensor) -> _Unpacked:
+    return _nibbles(blocks[:, 4:]).view(torch.int8), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> _Unpacked:
+    integers = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6])
+    return integers.view(torch.int8) - 16, _half(blocks, 0), None
+
+
+def _q5_1(blocks: Tensor) -> _Unpacked:
+    integers = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8])
+    return integers.view(torch.int8), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> _Unpacked:
+    return blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0), None
+
+
+def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eight scales and eight negative minima of a block of 256: (blocks, 8) each.
+
+    Both are 6-bit factors of the block's own two numbers. Of the first four the bits are together,
+    in bytes 0 to 3 and 4 to 7; of the last four the lower four bits are in bytes 8 to 11, the upper
+    two above the first four's.
+    """
+    a, b, c = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
+    scales = torch.cat((a & 63, c & 15 | a >> 2 & 48), 1)
+    minima = torch.cat((b & 63, c >> 4 | b >> 2 & 48), 1)
+    return _half(blocks, 0) * scales.float(), -(_half(blocks, 2) * minima.float())
+
+
+def _q4_k(blocks: Tensor) -> _Unpacked:
+    # Four times 32 bytes hold two groups each, in their lower and upper halves.
+    return _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(torch.int8), *_factors(blocks)
+
+
+def _q5_k(blocks: Tensor) -> _Unpacked:
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = (blocks[:, 16:48].unsqueeze(1) >> shifts & 1) << 4  # group g has bit g of every byte
+    integers = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | fifth
+    return integers.view(torch.int8), *_factors(blocks)
+
+
+def _q6_k(blocks: Tensor) -> _Unpacked:
+    # Two halves of 128 values: 64 bytes with the lower four bits, 32 with four times the upper two.
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).flatten(2) << 4
+    factors = blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return (low | high).view(torch.int8) - 32, _half(blocks, 208) * factors, None
+
+
+_UNPACK: dict[str, Callable[[Tensor], _Unpacked]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

@@ -1,0 +1,354 @@
+"""A model's config in the metadata of a GGUF file, as data: which key is which field.
+
+Reading gives what config.json would say, so that the families' own strict reading follows. What a
+file says of its architecture and no table names is handed on under its own name, and refused there.
+
+Source: ``constants.py`` of the ``gguf`` package (Keys); which defaults an architecture implies is
+from llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import CheckpointError, suggest
+from bmforge.gguf_header import GgufHeader, read_gguf_header
+from bmforge.models.formats.gguf_rope import read_rope
+
+__all__ = ["ARCHITECTURES", "Architecture", "find_architecture", "read_gguf_config", "to_raw"]
+
+_MAX_NUMBER = 1 << 31
+_WIDTHS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_RMS = "attention.layer_norm_rms_epsilon"
+_LAYER_NORM = "attention.layer_norm_epsilon"
+_ROTARY = {**_WIDTHS, "attention.head_count_kv": "num_key_value_heads", _RMS: "rms_norm_eps"}
+_WIDE = {**_ROTARY, "attention.key_length": "head_dim"}
+_MOE = {**_WIDE, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_GPT = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    _LAYER_NORM: "layer_norm_epsilon",
+}
+_T5 = {
+    "context_length": "n_positions",
+    "embedding_length": "d_model",
+    "feed_forward_length": "d_ff",
+    "block_count": "num_layers",
+    "decoder_block_count": "num_decoder_layers",
+    "attention.head_count": "num_heads",
+    "attention.key_length": "d_kv",
+    "attention.relative_buckets_count": "relative_attention_num_buckets",
+    _RMS: "layer_norm_epsilon",
+    "decoder_start_token_id": "decoder_start_token_id",
+}
+# Metadata that may be left out, and what it is then.
+_OPTIONAL = {
+    "attention.head_count_kv": "attention.head_count",
+    "decoder_block_count": "block_count",
+    "attention.key_length": None,
+    "decoder_start_token_id": None,
+    "feed_forward_length": None,
+}
+# Metadata of an architecture that says nothing new, or nothing that changes numbers.
+_SAID_ELSEWHERE = (
+    *("vocab_size", "tensor_data_layout", "pooling_type"),
+    "rope.scaling.finetuned",
+)
+# raw field -> (tensor, dim) whose size it is
+_Sizes = dict[str, tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one of GGUF's architectures is one of our families.
+
+    Args:
+        name: ours; GGUF's `general.architecture` but for Mixtral, which is "llama" there.
+        kind: `general.architecture`.
+        raw: fields of config.json that it implies.
+        keys: metadata key without the architecture -> field of config.json.
+        sizes: fields of config.json that are sizes of tensors.
+        alone: metadata keys with the one value that is computed.
+        permutes: the rows of query and key are in another order; see `gguf_names.is_permuted`.
+        rotary: has rotary positions of its own base.
+    """
+
+    name: str
+    kind: str
+    raw: dict[str, Any]
+    keys: dict[str, str]
+    sizes: _Sizes = field(default_factory=dict)
+    alone: dict[str, Any] = field(default_factory=dict)
+    permutes: bool = False
+    rotary: bool = True
+
+
+def _raw(model_type: str, stem: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": model_type, "architectures": [f"{stem}ForCausalLM"], **more}
+
+
+_EXPERT = ("blk.0.ffn_up_exps.weight", 1)
+_SHARED = ("blk.0.ffn_up_shexp.weight", 0)
+_LIST = (
+    Architecture("llama", "llama", _raw("llama", "Llama"), _WIDE, permutes=True),
+    Architecture(
+        "mixtral",
+        "llama",
+        _raw("mixtral", "Mixtral"),
+        {**_WIDE, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        permutes=True,
+    ),
+    Architecture("qwen2", "qwen2", _raw("qwen2", "Qwen2"), _WIDE),
+    Architecture("qwen3", "qwen3", _raw("qwen3", "Qwen3"), _WIDE),
+    Architecture(
+        "qwen2moe",
+        "qwen2moe",
+        _raw("qwen2_moe", "Qwen2Moe", norm_topk_prob=False),
+        _MOE,
+        {"moe_intermediate_size": _EXPERT, "shared_expert_intermediate_size": _SHARED},
+    ),
+    Architecture(
+        "qwen3moe",
+        "qwen3moe",
+        _raw("qwen3_moe", "Qwen3Moe", norm_topk_prob=True),
+        _MOE,
+        {"moe_intermediate_size": _EXPERT},
+    ),
+    Architecture(
+        "minicpm",
+        "minicpm",
+        _raw("minicpm", "MiniCPM"),
+        {
+            **_ROTARY,
+            "embedding_scale": "scale_emb",
+            "residual_scale": "scale_depth",
+            "logit_scale": "dim_model_base",
+        },
+        permutes=True,
+    ),
+    Architecture(
+        "gpt2",
+        "gpt2",
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+        _GPT,
+        rotary=False,
+    ),
+    Architecture(
+        "gptj",
+        "gptj",
+        _raw("gptj", "GPTJ"),
+        {**_GPT, "rope.dimension_count": "rotary_dim"},
+        alone={"rope.freq_base": 10000.0},
+        rotary=False,
+    ),
+    Architecture(
+        "t5",
+        "t5",
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        _T5,
+        rotary=False,
+    ),
+    Architecture(
+        "bert",
+        "bert",
+        {"model_type": "bert", "architectures": ["BertModel"]},
+        {**_WIDTHS, _LAYER_NORM: "layer_norm_eps"},
+        {"type_vocab_size": ("token_types.weight", 0)},
+        alone={"attention.causal": False},
+        rotary=False,
+    ),
+)
+ARCHITECTURES = {one.name: one for one in _LIST}
+
+
+def find_architecture(header: GgufHeader) -> Architecture:
+    """Return what a file's model is.
+
+    Raises:
+        CheckpointError: an architecture that no family computes, or none is named.
+    """
+    kind = header.metadata.get("general.architecture")
+    known = sorted({one.kind for one in _LIST})
+    if not isinstance(kind, str) or kind not in known:
+        raise CheckpointError(
+            f"{str(header.path)!r} is of the architecture {kind!r}, which is not read."
+            f"{suggest(str(kind), known)} Read are {', '.join(known)}."
+        )
+    experts = header.metadata.get("llama.expert_count", 0)
+    if kind == "llama" and (type(experts) is not int or experts > 0):
+        return ARCHITECTURES["mixtral"]
+    return next(one for one in _LIST if one.kind == kind)
+
+
+def read_gguf_config(path: str | Path) -> dict[str, Any]:
+    """Return what the config.json of a GGUF file's model would hold.
+
+    Raises:
+        CheckpointError: the file is damaged, of an unknown architecture, or lacks a size.
+    """
+    return to_raw(read_gguf_header(path))
+
+
+def to_raw(header: GgufHeader) -> dict[str, Any]:
+    """Return what config.json would hold; see `read_gguf_config`."""
+    found = find_architecture(header)
+    own = _Metadata(header, found.kind)
+    raw: dict[str, Any] = dict(found.raw)
+    for key, name in found.keys.items():
+        value = own.number(key)
+        if value is not None:
+            raw[name] = value
+    own.check_heads(raw, found)
+    raw["vocab_size"] = own.size("token_embd.weight", 0)
+    raw |= {name: own.size(*place) for name, place in found.sizes.items()}
+    if found.name != "bert":
+        raw["tie_word_embeddings"] = "output.weight" not in header.tensors
+    _SPECIAL.get(found.name, _leave)(raw, own)
+    if found.rotary:
+        raw |= read_rope(header, found.kind, raw.get("head_dim") or _head_dim(raw))
+        read = ("rope.freq_base", "rope.scaling.")
+        own.taken |= {key for key in own.names() if key.startswith(read)}
+    for key, value in found.alone.items():
+        if own.number(key, value) != value:
+            own.taken.remove(key)
+    own.check_layers()
+    return raw | own.rest()
+
+
+def _head_dim(raw: dict[str, Any]) -> int:
+    return int(raw["hidden_size"] // raw["num_attention_heads"])
+
+
+class _Metadata:
+    """The metadata of a file's architecture, each value checked when it is asked for."""
+
+    def __init__(self, header: GgufHeader, kind: str) -> None:
+        self.header, self.kind = header, kind
+        self.taken: set[str] = {*_SAID_ELSEWHERE, "expert_count", *_TENSOR_SIZES}
+
+    def names(self) -> list[str]:
+        """Return the architecture's keys, without its name."""
+        prefix = f"{self.kind}."
+        return [k.removeprefix(prefix) for k in self.header.metadata if k.startswith(prefix)]
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """Return a number, or a flag; what may be left out is None, or the default, then."""
+        self.taken.add(key)
+        value = self.header.metadata.get(f"{self.kind}.{key}", default)
+        if value is None and key in _OPTIONAL:
+            other = _OPTIONAL[key]
+            return None if other is None else self.number(other)
+        if isinstance(value, int | float) and 0 <= value < _MAX_NUMBER:
+            return value
+        raise CheckpointError(
+            f"{str(self.header.path)!r} has {self.kind}.{key}={value!r}; needed is one number from "
+            f"0 to {_MAX_NUMBER}. The file is damaged, or of a model whose layers differ."
+        )
+
+    def size(self, tensor: str, dim: int) -> int:
+        """Return a tensor's size."""
+        found = self.header.tensors.get(tensor)
+        if found is None or len(found.shape) <= dim:
+            raise CheckpointError(
+                f"{str(self.header.path)!r} lacks the tensor {tensor!r} of a {self.kind}. If it is "
+                "one of several parts, join them with llama.cpp's gguf-split --merge."
+            )
+        return found.shape[dim]
+
+    def check_heads(self, raw: dict[str, Any], found: Architecture) -> None:
+        """Fill in the heads' width, and leave what contradicts it to be refused."""
+        heads, width = self.number("attention.head_count"), self.number("embedding_length")
+        if type(heads) is not int or heads < 1:
+            raise CheckpointError(f"{str(self.header.path)!r} has {heads} attention heads.")
+        implied = width // heads
+        name = found.keys.get("attention.key_length")
+        if name is not None:
+            raw.setdefault(name, implied)
+        width = implied if name is None else raw[name]
+        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            if key not in found.keys and self.number(key, width) != width:
+                self.taken.remove(key)
+        sizes = {"token_embd.weight": (1, self.number("embedding_length"))}
+        if name is not None:
+            sizes[f"{'enc.' * (found.name == 't5')}blk.0.attn_q.weight"] = (0, heads * width)
+        if "expert_count" in found.keys:
+            sizes["blk.0.ffn_gate_inp.weight"] = (0, self.number("expert_count"))
+        if found.name == "mixtral":
+            sizes["blk.0.ffn_up_exps.weight"] = (1, self.number("feed_forward_length"))
+        for tensor, (dim, said) in sizes.items():
+            if self.size(tensor, dim) != said:
+                raise CheckpointError(
+                    f"{str(self.header.path)!r} is damaged: its metadata say {said} where "
+                    f"{tensor} is {self.header.tensors[tensor].shape}. Download it anew."
+                )
+
+    def check_layers(self) -> None:
+        """Raise where there are not even as many tensors as layers, before those are made."""
+        for key in ("block_count", "decoder_block_count"):
+            count = self.number(key, 0)
+            if count > len(self.header.tensors):
+                raise CheckpointError(
+                    f"{str(self.header.path)!r} is damaged: it has {self.kind}.{key}={count} and "
+                    f"{len(self.header.tensors)} tensors. Download it anew."
+                )
+
+    def rest(self) -> dict[str, Any]:
+        """Return what was not asked for and may change numbers, by its own name."""
+        out = {}
+        for key in self.names():
+            value = self.header.metadata[f"{self.kind}.{key}"]
+            if key not in self.taken:
+                out[f"{self.kind}.{key}"] = value if not hasattr(value, "tolist") else "an array"
+        return out
+
+
+_TENSOR_SIZES = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
+
+
+def _leave(raw: dict[str, Any], own: _Metadata) -> None:
+    """Nothing more is to be read."""
+
+
+def _llama(raw: dict[str, Any], own: _Metadata) -> None:
+    for name, tensor in (("attention_bias", "attn_output"), ("mlp_bias", "ffn_down")):
+        raw[name] = f"blk.0.{tensor}.bias" in own.header.tensors
+
+
+def _minicpm(raw: dict[str, Any], own: _Metadata) -> None:
+    """Undo what the file has worked out: factors on residuals and logits."""
+    raw["scale_depth"] *= math.sqrt(raw["num_hidden_layers"])
+    if not raw["dim_model_base"] > 0:
+        raise CheckpointError(f"{str(own.header.path)!r} has a minicpm.logit_scale of no use.")
+    raw["dim_model_base"] = round(raw["hidden_size"] / raw["dim_model_base"])
+
+
+def _t5(raw: dict[str, Any], own: _Metadata) -> None:
+    gated = "enc.blk.0.ffn_gate.weight" in own.header.tensors
+    raw["feed_forward_proj"] = "gated-gelu" if gated else "relu"
+    raw["scale_decoder_outputs"] = raw["tie_word_embeddings"]
+    own.number(_LAYER_NORM, 0.0)  # a copy of the other one
+    for role, key in (("pad", "padding"), ("eos", "eos")):
+        id = own.header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if type(id) is int:
+            raw[f"{role}_token_id"] = id
+
+
+def _bert(raw: dict[str, Any], own: _Metadata) -> None:
+    if "cls.output.weight" in own.header.tensors:
+        raw["architectures"] = ["BertForSequenceClassification"]
+        raw["num_labels"] = own.size("cls.output.weight", 0)
+
+
+_SPECIAL = {"llama": _llama, "minicpm": _minicpm, "t5": _t5, "bert": _bert}

@@ -1,0 +1,139 @@
+"""How our tensors are called in GGUF files: one table for all decoders, one for T5, one for BERT.
+
+In their first layers the names of all architectures agree, so a table needs no column per family.
+
+Source: ``constants.py`` of the ``gguf`` package (MODEL_TENSORS, TENSOR_NAMES).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.models.weights import WeightRule, linear_rules
+
+__all__ = ["ROPE_TENSORS", "find_rules", "is_permuted", "permute_rows", "restore_rows"]
+
+# Factors on rotary frequencies: numbers of the config, kept as tensors.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+_MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_ATTENTION = {
+    **{f"{name}_proj": name for name in ("q", "k", "v")},
+    **{f"{name}_norm": f"{name}_norm" for name in ("q", "k")},
+}
+_LAYER = {
+    "attn_norm": "attn_norm",
+    **{f"attn.{ours}": f"attn_{theirs}" for ours, theirs in _ATTENTION.items()},
+    "attn.o_proj": "attn_output",
+    "mlp_norm": "ffn_norm",
+    **{f"mlp.{ours}": f"ffn_{theirs}" for ours, theirs in _MLP.items()},
+    "mlp.router": "ffn_gate_inp",
+    **{f"mlp.shared_expert.{ours}": f"ffn_{theirs}_shexp" for ours, theirs in _MLP.items()},
+    "mlp.shared_gate": "ffn_gate_inp_shexp",
+}
+_ENDS = {"embed": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+def _in_layers(names: Mapping[str, str], ours: str = "layers", theirs: str = "blk") -> list:
+    return linear_rules({f"{ours}.{{i}}.{a}": f"{theirs}.{{i}}.{b}" for a, b in names.items()})
+
+
+_DECODER = [
+    *linear_rules(_ENDS),
+    *_in_layers(_LAYER),
+    *(
+        WeightRule(f"layers.{{i}}.mlp.experts.{ours}", f"blk.{{i}}.ffn_{theirs}_exps.weight")
+        for ours, theirs in _MLP.items()
+    ),
+]
+_FUSED = [
+    WeightRule(f"layers.{{i}}.attn.{part}_proj.{kind}", f"blk.{{i}}.attn_qkv.{kind}", False, place)
+    for kind in ("weight", "bias")
+    # The rows themselves are the layer's own; only their order counts here.
+    for part, place in (("q", (0, 3)), ("k", (1, 3)), ("v", (2, 3)))
+]
+_SPLIT = re.compile(r"layers\.\{i\}\.attn\.[qkv]_proj\.")
+_GPT2 = [
+    WeightRule("embed_positions.weight", "position_embd.weight"),
+    *(rule for rule in _DECODER if not _SPLIT.match(rule.ours)),
+    *_FUSED,
+]
+_BERT = [
+    *linear_rules(
+        {
+            "embed": "token_embd",
+            "embed_positions": "position_embd",
+            "embed_segments": "token_types",
+            "embed_norm": "token_embd_norm",
+            "pooler": "cls",
+            "classifier": "cls.output",
+        }
+    ),
+    *_in_layers({**_LAYER, "attn_norm": "attn_output_norm", "mlp_norm": "layer_output_norm"}),
+]
+
+
+def _t5_stack(ours: str, theirs: str) -> list[WeightRule]:
+    layer = {**_LAYER, "attn.o_proj": "attn_o", "cross_attn_norm": "cross_attn_norm"}
+    layer |= {f"cross_attn.{name}_proj": f"cross_attn_{name}" for name in "qkvo"}
+    return [
+        *linear_rules({f"{ours}.norm": f"{theirs}.output_norm"}),
+        WeightRule(f"{ours}.rel_bias.weight", f"{theirs}.blk.0.attn_rel_b.weight"),
+        *_in_layers(layer, f"{ours}.layers", f"{theirs}.blk"),
+    ]
+
+
+_T5 = [
+    *linear_rules({"embed": "token_embd", "lm_head": "output"}),
+    *_t5_stack("encoder", "enc"),
+    *_t5_stack("decoder", "dec"),
+]
+_TABLES = {"gpt2": _GPT2, "bert": _BERT, "t5": _T5}
+
+
+def find_rules(architecture: str, model: Any) -> list[WeightRule]:
+    """Return the name map of a model's tensors in files of an architecture.
+
+    A head that the architecture has not gets names that no such file holds.
+    """
+    rules = _TABLES.get(architecture, _DECODER)
+    known = {rule.ours for rule in rules}
+    head = model.config.heads[model.config.head].names
+    rest = [WeightRule(ours, f"bmforge.{ours}") for ours in head if ours not in known]
+    return model.expand([*rules, *rest])
+
+
+_PERMUTED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+
+
+def is_permuted(name: str) -> bool:
+    """Tell whether this is a tensor whose rows some architectures hold in another order.
+
+    Llama's query and key: there, the two dims that turn together are neighbours.
+    """
+    return _PERMUTED.fullmatch(name) is not None
+
+
+def restore_rows(rows: Tensor, head_dim: int) -> Tensor:
+    """Return where in the file rows of ours lie, in a tensor with neighbours turned together.
+
+    Shape:
+        rows: any, numbers of rows; returns the same
+    """
+    head, inner = rows // head_dim, rows % head_dim
+    half = head_dim // 2
+    return head * head_dim + inner % half * 2 + inner // half
+
+
+def permute_rows(tensor: Tensor, head_dim: int) -> Tensor:
+    """Return a tensor of ours with the rows in the file's order.
+
+    Shape:
+        tensor: (heads * head_dim, ...); returns the same
+    """
+    halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
+    return torch.transpose(halves, 1, 2).reshape(tensor.shape)

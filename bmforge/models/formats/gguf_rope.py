@@ -1,0 +1,168 @@
+"""Rotary scaling in GGUF files: keys of its own, and factors on the frequencies kept as tensors.
+
+Source: llama.cpp's ``convert_hf_to_gguf.py`` (rope_freqs of Llama 3, rope_factors_* of longrope).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.gguf_header import GgufHeader
+
+__all__ = ["read_rope", "write_rope"]
+
+_CLOSE = 1e-5
+# Every published Llama 3 with scaling has these; GGUF keeps only the factors that follow from them.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read_rope(header: GgufHeader, kind: str, head_dim: int) -> dict[str, Any]:
+    """Return config.json's rotary fields.
+
+    Args:
+        header: of a file.
+        kind: its architecture.
+        head_dim: dims that are turned.
+
+    Raises:
+        CheckpointError: scaling that is not understood.
+    """
+    found = {k: v for k, v in header.metadata.items() if k.startswith(f"{kind}.rope.")}
+    numbers = {k.removeprefix(f"{kind}.rope."): v for k, v in found.items()}
+    theta = float(_number(header, numbers, "freq_base", 10000.0))
+    scaling = str(numbers.get("scaling.type", "none"))
+    freqs = _factors(header, "rope_freqs.weight", head_dim)
+    short = _factors(header, "rope_factors_short.weight", head_dim)
+    fields: dict[str, Any] | None = None
+    if freqs is not None:
+        fields = _from_frequencies(freqs, theta, header, kind)
+    elif short is not None:
+        long = _factors(header, "rope_factors_long.weight", head_dim)
+        fields = {"rope_type": "longrope", "short_factor": short, "long_factor": long or short}
+        fields["attention_factor"] = float(_number(header, numbers, "scaling.attn_factor", 1.0))
+    elif scaling in ("linear", "yarn"):
+        factor = float(_number(header, numbers, "scaling.factor", 1.0))
+        fields = {"rope_type": scaling, "factor": factor}
+    elif scaling != "none":
+        raise CheckpointError(
+            f"{str(header.path)!r} has rotary scaling {scaling!r}, which is not read."
+        )
+    if fields is not None and fields["rope_type"] in ("yarn", "longrope"):
+        original = _number(header, numbers, "scaling.original_context_length", 0)
+        fields.setdefault("original_max_position_embeddings", original or None)
+        for name in ("beta_fast", "beta_slow") if scaling == "yarn" else ():
+            if f"scaling.yarn_{name}" in numbers:
+                fields[name] = _number(header, numbers, f"scaling.yarn_{name}", 0.0)
+    return {"rope_theta": theta, "rope_scaling": fields}
+
+
+def _number(header: GgufHeader, numbers: dict[str, Any], key: str, default: float) -> Any:
+    value = numbers.get(key, default)
+    if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
+        return value
+    raise CheckpointError(f"{str(header.path)!r} has rope.{key}={value!r}; needed is a number.")
+
+
+def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None:
+    """Return the factors on the frequencies that a tensor holds, where there is such a one."""
+    place = header.tensors.get(name)
+    if place is None:
+        return None
+    if place.kind != "F32" or place.shape != (head_dim // 2,):
+        raise CheckpointError(
+            f"{name} in {str(header.path)!r} is {place.shape} in {place.kind}; needed is one "
+            f"number in F32 for each of {head_dim // 2} frequencies."
+        )
+    with header.path.open("rb") as file:
+        file.seek(place.start)
+        data = bytearray(file.read(place.size))
+    if len(data) != place.size:
+        raise CheckpointError(f"{str(header.path)!r} ends too early. Download it anew.")
+    return torch.frombuffer(data, dtype=torch.float32).tolist()
+
+
+def _from_frequencies(
+    factors: list[float], theta: float, header: GgufHeader, kind: str
+) -> dict[str, Any]:
+    """Return the scaling whose factors these are: Llama 3's, else factors for every length."""
+    llama3 = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
+    wanted = llama3_factors(2 * len(factors), theta, llama3)
+    if torch.allclose(torch.tensor(factors), wanted, rtol=_CLOSE, atol=0.0):
+        return llama3
+    length = header.metadata.get(f"{kind}.context_length", 1)
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": length,
+    }
+
+
+def llama3_factors(head_dim: int, theta: float, scaling: dict[str, Any]) -> Tensor:
+    """Return what Llama 3's scaling divides every frequency by.
+
+    Args:
+        head_dim: dims that are turned.
+        theta: base of the frequencies.
+        scaling: config.json's fields of it.
+
+    Shape:
+        returns (head_dim / 2,) in fp32
+    """
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / plain)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return 1.0 / ((1 - smooth) / scaling["factor"] + smooth)
+
+
+def write_rope(raw: dict[str, Any], head_dim: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the keys (without architecture) and tensors that say config.json's rotary fields.
+
+    Raises:
+        ConfigError: scaling that GGUF cannot say.
+    """
+    keys: dict[str, Any] = {"rope.freq_base": float(raw["rope_theta"])}
+    scaling = raw.get("rope_scaling")
+    if not scaling:
+        return keys, {}
+    kind = scaling["rope_type"]
+    if kind == "llama3":
+        return keys, {"rope_freqs.weight": llama3_factors(head_dim, raw["rope_theta"], scaling)}
+    if kind not in ("linear", "yarn", "longrope"):
+        raise ConfigError(f"GGUF has no rotary scaling of kind {kind!r}.")
+    keys["rope.scaling.type"] = kind
+    original = scaling.get("original_max_position_embeddings")
+    if original and kind != "linear":
+        keys["rope.scaling.original_context_length"] = int(original)
+    if kind != "longrope":
+        keys["rope.scaling.factor"] = float(scaling["factor"])
+        betas = (n for n in ("beta_fast", "beta_slow") if n in scaling)
+        return {**keys, **{f"rope.scaling.yarn_{n}": float(scaling[n]) for n in betas}}, {}
+    keys["rope.scaling.attn_factor"] = _attention_factor(raw, scaling)
+    tensors = {
+        f"rope_factors_{name}.weight": torch.tensor(scaling[f"{name}_factor"])
+        for name in ("short", "long")
+    }
+    return keys, tensors
+
+
+def _attention_factor(raw: dict[str, Any], scaling: dict[str, Any]) -> float:
+    """Return longrope's factor on cosines and sines, which GGUF wants worked out."""
+    longest = raw["max_position_embeddings"]
+    original = scaling.get("original_max_position_embeddings") or longest
+    factor = scaling.get("factor") or longest / original
+    given = scaling.get("attention_factor")
+    if given is not None or factor <= 1:
+        return float(1.0 if given is None else given)
+    return math.sqrt(1 + math.log(factor) / math.log(original))

@@ -1,0 +1,367 @@
+"""Writing models as GGUF files, with the `gguf` package, so that llama.cpp and its kin run them.
+
+What the file says is read back, before a tensor is written, by what reads such files here: a config
+that it cannot say is refused, and named.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError, ConfigError, MissingDependencyError
+from bmforge.files import check_place, partial_name, sync_directory
+from bmforge.gguf_header import BLOCKS, GgufHeader, GgufTensor
+from bmforge.logging import get_logger, track
+from bmforge.models.base import Model
+from bmforge.models.formats.gguf_config import ARCHITECTURES, Architecture, to_raw
+from bmforge.models.formats.gguf_names import ROPE_TENSORS, find_rules, is_permuted, permute_rows
+from bmforge.models.formats.gguf_rope import write_rope
+from bmforge.models.weights import WeightRule, assemble_source, group_by_source
+from bmforge.nn.mlp import ACTIVATIONS
+from bmforge.records import laid_out
+from bmforge.surgery import persistent_tensors
+
+__all__ = ["GgufType", "write_gguf"]
+
+GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+_FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
+# Tensors that llama.cpp wants in fp32, besides rows of numbers.
+_KEPT_WIDE = ("ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
+_CHUNK_VALUES = 1 << 22
+_QUANTIZATION_VERSION = 2
+# Fields of a config that no forward pass of a trained model depends on, or that the tokenizer has.
+_UNSAID = {
+    *("raw", "head", "num_labels", "problem_type", "changes", "init_std", "model_type"),
+    *("pad_token_id", "eos_token_id", "output_router_logits", "router_aux_loss_coef"),
+}
+_CLOSE = 1e-6
+_FLOATS = ("epsilon", "scale", "freq_base", "factor", "beta_fast", "beta_slow")
+_WRITES_TEXT = ("language_model", "sequence_to_sequence")
+
+
+def write_gguf(
+    model: Any,
+    path: str | Path,
+    kind: GgufType = "q8_0",
+    *,
+    tokens: dict[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a model as a GGUF file: beside its place first, and renamed when it is whole.
+
+    Args:
+        model: of a family that GGUF has, plain, unchanged.
+        path: ends in ``.gguf``.
+        kind: of matrices; vectors, routers and position tables are fp32. With "q4_0" the head, or
+            the embedding where that is it, is "q8_0"; what has no whole blocks of 32 is "f16".
+        tokens: metadata of the tokenizer; None writes none.
+        overwrite: replace a file that is there.
+
+    Raises:
+        CheckpointError: the file is there, or a tensor has values beyond the range of fp16.
+        ConfigError: another ending, an unknown kind, or a model that GGUF cannot say.
+        MissingDependencyError: `gguf` is not installed.
+
+    Memory: one tensor, its stored form, and some rows in fp32.
+    """
+    out = Path(path)
+    check_target(out, kind, overwrite)
+    found = _find(model)
+    values = _metadata(model, found)
+    groups, left_out = _split_groups(find_rules(found.name, model))
+    plan = _Plan(model, found, groups, kind)
+    plan.extra = values.pop("tensors")
+    _check_said(model, found, values, plan)
+    if left_out:
+        get_logger().warning("GGUF's %s has no place for %s", found.kind, ", ".join(left_out))
+    partial = out.with_name(partial_name(out.name))
+    try:
+        _write(partial, found, {**values, **(tokens or _NO_TOKENS)}, plan)
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_directory(out.absolute().parent)
+    get_logger().info("%s: %s, %s", out, type(model).__name__, kind)
+    return out
+
+
+_NO_TOKENS = {"tokenizer.ggml.model": "none"}
+
+
+def check_target(out: Path, kind: str, overwrite: bool) -> None:
+    """Raise where a file cannot or must not be written, or in no such kind."""
+    if kind not in get_args(GgufType):
+        raise ConfigError(f"type={kind!r} is not written; known: {', '.join(get_args(GgufType))}.")
+    if out.suffix != ".gguf":
+        raise ConfigError(f"{str(out)!r} must end in .gguf, by which such files are known.")
+    if out.is_dir() or (out.exists() and not overwrite):
+        raise CheckpointError(f"{str(out)!r} is there already; name another file.")
+    check_place(out, "target")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"{str(out)!r}: the directory above it does not exist; make it first.")
+
+
+def _find(model: Model) -> Architecture:
+    """Return the architecture that a model is written as.
+
+    Raises:
+        ConfigError: none, or the model is not what the files hold.
+    """
+    kind = model.config.to_hf()["model_type"]
+    kind = {"mt5": "t5"}.get(kind, kind)
+    found = next((one for one in ARCHITECTURES.values() if one.raw["model_type"] == kind), None)
+    name = type(model).__name__
+    if found is None or not name.lower().startswith(_stem(found)):
+        known = sorted(one.raw["model_type"] for one in ARCHITECTURES.values())
+        raise ConfigError(
+            f"{name} (model_type={kind!r}) has no place in GGUF. Written are {', '.join(known)}."
+        )
+    if model.config.changes:
+        raise ConfigError(f"this {name} was changed, which GGUF cannot say. Merge what was added.")
+    if laid_out(model) is not None:
+        raise ConfigError(f"this {name} is laid out: save_pretrained it, and convert that.")
+    if found.name != "bert" and model.config.head not in _WRITES_TEXT:
+        raise ConfigError(
+            f"head={model.config.head!r}: GGUF holds models that write. Open it with another head."
+        )
+    return found
+
+
+def _stem(found: Architecture) -> str:
+    """Return how our family's class begins: EVA and CPM-1 share config names with others."""
+    kind = str(found.raw["model_type"]).replace("_", "")
+    return kind if "moe" in kind else kind.rstrip("23") if kind.startswith("qwen") else kind
+
+
+def _metadata(model: Model, found: Architecture) -> dict[str, Any]:
+    """Return what the file says of the model, and, as "tensors", what it says in tensors."""
+    config = model.config
+    said = {
+        **config.to_hf(),
+        **{theirs: getattr(config, ours) for ours, theirs in config.hf_names.items()},
+        "n_positions": config.max_seq_len,
+    }
+    keys = {key: said[name] for key, name in found.keys.items() if said.get(name) is not None}
+    keys["vocab_size"] = config.vocab_size
+    if "attention.key_length" in keys:
+        keys["attention.value_length"] = keys["attention.key_length"]
+    keys |= _more(found, said, keys)
+    tensors: dict[str, Tensor] = {}
+    if found.rotary:
+        rope, tensors = write_rope(said, config.head_dim)
+        keys |= {"rope.dimension_count": config.head_dim, **rope}
+    named = {f"{found.kind}.{key}": _typed(key, value) for key, value in keys.items()}
+    return {"general.architecture": found.kind, **named, "tensors": tensors}
+
+
+def _more(found: Architecture, said: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Return what an architecture's metadata has besides the fields of its table."""
+    if found.name == "minicpm":
+        return {
+            "residual_scale": said["scale_depth"] / math.sqrt(said["num_hidden_layers"]),
+            "logit_scale": said["hidden_size"] / said["dim_model_base"],
+        }
+    if found.name == "t5":
+        return {"attention.layer_norm_epsilon": keys["attention.layer_norm_rms_epsilon"]}
+    more = dict(found.alone)
+    for name, key in (
+        ("moe_intermediate_size", "expert_feed_forward_length"),
+        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+    ):
+        if name in found.sizes:
+            more[key] = said[name]
+    return more
+
+
+def _typed(key: str, value: Any) -> Any:
+    """Return a value as it comes back: numbers with fractions have 32 bits."""
+    return float(np.float32(value)) if key.endswith(_FLOATS) else value
+
+
+def _split_groups(
+    rules: list[WeightRule],
+) -> tuple[dict[str, list[WeightRule]], list[str]]:
+    """Return what goes into the file, and the names of ours that have no place there."""
+    groups = group_by_source(rules)
+    kept = {name: group for name, group in groups.items() if not name.startswith("bmforge.")}
+    return kept, [g[0].ours for name, g in groups.items() if name not in kept]
+
+
+class _Plan:
+    """What is written as which tensor.
+
+    Args:
+        model: whose tensors they are.
+        found: its architecture.
+        groups: name in the file -> the rules of what it is made of.
+        kind: asked for.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        found: Architecture,
+        groups: dict[str, list[WeightRule]],
+        kind: str,
+    ) -> None:
+        self.tensors = persistent_tensors(model)
+        self.found, self.groups, self.kind = found, groups, kind
+        self.head_dim = model.config.head_dim
+        self.extra: dict[str, Tensor] = {}
+        self.head = "output.weight" if "output.weight" in groups else "token_embd.weight"
+
+    def places(self) -> dict[str, GgufTensor]:
+        """Return every tensor's kind, shape and bytes, in the order of writing."""
+        out = {}
+        for name in (*self.extra, *self.groups):
+            shape = self._shape(name)
+            kind = self._kind_of(name, shape)
+            values, block_bytes = BLOCKS[kind]
+            out[name] = GgufTensor(kind, shape, 0, math.prod(shape) // values * block_bytes)
+        return out
+
+    def load(self, name: str) -> Tensor:
+        """Return a tensor whole, in the file's order."""
+        if name in self.extra:
+            return self.extra[name]
+        whole = assemble_source(self.groups[name], lambda ours: self.tensors[ours].detach().cpu())
+        if self.found.permutes and is_permuted(name):
+            whole = permute_rows(whole, self.head_dim)
+        return whole
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name in self.extra:
+            return tuple(self.extra[name].shape)
+        group = self.groups[name]
+        return group[0].source_shape(tuple(self.tensors[group[0].ours].shape))
+
+    def _kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        is_row = len(shape) == 1 or shape[:-1] == (1,)
+        if is_row or name in self.extra or name.endswith(_KEPT_WIDE):
+            return "F32"
+        kind = "q8_0" if self.kind == "q4_0" and name == self.head else self.kind
+        has_blocks = shape[-1] % BLOCKS[kind.upper()][0] == 0
+        return kind.upper() if has_blocks else "F16"
+
+
+def _check_said(model: Model, found: Architecture, values: dict[str, Any], plan: _Plan) -> None:
+    """Raise where the file would be read as another model than this."""
+    # Scaling that lies in tensors is not there yet; it says itself whether it can be said.
+    tensors = {n: t for n, t in plan.places().items() if n not in ROPE_TENSORS}
+    if plan.extra:
+        values = {key: value for key, value in values.items() if ".rope.scaling." not in key}
+    config = model.config
+    back = type(config).from_hf(to_raw(GgufHeader(Path("the new file"), values, tensors)))
+    problems = []
+    for field in fields(config):
+        if field.name in _UNSAID or field.name.endswith("dropout"):
+            continue
+        if field.name == "rope_scaling" and plan.extra:
+            continue
+        wanted, got = getattr(config, field.name), getattr(back, field.name)
+        if not _are_same(wanted, got):
+            problems.append(f"{field.name}={wanted!r} (would be {got!r})")
+    if problems:
+        raise ConfigError(
+            f"GGUF cannot say of a {found.kind}: {'; '.join(problems)}. Such a model would be "
+            "computed wrongly by others; keep it in Hugging Face's form."
+        )
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_same(one[k], other[k]) for k in one)
+    if isinstance(one, float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=_CLOSE)
+    if isinstance(one, str) and one in ACTIVATIONS:
+        return ACTIVATIONS[one] is ACTIVATIONS.get(other)
+    return bool(one == other)
+
+
+def _write(path: Path, found: Architecture, values: dict[str, Any], plan: _Plan) -> None:
+    """Write it all to `path`, and make it durable."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingDependencyError("gguf", "gguf", "Writing GGUF files") from error
+    writer = gguf.GGUFWriter(path, found.kind)
+    try:
+        writer.add_file_type(_FILE_TYPES[plan.kind])
+        writer.add_quantization_version(_QUANTIZATION_VERSION)
+        for key, value in values.items():
+            if key != "general.architecture":  # the writer's own
+                _add(writer, key, value)
+        places = plan.places()
+        for name, place in places.items():
+            kind = gguf.GGMLQuantizationType[place.kind]
+            writer.add_tensor_info(
+                name, place.shape, np.dtype(np.float32), place.size, raw_dtype=kind
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, place in track(list(places.items()), "write tensors"):
+            quantize = _quantizer(gguf, place.kind)
+            stored = np.empty(place.size, np.uint8)
+            done = 0
+            for part in _stored_parts(name, plan.load(name), place.kind, quantize):
+                stored[done : done + part.size] = part
+                done += part.size
+            writer.write_tensor_data(stored)
+        writer.flush()
+        for file in writer.fout or ():
+            os.fsync(file.fileno())
+    finally:
+        writer.close()
+
+
+def _quantizer(gguf: Any, kind: str) -> Callable[[np.ndarray], np.ndarray]:
+    number = gguf.GGMLQuantizationType[kind]
+    return lambda values: gguf.quants.quantize(values, number)
+
+
+def _stored_parts(
+    name: str, tensor: Tensor, kind: str, quantize: Callable[[np.ndarray], np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Yield a tensor's stored bytes, some rows at a time."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    step = max(1, _CHUNK_VALUES // rows.shape[1])
+    for part in rows.split(step):
+        if kind in ("F16", "BF16"):
+            dtype = torch.float16 if kind == "F16" else torch.bfloat16
+            narrow = part.to(dtype).contiguous()
+            data = narrow.view(torch.int16).numpy()
+        else:
+            data = part.to(torch.float32).contiguous().numpy()
+            # Scales of blocks are fp16.
+            narrow = torch.from_numpy(data)
+            data = data if kind == "F32" else quantize(data)
+        if not narrow.isfinite().all():
+            raise CheckpointError(
+                f"{name} has values that {kind} cannot hold: infinite, not a number, or beyond "
+                "65504. Write it with type 'bf16' or 'f32'."
+            )
+        yield data.reshape(-1).view(np.uint8)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """Add a metadata value in the width that llama.cpp reads it with."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
