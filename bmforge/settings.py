@@ -32,6 +32,13 @@ class PrepareConfig:
             `bmforge.tokenizers.AutoTokenizer` opens: a model's, or another corpus's, so that
             several share one. Empty trains a new one.
         html_reader: what finds the main text of web pages; trafilatura is slower, and finds more.
+        tidy: what is put right in texts: repair (what was read in a wrong encoding), invisible
+            (marks without width), width (letters and digits of half width), simplified or
+            traditional (Chinese), boilerplate (lines of menus and notices), wrapped (lines that
+            were broken at a width).
+        languages: keep documents in these languages alone, as codes such as en and zh; any keeps
+            all, and notes the language of each. Empty does not ask.
+        mask_private: write <EMAIL>, <PHONE> and so on in the place of private data.
         rules: which published rules drop documents: for English, for Chinese, or for each document
             those of its language.
         near_duplicates: drop all but one of documents whose sets of word 5-grams have this Jaccard
@@ -54,6 +61,14 @@ class PrepareConfig:
     text_field: str = "text"
     tokenizer: str = ""
     html_reader: Literal["resiliparse", "trafilatura"] = "resiliparse"
+    tidy: tuple[
+        Literal[
+            "repair", "invisible", "width", "simplified", "traditional", "boilerplate", "wrapped"
+        ],
+        ...,
+    ] = ()
+    languages: tuple[str, ...] = ()
+    mask_private: bool = False
     rules: Literal["none", "english", "chinese", "mixed"] = "none"
     near_duplicates: float | None = None
     workers: int = 0

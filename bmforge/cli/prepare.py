@@ -30,6 +30,9 @@ def run_prepare(command: PrepareCommand) -> None:
         100 * report.held_out_ratio,
         report.vocab_size,
     )
+    for step, (documents, _) in sorted(report.funnel.changed.items() if report.funnel else ()):
+        if step != "normalise":
+            get_logger().info("changed by %s: %d documents", step, documents)
     counted = {"duplicate", "unreadable"}
     for rule, amount in sorted(report.funnel.dropped.items() if report.funnel else ()):
         if rule not in counted:

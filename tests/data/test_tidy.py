@@ -62,6 +62,8 @@ SOUND = [
     POEM,
     PROSE,
     FRENCH,
+    "Über die Brücke dürfen während der Bauarbeiten keine schweren Fahrzeuge fahren.",
+    "Þórður ætlaði að færa æðardún úr bænum áður en óveðrið skylli á.",
     "Привет, мир! «Да»",
     "naïve café",
     "日本語のテキスト、です。",

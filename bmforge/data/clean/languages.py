@@ -15,9 +15,15 @@ from bmforge.data.clean.characters import replace_surrogates
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.script import detect_script
 from bmforge.data.sources.document import Document
-from bmforge.errors import MissingDependencyError
+from bmforge.errors import ConfigError, MissingDependencyError, suggest
 
-__all__ = ["DetectLanguage", "Language", "detect_language", "languages_of_paragraphs"]
+__all__ = [
+    "KNOWN",
+    "DetectLanguage",
+    "Language",
+    "detect_language",
+    "languages_of_paragraphs",
+]
 
 _READ = 4000  # characters of a text that the models read
 _SURE = 0.6
@@ -34,6 +40,19 @@ _BY_SCRIPT = {
     "Geor": "ka",
     "Armn": "hy",
 }
+
+# What the two models can say.
+_CODES = """
+    af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb
+    co cs cv cy da de diq dsb dty dv el eml en eo es et eu fa fi fr frr fy ga gd gl gn gom gu gv he
+    hi hif hr hsb ht hu hy ia id ie ilo io is it ja jbo jv ka kk km kn ko krc ku kv kw ky la lb lez
+    li lmo lo lrc lt lv mai mg mhr min mk ml mn mr mrj ms mt mwl my myv mzn nah nap nds ne new nl nn
+    no oc or os pa pam pfl pl pms pnb ps pt qu rm ro ru rue sa sah sc scn sco sd sh si sk sl so sq
+    sr su sv sw ta te tg th tk tl tr tt tyv ug uk ur uz vec vep vi vls vo wa war wuu xal xmf yi yo
+    yue zh ha ig lg ln om xh zu zxx ace dz ext gcf grc gug hbo kik nso pcm rw se sn st ary crh fo
+    fuv gcr guw kab lij ltg uzs sdh
+"""
+KNOWN = frozenset(_CODES.split())
 
 
 @dataclass(frozen=True)
@@ -99,10 +118,22 @@ class DetectLanguage:
     Attributes:
         languages: codes of those that are kept; none keeps all.
         min_score: how sure the language must be, where languages are given.
+
+    Raises:
+        ConfigError: a code is not known.
     """
 
     languages: tuple[str, ...] = ()
     min_score: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse a code that no text can have."""
+        for code in self.languages:
+            if code not in KNOWN:
+                raise ConfigError(
+                    f"languages: {code!r} is unknown.{suggest(code, sorted(KNOWN))} Needed are "
+                    "codes of ISO 639-1 (of 639-3 where there is none), such as en, zh and yue."
+                )
 
     @property
     def version(self) -> str:

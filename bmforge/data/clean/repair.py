@@ -73,7 +73,7 @@ def _read_again(text: str) -> str:
         if right == "utf-8":
             if _is_sure(text, found, wrong):
                 return found
-        elif (share := _share(found)) >= best_share:
+        elif (share := _share(found)) >= best_share and _stands_together(found):
             best, best_share = found, share
     return best
 
@@ -86,6 +86,12 @@ def _is_sure(text: str, found: str, wrong: str) -> bool:
     # Two Chinese characters have four bytes, which can be UTF-8 by chance; many cannot.
     chinese = sum(map(len, HAN_RUN.findall(found)))
     return chinese >= 4 and 2 * chinese >= high and len(found) < len(text)
+
+
+def _stands_together(text: str) -> bool:
+    """Tell Chinese from what single accents beside plain letters make: it stands in runs."""
+    runs = [len(run) for run in HAN_RUN.findall(text)]
+    return 2 * sum(length for length in runs if length > 1) > sum(runs)
 
 
 def _share(text: str) -> float:

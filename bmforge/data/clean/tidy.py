@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.lines import drop_boilerplate, join_wrapped_lines
 from bmforge.data.clean.repair import repair_text
-from bmforge.data.clean.script import convert_chinese, fold_width, strip_invisible
+from bmforge.data.clean.script import convert_chinese, detect_script, fold_width, strip_invisible
 from bmforge.data.sources.document import Document, primary_subtag
 from bmforge.errors import ConfigError
 
@@ -45,7 +45,7 @@ class TidyText:
     @property
     def version(self) -> str:
         """What changes whenever a text may come out differently."""
-        return f"tidy=1 {self!r}"
+        return f"tidy=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document with its text changed, or a `Drop` where nothing is left."""
@@ -56,7 +56,7 @@ class TidyText:
             text = strip_invisible(text)
         if self.width:
             text = fold_width(text)
-        if self.chinese and primary_subtag(document.language) in ("", "zh"):
+        if self.chinese and _may_be_chinese(document):
             text = convert_chinese(text, self.chinese)
         if self.boilerplate:
             text = drop_boilerplate(text)
@@ -65,3 +65,10 @@ class TidyText:
         if not text.strip():
             return Drop("nothing_left", 0, 1, cut_excerpt(document.text))
         return document if text == document.text else replace(document, text=text)
+
+
+def _may_be_chinese(document: Document) -> bool:
+    """Tell a text whose characters are converted: Japanese and Korean ones are not."""
+    if document.language:
+        return primary_subtag(document.language) == "zh"
+    return detect_script(document.text) not in ("Jpan", "Kore")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bmforge.data.clean.drop import Drop
+from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalise import normalise, text_digest
 from bmforge.data.prepare.engine import Beat, Blame, Part
 from bmforge.data.prepare.funnel import Dropped, Funnel
@@ -51,11 +51,13 @@ class Step:
         run: returns the document, changed or not, or why it is dropped; a function of a module, so
             that workers can be given it.
         version: to be changed with what the function does, settings included.
+        hides: what it changes may not be shown either of documents that another step drops.
     """
 
     name: str
     run: Callable[[Document], Document | Drop]
     version: str = "1"
+    hides: bool = False
 
 
 def _normalise(document: Document) -> Document | Drop:
@@ -105,7 +107,7 @@ def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
             funnel.read.add(1, read_bytes)
             if drop is not None:
                 funnel.drop(drop.rule, 1, read_bytes)
-                dropped.add(document, drop)
+                dropped.add(*_hide(task.steps, document, drop))
                 continue
             funnel.kept.add(1, read_bytes)
             lines(json.dumps(to_record(document), ensure_ascii=False).encode() + b"\n")
@@ -163,6 +165,22 @@ def _take_steps(
             funnel.change(step.name, 1, abs(len(found.text) - len(document.text)))
         document = found
     return document, None
+
+
+def _hide(steps: tuple[Step, ...], document: Document, drop: Drop) -> tuple[Document, Drop]:
+    """Return a dropped document and why, without what may not be shown."""
+    for step in steps:
+        if step.hides:
+            text, excerpt = _changed(step, document.text), _changed(step, drop.excerpt)
+            if document.text.startswith(drop.excerpt):  # it may end within what is hidden
+                excerpt = cut_excerpt(text)
+            document, drop = replace(document, text=text), replace(drop, excerpt=excerpt)
+    return document, drop
+
+
+def _changed(step: Step, text: str) -> str:
+    found = step.run(Document(text, "")) if text else ""
+    return found.text if isinstance(found, Document) else ""
 
 
 def _entries(part: Part, blamed: dict[int, Blame], beat: Beat) -> Iterator[tuple[int, str, Record]]:

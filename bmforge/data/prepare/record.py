@@ -115,7 +115,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
             raise ValueError(f"format {record['format']}, known are {_FORMATS}")
         report = PrepareReport(
             out_dir=out_dir,
-            config=PrepareConfig(**record["settings"]),
+            config=PrepareConfig(**_with_tuples(record["settings"])),
             train=EncodeCount(**record["train"]),
             validation=EncodeCount(**record["validation"]),
             funnel=Funnel.from_record(record["funnel"]) if "funnel" in record else None,
@@ -129,3 +129,8 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
             f"{str(path)!r} cannot be read as the record of a preparation ({error}): prepare again "
             "with overwrite=True (--overwrite), or into another directory"
         ) from error
+
+
+def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with tuples where TOML has lists."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

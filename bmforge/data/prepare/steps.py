@@ -3,22 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from bmforge.data.clean.drop import Drop
 from bmforge.data.clean.judge import JudgeByRules
+from bmforge.data.clean.languages import DetectLanguage
+from bmforge.data.clean.normalise import normalise
+from bmforge.data.clean.private import MaskPrivate
+from bmforge.data.clean.tidy import TidyText
 from bmforge.data.prepare.documents import NORMALISE, Step
+from bmforge.data.sources.document import Document
+from bmforge.errors import ConfigError, suggest
 from bmforge.settings import PrepareConfig
 
 __all__ = ["choose_steps"]
+
+_ANY = "any"
+_SCRIPTS = {"simplified": "Hans", "traditional": "Hant"}
+_TIDY = ("repair", "invisible", "width", *_SCRIPTS, "boilerplate", "wrapped")
 
 
 def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step, ...]:
     """Return the steps in their order, the user's own last.
 
+    Repair stands before `normalise`, which drops characters that a wrong reading has made; what
+    else is tidied stands behind the language, as it depends on it. Rules see what is masked later.
+
     Raises:
         ConfigError: a step is asked for something that it does not know.
     """
-    judge = JudgeByRules(config.rules)
-    steps = [NORMALISE]
+    tidy, judge = _choose_tidy(config.tidy), JudgeByRules(config.rules)
+    steps = []
+    if "repair" in config.tidy:
+        repair = TidyText()
+        steps.append(Step("repair", repair, repair.version))
+    steps.append(NORMALISE)
+    if config.languages:
+        detect = DetectLanguage(_named_languages(config.languages))
+        steps.append(Step("languages", detect, detect.version))
+    if tidy != TidyText(repair=False):
+        steps.append(Step("tidy", _Tidy(tidy), tidy.version))
     if config.rules != "none":
         steps.append(Step("rules", judge, judge.version))
+    if config.mask_private:
+        mask = MaskPrivate()
+        steps.append(Step("mask_private", mask, mask.version, hides=True))
     return (*steps, *own)
+
+
+def _choose_tidy(names: Sequence[str]) -> TidyText:
+    """Return what is asked for but the repair."""
+    for name in names:
+        if name not in _TIDY:
+            raise ConfigError(
+                f"tidy: {name!r} is unknown.{suggest(name, _TIDY)} Known: {', '.join(_TIDY)}."
+            )
+    scripts = [name for name in _SCRIPTS if name in names]
+    if len(scripts) > 1:
+        raise ConfigError("tidy: Chinese is written simplified or traditional; ask for one of both")
+    switches = {name: name in names for name in _TIDY if name not in ("repair", *_SCRIPTS)}
+    chinese = _SCRIPTS[scripts[0]] if scripts else ""
+    return TidyText(repair=False, chinese=chinese, **switches)
+
+
+def _named_languages(languages: Sequence[str]) -> tuple[str, ...]:
+    if _ANY not in languages:
+        return tuple(languages)
+    if len(languages) > 1:
+        raise ConfigError(f"languages={tuple(languages)}: {_ANY!r} stands alone")
+    return ()
+
+
+@dataclass(frozen=True)
+class _Tidy:
+    """Tidy a text, and bring what is left into the one form again."""
+
+    tidy: TidyText
+
+    def __call__(self, document: Document) -> Document | Drop:
+        found = self.tidy(document)
+        return found if isinstance(found, Drop) else replace(found, text=normalise(found.text))
