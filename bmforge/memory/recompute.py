@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,8 +17,16 @@ __all__ = ["apply_recompute_"]
 def apply_recompute_(blocks: Iterable[nn.Module]) -> None:
     """Make every block recompute its inside in backward, once; parameter names do not change.
 
+    Where no gradients are asked for, nothing is done.
+
     Memory: a block keeps its input only. Compute: one more forward of each block.
     """
     for block in blocks:
         if "recompute" not in dict(wrappers_of(block)):
-            wrap_forward_(block, partial(checkpoint, use_reentrant=False), "recompute")
+            wrap_forward_(block, _recompute, "recompute")
+
+
+def _recompute(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    return checkpoint(inner, *args, use_reentrant=False, **kwargs)

@@ -1,102 +1,58 @@
-"""Layer streaming: blocks whose weights do not fit live elsewhere and come one ahead of their use.
+"""Layer streaming: blocks whose weights do not fit live elsewhere and come ahead of their use.
 
-Two blocks are on the device: the one that computes and the one that comes next, in forward and, in
-the other order, in backward. Blocks are recomputed in backward, so everything a backward reads was
-made from weights that are there. The same streamer serves training and inference.
+Some blocks may stay on the device; the others share a few slots. Which come next is what came next
+in the last pass, so a slot is filled again as soon as its block has run. In backward blocks are
+recomputed, so everything a backward reads was made from weights that are there; without gradients
+nothing is. The same streamer serves training and inference.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from bmforge.device import is_host
 from bmforge.errors import ConfigError
-from bmforge.memory.copies import CopyEngine, Ticket, make_copy_engine
+from bmforge.memory.copies import CopyEngine, make_copy_engine
+from bmforge.memory.order import RunOrder, Step
+from bmforge.memory.packed import PackedBlock, Slot
 from bmforge.memory.recompute import apply_recompute_
+from bmforge.memory.resident import NUM_SLOTS, spread_resident
 from bmforge.records import note_, record_of, units_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import persistent_tensors, wrap_forward_
 
-__all__ = ["ReadWeights", "Streamer", "stream_blocks_"]
+__all__ = ["ReadWeights", "Streamer", "spread_resident", "stream_blocks_"]
 
 ReadWeights = Callable[[str, Tensor], None]
 """Fills a contiguous host tensor with the values of the parameter of that name."""
 
-_ALIGN_BYTES = 64
+Stays = Callable[[str, Tensor], bool]
+"""Tells of a tensor of a block that comes and goes, by its whole name, that it stays itself."""
 
 
-class _Slot:
-    """Room for one block on the device, and where its bytes arrive on the host.
+@runtime_checkable
+class ReadsMany(Protocol):
+    """A `ReadWeights` that is quicker with several tensors at once."""
 
-    Args:
-        size_bytes: of the largest block.
-        device: where it computes.
-        engine: copies.
-    """
-
-    def __init__(self, size_bytes: int, device: torch.device, engine: CopyEngine) -> None:
-        self.host = engine.new_host((size_bytes,), torch.uint8)
-        self.memory = self.host
-        if not is_host(device):
-            self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self.block: int | None = None
-        self.is_shown = False
-        self.ticket: Ticket | None = None
-        self.copied: Ticket | None = None
-
-
-class _PackedBlock:
-    """One block's parameters, and where each lies in a slot."""
-
-    def __init__(self, prefix: str, module: nn.Module, parameters: dict[str, Tensor]) -> None:
-        self.prefix, self.module, self.parameters = prefix, module, parameters
-        self._stubs = {name: _make_stub(p) for name, p in parameters.items()}
-        self.places: dict[str, tuple[int, int]] = {}
-        self.size_bytes = 0
-        for name, parameter in parameters.items():
-            size = parameter.numel() * parameter.element_size()
-            self.places[name] = self.size_bytes, self.size_bytes + size
-            self.size_bytes += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
-
-    def views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters' tensors in a slot's memory."""
-        for name, (start, stop) in self.places.items():
-            parameter = self.parameters[name]
-            yield name, memory[start:stop].view(parameter.dtype).view(parameter.shape)
-
-    def show(self, memory: Tensor) -> None:
-        for name, view in self.views(memory):
-            self.parameters[name].data = view
-
-    def hide(self) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.data = self._stubs[name]
-
-
-def _make_stub(parameter: Tensor) -> Tensor:
-    """Return a tensor of the same shape and almost no memory; whoever computes with it gets NaN.
-
-    Integers have none; they are what rows are packed in, whose scales are NaN then.
-    """
-    value = float("nan") if parameter.is_floating_point() else 0
-    stub = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
-    return stub.expand(parameter.shape)
+    def read_all(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors by name."""
 
 
 class Streamer:
-    """Brings blocks to the device, each while the one before it computes.
+    """Brings blocks to the device, each while blocks before it compute.
 
     Args:
-        blocks: name and module, in the order in which they run.
+        blocks: name and module of those that come and go, in the order in which they run.
         read: where weights come from.
         device: where they are used.
         engine: copies; None makes one.
+        on_host: names of blocks whose bytes wait in host memory once they have been read.
+        stays: tensors of these blocks that stay; None lets all go. Shared ones stay as well.
     """
 
     def __init__(
@@ -105,6 +61,8 @@ class Streamer:
         read: ReadWeights,
         device: torch.device,
         engine: CopyEngine | None = None,
+        on_host: Collection[str] = (),
+        stays: Stays | None = None,
     ) -> None:
         self.read, self.device = read, device
         self.engine = engine or make_copy_engine(device, "bmforge-streaming")
@@ -112,20 +70,15 @@ class Streamer:
         for _, module in blocks:
             for parameter in persistent_tensors(module).values():
                 counts[id(parameter)] = counts.get(id(parameter), 0) + 1
-        self.blocks = [
-            _PackedBlock(
-                prefix,
-                module,
-                {
-                    f"{prefix}.{name}": tensor
-                    for name, tensor in persistent_tensors(module).items()
-                    if counts[id(tensor)] == 1
-                },
-            )
-            for prefix, module in blocks
-        ]
+        self.blocks = []
+        for prefix, module in blocks:
+            own = {f"{prefix}.{n}": t for n, t in persistent_tensors(module).items()}
+            going = {n: t for n, t in own.items() if counts[id(t)] == 1 and not _keeps(stays, n, t)}
+            self.blocks.append(PackedBlock(prefix, module, going, prefix in on_host))
         largest = max(block.size_bytes for block in self.blocks)
-        self._slots = [_Slot(largest, device, self.engine) for _ in range(2)]
+        count = min(NUM_SLOTS, len(self.blocks))
+        self._slots = [Slot(largest, device, self.engine) for _ in range(count)]
+        self._order = RunOrder(len(self.blocks))
         for number, block in enumerate(self.blocks):
             block.hide()
             wrap_forward_(block.module, partial(self._run, number), "weights")
@@ -136,47 +89,52 @@ class Streamer:
         return [name for block in self.blocks for name in block.parameters]
 
     def forget(self) -> None:
-        """Drop what is on the device: the weights have changed where they live."""
+        """Drop what is on the device and the host: the weights have changed where they live."""
         for slot in self._slots:
             self._clear(slot)
+        for block in self.blocks:
+            block.kept = None
 
     def close(self) -> None:
         """End the copying; the model cannot run any more."""
-        self.forget()
-        self.engine.close()
+        try:
+            self.forget()
+        finally:
+            self.engine.close()
 
     def _run(self, number: int, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        self._enter(number)
-        return inner(*args, **kwargs)
+        is_backward = torch._C._current_graph_task_id() != -1
+        self._enter(number, is_backward)
+        out = inner(*args, **kwargs)
+        if not is_backward:  # there its gradients are still to be computed
+            self._ask_for(self._order.coming(len(self._slots), with_this=False))
+        return out
 
-    def _enter(self, number: int) -> None:
-        """Have block `number` here, and the one that is needed next on its way."""
-        slot = self._slot_of(number) or self._fetch(number, beside=None)
+    def _enter(self, number: int, is_backward: bool) -> None:
+        """Have block `number` here, and those that are needed next on their way."""
+        phase = "forward" if torch.is_grad_enabled() else "plain"
+        self._order.enter(Step("backward" if is_backward else phase, number))
+        self._ask_for(self._order.coming(len(self._slots), with_this=True))
+        slot = self._slot_of(number)
+        assert slot is not None
         if not slot.is_shown:
             self._arrive(slot)
             self.blocks[number].show(slot.memory)
             slot.is_shown = True
         self.engine.note("computes", f"block {number}")
-        coming = self._next(number)
-        if coming != number and self._slot_of(coming) is None:
-            self._fetch(coming, beside=slot)
 
-    def _next(self, number: int) -> int:
-        """Return which comes after `number`: backward the one before, and at the ends they turn."""
-        last = len(self.blocks) - 1
-        is_backward = torch._C._current_graph_task_id() != -1
-        if is_backward:
-            return number - 1 if number else min(1, last)
-        if number < last:
-            return number + 1
-        return max(0, last - 1) if torch.is_grad_enabled() else 0
+    def _ask_for(self, wanted: Sequence[int]) -> None:
+        """Begin to bring blocks that are not here, in place of those that are not wanted."""
+        free = [slot for slot in self._slots if slot.block not in wanted]
+        missing = [number for number in wanted if self._slot_of(number) is None]
+        for number, slot in zip(missing, free, strict=False):
+            self._fetch(number, slot)
 
-    def _slot_of(self, number: int) -> _Slot | None:
+    def _slot_of(self, number: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.block == number), None)
 
-    def _fetch(self, number: int, beside: _Slot | None) -> _Slot:
-        """Begin to bring a block into the slot that is not `beside`."""
-        slot = next(slot for slot in self._slots if slot is not beside)
+    def _fetch(self, number: int, slot: Slot) -> None:
+        """Begin to bring a block into a slot."""
         self._clear(slot)
         slot.block = number
         block, before = self.blocks[number], slot.copied
@@ -184,32 +142,59 @@ class Streamer:
         mark = self.engine.mark()
 
         def work() -> None:
-            if before is not None:
-                before.wait_on_host()  # the bytes before have left the host's part of the slot
-            for name, view in block.views(slot.host):
-                self.read(name, view)
-            if slot.memory is not slot.host:
-                label = f"copy block {number}"
-                slot.copied = self.engine.copy_(slot.memory, slot.host, label, after=mark)
+            source = slot.host
+            if block.is_on_host:
+                source = self._keep(block)
+            else:
+                if before is not None:
+                    before.wait_on_host()  # the bytes before have left the host's part of the slot
+                self._read(block, slot.host)
+            if slot.memory is not source:
+                size, label = block.size_bytes, f"copy block {number}"
+                slot.copied = self.engine.copy_(
+                    slot.memory[:size], source[:size], label, after=mark
+                )
 
         slot.ticket = self.engine.run(work, f"read block {number}")
-        return slot
 
-    def _arrive(self, slot: _Slot) -> None:
+    def _keep(self, block: PackedBlock) -> Tensor:
+        """Return a block's bytes in host memory; they are read once."""
+        if block.kept is None:
+            memory = self.engine.new_host((block.size_bytes,), torch.uint8)
+            self._read(block, memory)
+            block.kept = memory
+        return block.kept
+
+    def _read(self, block: PackedBlock, memory: Tensor) -> None:
+        views = dict(block.views(memory))
+        if isinstance(self.read, ReadsMany):
+            self.read.read_all(views)
+            return
+        for name, view in views.items():
+            self.read(name, view)
+
+    def _arrive(self, slot: Slot) -> None:
         """Wait for a block that was asked for."""
-        assert slot.ticket is not None
-        slot.ticket.wait()
-        slot.ticket = None
+        ticket, slot.ticket = slot.ticket, None
+        assert ticket is not None
+        try:
+            ticket.wait()
+        except BaseException:
+            slot.block = None  # the next who needs it asks again
+            raise
         if slot.copied is not None:
             slot.copied.wait()
 
-    def _clear(self, slot: _Slot) -> None:
+    def _clear(self, slot: Slot) -> None:
         if slot.ticket is not None:
-            slot.ticket.wait()
-            slot.ticket = None
+            self._arrive(slot)
         if slot.block is not None and slot.is_shown:
             self.blocks[slot.block].hide()
         slot.block, slot.is_shown = None, False
+
+
+def _keeps(stays: Stays | None, name: str, tensor: Tensor) -> bool:
+    return stays is not None and stays(name, tensor)
 
 
 def stream_blocks_(
@@ -219,6 +204,9 @@ def stream_blocks_(
     device: torch.device,
     blocks: Sequence[str] | None = None,
     engine: CopyEngine | None = None,
+    resident: Collection[str] = (),
+    on_host: Collection[str] = (),
+    stays: Stays | None = None,
 ) -> Streamer:
     """Have the weights of a model's blocks stream from elsewhere; the rest stays where it is.
 
@@ -230,20 +218,19 @@ def stream_blocks_(
         read: where weights come from, such as `models.weight_reader`.
         device: where blocks compute.
         blocks: names of the modules to stream, in the order in which they run; None takes all
-            blocks that the model has.
+            blocks that the model has. They may differ in what they hold.
         engine: copies; None makes one.
+        resident: names of blocks among them that stay; see `spread_resident`.
+        on_host: names of blocks among the others whose bytes wait in host memory once read.
+        stays: tensors of blocks that come and go, by name, that stay all the same.
 
     Raises:
-        ConfigError: nothing to stream, or a parameter is sharded.
+        ConfigError: nothing to stream, no such block, or a parameter is sharded.
 
-    Memory: two blocks' weights on the device, and on an accelerator as much of locked host memory.
+    Memory: `NUM_SLOTS` times the weights of the largest block that comes and goes on the device, and
+        on an accelerator as much of locked host memory.
     """
-    if blocks is None:
-        found = [(unit.name, unit.module) for unit in units_of(model) if unit.is_block]
-    else:
-        found = [(name, model.get_submodule(name)) for name in blocks]
-    if not found:
-        raise ConfigError(f"{type(model).__name__} has no repeated blocks that could be streamed.")
+    found = _find_blocks(model, blocks, resident, on_host)
     for name, module in found:
         for own, parameter in persistent_tensors(module).items():
             if local_tensor(parameter) is not parameter:
@@ -251,14 +238,35 @@ def stream_blocks_(
                     f"{name}.{own} is sharded over processes, which already keep a part of it "
                     "each: streaming is for one process. Leave one of the two out."
                 )
-            _give_device_(module, own, parameter, device)
-    streamer = Streamer(found, read, device, engine)
+            if not _keeps(stays, f"{name}.{own}", parameter):
+                _give_device_(module, own, parameter, device)
+    streamer = Streamer(found, read, device, engine, on_host, stays)
     apply_recompute_([module for _, module in found])
     record_of(model).streamer = streamer
     for block in streamer.blocks:
         for name, parameter in block.parameters.items():
             note_(parameter, origin=_Streamed(streamer, name, parameter.dtype))
     return streamer
+
+
+def _find_blocks(
+    model: nn.Module,
+    blocks: Sequence[str] | None,
+    resident: Collection[str],
+    on_host: Collection[str],
+) -> list[tuple[str, nn.Module]]:
+    """Return name and module of the blocks that come and go."""
+    if blocks is None:
+        found = [(unit.name, unit.module) for unit in units_of(model) if unit.is_block]
+    else:
+        found = [(name, model.get_submodule(name)) for name in blocks]
+    unknown = sorted({*resident, *on_host} - {name for name, _ in found})
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)}: {type(model).__name__} has no such blocks.")
+    found = [(name, module) for name, module in found if name not in resident]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no repeated blocks that could be streamed.")
+    return found
 
 
 class _Streamed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,10 @@ def test_blocks_come_one_ahead(tmp_path: Path) -> None:
     # The two blocks at a turn stay: what a step reads is the others, once in each direction.
     asked = [int(label[-1]) for kind, label in words if kind == "asked" and label]
     assert asked == [0, 1, 2, 3, 4, 2, 1, 0, 2, 3, 4, 2, 1, 0]
-    # A block is asked for right after the one before it began, before anything else computes.
-    for index, (kind, label) in enumerate(words[:-1]):
-        if kind == "asked" and label and index:
-            assert words[index - 1][0] == "computes", (index, label)
+    # A block is asked for before the one that runs before it computes.
+    computed = [index for index, (kind, _) in enumerate(words) if kind == "computes"]
+    for before, after in itertools.pairwise(computed):
+        assert ("asked", words[after][1]) not in words[before:after], words[before : after + 1]
 
 
 def test_two_blocks_are_here(tmp_path: Path) -> None:
