@@ -22,10 +22,10 @@ class Step(NamedTuple):
 class RunOrder:
     """Foresees which blocks run, in the order of the last pass.
 
-    As long as nothing is known, blocks run from the first to the last, with gradients then back, and
-    then again. What came after a step the last time is what is foreseen the next time; something
-    else is believed when it came twice. So while an encoder-decoder writes token by token only the
-    decoder's blocks are foreseen, also of the next text.
+    As long as nothing is known, blocks run from the first to the last, with gradients then back,
+    and then again. What came after a step the last time is what is foreseen the next time;
+    something else is believed when it came twice. So while an encoder-decoder writes token by
+    token only the decoder's blocks are foreseen, also of the next text.
 
     Args:
         num_blocks: how many there are.

@@ -227,8 +227,8 @@ def stream_blocks_(
     Raises:
         ConfigError: nothing to stream, no such block, or a parameter is sharded.
 
-    Memory: `NUM_SLOTS` times the weights of the largest block that comes and goes on the device, and
-        on an accelerator as much of locked host memory.
+    Memory: `NUM_SLOTS` times the weights of the largest block that comes and goes on the device,
+        and on an accelerator as much of locked host memory.
     """
     found = _find_blocks(model, blocks, resident, on_host)
     for name, module in found:

@@ -20,7 +20,14 @@ from bmforge.errors import CheckpointError
 from bmforge.gguf_header import is_gguf
 from bmforge.models.formats.gguf import GgufFile
 from bmforge.models.formats.megatron import MegatronShards, holds_shards
-from bmforge.models.formats.safe_file import Read, SafeFile, TensorFile, run_reads, write_file
+from bmforge.models.formats.safe_file import (
+    FileReads,
+    Read,
+    SafeFile,
+    TensorFile,
+    run_reads,
+    write_file,
+)
 from bmforge.models.weights import WeightRule
 
 __all__ = [
@@ -136,13 +143,14 @@ class WeightFiles:
         directory: a GGUF file, or holds `model.safetensors`, a sharded one with its index,
             `pytorch_model.bin`, a single `.pt` file under any name (CPM-Live), or Megatron's
             shards.
+        reads: how safetensors files are read; None takes the usual way.
 
     Raises:
         CheckpointError: no weights, a file named in the index is missing, or a file is damaged.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, reads: FileReads | None = None) -> None:
+        self.directory, self._reads = Path(directory), reads
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, TensorFile] = {}
         self._gguf = GgufFile(self.directory) if is_gguf(directory) else None
@@ -154,7 +162,7 @@ class WeightFiles:
         if holds_shards(self.directory) and not has_weights(self.directory):
             return [MegatronShards(self.directory)]
         return [
-            SafeFile(path) if path.suffix == ".safetensors" else _PickledFile(path)
+            SafeFile(path, self._reads) if path.suffix == ".safetensors" else _PickledFile(path)
             for path in _find_files(self.directory)
         ]
 

@@ -26,7 +26,16 @@ from bmforge.errors import CheckpointError
 from bmforge.files import partial_name
 from bmforge.logging import track
 
-__all__ = ["MappedFile", "Read", "SafeFile", "TensorFile", "identify", "run_reads", "write_file"]
+__all__ = [
+    "FileReads",
+    "MappedFile",
+    "Read",
+    "SafeFile",
+    "TensorFile",
+    "identify",
+    "run_reads",
+    "write_file",
+]
 
 # What one thread reads at a time. Its buffers stay in the allocator, several per thread.
 _CHUNK_BYTES = 1 << 20
@@ -57,6 +66,16 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     size: int
+
+
+class FileReads(Protocol):
+    """How bytes of files are read, from several threads at a time."""
+
+    def open(self, path: Path) -> int:
+        """Return a descriptor of a file."""
+
+    def read_into(self, descriptor: int, target: memoryview, offset: int) -> None:
+        """Fill `target` from `offset` on; `OSError` where the file ends before."""
 
 
 class MappedFile:
@@ -109,12 +128,13 @@ class SafeFile(MappedFile):
 
     Args:
         path: of the file.
+        reads: how; None takes the usual way, through the system's cache.
 
     Raises:
         CheckpointError: the file is cut short, or its header contradicts itself.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reads: FileReads | None = None) -> None:
         try:
             # Opening checks sizes, places and dtypes. Not as "pt", whose map of the file counts as
             # memory of the process.
@@ -127,6 +147,7 @@ class SafeFile(MappedFile):
         except (SafetensorError, OSError, ValueError, struct.error) as error:
             raise _damaged(path, str(error)) from error
         super().__init__(path, identity)
+        self._reads = reads
         header.pop("__metadata__", None)
         self._entries: dict[str, _Entry] = {}
         for name, fields in header.items():
@@ -160,21 +181,43 @@ class SafeFile(MappedFile):
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Read a slice into `target` (its shape, plain, on the CPU, contiguous, same dtype)."""
         entry, size = self._entries[name], self.dtype(name).itemsize
-        view = _view_bytes(target)
+        runs = [(entry.start + n * size, m * size) for n, m in _runs(entry.shape, slices)]
         try:
-            with self.path.open("rb", buffering=0) as file:
-                self.check_same(file.fileno())
-                done = 0
-                for first, count in _runs(entry.shape, slices):
-                    file.seek(entry.start + first * size)
-                    end = done + count * size
-                    while done < end:
-                        got = file.readinto(view[done:end])
-                        if not got:
-                            raise self.damaged("it ends too early")
-                        done += got
+            if self._reads is None:
+                self._read_through_cache(_view_bytes(target), runs)
+            else:
+                self._read_by(self._reads, _view_bytes(target), runs)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{str(self.path)!r} is not there any more; it was when the model was opened. Put "
+                "it back, or open the model from where it is now."
+            ) from error
         except OSError as error:
             raise self.damaged(str(error)) from error
+
+    def _read_through_cache(self, view: memoryview, runs: list[tuple[int, int]]) -> None:
+        with self.path.open("rb", buffering=0) as file:
+            self.check_same(file.fileno())
+            done = 0
+            for start, size in runs:
+                file.seek(start)
+                end = done + size
+                while done < end:
+                    got = file.readinto(view[done:end])
+                    if not got:
+                        raise self.damaged("it ends too early")
+                    done += got
+
+    def _read_by(self, reads: FileReads, view: memoryview, runs: list[tuple[int, int]]) -> None:
+        descriptor = reads.open(self.path)
+        try:
+            self.check_same(descriptor)
+            done = 0
+            for start, size in runs:
+                reads.read_into(descriptor, view[done : done + size], start)
+                done += size
+        finally:
+            os.close(descriptor)
 
 
 class TensorFile(Protocol):
@@ -235,15 +278,16 @@ class Read:
             target.copy_(buffer)
 
 
-def run_reads(reads: list[Read], title: str | None = None) -> None:
-    """Do all the work with as many threads as torch has (at most 8), one chunk each at a time.
+def run_reads(reads: list[Read], title: str | None = None, threads: int | None = None) -> None:
+    """Do all the work with several threads, one chunk each at a time.
 
     Args:
         reads: none may have a target in common.
         title: of a progress bar over the chunks.
+        threads: None takes as many as torch has, at most 8.
     """
     chunks = [chunk for read in reads for chunk in read.split()]
-    threads = min(_MAX_THREADS, torch.get_num_threads(), len(chunks))
+    threads = min(threads or min(_MAX_THREADS, torch.get_num_threads()), len(chunks))
     if threads <= 1:
         for chunk in track(chunks, title) if title else chunks:
             _run_without_gradient(chunk)
