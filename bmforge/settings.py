@@ -41,6 +41,9 @@ class PrepareConfig:
         mask_private: write <EMAIL>, <PHONE> and so on in the place of private data.
         rules: which published rules drop documents: for English, for Chinese, or for each document
             those of its language.
+        decontaminate: test sets whose examples drop a document that holds one: .jsonl files, or
+            TASK=FOLDER for all splits of a task that evaluate knows, such as BoolQ=superglue.
+        cut_examples: cut such examples out of the document instead.
         near_duplicates: drop all but one of documents whose sets of word 5-grams have this Jaccard
             similarity or a higher one, 0.3 to 1; None drops exact copies alone.
         workers: processes that read, clean and encode; 0 does it all in this one. Only with workers
@@ -70,6 +73,8 @@ class PrepareConfig:
     languages: tuple[str, ...] = ()
     mask_private: bool = False
     rules: Literal["none", "english", "chinese", "mixed"] = "none"
+    decontaminate: tuple[str, ...] = ()
+    cut_examples: bool = False
     near_duplicates: float | None = None
     workers: int = 0
     shard_bytes: int = 1 << 26

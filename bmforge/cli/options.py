@@ -16,6 +16,10 @@ from bmforge.settings import EvaluateConfig, PrepareConfig, TalkConfig
 __all__ = [
     "ChatCommand",
     "ConvertCommand",
+    "DataExplainCommand",
+    "DataReportCommand",
+    "DataShowCommand",
+    "DataVerifyCommand",
     "EvaluateCommand",
     "GenerateCommand",
     "InfoCommand",
@@ -46,6 +50,64 @@ class PrepareCommand:
     overwrite: bool = False
     dry_run: bool = False
     config: Annotated[PrepareConfig, tyro.conf.arg(name="")] = field(default_factory=PrepareConfig)
+
+
+@dataclass(kw_only=True)
+class DataExplainCommand:
+    """Show each rule's value for documents, beside its bounds.
+
+    Args:
+        file: a file or directory of any kind that `prepare` reads.
+        rules: which rules.
+        place: of the one document to explain: a line, a member, as dropped.jsonl has it.
+        documents: explain so many, from the first on.
+        text_field: the field that holds the text.
+    """
+
+    file: Annotated[str, tyro.conf.Positional]
+    rules: Literal["english", "chinese", "mixed"] = "mixed"
+    place: str | None = None
+    documents: int = 1
+    text_field: str = "text"
+
+
+@dataclass(kw_only=True)
+class DataShowCommand:
+    """Show the funnel of a prepared corpus, or documents of it as lines of JSON.
+
+    Args:
+        directory: what `prepare` wrote.
+        dropped: show documents that this rule dropped, or its set; all shows those of every rule.
+        kept: show documents that were kept.
+        documents: so many, of each rule.
+    """
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    dropped: str | None = None
+    kept: bool = False
+    documents: int = 20
+
+
+@dataclass(kw_only=True)
+class DataReportCommand:
+    """Draw a prepared corpus on one page, report.html in its directory.
+
+    Args:
+        directory: what `prepare` wrote.
+    """
+
+    directory: Annotated[Path, tyro.conf.Positional]
+
+
+@dataclass(kw_only=True)
+class DataVerifyCommand:
+    """Read all of a prepared corpus and compare it with its record.
+
+    Args:
+        directory: what `prepare` wrote.
+    """
+
+    directory: Annotated[Path, tyro.conf.Positional]
 
 
 @dataclass(kw_only=True)

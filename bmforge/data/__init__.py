@@ -2,8 +2,9 @@
 
 Start reading at `prepare/run.py` (the whole way from files to token stores), then
 `load/packing.py` and `load/loader.py` (from a store to batches). `sources`, `clean` and
-`prepare/tokenise.py` are the steps of the preparation; `store` is the file format; `load/order.py`,
-`load/mixture.py` and `load/prefetch.py` serve the loader; `tasks` are sets to fine-tune on.
+`prepare/tokenise.py` are the steps of the preparation; `report` shows what it made; `store` is the
+file format; `load/order.py`, `load/mixture.py` and `load/prefetch.py` serve the loader; `tasks` are
+sets to fine-tune on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bmforge.data.prepare.funnel import Funnel
 from bmforge.data.prepare.record import PrepareConfig, PrepareReport
 from bmforge.data.prepare.run import prepare, show_preparation
 from bmforge.data.prepare.split import Split, split_documents
+from bmforge.data.prepare.summary import Summary
 from bmforge.data.prepare.tokenise import (
     END_OF_TEXT,
     EncodeCount,
@@ -29,6 +31,7 @@ from bmforge.data.prepare.tokenise import (
     load_tokenizer,
     train_bpe,
 )
+from bmforge.data.prepare.verify import verify_store
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.files import SkipCount, python_topics, read_documents
 from bmforge.data.store.token_store import TokenStore, check_vocabulary
@@ -39,6 +42,8 @@ __all__ = [
     "show_preparation",
     "Step",
     "Funnel",
+    "Summary",
+    "verify_store",
     "PrepareConfig",
     "PrepareReport",
     "Document",

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bmforge.data.prepare.sort import ROW, SortedRows, make_rows
+from bmforge.data.dedup.sort import ROW, SortedRows, make_rows
 
 
 def rows_of(keys: list[bytes], start: int = 0) -> np.ndarray:

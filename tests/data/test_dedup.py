@@ -160,8 +160,34 @@ def test_sketches_of_shards_make_those_of_the_whole():
     documents = family()
     hasher = MinHasher(DedupConfig())
     parts = [read_sketches(documents[:3], hasher), read_sketches(documents[3:], hasher)]
-    found = find_near_duplicates(lambda: documents, sketches=Sketches.concatenate(parts))
+    found = find_near_duplicates(lambda: documents, sketches=lambda: parts)
     assert found == find_near_duplicates(lambda: documents)
+    assert found.place == {documents[0].id: 0, documents[1].id: 1}
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8])
+def test_keys_sorted_in_files_give_the_same(tmp_path, threshold):
+    """Many families and mapped sketches, against all in memory."""
+    documents = [one for seed in range(30) for one in family(seed)]
+    random.Random(1).shuffle(documents)
+    config = DedupConfig(threshold=threshold)
+    plain = find_near_duplicates(lambda: documents, config)
+    assert len(plain.survivor) == 60
+    parts = []
+    for number, first in enumerate(range(0, len(documents), 50)):
+        made = read_sketches(documents[first : first + 50], MinHasher(config))
+        arrays = []
+        for name in ("keys", "sources", "sizes", "digests"):
+            path = tmp_path / f"{number}.{name}.npy"
+            np.save(path, np.asfortranarray(getattr(made, name)))
+            arrays.append(np.load(path, mmap_mode="r"))
+        parts.append(Sketches(*arrays))
+    found = find_near_duplicates(
+        lambda: documents, config, sketches=lambda: parts, work_dir=tmp_path, bound_bytes=100
+    )
+    assert found == plain
+    assert all(documents[place].id == name for name, place in found.place.items())
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".npy"]
 
 
 def test_earlier_corpora_are_never_dropped_but_drop(tmp_path):

@@ -1,16 +1,18 @@
 """Near duplicates across documents: sketches, candidates, exact comparison, clusters.
 
-Two readings of the documents: the first makes sketches (112 bytes a document at the usual
-threshold), the second keeps the n-grams of candidates alone, in a file. So memory grows by about
-150 bytes a document, and nothing depends on the order of the documents.
+Two readings of the documents: the first makes sketches (144 bytes a document at the usual
+threshold), which may lie in files; one band of them at a time is sorted, through files above a
+bound. The second keeps the n-grams of candidates, in a file. So memory grows with the candidates
+alone, and nothing depends on the order of the documents.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +28,14 @@ from bmforge.data.dedup.clusters import (
 )
 from bmforge.data.dedup.index import SketchIndex
 from bmforge.data.dedup.minhash import DedupConfig, MinHasher, jaccard
+from bmforge.data.dedup.sort import ROW, SortedRows
 from bmforge.data.dedup.tokens import Hashes, digest_string
 from bmforge.data.sources.document import Document
 
 __all__ = ["RULE", "NearDuplicates", "Sketches", "find_near_duplicates", "read_sketches"]
 
 RULE = "near_duplicate"
+SORT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,13 @@ class NearDuplicates:
     Attributes:
         survivor: id of each dropped document, and the id of what survives in its cluster.
         similarity: id of each dropped document, and its similarity to the member that drew it in.
+        place: id of each dropped document, and its place among the documents.
         compared: pairs that were compared exactly.
     """
 
     survivor: dict[str, str] = field(default_factory=dict)
     similarity: dict[str, float] = field(default_factory=dict)
+    place: dict[str, int] = field(default_factory=dict, compare=False)
     compared: int = 0
 
     def judge(self, document: Document, threshold: float) -> Document | Drop:
@@ -58,10 +64,10 @@ class NearDuplicates:
 
 @dataclass
 class Sketches:
-    """What is kept of documents on the first reading; parts of a corpus can be joined.
+    """What is kept of documents of a part of the corpus on the first reading.
 
-    Shape: keys (N, bands); sources, sizes, texts (N,); ids (N, 2). A document without words has
-    keys that no other has.
+    Shape: keys (N, bands), in Fortran's order where they are mapped from a file; sources, sizes,
+    texts (N,); ids (N, 2). A document without words has keys that no other has.
     """
 
     keys: Hashes
@@ -69,17 +75,6 @@ class Sketches:
     sizes: NDArray[np.int64]
     texts: Hashes
     ids: Hashes
-
-    @staticmethod
-    def concatenate(parts: Sequence[Sketches]) -> Sketches:
-        """Return the sketches of all parts, in their order."""
-        return Sketches(
-            np.concatenate([one.keys for one in parts]),
-            np.concatenate([one.sources for one in parts]),
-            np.concatenate([one.sizes for one in parts]),
-            np.concatenate([one.texts for one in parts]),
-            np.concatenate([one.ids for one in parts]),
-        )
 
 
 def read_sketches(documents: Iterable[Document], hasher: MinHasher) -> Sketches:
@@ -133,38 +128,47 @@ def find_near_duplicates(
     config: DedupConfig | None = None,
     *,
     known: Sequence[str | os.PathLike[str]] = (),
-    sketches: Sketches | None = None,
+    sketches: Callable[[], Iterable[Sketches]] | None = None,
     shingle: Callable[[str], Hashes] | None = None,
     work_dir: str | os.PathLike[str] | None = None,
+    bound_bytes: int = SORT_BYTES,
 ) -> NearDuplicates:
     """Find the documents that nearly repeat another one, and which of each cluster survives.
 
     Args:
         documents: called for each of two readings; both must give the same documents in one order.
         known: folders of `write_index`: what repeats a document there is dropped.
-        sketches: of the first reading, where workers have made them.
+        sketches: of the first reading, where workers have made them: called for each band, and
+            gives the parts of the corpus in order.
         shingle: another way to n-gram hashes; it must return them sorted and without repeats.
-        work_dir: where the candidates' n-grams lie meanwhile.
+        work_dir: where files lie meanwhile: a band's keys, the candidates' n-grams.
+        bound_bytes: of a band's keys in memory, 32 a document; above it they are sorted in files.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)
-    new = read_sketches(documents(), hasher) if sketches is None else sketches
+    if sketches is None:
+        made = read_sketches(documents(), hasher)
+        sketches = lambda: (made,)  # noqa: E731
     indexes = [SketchIndex(Path(folder), hasher) for folder in known]
     old = sum(len(one.ids) for one in indexes)
-    # Numbers are ranks: first what earlier corpora hold, then ours in the order of survival.
-    numbers = old + rank_documents(new.sources, new.sizes, new.texts, new.ids)
-    keys = np.concatenate([*(one.keys for one in indexes), new.keys])
-    numbers = np.concatenate([np.arange(old), numbers])
-    groups = [
-        group
-        for band in range(hasher.bands)
-        for group in equal_groups(keys[:, band], numbers)
-        if group[-1] >= old
-    ]
-    wanted = set(map(int, np.unique(np.concatenate(groups)))) if groups else set()
+    with tempfile.TemporaryDirectory(dir=work_dir) as folder:
+        groups = [
+            group
+            for band in range(hasher.bands)
+            for group in _equal_groups(
+                chain((one.keys for one in indexes), (one.keys for one in sketches())),
+                band,
+                Path(folder) / "band",
+                bound_bytes,
+            )
+            if group[-1] >= old
+        ]
+    places, numbers = _rank_candidates(groups, sketches(), old)
     shingles = _Shingles(work_dir)
     try:
-        ids = _read_candidates(documents, hasher, numbers[old:], wanted, shingles)
+        ids = _read_candidates(documents, hasher, places, numbers, shingles)
+        ranked = [_to_numbers(group, old, places, numbers) for group in groups]
+        wanted = {int(number) for group in ranked for number in group[group < old]}
         offset = 0
         for one in indexes:
             for place, name in enumerate(one.ids):
@@ -172,27 +176,86 @@ def find_near_duplicates(
                     ids[offset + place] = name
                     shingles.add(offset + place, one.shingles(place))
             offset += len(one.ids)
-        return _cluster(groups, old, ids, shingles, config)
+        found = _cluster(ranked, old, ids, shingles, config)
     finally:
         shingles.close()
+    of_id = {ids[int(number)]: int(place) for place, number in zip(places, numbers, strict=True)}
+    found.place.update({name: of_id[name] for name in found.survivor})
+    return found
+
+
+def _equal_groups(
+    keys: Iterable[Hashes], band: int, folder: Path, bound_bytes: int
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the places of every two or more documents with one key in a band, sorted."""
+    rows, first = SortedRows(folder, bound_bytes), 0
+    for part in keys:
+        new = np.zeros(len(part), ROW)
+        new["high"], new["position"] = part[:, band], np.arange(first, first + len(part))
+        rows.add(new)
+        first += len(part)
+    for found in rows:  # equal keys come together
+        if len(found):
+            yield from equal_groups(found["high"], found["position"])
+    rows.close()
+
+
+def _rank_candidates(
+    groups: Sequence[NDArray[np.int64]], parts: Iterable[Sketches], old: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the places of our candidates, and their numbers, in the order of survival.
+
+    Numbers go on behind those of earlier corpora, which come first.
+    """
+    joined = np.concatenate(groups) if groups else np.zeros(0, np.int64)
+    places = np.unique(joined[joined >= old]) - old
+    sources, sizes, texts, ids, first = [], [], [], [], 0
+    for part in parts:
+        here = places[
+            np.searchsorted(places, first) : np.searchsorted(places, first + len(part.sizes))
+        ]
+        sources.append(part.sources[here - first])
+        sizes.append(part.sizes[here - first])
+        texts.append(part.texts[here - first])
+        ids.append(part.ids[here - first])
+        first += len(part.sizes)
+    if not len(places):
+        return places, places
+    ranks = rank_documents(
+        np.concatenate(sources), np.concatenate(sizes), np.concatenate(texts), np.concatenate(ids)
+    )
+    return places, old + ranks
+
+
+def _to_numbers(
+    group: NDArray[np.int64], old: int, places: NDArray[np.int64], numbers: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the numbers of a group, sorted."""
+    ours = numbers[np.searchsorted(places, group[group >= old] - old)]
+    return np.sort(np.concatenate([group[group < old], ours]))
 
 
 def _read_candidates(
     documents: Callable[[], Iterable[Document]],
     hasher: MinHasher,
+    places: NDArray[np.int64],
     numbers: NDArray[np.int64],
-    wanted: set[int],
     shingles: _Shingles,
 ) -> dict[int, str]:
     """Read the documents again; return the ids of candidates, and keep their n-grams."""
     ids: dict[int, str] = {}
-    if not wanted:
+    if not len(places):
         return ids
-    for number, document in zip(map(int, numbers), documents(), strict=True):
-        if number in wanted:
-            ids[number] = document.id
-            if hasher.config.verify:
-                shingles.add(number, hasher.shingle(document.text))
+    wanted = iter(zip(places.tolist(), numbers.tolist(), strict=True))
+    place, number = next(wanted)
+    for here, document in enumerate(documents()):
+        if here != place:
+            continue
+        ids[number] = document.id
+        if hasher.config.verify:
+            shingles.add(number, hasher.shingle(document.text))
+        place, number = next(wanted, (-1, -1))
+    assert len(ids) == len(places), "the second reading gave fewer documents"
     return ids
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bmforge.data.dedup.sort import SortedRows, make_rows
 from bmforge.data.prepare.documents import read_digests
 from bmforge.data.prepare.journal import digest_file
-from bmforge.data.prepare.sort import SortedRows, make_rows
 from bmforge.data.prepare.split import choose_held_out, split_keys
 from bmforge.files import sync_directory
 

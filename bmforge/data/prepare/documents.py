@@ -20,8 +20,9 @@ from bmforge.data.prepare.engine import Beat, Blame, Part
 from bmforge.data.prepare.funnel import Dropped, Funnel
 from bmforge.data.prepare.journal import write_hashed
 from bmforge.data.prepare.shards import TOPICS, Piece, Shard
+from bmforge.data.prepare.summary import Summary, group_of
 from bmforge.data.sources.document import Document, from_record, to_record
-from bmforge.data.sources.files import python_topics, read_records
+from bmforge.data.sources.files import parse_record, python_topics, read_records
 from bmforge.data.sources.packed import open_unpacked
 from bmforge.data.sources.record import ReadOptions, Record, fail
 from bmforge.errors import DataError
@@ -75,6 +76,7 @@ class DocumentsTask:
     Attributes:
         folder: where the stage's files go.
         seen: size and time of change per file, as they were when the shards were cut.
+        by: how sources are put together, of `choose_grouping`.
     """
 
     shard: Shard
@@ -84,19 +86,21 @@ class DocumentsTask:
     skip_bad: bool
     keep_dropped: bool
     seen: dict[str, tuple[int, int]]
+    by: str = "file"
 
 
 def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
     """Read one shard, take its documents through the steps, and write what is left.
 
     Returns:
-        ``files`` with their hashes, ``documents`` and ``text_bytes`` that are left, ``funnel``.
+        ``files`` with their hashes, ``documents`` and ``text_bytes`` that are left, ``funnel``,
+        and what is dropped by ``sources``.
 
     Raises:
         DataError: an entry is damaged and `skip_bad` is False, or a file changed meanwhile.
     """
     task: DocumentsTask = part.task
-    funnel, dropped = Funnel(), Dropped(task.keep_dropped)
+    funnel, dropped, summary = Funnel(), Dropped(task.keep_dropped), Summary()
     files: dict[str, str] = {}
     rows: list[tuple[bytes, int, int]] = []
     number = task.shard.number
@@ -107,6 +111,7 @@ def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
             funnel.read.add(1, read_bytes)
             if drop is not None:
                 funnel.drop(drop.rule, 1, read_bytes)
+                summary.add_source(group_of(document.source, task.by), drop.rule, read_bytes)
                 dropped.add(*_hide(task.steps, document, drop))
                 continue
             funnel.kept.add(1, read_bytes)
@@ -122,7 +127,7 @@ def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
     _check_unchanged(task)
     text_bytes = sum(row[1] for row in rows)
     result = {"documents": len(rows), "text_bytes": text_bytes, "funnel": funnel.to_record()}
-    return {"files": files, **result}
+    return {"files": files, "sources": summary.sources, **result}
 
 
 def _process(part: Part, beat: Beat, funnel: Funnel) -> Iterator[tuple[Document, int, Drop | None]]:
@@ -138,7 +143,7 @@ def _process(part: Part, beat: Beat, funnel: Funnel) -> Iterator[tuple[Document,
             continue
         beat(entry, False, f"{source}:{record.place}")
         try:
-            found = record.parse()
+            found: Document | Drop = parse_record(record)
         except DataError as error:
             if not task.skip_bad:
                 raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,16 @@ from typing import Any
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalise import text_digest
 from bmforge.data.prepare.barriers import open_mask
-from bmforge.data.prepare.documents import read_shard
+from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.engine import Beat, Part
 from bmforge.data.prepare.funnel import Dropped
 from bmforge.data.prepare.journal import digest_file, write_hashed
 from bmforge.data.prepare.near import NearDrops
 from bmforge.data.prepare.split import Split
+from bmforge.data.prepare.summary import KEPT, Summary, group_of
 from bmforge.data.prepare.tokenise import EncodeCount, encode_quietly, load_tokenizer
 from bmforge.data.sources.document import Document
+from bmforge.data.store.token_store import TokenStore
 from bmforge.files import sync_directory
 from bmforge.tokenizers import Tokenizer
 
@@ -58,7 +60,12 @@ class Chosen:
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """What a worker needs to know; `tokenizer` is one, or its directory."""
+    """What a worker needs to know.
+
+    Attributes:
+        tokenizer: one, or its directory.
+        by: how sources are put together, of `choose_grouping`.
+    """
 
     number: int
     chosen: Chosen
@@ -66,6 +73,7 @@ class EncodeTask:
     eos_id: int
     folder: Path
     keep_dropped: bool
+    by: str = "file"
 
 
 def training_texts(chosen: Chosen, train_bytes: int, most_bytes: int) -> Iterator[str]:
@@ -83,7 +91,8 @@ def encode_shard(part: Part, beat: Beat) -> dict[str, Any]:
     """Encode one shard into two stores, of which one without documents is not written.
 
     Returns:
-        ``files`` with their hashes, and an `EncodeCount` as a dict for each of `SIDES`.
+        ``files`` with their hashes, an `EncodeCount` as a dict for each of `SIDES`, and the
+        ``summary`` of the documents that came here.
     """
     task: EncodeTask = part.task
     tokenizer = task.tokenizer
@@ -102,9 +111,12 @@ def encode_shard(part: Part, beat: Beat) -> dict[str, Any]:
         prefix = beside / f"{name}.{of}"
         count = encode_quietly(_chain(first, texts), tokenizer, prefix, task.eos_id)
         result[of] = asdict(count)
+    prefixes = [beside / f"{name}.{of}" if result[of]["documents"] else None for of in SIDES]
+    dropped, summary = _sum_up(task, prefixes)
+    result["summary"] = summary.to_record()
     _move_out(beside, task.folder, files)
     with write_hashed(task.folder / f"{name}.dropped.jsonl", files) as file:
-        file.write(_dropped(task).lines().encode())
+        file.write(dropped.lines().encode())
     return result
 
 
@@ -120,16 +132,26 @@ def _chain(first: Document, rest: Iterator[Document]) -> Iterator[Document]:
     yield from rest
 
 
-def _dropped(task: EncodeTask) -> Dropped:
-    dropped, near = Dropped(task.keep_dropped), task.chosen.near
-    first = sum(task.chosen.counts[: task.number])
-    similar = near.read(first, task.chosen.counts[task.number]) if near else {}
-    for position, (document, texts) in enumerate(task.chosen.read(task.number), first):
-        if near and position in similar:
-            dropped.add(document, near.describe(document, similar[position]))
-        elif texts is None:
-            dropped.add(document, Drop(DUPLICATE, None, None, cut_excerpt(document.text)))
-    return dropped
+def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped, Summary]:
+    """Return what is dropped here, and the counts of all documents; `prefixes` are the stores."""
+    dropped, near, summary = Dropped(task.keep_dropped), task.chosen.near, Summary()
+    first, count = sum(task.chosen.counts[: task.number]), task.chosen.counts[task.number]
+    similar = near.read(first, count) if near else {}
+    sizes = read_digests(task.chosen.documents, task.number)
+    tokens = [iter(TokenStore(prefix).sizes.tolist() if prefix else ()) for prefix in prefixes]
+    for entry, (document, texts) in enumerate(task.chosen.read(task.number)):
+        read_bytes, group = int(sizes["read_bytes"][entry]), group_of(document.source, task.by)
+        if texts is None:
+            drop = Drop(DUPLICATE, None, None, cut_excerpt(document.text))
+            if near and first + entry in similar:
+                drop = near.describe(document, similar[first + entry])
+            dropped.add(document, drop)
+            summary.add_source(group, drop.rule, read_bytes)
+            continue
+        summary.add_source(group, KEPT, read_bytes)
+        made = sum(next(tokens[side]) for side, text in enumerate(texts) if text)
+        summary.add_kept(document, int(sizes["text_bytes"][entry]), made)
+    return dropped, summary
 
 
 def _move_out(beside: Path, folder: Path, files: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ drops all of a cluster but one. What it drops goes into a list, which the encodi
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,7 +25,6 @@ from bmforge.data.dedup.near import (
     find_near_duplicates,
     read_sketches,
 )
-from bmforge.data.dedup.tokens import digest_string
 from bmforge.data.prepare.barriers import new_mask, open_mask
 from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.engine import Beat, Part
@@ -122,21 +122,27 @@ def sketch_shard(part: Part, beat: Beat) -> dict[str, Any]:
 
     found = read_sketches(documents(), MinHasher(task.config))
     files: dict[str, str] = {}
-    with write_hashed(_sketch_file(task.folder, task.number), files) as file:
-        for name in _NAMES:
-            content = io.BytesIO()
-            np.save(content, getattr(found, name), allow_pickle=False)
+    for name in _NAMES:
+        content, array = io.BytesIO(), getattr(found, name)
+        # A band of all documents is read at a time, so it lies together.
+        np.save(content, np.asfortranarray(array), allow_pickle=False)
+        with write_hashed(_sketch_file(task.folder, task.number, name), files) as file:
             file.write(content.getvalue())
     return {"files": files}
 
 
-def _sketch_file(folder: Path, number: int) -> Path:
-    return folder / f"{number:06d}.sketches"
+def _sketch_file(folder: Path, number: int, name: str) -> Path:
+    return folder / f"{number:06d}.{name}.npy"
 
 
-def _read_sketches(folder: Path, number: int) -> Sketches:
-    with _sketch_file(folder, number).open("rb") as file:
-        return Sketches(*(np.load(file, allow_pickle=False) for _ in _NAMES))
+def _map_sketches(folder: Path, number: int) -> Sketches:
+    """Return a shard's sketches; they stay on disk until they are read."""
+    return Sketches(*(_map_array(_sketch_file(folder, number, name)) for name in _NAMES))
+
+
+def _map_array(path: Path) -> NDArray[Any]:
+    found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return found
 
 
 def choose_survivors(
@@ -146,6 +152,7 @@ def choose_survivors(
     sketches: Path,
     config: DedupConfig,
     folder: Path,
+    bound_bytes: int,
 ) -> dict[str, Any]:
     """Write the mask ``kept``, without near duplicates too, and the list ``drops`` of these.
 
@@ -154,10 +161,11 @@ def choose_survivors(
         counts: documents per shard.
         copies: the mask of what is no exact copy.
         sketches: folder of the shards' sketches.
+        bound_bytes: of a band's keys in memory.
 
     Returns:
         ``files``; how many ``documents`` are dropped, of how many ``read_bytes``; what
-        ``text_bytes`` is left.
+        ``text_bytes`` is left; how many ``clusters`` there are, by size.
     """
     before = open_mask(copies)
 
@@ -169,12 +177,15 @@ def choose_survivors(
                     yield document
                 position += 1
 
-    parts = [_read_sketches(sketches, number) for number in range(len(counts))]
-    known = Sketches.concatenate(parts)
-    del parts
     folder.mkdir(parents=True, exist_ok=True)
-    found = find_near_duplicates(left, config, sketches=known, work_dir=folder)
-    drops = _locate(found, known.ids, np.flatnonzero(before))
+    found = find_near_duplicates(
+        left,
+        config,
+        sketches=lambda: (_map_sketches(sketches, number) for number in range(len(counts))),
+        work_dir=folder,
+        bound_bytes=bound_bytes,
+    )
+    drops = _locate(found, before, counts)
     files: dict[str, str] = {}
     with write_hashed(folder / DROPS, files) as file:
         file.write(drops.tobytes())
@@ -189,24 +200,26 @@ def choose_survivors(
             read_bytes += int(sizes["read_bytes"][before[here] & ~kept[here]].sum())
             first += count
     result = {"documents": len(drops), "read_bytes": read_bytes, "text_bytes": text_bytes}
-    return {"files": files, **result}
+    of_size = Counter(1 + count for count in Counter(found.survivor.values()).values())
+    clusters = {str(size): [count] for size, count in of_size.items()}
+    return {"files": files, "clusters": clusters, **result}
 
 
 def _locate(
-    found: NearDuplicates, ids: NDArray[np.uint64], positions: NDArray[np.int64]
+    found: NearDuplicates, compared: NDArray[np.bool_], counts: Sequence[int]
 ) -> NDArray[np.void]:
     """Return position and similarity of what is dropped, by position.
 
     Args:
-        ids: hashes of the ids of the documents that were compared, in order.
-        positions: of these documents.
+        compared: which of all documents were compared.
+        counts: documents per shard.
     """
-    values = {digest_string(id): found.similarity[id] for id in found.survivor}
-    halves = np.frombuffer(b"".join(values), np.uint64)[::2]
-    likely = np.flatnonzero(np.isin(ids[:, 0], halves))
-    rows = [
-        (positions[place], values[ids[place].tobytes()])
-        for place in likely
-        if ids[place].tobytes() in values
-    ]
-    return np.array(rows, dtype=_ROW)
+    by_place = sorted((place, found.similarity[id]) for id, place in found.place.items())
+    drops = np.array(by_place, dtype=_ROW)
+    first, seen = 0, 0
+    for count in counts:
+        here = np.flatnonzero(compared[first : first + count])
+        part = slice(*np.searchsorted([place for place, _ in by_place], [seen, seen + len(here)]))
+        drops["position"][part] = first + here[drops["position"][part] - seen]
+        first, seen = first + count, seen + len(here)
+    return drops

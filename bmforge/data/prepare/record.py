@@ -11,7 +11,9 @@ from typing import Any
 import tomli_w
 
 from bmforge.data.prepare.funnel import Funnel
+from bmforge.data.prepare.outputs import OutputFile, output_from_record, output_to_record
 from bmforge.data.prepare.shards import InputFile
+from bmforge.data.prepare.summary import Summary
 from bmforge.data.prepare.tokenise import EncodeCount
 from bmforge.errors import DataError
 from bmforge.settings import PrepareConfig
@@ -28,6 +30,8 @@ __all__ = [
 RECORD_NAME = "prepared.toml"
 _FORMAT = 2
 _FORMATS = (1, _FORMAT)  # the first one has no funnel and no steps
+_OF_THE_WORK = ("out_dir", "reused", "config", "steps", "outputs")
+_TABLES = ("train", "validation", "funnel", "summary")
 _NORMALISE_ONLY = ["normalise 1"]
 
 
@@ -44,6 +48,8 @@ class PrepareReport:
         train, validation: documents, bytes of UTF-8 text, and tokens per split.
         funnel: what was read, kept and dropped by which rule; None of a corpus of an older form.
         steps: name and version of each step that documents went through.
+        summary: what the corpus is made of.
+        outputs: the files that were written.
         reused: the finished work was there already.
     """
 
@@ -59,6 +65,8 @@ class PrepareReport:
     validation: EncodeCount
     funnel: Funnel | None = None
     steps: tuple[str, ...] = ()
+    summary: Summary | None = None
+    outputs: tuple[OutputFile, ...] = ()
     reused: bool = False
 
     @property
@@ -86,9 +94,10 @@ class PrepareReport:
 def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile]) -> None:
     """Write `report` and `inputs` as TOML."""
     counts = {f.name: getattr(report, f.name) for f in fields(report)}
-    for name in ("out_dir", "reused", "config", "train", "validation", "funnel", "steps"):
+    for name in (*_OF_THE_WORK, *_TABLES):
         del counts[name]
     assert report.funnel is not None
+    assert report.summary is not None
     record = {
         "format": _FORMAT,
         "steps": list(report.steps),
@@ -97,6 +106,8 @@ def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile])
         "train": asdict(report.train),
         "validation": asdict(report.validation),
         "funnel": report.funnel.to_record(),
+        "summary": report.summary.to_record(),
+        "outputs": [output_to_record(output) for output in report.outputs],
         "inputs": [asdict(entry) for entry in inputs],
     }
     path.write_bytes(tomli_w.dumps(record).encode())
@@ -120,6 +131,8 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
             validation=EncodeCount(**record["validation"]),
             funnel=Funnel.from_record(record["funnel"]) if "funnel" in record else None,
             steps=tuple(record.get("steps", _NORMALISE_ONLY)),
+            summary=Summary.from_record(record["summary"]) if "summary" in record else None,
+            outputs=tuple(map(output_from_record, record.get("outputs", ()))),
             reused=True,
             **record["counts"],
         )

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bmforge.data.prepare.encode import DUPLICATE, SIDES
 from bmforge.data.prepare.funnel import Amount, Dropped, Funnel
 from bmforge.data.prepare.journal import Journal
 from bmforge.data.prepare.near import NEAR_DUPLICATE, dedup_config
+from bmforge.data.prepare.outputs import name_shard, read_outputs
 from bmforge.data.prepare.record import (
     RECORD_NAME,
     PrepareConfig,
@@ -27,14 +29,16 @@ from bmforge.data.prepare.record import (
     write_record,
 )
 from bmforge.data.prepare.room import check_room
-from bmforge.data.prepare.shards import InputFile, plan_shards
+from bmforge.data.prepare.shards import InputFile, Plan, plan_shards
 from bmforge.data.prepare.split import check_fraction
 from bmforge.data.prepare.stages import StageState, make_keys, run_stages, stage_states
 from bmforge.data.prepare.steps import choose_steps
+from bmforge.data.prepare.summary import Summary
 from bmforge.data.prepare.tokenise import EncodeCount, end_of_text_id, load_tokenizer
 from bmforge.data.sources.files import list_files
+from bmforge.data.sources.standard_input import keep_standard_input
 from bmforge.data.sources.unread import check_unread
-from bmforge.data.store.token_store import TokenStore
+from bmforge.data.store.token_store import TokenStore, store_paths
 from bmforge.data.store.writer import merge_stores
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import check_place
@@ -45,6 +49,7 @@ __all__ = ["prepare", "show_preparation"]
 _WORK_NAME = "preparing.tmp"
 _FINISHED = "finished"  # in the work, until all of it can move
 _DROPPED = "dropped.jsonl"
+_OLD_REPORT = "report.html"  # of what was there before
 _LEAST_MEMORY_BYTES = 1 << 29
 # Settings that say how the work is done, and change nothing of what is written.
 _HOW_IT_RUNS = (
@@ -78,7 +83,8 @@ def prepare(
     ``dropped.jsonl`` with samples of what was dropped. An interrupted preparation is gone on with.
 
     Args:
-        inputs: files or directories (`read_documents`); None takes Python's own help topics.
+        inputs: files or directories (`read_documents`), or ``-`` for standard input; None takes
+            Python's own help topics.
         overwrite: replace what an earlier preparation wrote.
         steps: what documents go through after those of `config`.
 
@@ -88,23 +94,38 @@ def prepare(
     """
     config = config or PrepareConfig()
     all_steps = choose_steps(config, steps)
-    out, files = Path(out_dir), _look_for(inputs, out_dir, config)
-    if not overwrite:
-        if (out / RECORD_NAME).exists():
-            report, known = read_record(out)
-            now = plan_shards(files, config.shard_bytes, known=known).inputs
-            _check_same(report, known, config, now, all_steps)
-            return report
+    _check_settings(out_dir, config)
+    out = Path(out_dir)
+    if not overwrite and not (out / RECORD_NAME).exists():
         _check_free(out)
+    is_new = not out.exists()
+    with keep_standard_input(inputs, out / _WORK_NAME) as named:
+        return _prepare(named, out, config, all_steps, overwrite, is_new)
+
+
+def _prepare(
+    inputs: Paths | None,
+    out: Path,
+    config: PrepareConfig,
+    all_steps: tuple[Step, ...],
+    overwrite: bool,
+    is_new: bool,
+) -> PrepareReport:
+    files = _list_inputs(inputs, config)
+    if not overwrite and (out / RECORD_NAME).exists():
+        report, known = read_record(out)
+        now = plan_shards(files, config.shard_bytes, known=known).inputs
+        _check_same(report, known, config, now, all_steps)
+        return report
     check_place(out, "out_dir")
     given = _open_tokenizer(config)
-    work, is_new = out / _WORK_NAME, not out.exists()
+    work = out / _WORK_NAME
     check_room(files, out, work)
     with Journal(work) as journal:
         try:
             plan = plan_shards(files, config.shard_bytes, work)
             results = run_stages(plan, config, all_steps, given, journal)
-            report = _finish(results, config, all_steps, journal)
+            report = _finish(plan, results, config, all_steps, journal)
             write_record(work / _FINISHED / RECORD_NAME, report, plan.inputs)
         except BaseException:
             if journal.is_empty():  # there is nothing to go on from
@@ -125,7 +146,8 @@ def show_preparation(
     """Return which stages `prepare` with overwrite would have to run; nothing is written."""
     config = config or PrepareConfig()
     all_steps = choose_steps(config, steps)
-    files = _look_for(inputs, out_dir, config)
+    _check_settings(out_dir, config)
+    files = _list_inputs(inputs, config)
     work = Path(out_dir) / _WORK_NAME
     plan = plan_shards(files, config.shard_bytes)
     keys = make_keys(plan, config, all_steps, _open_tokenizer(config))
@@ -133,10 +155,8 @@ def show_preparation(
         return stage_states(journal, keys)
 
 
-def _look_for(
-    inputs: Paths | None, out_dir: str | os.PathLike[str], config: PrepareConfig
-) -> list[Path] | None:
-    """Check settings and inputs; return the input files."""
+def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> None:
+    """Refuse settings that cannot be, before anything is read."""
     if Path(out_dir).exists() and not Path(out_dir).is_dir():
         raise ConfigError(f"out_dir={str(out_dir)!r} is a file: name a directory")
     if config.workers < 0:
@@ -148,6 +168,10 @@ def _look_for(
         )
     check_fraction(config.validation_fraction)
     dedup_config(config)
+
+
+def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | None:
+    """Return the input files; what lies among them and is not read is said."""
     unread: list[Path] = []
     files = None if inputs is None else list_files(inputs, unread)
     check_unread(files or (), unread, config.skip_unread)
@@ -211,39 +235,20 @@ def _check_free(out: Path) -> None:
 
 
 def _finish(
-    results: dict[str, list[Any]], config: PrepareConfig, steps: Sequence[Step], journal: Journal
+    plan: Plan,
+    results: dict[str, list[Any]],
+    config: PrepareConfig,
+    steps: Sequence[Step],
+    journal: Journal,
 ) -> PrepareReport:
     """Join what the shards gave in a directory of its own, and sum it up."""
     finished = journal.work / _FINISHED
     shutil.rmtree(finished, ignore_errors=True)
     shutil.copytree(journal.folder("tokenizer"), finished / _TOKENIZER)
     tokenizer = load_tokenizer(finished / _TOKENIZER)
-    funnel, dropped, counts = Funnel(), Dropped(config.keep_dropped), {}
-    for result in results["documents"]:
-        funnel.merge(Funnel.from_record(result["funnel"]))
-    for stage, rule in (("duplicates", DUPLICATE), ("near_duplicates", NEAR_DUPLICATE)):
-        for gone in results[stage]:
-            if gone["documents"]:
-                funnel.kept.add(-gone["documents"], -gone["read_bytes"])
-                funnel.drop(rule, gone["documents"], gone["read_bytes"])
-    assert funnel.missing() == Amount(), funnel
-    for side in SIDES:
-        parts = [EncodeCount(**result[side]) for result in results["encode"]]
-        names = [f"{n:06d}.{side}" for n, part in enumerate(parts) if part.documents]
-        counts[side] = EncodeCount(
-            sum(part.documents for part in parts),
-            sum(part.text_bytes for part in parts),
-            sum(part.tokens for part in parts),
-        )
-        if names:
-            prefixes = [journal.folder("encode") / name for name in names]
-            merge_stores(prefixes, finished / side / "tokens")
-    for stage in ("documents", "encode"):
-        for path in sorted(journal.folder(stage).glob("*.dropped.jsonl")):
-            if int(path.name.partition(".")[0]) < len(results[stage]):
-                dropped.add_lines(path.read_text("utf-8"))
-    if lines := dropped.lines():
-        (finished / _DROPPED).write_text(lines, "utf-8", newline="\n")
+    funnel, summary = _sum_up(results)
+    counts, cuts = _join_stores(plan, results, journal, finished)
+    _join_dropped(results, config, journal, finished)
     by_rule = {rule: amount.documents for rule, amount in funnel.dropped.items()}
     return PrepareReport(
         out_dir=finished,
@@ -258,7 +263,63 @@ def _finish(
         validation=counts["validation"],
         funnel=funnel,
         steps=_step_names(steps),
+        summary=summary.shortened(),
+        outputs=tuple(read_outputs(finished, cuts)),
     )
+
+
+def _sum_up(results: dict[str, list[Any]]) -> tuple[Funnel, Summary]:
+    """Return the sums over all shards and over what was dropped across them."""
+    funnel, summary = Funnel(), Summary()
+    for result in results["documents"]:
+        funnel.merge(Funnel.from_record(result["funnel"]))
+        summary.merge(Summary(sources=result["sources"]))
+    for stage, rule in (("duplicates", DUPLICATE), ("near_duplicates", NEAR_DUPLICATE)):
+        for gone in results[stage]:
+            summary.merge(Summary(clusters=gone.get("clusters", {})))
+            if gone["documents"]:
+                funnel.kept.add(-gone["documents"], -gone["read_bytes"])
+                funnel.drop(rule, gone["documents"], gone["read_bytes"])
+    for result in results["encode"]:
+        summary.merge(Summary.from_record(result["summary"]))
+    assert funnel.missing() == Amount(), funnel
+    return funnel, summary
+
+
+def _join_stores(
+    plan: Plan, results: dict[str, list[Any]], journal: Journal, finished: Path
+) -> tuple[dict[str, EncodeCount], dict[str, list[tuple[int, int, str]]]]:
+    """Join the shards' stores; return the counts, and where in the files each shard ends."""
+    counts, cuts = {}, {}
+    for side in SIDES:
+        parts = [EncodeCount(**result[side]) for result in results["encode"]]
+        counts[side] = EncodeCount(
+            sum(part.documents for part in parts),
+            sum(part.text_bytes for part in parts),
+            sum(part.tokens for part in parts),
+        )
+        shards = [number for number, part in enumerate(parts) if part.documents]
+        prefixes = [journal.folder("encode") / f"{number:06d}.{side}" for number in shards]
+        if prefixes:
+            merge_stores(prefixes, finished / side / "tokens")
+        ends = accumulate(store_paths(prefix)[0].stat().st_size for prefix in prefixes)
+        cuts[f"{side}/tokens.bin"] = [
+            (number, end, name_shard(plan.shards[number]))
+            for number, end in zip(shards, ends, strict=True)
+        ]
+    return counts, cuts
+
+
+def _join_dropped(
+    results: dict[str, list[Any]], config: PrepareConfig, journal: Journal, finished: Path
+) -> None:
+    dropped = Dropped(config.keep_dropped)
+    for stage in ("documents", "encode"):
+        for path in sorted(journal.folder(stage).glob("*.dropped.jsonl")):
+            if int(path.name.partition(".")[0]) < len(results[stage]):
+                dropped.add_lines(path.read_text("utf-8"))
+    if lines := dropped.lines():
+        (finished / _DROPPED).write_text(lines, "utf-8", newline="\n")
 
 
 def _step_names(steps: Sequence[Step]) -> tuple[str, ...]:
@@ -267,7 +328,7 @@ def _step_names(steps: Sequence[Step]) -> tuple[str, ...]:
 
 def _move_into_place(work: Path, out: Path) -> None:
     """Move the finished files out of `work`, the record last."""
-    for name in (RECORD_NAME, *_tokenizer_files(out), *_OUTPUTS, _DROPPED):
+    for name in (RECORD_NAME, *_tokenizer_files(out), *_OUTPUTS, _DROPPED, _OLD_REPORT):
         (out / name).unlink(missing_ok=True)
     for name in (*_tokenizer_files(work), *_OUTPUTS, _DROPPED, RECORD_NAME):
         if (work / name).exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from bmforge.data.clean.normalise import text_digest
 from bmforge.data.prepare.journal import make_key
-from bmforge.data.sources.files import cuts_at_lines, python_topics
+from bmforge.data.sources.cuts import LineCutter, Parts, find_parts, how_to_cut
+from bmforge.data.sources.files import python_topics
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import replace_file
 from bmforge.logging import track
@@ -21,6 +22,7 @@ __all__ = ["TOPICS", "InputFile", "Piece", "Plan", "Shard", "plan_shards"]
 TOPICS = "pydoc_data.topics"
 _PLAN_NAME = "plan.json"
 _CHUNK_BYTES = 1 << 20
+_PACKED_RATIO = 8  # a packed file that may unpack to more than a shard is looked into
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file: from byte `begin` to `end`, -1 for all; `line` is its first one."""
+    """A part of a file: from byte (or row) `begin` to `end`, -1 for all; `line` is its first."""
 
     path: str
     begin: int = 0
@@ -63,10 +65,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """An input, and where it may be cut: byte and number of the line that begins there."""
+    """An input, and where it may be cut, as `Parts` has it."""
 
     file: InputFile
-    at: tuple[tuple[int, int], ...]
+    at: tuple[tuple[int, int], ...] = ()
+    units: int = 0
+    size_bytes: int = 0
 
 
 def plan_shards(
@@ -78,7 +82,8 @@ def plan_shards(
 ) -> Plan:
     """Look at the inputs and cut them; None stands for Python's help topics.
 
-    A large .jsonl file is cut at line ends, small files are put together. A file that is as an
+    A large file of lines is cut at their ends, packed or not, Parquet between groups of rows; small
+    files are put together. A file that is as an
     earlier plan in `work` knew it, by size and time, is not read again.
 
     Args:
@@ -95,9 +100,9 @@ def plan_shards(
     if files is None:
         text = "\0".join(f"{document.source}\0{document.text}" for document in python_topics())
         topics = InputFile(TOPICS, len(text.encode()), 0, text_digest(text).hex())
-        return Plan([topics], _group([(_Cut(topics, ()), TOPICS)], shard_bytes))
+        return Plan([topics], _group([(_Cut(topics), TOPICS)], shard_bytes))
     seen = {_identity(one.file): one for one in _read_plan(work, shard_bytes)}
-    seen |= {_identity(file): _Cut(file, ()) for file in known}
+    seen |= {_identity(file): _Cut(file) for file in known}
     cuts = [_look_at(path, shard_bytes, seen) for path in track(files, "check inputs")]
     if work is not None:
         kept = {"shard_bytes": shard_bytes, "cuts": [asdict(one) for one in cuts]}
@@ -120,7 +125,12 @@ def _read_plan(work: Path | None, shard_bytes: int) -> list[_Cut]:
         if kept["shard_bytes"] != shard_bytes:
             return []
         return [
-            _Cut(InputFile(**one["file"]), tuple((at, line) for at, line in one["at"]))
+            _Cut(
+                InputFile(**one["file"]),
+                tuple((at, line) for at, line in one["at"]),
+                one["units"],
+                one["size_bytes"],
+            )
             for one in kept["cuts"]
         ]
     except (ValueError, KeyError, TypeError):
@@ -133,32 +143,24 @@ def _look_at(path: Path, shard_bytes: int, seen: dict[tuple[str, int, int], _Cut
         identity = (str(path.absolute()), status.st_size, status.st_mtime_ns)
         if identity in seen:
             return seen[identity]
-        digest, at = _read_through(path, shard_bytes, cuts_at_lines(path))
+        how, cutter = how_to_cut(path), LineCutter(shard_bytes)
+        digest = _digest(path, cutter.feed if how == "lines" else None)
+        parts = Parts(cutter.cuts(), status.st_size, status.st_size)
+        if how in ("packed", "rows") and status.st_size > shard_bytes // _PACKED_RATIO:
+            parts = find_parts(path, how, shard_bytes)
     except OSError as error:
         raise DataError(f"file {str(path)!r} cannot be read ({error}): check it") from error
-    return _Cut(InputFile(*identity, digest), at)
+    return _Cut(InputFile(*identity, digest), *parts)
 
 
-def _read_through(
-    path: Path, shard_bytes: int, at_lines: bool
-) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Return the file's digest, and the first line end behind every so many bytes."""
-    found, cuts = blake2b(), []
-    offset, line, wanted = 0, 1, shard_bytes
+def _digest(path: Path, feed: Callable[[bytes], None] | None) -> str:
+    found = blake2b()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             found.update(chunk)
-            start = 0
-            while at_lines and wanted < offset + len(chunk):
-                end = chunk.find(b"\n", max(wanted - 1 - offset, start)) + 1
-                if end == 0:
-                    break
-                line += chunk.count(b"\n", start, end)
-                cuts.append((offset + end, line))
-                start, wanted = end, offset + end + shard_bytes
-            line += chunk.count(b"\n", start)
-            offset += len(chunk)
-    return found.hexdigest()[:32], tuple(cut for cut in cuts if cut[0] < offset)
+            if feed:
+                feed(chunk)
+    return found.hexdigest()[:32]
 
 
 def _group(cuts: Sequence[tuple[_Cut, str]], shard_bytes: int) -> list[Shard]:
@@ -175,12 +177,13 @@ def _group(cuts: Sequence[tuple[_Cut, str]], shard_bytes: int) -> list[Shard]:
         pieces, known, size_bytes = [], [], 0
 
     for cut, name in cuts:
-        edges = [(0, 1), *cut.at, (cut.file.size_bytes, 0)]
-        for (begin, line), (end, _) in pairwise(edges):
-            if size_bytes + end - begin > shard_bytes:
+        whole = (cut.units, cut.size_bytes) if cut.at else (cut.file.size_bytes,) * 2
+        for (begin, line), (end, _) in pairwise([(0, 1), *cut.at, (whole[0], 0)]):
+            part_bytes = (end - begin) * whole[1] // max(whole[0], 1)
+            if size_bytes + part_bytes > shard_bytes:
                 close()
             pieces.append(Piece(name, begin, end, line) if cut.at else Piece(name))
             known.append([name, cut.file.digest, begin, end])
-            size_bytes += end - begin
+            size_bytes += part_bytes
     close()
     return shards

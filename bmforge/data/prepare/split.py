@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from bmforge.data.prepare.sort import SortedRows, make_rows
+from bmforge.data.dedup.sort import SortedRows, make_rows
 from bmforge.errors import ConfigError
 
 __all__ = [

@@ -32,6 +32,7 @@ from bmforge.data.prepare.near import (
     sketch_shard,
 )
 from bmforge.data.prepare.shards import TOPICS, Plan
+from bmforge.data.prepare.summary import choose_grouping
 from bmforge.data.prepare.tokenise import end_of_text_id, load_tokenizer, train_bpe
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
@@ -50,7 +51,7 @@ STAGES = (
     "tokenizer",
     "encode",
 )
-_VERSION = 1  # of the rules of these stages; another one redoes all
+_VERSION = 2  # of the rules of these stages; another one redoes all
 _SAMPLE_BYTES = 1 << 30  # of text that a tokenizer is trained on
 
 
@@ -85,7 +86,8 @@ def make_keys(
     plan: Plan, config: PrepareConfig, steps: Sequence[Step], given: Tokenizer | None
 ) -> Keys:
     """Return what the results of all stages depend on."""
-    read = [_VERSION, config.text_field, config.skip_bad, config.keep_dropped, config.html_reader]
+    read = [_VERSION, config.text_field, config.skip_bad, config.keep_dropped]
+    read += [config.html_reader, choose_grouping(plan.inputs)]
     taken = [[step.name, step.version] for step in steps]
     documents = [make_key("documents", shard.key, read, taken) for shard in plan.shards]
     duplicates = make_key("duplicates", documents)
@@ -153,7 +155,7 @@ def run_stages(
         return {"files": _digests(folder)}
 
     results["tokenizer"] = [_once(journal, "tokenizer", keys, make_tokenizer)]
-    results["encode"] = _encode(chosen, config, journal, keys)
+    results["encode"] = _encode(chosen, config, journal, keys, choose_grouping(plan.inputs))
     return results
 
 
@@ -237,7 +239,7 @@ def _drop_near(
         journal,
         "near_duplicates",
         keys,
-        lambda: choose_survivors(documents, counts, copies, sketches, near, folder),
+        lambda: choose_survivors(documents, counts, copies, sketches, near, folder, SORT_BYTES),
     )
     return found
 
@@ -259,12 +261,15 @@ def _read_documents(
                 skip_bad=config.skip_bad,
                 keep_dropped=config.keep_dropped,
                 seen={path: named[Path(path).absolute()] for path in paths},
+                by=choose_grouping(plan.inputs),
             )
         )
     return _each(journal, "documents", keys, make_documents, tasks, config, "read and clean")
 
 
-def _encode(chosen: Chosen, config: PrepareConfig, journal: Journal, keys: Keys) -> list[Any]:
+def _encode(
+    chosen: Chosen, config: PrepareConfig, journal: Journal, keys: Keys, by: str
+) -> list[Any]:
     folder = journal.folder("tokenizer")
     tokenizer = load_tokenizer(folder)
     eos_id = end_of_text_id(tokenizer)
@@ -276,6 +281,7 @@ def _encode(chosen: Chosen, config: PrepareConfig, journal: Journal, keys: Keys)
             eos_id,
             journal.folder("encode"),
             config.keep_dropped,
+            by,
         )
         for number in range(len(keys.encode))
     ]

@@ -12,6 +12,7 @@ from bmforge.data.clean.normalise import normalise
 from bmforge.data.clean.private import MaskPrivate
 from bmforge.data.clean.tidy import TidyText
 from bmforge.data.prepare.documents import NORMALISE, Step
+from bmforge.data.prepare.examples import DropExamples
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, suggest
 from bmforge.settings import PrepareConfig
@@ -45,6 +46,11 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
         steps.append(Step("tidy", _Tidy(tidy), tidy.version))
     if config.rules != "none":
         steps.append(Step("rules", judge, judge.version))
+    if config.decontaminate:
+        drop = DropExamples(config.decontaminate, config.cut_examples).opened()
+        steps.append(Step("decontaminate", drop, drop.version))
+    elif config.cut_examples:
+        raise ConfigError("cut_examples has no effect without decontaminate: name test sets there")
     if config.mask_private:
         mask = MaskPrivate()
         steps.append(Step("mask_private", mask, mask.version, hides=True))

@@ -7,25 +7,24 @@ out.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bmforge.data.clean.drop import Drop
+from bmforge.data.sources.cuts import read_part
 from bmforge.data.sources.document import Document
-from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding
 from bmforge.data.sources.kinds import SOURCES, kind_of, read_stream
-from bmforge.data.sources.lines import is_cut_by_bytes, read_jsonl
-from bmforge.data.sources.packed import PACKED, packing_of
+from bmforge.data.sources.packed import PACKED
 from bmforge.data.sources.record import ReadOptions, Record, Where
-from bmforge.errors import DataError
+from bmforge.errors import BmforgeError, DataError
 from bmforge.logging import get_logger
 
 __all__ = [
     "SOURCES",
     "SkipCount",
-    "cuts_at_lines",
     "list_files",
+    "parse_record",
     "python_topics",
     "read_documents",
     "read_records",
@@ -91,7 +90,7 @@ def read_documents(
 def _parse(record: Record, skipped: SkipCount | None) -> Iterator[Document]:
     """Yield the document of an entry; `skipped` is None where a bad one is an error."""
     try:
-        found = record.parse()
+        found = parse_record(record)
     except DataError as error:
         if skipped is None:
             raise
@@ -169,38 +168,45 @@ def _is_input(path: Path) -> bool:
         return False
 
 
-def cuts_at_lines(path: Path) -> bool:
-    """Tell whether the file may be read from any of its line ends on."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    is_lines = kind_of(head, path.name) == "jsonl" and not packing_of(head, path.name)
-    return is_lines and is_cut_by_bytes(head)
-
-
 def read_records(
     path: Path, options: ReadOptions, *, begin: int = 0, end: int = -1, line: int = 1
 ) -> Iterator[Record]:
     """Yield the entries of one file, or of a part of it.
 
     Args:
-        begin, end: bytes, at line ends; the end -1 is the file's.
-        line: number of the line at `begin`.
+        begin, end: bytes at line ends, as unpacked, or rows (`cuts.Parts`); the end -1 is the
+            file's.
+        line: number of the line or row at `begin`.
 
     Raises:
         DataError: the file cannot be read, or not any further.
     """
     try:
         with path.open("rb") as stream:
-            encoding = ""
-            if begin:  # what the whole file looks like, from any part of it
-                found = detect_encoding(stream.read(SAMPLE_BYTES))
-                encoding = found if found != "utf-8" else ""
-                stream.seek(begin)
-                yield from read_jsonl(stream, Where(str(path), "", end, line, encoding), options)
+            if begin:
+                yield from read_part(stream, path, options, begin, end, line)
                 return
             yield from read_stream(stream, path.name, Where(str(path), end=end), options)
-    except (OSError, EOFError, zlib.error) as error:
+    except BmforgeError:
+        raise
+    except Exception as error:  # a parser may stumble over a damaged file in any way
         raise DataError(
-            f"file {str(path)!r} cannot be read ({error}): check its permissions, and whether it "
-            "was copied whole"
+            f"file {str(path)!r} cannot be read ({type(error).__name__}: {error}): check its "
+            "permissions, and whether it was copied whole"
+        ) from error
+
+
+def parse_record(record: Record) -> Document | Drop:
+    """Return the document of an entry, or why it is none.
+
+    Raises:
+        DataError: the entry is damaged, in whatever way.
+    """
+    try:
+        return record.parse()
+    except BmforgeError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error})"
         ) from error

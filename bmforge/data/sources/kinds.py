@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -20,7 +18,7 @@ from bmforge.data.sources.pdf import read_pdf
 from bmforge.data.sources.record import Reader, ReadOptions, Record, Where, fail
 from bmforge.data.sources.tables import read_arrow, read_csv, read_parquet, read_tsv
 from bmforge.data.sources.warc import read_arc, read_warc
-from bmforge.errors import DataError
+from bmforge.errors import BmforgeError, DataError
 
 __all__ = ["SOURCES", "Source", "kind_of", "read_stream"]
 
@@ -137,8 +135,10 @@ def read_stream(
             yield from read_stream(inside, member, place, options, depth + 1)
         except DataError as error:
             yield fail(place.whole(), 0, error)
-        except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-            said = DataError(f"{place} cannot be read ({error})")
+        except BmforgeError:
+            raise
+        except Exception as error:  # a parser may stumble over a damaged member in any way
+            said = DataError(f"{place} cannot be read ({type(error).__name__}: {error})")
             yield fail(place.whole(), 0, said)
 
 

@@ -75,6 +75,10 @@ class _Guarded(io.RawIOBase):
         """Return True: this stream is for reading."""
         return True
 
+    def tell(self) -> int:
+        """Return how many unpacked bytes were read."""
+        return self._count_bytes
+
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` with unpacked bytes; 0 means the end."""
         try:

@@ -33,8 +33,8 @@ class Where:
     Attributes:
         source: the file on disk.
         inside: the members of archives from there on; empty for the file itself.
-        end: one past the last byte to read, -1 for all.
-        line: the number of the first line.
+        end: one past the last byte to read, the last row of Parquet, -1 for all.
+        line: the number of the first line or row.
         encoding: what the whole of it looks like, where that is not UTF-8; "" is not known.
     """
 

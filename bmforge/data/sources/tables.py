@@ -65,17 +65,28 @@ def _parse_row(
 
 
 def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry a row; the columns that are not needed are not read."""
+    """Yield one entry a row, from `where.line` to `where.end`; only needed columns are read."""
     arrow = _import_arrow(where)
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(stream)
         wanted = _wanted(file.schema_arrow.names, where, options)
-        batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=wanted)
+        groups = _groups_of(file.metadata, where)
+        batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=wanted, row_groups=groups)
         yield from _read_batches(batches, where, options)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"file {str(where)!r} cannot be read as Parquet ({error})") from error
+
+
+def _groups_of(metadata: Any, where: Where) -> list[int]:
+    """Return the groups of rows in a part that is cut between groups."""
+    found, row = [], 0
+    for number in range(metadata.num_row_groups):
+        if row >= where.line - 1 and (where.end < 0 or row < where.end):
+            found.append(number)
+        row += metadata.row_group(number).num_rows
+    return found
 
 
 def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -109,8 +120,9 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
 
 
 def _read_batches(batches: Any, where: Where, options: ReadOptions) -> Iterator[Record]:
-    number = 0
+    number = where.line - 1
     for batch in batches:
+        batch.validate(full=True)  # Arrow trusts the lengths in a file; a false one ends a process
         for row in batch.to_pylist():
             number += 1
             size = len(str(row).encode("utf-8", "replace"))

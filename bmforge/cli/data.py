@@ -1,0 +1,128 @@
+"""`bmforge data explain|show|report|verify`: why documents go, and what a corpus is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from bmforge.cli import parse
+from bmforge.cli.options import (
+    DataExplainCommand,
+    DataReportCommand,
+    DataShowCommand,
+    DataVerifyCommand,
+)
+from bmforge.errors import ConfigError, DataError, suggest
+
+__all__ = ["run_data"]
+
+_HELP = ("-h", "--help", "help")
+_WIDTH = 100
+
+
+def run_data(arguments: Sequence[str]) -> None:
+    """Look at the input of a preparation, or at what it made."""
+    if not arguments or arguments[0] in _HELP:
+        print("usage: bmforge data COMMAND [OPTIONS]\n")
+        print("\n".join(f"  {name:<10}{about}" for name, (about, _, _) in _COMMANDS.items()))
+        print("\n`bmforge data COMMAND --help` lists a command's options.")
+        return
+    name = arguments[0]
+    if name not in _COMMANDS:
+        raise ConfigError(
+            f"unknown command 'data {name}'.{suggest(name, _COMMANDS)} "
+            f"Commands: {', '.join(_COMMANDS)}."
+        )
+    _, options, run = _COMMANDS[name]
+    run(parse.parse_options(options, arguments[1:], f"data {name}"))
+
+
+def _explain(command: DataExplainCommand) -> None:
+    # Imported here, as in the others: help and mistakes are answered without them.
+    from bmforge.data import normalise
+    from bmforge.data.clean import explain
+
+    shown = 0
+    for document in islice(_chosen(command), command.documents):
+        shown += 1
+        text = normalise(document.text)
+        print(f"{document.source}:{document.place}  {_one_line(text)}")
+        for line in explain(replace(document, text=text), command.rules):
+            low, high = line.bounds.low, line.bounds.high
+            bounds = " ".join(
+                f"{mark} {bound:g}"
+                for mark, bound in ((">=", low), ("<=", high))
+                if bound is not None
+            )
+            broken = "" if line.passed else "  <- dropped"
+            print(f"  {line.rule:<46}{line.value:>10.4g}  {bounds}{broken}")
+    if not shown:
+        place = f" at {command.place!r}" if command.place else ""
+        raise DataError(f"{command.file!r} has no document{place}")
+
+
+def _chosen(command: DataExplainCommand) -> Iterator[Any]:
+    from bmforge.data import read_documents
+
+    found = read_documents(command.file, text_field=command.text_field, skip_bad=True)
+    return (one for one in found if command.place in (None, one.place))
+
+
+def _show(command: DataShowCommand) -> None:
+    from bmforge.data.prepare.record import read_record
+    from bmforge.data.report import read_dropped, read_kept
+
+    if command.dropped is not None:
+        for entry in read_dropped(command.directory, command.dropped, command.documents):
+            print(json.dumps(entry, ensure_ascii=False))
+        return
+    if command.kept:
+        for text in read_kept(command.directory, command.documents):
+            print(json.dumps({"text": text}, ensure_ascii=False))
+        return
+    funnel = read_record(command.directory)[0].funnel
+    if funnel is None:
+        raise DataError(f"{str(command.directory)!r} was prepared without a funnel")
+    rows = [("read", funnel.read), *sorted(funnel.dropped.items()), ("kept", funnel.kept)]
+    width = max(len(name) for name, _ in rows) + 2
+    for name, amount in rows:
+        print(f"{name:<{width}}{amount.documents:>12,} documents {amount.text_bytes:>16,} bytes")
+
+
+def _report(command: DataReportCommand) -> None:
+    from bmforge.data.report import write_corpus_report
+
+    print(write_corpus_report(command.directory))
+
+
+def _verify(command: DataVerifyCommand) -> None:
+    from bmforge.data.prepare.verify import verify_store
+
+    problems = verify_store(command.directory)
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise DataError(
+            f"{str(command.directory)!r} is not what was prepared:{lines}\nPrepare it again with "
+            "--overwrite, or copy it again"
+        )
+    print(f"{command.directory}: all files, counts and sums are as they were written")
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text[:_WIDTH].split())
+    return line + ("..." if len(text) > _WIDTH else "")
+
+
+_COMMANDS: dict[str, tuple[str, type[Any], Callable[[Any], None]]] = {
+    "explain": (
+        "each rule's value for a document beside its bounds",
+        DataExplainCommand,
+        _explain,
+    ),
+    "show": ("what became of a corpus's documents, and some of them", DataShowCommand, _show),
+    "report": ("draw a prepared corpus on one page", DataReportCommand, _report),
+    "verify": ("compare a prepared corpus with its record", DataVerifyCommand, _verify),
+}

@@ -1,0 +1,111 @@
+"""The files of a prepared corpus with their digests; token files by shard, to find damage in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from bmforge.data.prepare.shards import Shard
+
+__all__ = [
+    "OutputFile",
+    "OutputPart",
+    "digest_part",
+    "output_from_record",
+    "output_to_record",
+    "read_outputs",
+    "name_shard",
+]
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """What one shard gave to a file: up to byte `end`, the BLAKE2b digest of it, its inputs."""
+
+    shard: int
+    end: int
+    digest: str
+    inputs: str
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file that was written: its path in the directory, size, and BLAKE2b digest.
+
+    Attributes:
+        parts: of a token file, what each shard gave to it, in order.
+    """
+
+    path: str
+    size_bytes: int
+    digest: str
+    parts: tuple[OutputPart, ...] = ()
+
+
+def output_to_record(output: OutputFile) -> dict[str, Any]:
+    """Return it as TOML has it."""
+    record = asdict(output)
+    record["parts"] = list(record["parts"])
+    if not output.parts:
+        del record["parts"]
+    return record
+
+
+def output_from_record(record: Mapping[str, Any]) -> OutputFile:
+    """Return what `output_to_record` made a record of."""
+    parts = tuple(OutputPart(**part) for part in record.get("parts", ()))
+    return OutputFile(record["path"], record["size_bytes"], record["digest"], parts)
+
+
+def read_outputs(
+    folder: Path, cuts: Mapping[str, Sequence[tuple[int, int, str]]]
+) -> list[OutputFile]:
+    """Return all files below `folder`, sorted.
+
+    Args:
+        cuts: by path, for files that are put together: number of the shard, end in bytes, inputs.
+    """
+    found = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name, size_bytes = path.relative_to(folder).as_posix(), path.stat().st_size
+        whole, begin, parts = blake2b(digest_size=16), 0, []
+        for shard, end, inputs in cuts.get(name, ()):
+            part = blake2b(digest_size=16)
+            for chunk in _chunks(path, begin, end):
+                whole.update(chunk)
+                part.update(chunk)
+            parts.append(OutputPart(shard, end, part.hexdigest(), inputs))
+            begin = end
+        for chunk in _chunks(path, begin, size_bytes):
+            whole.update(chunk)
+        found.append(OutputFile(name, size_bytes, whole.hexdigest(), tuple(parts)))
+    return found
+
+
+def digest_part(path: Path, begin: int, end: int) -> str:
+    """Return the digest of the bytes from `begin` to `end`."""
+    found = blake2b(digest_size=16)
+    for chunk in _chunks(path, begin, end):
+        found.update(chunk)
+    return found.hexdigest()
+
+
+def _chunks(path: Path, begin: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(begin)
+        while begin < end and (chunk := file.read(min(_CHUNK_BYTES, end - begin))):
+            begin += len(chunk)
+            yield chunk
+
+
+def name_shard(shard: Shard) -> str:
+    """Return what is in a shard, in words."""
+    first = shard.pieces[0]
+    part = "" if first.end < 0 else f" from line {first.line}"
+    more = f" and {len(shard.pieces) - 1} more" if len(shard.pieces) > 1 else ""
+    return f"{first.path}{part}{more}"

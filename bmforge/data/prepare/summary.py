@@ -1,0 +1,123 @@
+"""What a corpus is made of: by source, language, script, licence, year and length; counts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import PurePath
+from typing import Any
+
+from bmforge.data.prepare.shards import TOPICS, InputFile
+from bmforge.data.sources.document import Document
+
+__all__ = ["KEPT", "OTHERS", "UNKNOWN", "Summary", "choose_grouping", "group_of"]
+
+KEPT = "kept"  # stands among the rules' names
+UNKNOWN = "unknown"
+OTHERS = "others"
+_MOST_GROUPS = 40
+_MOST_VALUES = 50  # of licences and the like in a record
+_LONGEST_VALUE = 100  # characters
+_YEAR = 4
+Counts = dict[str, list[int]]
+
+
+def choose_grouping(inputs: Iterable[InputFile]) -> str:
+    """Return by what sources are counted: ``"file"``, ``"folder"`` or ``"all"`` together.
+
+    It is the finest of them that gives at most 40 groups, and depends on the inputs alone.
+    """
+    paths = [file.path for file in inputs]
+    if paths == [TOPICS]:
+        return "folder"
+    for by in ("file", "folder"):
+        if len({group_of(path, by) for path in paths}) <= _MOST_GROUPS:
+            return by
+    return "all"
+
+
+def group_of(source: str, by: str) -> str:
+    """Return the group of a document's source."""
+    if by == "all":
+        return "all inputs"
+    return source if by == "file" else str(PurePath(source).parent)
+
+
+@dataclass
+class Summary:
+    """Counts of a corpus, or of a part of it.
+
+    Attributes:
+        sources: by group of sources, by what became of documents (the rule, or ``kept``):
+            documents, and their bytes as they were read.
+        languages, scripts, licences, years: of kept documents, by what is known of them:
+            documents, bytes of text, tokens.
+        lengths: by k, kept documents of 2^(k-1) to 2^k - 1 tokens: documents, bytes, tokens.
+        clusters: by size, clusters of near duplicates: how many.
+    """
+
+    sources: dict[str, Counts] = field(default_factory=dict)
+    languages: Counts = field(default_factory=dict)
+    scripts: Counts = field(default_factory=dict)
+    licences: Counts = field(default_factory=dict)
+    years: Counts = field(default_factory=dict)
+    lengths: Counts = field(default_factory=dict)
+    clusters: Counts = field(default_factory=dict)
+
+    def add_source(self, group: str, outcome: str, read_bytes: int) -> None:
+        """Count one document by where it came from and what became of it."""
+        _add(self.sources.setdefault(group, {}), outcome, (1, read_bytes))
+
+    def add_kept(self, document: Document, text_bytes: int, tokens: int) -> None:
+        """Count one document that is kept, by what is known of it."""
+        counts = (1, text_bytes, tokens)
+        for table, value in (
+            (self.languages, document.language),
+            (self.scripts, document.script),
+            (self.licences, document.licence),
+            (self.years, document.date[:_YEAR]),
+        ):
+            _add(table, value[:_LONGEST_VALUE] or UNKNOWN, counts)
+        _add(self.lengths, str(tokens.bit_length()), counts)
+
+    def merge(self, other: Summary) -> None:
+        """Add the counts of another part of the corpus."""
+        for group, outcomes in other.sources.items():
+            for outcome, counts in outcomes.items():
+                _add(self.sources.setdefault(group, {}), outcome, counts)
+        for one in fields(self):
+            if one.name != "sources":
+                for value, counts in getattr(other, one.name).items():
+                    _add(getattr(self, one.name), value, counts)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as JSON and TOML have it, in the order of names."""
+        record = asdict(self)
+        record["sources"] = {
+            group: dict(sorted(outcomes.items()))
+            for group, outcomes in sorted(record["sources"].items())
+        }
+        for one in fields(self):
+            record[one.name] = dict(sorted(record[one.name].items()))
+        return record
+
+    def shortened(self) -> Summary:
+        """Return it with the rarest of many values put together as ``others``."""
+        short = Summary.from_record(self.to_record())
+        for name in ("languages", "scripts", "licences", "years"):
+            table: Counts = getattr(short, name)
+            by_count = sorted(table, key=lambda value: (-table[value][0], value))
+            for value in by_count[_MOST_VALUES:]:
+                _add(table, OTHERS, table.pop(value))
+        return short
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> Summary:
+        """Return what `to_record` made a record of."""
+        return Summary(**record)
+
+
+def _add(table: Counts, name: str, counts: Iterable[int]) -> None:
+    new = list(counts)
+    old = table.get(name, [0] * len(new))
+    table[name] = [a + b for a, b in zip(old, new, strict=True)]

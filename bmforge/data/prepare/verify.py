@@ -1,0 +1,125 @@
+"""Is a prepared corpus what its record says: files by digest, damage by shard, counts by sum."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from bmforge.data.prepare.funnel import Amount, Funnel
+from bmforge.data.prepare.outputs import OutputFile, digest_part
+from bmforge.data.prepare.record import RECORD_NAME, PrepareReport, read_record
+from bmforge.data.prepare.summary import KEPT
+from bmforge.data.prepare.tokenise import EncodeCount
+from bmforge.data.store.token_store import TokenStore
+from bmforge.errors import DataError
+
+__all__ = ["verify_store"]
+
+_DROPPED = "dropped.jsonl"
+
+
+def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
+    """Return what is wrong with a prepared corpus, a sentence each; nothing if all is as written.
+
+    Every file is read and compared with its digest in ``prepared.toml``; of a token file, the
+    shards whose bytes are others are named. Of corpora without digests the counts are compared.
+
+    Raises:
+        DataError: there is no record, or it cannot be read.
+    """
+    out = Path(out_dir)
+    if not (out / RECORD_NAME).is_file():
+        raise DataError(f"{str(out)!r} has no {RECORD_NAME}: give what bmforge prepare has written")
+    report, _ = read_record(out)
+    found = [said for output in report.outputs for said in _check_file(out, output)]
+    if not found:  # counts of damaged files would only say so again
+        found += _check_stores(report)
+        found += _check_sums(report)
+    return found
+
+
+def _check_file(out: Path, output: OutputFile) -> Iterator[str]:
+    path = out / output.path
+    if not path.is_file():
+        yield f"{output.path} is not there"
+        return
+    if digest_part(path, 0, path.stat().st_size) == output.digest:
+        return
+    size = path.stat().st_size
+    if size != output.size_bytes:
+        yield f"{output.path} has {size} bytes, {output.size_bytes} were written"
+    else:
+        yield f"{output.path} has other bytes than were written"
+    begin = 0
+    for part in output.parts:
+        if digest_part(path, begin, part.end) != part.digest:
+            yield (
+                f"{output.path}: shard {part.shard} is damaged, bytes {begin} to {part.end}, made "
+                f"of {part.inputs}"
+            )
+        begin = part.end
+
+
+def _check_stores(report: PrepareReport) -> Iterator[str]:
+    for prefix, count in (
+        (report.train_prefix, report.train),
+        (report.validation_prefix, report.validation),
+    ):
+        if prefix is not None:
+            yield from _check_store(prefix, count, report.eos_id)
+
+
+def _check_store(prefix: Path, count: EncodeCount, eos_id: int) -> Iterator[str]:
+    try:
+        store = TokenStore(prefix)
+    except DataError as error:
+        yield str(error)
+        return
+    name = f"{prefix.parent.name}/{prefix.name}"
+    for what, there, said in (
+        ("tokens", store.num_tokens, count.tokens),
+        ("documents", store.num_documents, count.documents),
+    ):
+        if there != said:
+            yield f"{name} has {there} {what}, {RECORD_NAME} says {said}"
+    ends = store.pointers[:] // store.dtype.itemsize + store.sizes[:] - 1
+    open_ended = int((store.tokens[ends] != eos_id).sum()) if len(ends) else 0
+    if open_ended:
+        yield f"{name}: {open_ended} documents do not end in the token {eos_id}"
+
+
+def _check_sums(report: PrepareReport) -> Iterator[str]:
+    funnel = report.funnel
+    if funnel is None:
+        return
+    if funnel.missing() != Amount():
+        yield f"the funnel in {RECORD_NAME} does not add up: {funnel.missing()} are missing"
+    if funnel.kept.documents != report.documents:
+        yield f"{RECORD_NAME}: the funnel keeps {funnel.kept.documents}, of {report.documents}"
+    if report.summary is not None:
+        sums: dict[str, Amount] = {}
+        for outcomes in report.summary.sources.values():
+            for outcome, counts in outcomes.items():
+                sums.setdefault(outcome, Amount()).add(*counts)
+        if sums != {KEPT: funnel.kept, **funnel.dropped}:
+            yield f"{RECORD_NAME}: the sources do not add up to the funnel"
+    yield from _check_dropped(report.out_dir / _DROPPED, funnel)
+
+
+def _check_dropped(path: Path, funnel: Funnel) -> Iterator[str]:
+    """Compare the rules of the samples with the funnel's."""
+    shown: Counter[str] = Counter()
+    if path.is_file():
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            try:
+                shown[json.loads(line)["rule"]] += 1
+            except (ValueError, KeyError, TypeError) as error:
+                yield f"{path.name}, line {number}, is no dropped document ({error})"
+                return
+    for rule in {*shown, *funnel.dropped}:
+        there = funnel.dropped.get(rule, Amount()).documents
+        if shown[rule] > there or (there and not shown[rule]):
+            yield f"{path.name} shows {shown[rule]} documents of {rule!r}, the funnel has {there}"

@@ -1,0 +1,249 @@
+"""The report of a prepared corpus: one page in English and Chinese, without script or network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from bmforge.data.prepare.funnel import Funnel
+from bmforge.data.prepare.record import PrepareReport, read_record
+from bmforge.data.prepare.summary import KEPT, Summary
+from bmforge.data.report.drawings import draw_bars, draw_funnel
+from bmforge.data.report.samples import read_dropped, read_kept
+from bmforge.errors import DataError
+from bmforge.files import replace_file
+
+__all__ = ["funnel_stages", "write_corpus_report"]
+
+_NAME = "report.html"
+_SHOWN = 3  # of each rule
+_MOST_SHOWN = 60
+_CHARACTERS = 300
+_LAST = ("private", "duplicate", "near_duplicate")  # across documents, or behind the rules
+_STYLE = """
+:root{color-scheme:light dark;--line:#8884;--part:#3b7dd8}
+body{font:15px/1.5 system-ui,"Noto Sans CJK SC","PingFang SC","Microsoft YaHei",sans-serif;margin:0}
+main{max-width:1100px;margin:auto;padding:24px}
+h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}
+.tiles{display:flex;flex-wrap:wrap;gap:12px;margin:20px 0}
+.tiles div{border:1px solid var(--line);border-radius:8px;padding:8px 16px}
+.tiles b{display:block;font-size:20px}
+table{border-collapse:collapse;width:100%}
+th,td{text-align:left;padding:4px 10px;border-bottom:1px solid var(--line);vertical-align:top}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+svg{width:100%;max-width:820px;display:block}
+svg text{font-size:13px;fill:currentColor}
+svg .in{text-anchor:middle;font-weight:600}svg .end{text-anchor:end}
+svg .part{fill:var(--part);opacity:.45}
+.pair{display:grid;grid-template-columns:1fr 1fr;gap:20px}
+@media(max-width:760px){.pair{grid-template-columns:1fr}}
+blockquote{margin:0 0 10px;padding:6px 12px;border-left:3px solid var(--part);
+white-space:pre-wrap;overflow-wrap:anywhere}
+blockquote small{display:block;opacity:.7}
+"""
+
+
+def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
+    """Write ``report.html`` into a prepared directory; return its path.
+
+    Raises:
+        DataError: the directory has no record, or one of an older form, without a funnel.
+    """
+    out = Path(out_dir)
+    report, _ = read_record(out)
+    if report.funnel is None or report.summary is None:
+        raise DataError(
+            f"{str(out)!r} was prepared without a funnel or a summary: prepare it again"
+        )
+    name = escape(out.resolve().name)
+    body = [
+        f"<header><h1>{name}</h1>Corpus report · 语料报告</header>",
+        _tiles(report, report.funnel),
+        _section(
+            "What became of the documents · 文档去向", draw_funnel(funnel_stages(report.funnel))
+        ),
+        _section("By rule · 按规则", _rules(report.funnel)),
+        _section("By source · 按来源", _sources(report.summary)),
+        _section("Lengths in tokens · 长度（词元）", _lengths(report.summary)),
+        *(
+            _section(title, _values(table))
+            for title, table in (
+                ("Languages · 语言", report.summary.languages),
+                ("Scripts · 文字", report.summary.scripts),
+                ("Licences · 许可", report.summary.licences),
+                ("Years · 年份", report.summary.years),
+            )
+        ),
+        _section("Clusters of near duplicates · 近似重复簇", _clusters(report.summary)),
+        _section("Changed by step · 各步修改", _changes(report.funnel)),
+        _samples(out),
+        _section("Steps and settings · 步骤与设置", _settings(report)),
+    ]
+    page = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}: corpus report</title><style>{_STYLE}</style></head>"
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+    replace_file(out / _NAME, page)
+    return out / _NAME
+
+
+def funnel_stages(funnel: Funnel) -> list[tuple[str, int, int]]:
+    """Return name, documents left and documents dropped of each stage, rules by their set."""
+    gone: dict[str, int] = {}
+    for rule, amount in funnel.dropped.items():
+        name = rule.partition(".")[0]
+        gone[name] = gone.get(name, 0) + amount.documents
+    of_rules = [
+        name for name in gone if f"{name}." in "".join(f"{rule}|" for rule in funnel.dropped)
+    ]
+    first = [name for name in gone if name not in of_rules and name not in _LAST]
+    order = [*sorted(first), *sorted(of_rules), *(name for name in _LAST if name in gone)]
+    left = funnel.read.documents
+    stages = [("read · 读入", left, 0)]
+    for name in order:
+        left -= gone[name]
+        stages.append((name, left, gone[name]))
+    return [*stages, ("kept · 保留", left, 0)]
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Write a table; numbers stand at the right."""
+    numbers = [False] * len(heads)
+    body = ""
+    for row in rows:
+        numbers = [not isinstance(cell, str) for cell in row]
+        cells = (
+            f"<td>{escape(cell)}</td>"
+            if isinstance(cell, str)
+            else f'<td class="n">{_say(cell)}</td>'
+            for cell in row
+        )
+        body += f"<tr>{''.join(cells)}</tr>"
+    head = "".join(
+        f'<th class="n">{name}</th>' if number else f"<th>{name}</th>"
+        for name, number in zip(heads, numbers, strict=True)
+    )
+    return f"<table><tr>{head}</tr>{body}</table>" if body else ""
+
+
+def _say(number: object) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.2f}"
+
+
+def _tiles(report: PrepareReport, funnel: Funnel) -> str:
+    text_bytes = report.train.text_bytes + report.validation.text_bytes
+    tokens = report.train.tokens + report.validation.tokens
+    share = 100 * funnel.kept.documents / max(funnel.read.documents, 1)
+    tiles = (
+        (f"{funnel.read.documents:,}", "documents read · 读入文档"),
+        (f"{funnel.kept.documents:,} ({share:.1f} %)", "kept · 保留"),
+        (f"{text_bytes:,}", "bytes of text · 文本字节"),
+        (f"{tokens:,}", "tokens · 词元"),
+        (f"{text_bytes / max(tokens, 1):.2f}", "bytes per token · 每词元字节"),
+        (f"{report.validation.tokens:,}", "tokens held out · 验证集词元"),
+        (f"{report.vocab_size:,}", "vocabulary · 词表"),
+    )
+    return f'<div class="tiles">{"".join(f"<div><b>{a}</b>{b}</div>" for a, b in tiles)}</div>'
+
+
+def _rules(funnel: Funnel) -> str:
+    read = max(funnel.read.documents, 1)
+    by_count = sorted(funnel.dropped.items(), key=lambda item: (-item[1].documents, item[0]))
+    rows = [
+        (rule, amount.documents, 100 * amount.documents / read, amount.text_bytes)
+        for rule, amount in by_count
+    ]
+    return _table(
+        ("rule · 规则", "documents · 文档", "% of those read · 占比", "bytes · 字节"), rows
+    )
+
+
+def _sources(summary: Summary) -> str:
+    rows = []
+    for source, outcomes in summary.sources.items():
+        read = sum(counts[0] for counts in outcomes.values())
+        kept = outcomes.get(KEPT, [0, 0])[0]
+        gone = {rule: counts[0] for rule, counts in outcomes.items() if rule != KEPT}
+        first = max(gone, key=lambda rule: (gone[rule], rule), default="")
+        reason = f"{first} ({gone[first]:,})" if first else ""
+        rows.append((source, read, kept, 100 * kept / max(read, 1), reason))
+    heads = ("source · 来源", "read · 读入", "kept · 保留", "%", "most dropped by · 主要原因")
+    return _table(heads, rows)
+
+
+def _lengths(summary: Summary) -> str:
+    rows = []
+    for power in sorted(map(int, summary.lengths)):
+        documents = summary.lengths[str(power)][0]
+        rows.append((f"{1 << power >> 1:,} – {(1 << power) - 1:,}", documents, f"{documents:,}"))
+    return draw_bars(rows)
+
+
+def _values(table: dict[str, list[int]]) -> str:
+    by_count = sorted(table.items(), key=lambda item: (-item[1][0], item[0]))
+    rows = [
+        (
+            value,
+            documents,
+            text_bytes,
+            tokens,
+            text_bytes / max(tokens, 1),
+            tokens / max(text_bytes, 1),
+        )
+        for value, (documents, text_bytes, tokens) in by_count
+    ]
+    heads = ("", "documents · 文档", "bytes · 字节", "tokens · 词元", "bytes/token", "tokens/byte")
+    return _table(heads, rows)
+
+
+def _clusters(summary: Summary) -> str:
+    sizes = sorted(map(int, summary.clusters))
+    counts = [summary.clusters[str(size)][0] for size in sizes]
+    return (
+        draw_bars([(str(size), n, f"{n:,}") for size, n in zip(sizes[:30], counts, strict=False)])
+        if sizes
+        else ""
+    )
+
+
+def _changes(funnel: Funnel) -> str:
+    rows = [(step, *counts) for step, counts in funnel.changed.items()]
+    return _table(("step · 步骤", "documents · 文档", "characters fewer or more · 字符增减"), rows)
+
+
+def _samples(out: Path) -> str:
+    """Show some documents that were kept beside some that were dropped."""
+    gone = read_dropped(out, most=_SHOWN)[:_MOST_SHOWN]
+    kept = read_kept(out, max(len(gone), 6))
+    left = "".join(f"<blockquote>{escape(text[:_CHARACTERS])}</blockquote>" for text in kept)
+    right = "".join(
+        f"<blockquote><small>{escape(entry['rule'])}{_beside(entry['value'], entry['bound'])} · "
+        f"{escape(entry['source'])}:{escape(entry['place'])}</small>"
+        f"{escape(entry['excerpt'][:_CHARACTERS])}</blockquote>"
+        for entry in gone
+    )
+    return (
+        f'<section class="pair"><div><h2>Kept · 保留</h2>{left}</div>'
+        f"<div><h2>Dropped · 丢弃</h2>{right}</div></section>"
+    )
+
+
+def _beside(value: object, bound: object) -> str:
+    if value is None:
+        return ""
+    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f": {escape(shown)}" + (f" ({escape(str(bound))})" if bound is not None else "")
+
+
+def _settings(report: PrepareReport) -> str:
+    rows = [(f"step {number}", step) for number, step in enumerate(report.steps, 1)]
+    rows += [(name, str(value)) for name, value in vars(report.config).items()]
+    return _table(("", ""), rows)

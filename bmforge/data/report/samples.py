@@ -1,0 +1,84 @@
+"""Documents of a prepared corpus: those that were dropped, by rule, and some that were kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bmforge.data.prepare.record import PrepareReport, read_record
+from bmforge.data.prepare.tokenise import load_tokenizer
+from bmforge.data.store.token_store import TokenStore
+from bmforge.errors import ConfigError, DataError, suggest
+
+__all__ = ["read_dropped", "read_kept"]
+
+_DROPPED = "dropped.jsonl"
+_MOST_TOKENS = 400  # of a kept document that are shown
+_ALL = "all"
+
+
+def read_dropped(
+    out_dir: str | os.PathLike[str], rule: str = _ALL, most: int | None = None
+) -> list[dict[str, Any]]:
+    """Return dropped documents as ``dropped.jsonl`` has them.
+
+    Args:
+        rule: a rule's name, the name of its set (``gopher_quality``), or ``all``.
+        most: documents of each rule; None is all that are there.
+
+    Raises:
+        ConfigError: no document was dropped by such a rule.
+        DataError: the directory has no record, or the samples cannot be read.
+    """
+    report, _ = read_record(Path(out_dir))
+    known = sorted(report.funnel.dropped if report.funnel else ())
+    wanted = {name for name in known if rule in (_ALL, name, name.partition(".")[0])}
+    if not wanted and rule != _ALL:
+        raise ConfigError(
+            f"dropped={rule!r}: no document of {str(out_dir)!r} was dropped by it."
+            f"{suggest(rule, known)} Rules that dropped some: {', '.join(known) or 'none'}."
+        )
+    counts: dict[str, int] = {}
+    found = []
+    for entry in _read_lines(Path(out_dir) / _DROPPED):
+        counts[entry["rule"]] = counts.get(entry["rule"], 0) + 1
+        if entry["rule"] in wanted and (most is None or counts[entry["rule"]] <= most):
+            found.append(entry)
+    return found
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        entries = [json.loads(line) for line in path.read_bytes().splitlines()]
+        if not all(
+            {"rule", "value", "bound", "excerpt", "source", "place"} <= {*e} for e in entries
+        ):
+            raise ValueError("an entry lacks a field")
+        return entries
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{str(path)!r} is damaged ({error}): prepare the corpus again") from error
+
+
+def read_kept(out_dir: str | os.PathLike[str], most: int) -> list[str]:
+    """Return the beginnings of some documents that were kept, from the tokens, evenly spread.
+
+    Raises:
+        DataError: the directory has no record, or its store is damaged.
+    """
+    report, _ = read_record(Path(out_dir))
+    store, tokenizer = TokenStore(report.train_prefix), load_tokenizer(report.tokenizer_dir)
+    return [
+        tokenizer.decode([token for token in ids if token != report.eos_id])
+        for ids in _spread(store, report, most)
+    ]
+
+
+def _spread(store: TokenStore, report: PrepareReport, most: int) -> Sequence[list[int]]:
+    count = min(most, len(store))
+    places = [number * len(store) // count for number in range(count)]
+    return [store.get(place)[:_MOST_TOKENS].tolist() for place in places]

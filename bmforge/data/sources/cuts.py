@@ -1,0 +1,168 @@
+"""Where one large file may be cut, so that several shards share it, and how a part of it is read.
+
+Lines are cut at their ends; a packed file of lines at ends in what it unpacks to, of which every
+part unpacks what is before it; Parquet between its groups of rows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding
+from bmforge.data.sources.kinds import kind_of
+from bmforge.data.sources.lines import is_cut_by_bytes, read_jsonl
+from bmforge.data.sources.packed import inner_name, packing_of, unpack
+from bmforge.data.sources.record import ReadOptions, Record, Where
+from bmforge.data.sources.tables import read_parquet
+
+__all__ = ["LineCutter", "Parts", "find_parts", "how_to_cut", "read_part"]
+
+_HEAD_BYTES = 1024
+_CHUNK_BYTES = 1 << 20
+_MOST_PARTS = 16  # of a packed file: each unpacks what is before it
+Cuts = tuple[tuple[int, int], ...]
+
+
+class Parts(NamedTuple):
+    """How a file is cut.
+
+    Attributes:
+        at: byte, as unpacked, or row; and number of the line or row that begins there.
+        units: bytes, as unpacked, or rows of the whole file.
+        size_bytes: of the whole file, as unpacked.
+    """
+
+    at: Cuts = ()
+    units: int = 0
+    size_bytes: int = 0
+
+
+def how_to_cut(path: Path) -> str:
+    """Return how a file may be cut: at ``"lines"``, as ``"packed"`` lines, at ``"rows"``, or ""."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+        packing, kind = packing_of(head, path.name), kind_of(head, path.name)
+        if kind == "jsonl" and not packing:
+            return "lines" if is_cut_by_bytes(head) else ""
+        if kind == "parquet" and not packing:
+            return "rows"
+        if kind != "jsonl":
+            return ""
+        file.seek(0)
+        try:
+            inner = unpack(file, packing, str(path)).read(_HEAD_BYTES)
+        except (OSError, EOFError, zlib.error):
+            return ""
+    name = inner_name(path.name)
+    lines = kind_of(inner, name) == "jsonl" and not packing_of(inner, name)
+    return "packed" if lines and is_cut_by_bytes(inner) else ""
+
+
+class LineCutter:
+    """Finds the first line end behind every so many bytes of a stream that it is fed."""
+
+    def __init__(self, every_bytes: int) -> None:
+        self._every, self._wanted, self._line = every_bytes, every_bytes, 1
+        self.offset = 0
+        self._cuts: list[tuple[int, int]] = []
+
+    def feed(self, chunk: bytes) -> None:
+        """Look at the next bytes."""
+        start = 0
+        while self._wanted < self.offset + len(chunk):
+            end = chunk.find(b"\n", max(self._wanted - 1 - self.offset, start)) + 1
+            if end == 0:
+                break
+            self._line += chunk.count(b"\n", start, end)
+            self._cuts.append((self.offset + end, self._line))
+            start, self._wanted = end, self.offset + end + self._every
+        self._line += chunk.count(b"\n", start)
+        self.offset += len(chunk)
+
+    def cuts(self) -> Cuts:
+        """Return the cuts, none of them at the very end."""
+        return tuple(cut for cut in self._cuts if cut[0] < self.offset)
+
+
+def find_parts(path: Path, how: str, every_bytes: int) -> Parts:
+    """Return the parts of a packed file of lines, 16 at most, or of Parquet.
+
+    A file that is damaged is not cut: who reads it says what is wrong.
+    """
+    return _cut_packed(path, every_bytes) if how == "packed" else _cut_rows(path, every_bytes)
+
+
+def _cut_packed(path: Path, every_bytes: int) -> Parts:
+    cutter = LineCutter(every_bytes)
+    try:
+        with path.open("rb") as file:
+            stream = unpack(file, packing_of(file.peek(_HEAD_BYTES), path.name), str(path))
+            while chunk := stream.read(_CHUNK_BYTES):
+                cutter.feed(chunk)
+    except (OSError, EOFError, zlib.error):
+        return Parts()
+    cuts = cutter.cuts()
+    step = -(-(len(cuts) + 1) // _MOST_PARTS)
+    return Parts(cuts[step - 1 :: step], cutter.offset, cutter.offset)
+
+
+def _cut_rows(path: Path, every_bytes: int) -> Parts:
+    try:
+        import pyarrow.lib
+        import pyarrow.parquet
+    except ImportError:
+        return Parts()
+    try:
+        found = pyarrow.parquet.read_metadata(path)
+    except (OSError, pyarrow.lib.ArrowException):
+        return Parts()
+    cuts, rows, held, size_bytes = [], 0, 0, 0
+    for number in range(found.num_row_groups):
+        group = found.row_group(number)
+        if held and held + group.total_byte_size > every_bytes:
+            cuts.append((rows, rows + 1))
+            held = 0
+        rows, held = rows + group.num_rows, held + group.total_byte_size
+        size_bytes += group.total_byte_size
+    return Parts(tuple(cuts), rows, size_bytes)
+
+
+def read_part(
+    stream: BinaryIO, path: Path, options: ReadOptions, begin: int, end: int, line: int
+) -> Iterator[Record]:
+    """Yield the entries of a part that does not begin at the file's beginning.
+
+    Args:
+        begin, end: bytes of the lines, as unpacked, or rows.
+        line: number of the first line or row.
+    """
+    how = how_to_cut(path)
+    if how == "rows":
+        yield from read_parquet(stream, Where(str(path), "", end, line), options)
+        return
+    if how == "packed":
+        head = stream.peek(_HEAD_BYTES)  # type: ignore[attr-defined]
+        stream = unpack(stream, packing_of(head, path.name), str(path))
+    # What the whole file looks like, from any part of it.
+    found = detect_encoding(stream.read(SAMPLE_BYTES) if how == "lines" else _peek(stream))
+    if how == "lines":
+        stream.seek(begin)
+    else:
+        _skip(stream, begin)
+    encoding = found if found != "utf-8" else ""
+    yield from read_jsonl(stream, Where(str(path), "", end, line, encoding), options)
+
+
+def _peek(stream: BinaryIO) -> bytes:
+    return stream.peek(SAMPLE_BYTES)[:SAMPLE_BYTES]  # type: ignore[attr-defined]
+
+
+def _skip(stream: BinaryIO, count_bytes: int) -> None:
+    while count_bytes:
+        chunk = stream.read(min(_CHUNK_BYTES, count_bytes))
+        if not chunk:
+            raise EOFError("it has become shorter than it was")
+        count_bytes -= len(chunk)
