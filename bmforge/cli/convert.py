@@ -1,4 +1,4 @@
-"""`bmforge convert`: read any checkpoint, write Hugging Face's form."""
+"""`bmforge convert`: read any checkpoint, write Hugging Face's form, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from bmforge.cli.options import ConvertCommand
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
 from bmforge.models.formats.convert import convert_checkpoint
+from bmforge.models.formats.gguf_export import export_gguf
 
 __all__ = ["run_convert"]
 
 
 def run_convert(command: ConvertCommand) -> None:
-    """Read any checkpoint, write Hugging Face's form."""
+    """Read any checkpoint, write Hugging Face's form, or a GGUF file."""
+    if command.target.suffix == ".gguf":
+        _export(command)
+        return
+    if command.type is not None:
+        raise ConfigError(
+            f"type={command.type!r} is of GGUF files, but the target {str(command.target)!r} does "
+            "not end in .gguf. Name such a file, or say --dtype."
+        )
     if command.max_file_gb <= 0:
         raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")
     convert_checkpoint(
@@ -24,3 +33,14 @@ def run_convert(command: ConvertCommand) -> None:
         preset=command.preset,
         megatron_degree=command.megatron_degree,
     )
+
+
+def _export(command: ConvertCommand) -> None:
+    """Write a GGUF file, which nothing that is said of other forms has a meaning for."""
+    usual = ConvertCommand(source=command.source, target=command.target)
+    names = ("dtype", "max_file_gb", "family", "preset", "megatron_degree")
+    given = [name for name in names if getattr(command, name) != getattr(usual, name)]
+    if given:
+        raise ConfigError(f"{', '.join(given)} has no effect on a GGUF file; leave it out.")
+    kind = command.type or "q8_0"
+    export_gguf(command.source, command.target, kind, allow_unknown=command.allow_unknown)

@@ -180,12 +180,14 @@ class EvaluateCommand:
 
 @dataclass(kw_only=True)
 class ConvertCommand:
-    """Write a checkpoint in Hugging Face's form.
+    """Write a checkpoint in Hugging Face's form, or as a GGUF file.
 
     Args:
         source: directory, hub id or short name: a Hugging Face model, or ModelCenter's
-            pytorch_model.pt with its config.json, or Megatron's shards (CPM-1, CPM-2, EVA).
-        target: directory to make.
+            pytorch_model.pt with its config.json, or Megatron's shards (CPM-1, CPM-2, EVA); or a
+            GGUF file.
+        target: directory to make, or a file that ends in .gguf.
+        type: of the matrices in a GGUF file; none is q8_0.
         dtype: of the weights; none keeps the file's.
         max_file_gb: size (1e9 bytes) above which the weights are divided over several files.
         family: of a ModelCenter checkpoint, where its tensors do not tell.
@@ -196,6 +198,7 @@ class ConvertCommand:
 
     source: Annotated[str, tyro.conf.Positional]
     target: Annotated[Path, tyro.conf.Positional]
+    type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] | None = None
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     max_file_gb: float = 4.0
     family: str | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from bmforge.errors import DataError
 from bmforge.files import read_json
+from bmforge.gguf_header import is_gguf
 from bmforge.tokenizers.base import VOCABULARY_FILE, open_directory
 from bmforge.tokenizers.cpm1 import MODEL_FILE, CPM1Tokenizer
 from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
@@ -45,7 +46,7 @@ class AutoTokenizer:
 
     @staticmethod
     def from_pretrained(directory: str | os.PathLike[str]) -> Any:
-        """Return the tokenizer whose files are in `directory`.
+        """Return the tokenizer whose files are in `directory`, or that a GGUF file holds.
 
         Looked at, in this order: the ``tokenizer_class`` of tokenizer_config.json where it names
         one of OpenBMB's; ``tokenizer.json``; the ``model_type`` of config.json where that does; the
@@ -57,6 +58,8 @@ class AutoTokenizer:
             DataError: no tokenizer is found, or a file is damaged.
             MissingDependencyError: a package of the extra ``zh`` is not installed.
         """
+        if is_gguf(os.fspath(directory)):
+            return FastTokenizer.from_gguf(directory)
         folder = open_directory(directory)
         opens = _by_config(folder) or _by_files(folder)
         if opens is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import ConfigError, DataError, MissingDependencyError
+from bmforge.gguf_header import is_gguf, read_gguf_header
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
@@ -99,7 +100,7 @@ def _plain_source(marks: Mapping[str, str]) -> str:
 
 
 def find_template(folder: Path) -> str | None:
-    """Return the chat template of a tokenizer's directory; None where it has none.
+    """Return the chat template of a tokenizer's directory or GGUF file; None without one.
 
     It is in ``chat_template.jinja``, or in tokenizer_config.json: one, or several of which the one
     called "default" is taken.
@@ -107,6 +108,9 @@ def find_template(folder: Path) -> str | None:
     Raises:
         ConfigError: a file is damaged, or has templates of which none is the default.
     """
+    if is_gguf(folder):
+        found = read_gguf_header(folder).metadata.get("tokenizer.chat_template")
+        return found if isinstance(found, str) and found else None
     try:
         if (folder / TEMPLATE_FILE).is_file():
             return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")

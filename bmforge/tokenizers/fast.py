@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from bmforge.errors import DataError
+from bmforge.gguf_header import read_gguf_header
 from bmforge.tokenizers.base import (
     Tokenizer,
     open_directory,
     save_files,
     unreadable_text,
 )
+from bmforge.tokenizers.gguf_read import read_gguf_tokenizer
 from bmforge.tokenizers.tokenizer_json import (
     ROLE_FILES,
     TOKENIZER_FILE,
@@ -74,6 +76,25 @@ class FastTokenizer(Tokenizer):
             tokens = {f"{role}_token": token for role, token in roles.items()}
             companions.setdefault(ROLE_FILES[1], (json.dumps(tokens, indent=2) + "\n").encode())
         return cls(content, roles, companions, folder / TOKENIZER_FILE)
+
+    @classmethod
+    def from_gguf(cls, path: str | os.PathLike[str]) -> Self:
+        """Open the tokenizer in a GGUF file's metadata; it is saved as a tokenizer.json.
+
+        Raises:
+            CheckpointError: the file is damaged.
+            DataError: it has no tokenizer, or one of a kind that is not read.
+        """
+        found = read_gguf_tokenizer(read_gguf_header(Path(path)))
+        settings = {f"{role}_token": token for role, token in found.roles.items()}
+        text = json.dumps({**settings, **found.settings}, indent=2, ensure_ascii=False) + "\n"
+        return cls(found.content, found.roles, {ROLE_FILES[0]: text.encode()}, Path(path))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What tokenizer.json holds, and under "config" what tokenizer_config.json does."""
+        config = json.loads(self._companions.get(ROLE_FILES[0], b"{}"))
+        return {**json.loads(self._content), "config": config}
 
     def _role_tokens(self) -> Mapping[str, str]:
         return self._roles

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from bmforge.errors import DataError
 
-__all__ = ["EXTRA_IDS", "SPIECE_FILES", "open_spiece"]
+__all__ = ["EXTRA_IDS", "SPIECE_FILES", "UnigramModel", "build_unigram", "open_spiece"]
 
 SPIECE_FILES = ("spiece.model",)
 EXTRA_IDS = 100
@@ -28,7 +28,7 @@ _UNIGRAM = 1
 _CONTROL = 3
 
 
-class _Model(NamedTuple):
+class UnigramModel(NamedTuple):
     """What is read of a file: pieces (text, score, kind), and how text is treated."""
 
     pieces: list[tuple[str, float, int]]
@@ -52,10 +52,6 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     Raises:
         DataError: no sentencepiece model, or one that is no unigram model.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
-    from tokenizers import normalizers as norm
-    from tokenizers import pre_tokenizers as pre
-
     model = _read(content, path)
     if model.algorithm != _UNIGRAM:
         raise DataError(
@@ -63,6 +59,15 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
             f"models ({_UNIGRAM}), such as T5's. Write a tokenizer.json with transformers' "
             "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
         )
+    return build_unigram(model, extra_ids)
+
+
+def build_unigram(model: UnigramModel, extra_ids: int | None = None) -> Any:
+    """Return the tokenizer of the ``tokenizers`` library with such pieces; see `open_spiece`."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
+    from tokenizers import normalizers as norm
+    from tokenizers import pre_tokenizers as pre
+
     # mT5's sentinels are pieces of its own, with a space in front that is never there alone.
     named = [(_SENTINEL.sub(r"\1", text), score, kind) for text, score, kind in model.pieces]
     scores = [(text, score) for text, score, _ in named]
@@ -83,7 +88,7 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     return tokenizer
 
 
-def _read(content: bytes, path: Path) -> _Model:
+def _read(content: bytes, path: Path) -> UnigramModel:
     """Read the fields that are needed, each with the format's default where it is not there."""
     try:
         parts = list(_fields(content))
@@ -92,7 +97,7 @@ def _read(content: bytes, path: Path) -> _Model:
         treatment = dict(_fields(next((p for n, p in parts if n == 3), b"")))
         if not pieces:
             raise ValueError("it has no piece")
-        return _Model(
+        return UnigramModel(
             pieces,
             training.get(3, _UNIGRAM),
             training.get(40, 0),

@@ -14,6 +14,7 @@ import torch
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.files import check_place, partial_name
+from bmforge.gguf_header import is_gguf, read_gguf_header
 from bmforge.logging import get_logger
 from bmforge.models.base import Model
 from bmforge.models.formats.hf_format import WeightFiles, has_weights
@@ -25,8 +26,9 @@ from bmforge.models.formats.megatron_model import (
 )
 from bmforge.models.formats.model_center import is_model_center, load_model_center
 from bmforge.models.hub import AutoModel, find_model
+from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["convert_checkpoint"]
+__all__ = ["convert_checkpoint", "find_companions", "find_stored_dtype"]
 
 # What belongs to a model besides its weights and config.
 _COMPANIONS = (
@@ -60,7 +62,8 @@ def convert_checkpoint(
 
     Args:
         source: a directory, hub id or short name: Hugging Face's form, safetensors or pickled, or
-            ModelCenter's (`pytorch_model.pt`), or Megatron's shards of CPM-1, CPM-2 or EVA.
+            ModelCenter's (`pytorch_model.pt`), or Megatron's shards of CPM-1, CPM-2 or EVA; or a
+            GGUF file, whose quantised values become fp32 where no dtype is named.
         target: directory to make.
         dtype: of the weights; None keeps the file's.
         max_file_bytes: size above which the weights are divided over several files.
@@ -98,7 +101,9 @@ def convert_checkpoint(
             floats = (p.dtype for p in model.parameters() if p.is_floating_point())
             kind = str(next(floats)).removeprefix("torch.")
             said = f"{type(model).__name__}, {count:,} parameters in {kind}"
-        for name in _find_companions(directory):
+        if is_gguf(directory):
+            _save_tokenizer(directory, partial)
+        for name in find_companions(directory):
             shutil.copyfile(directory / name, partial / name)
         os.replace(partial, out)
     finally:
@@ -123,14 +128,28 @@ def _open(
             f"preset={preset!r} names the model in Megatron's shards, but {str(directory)!r} holds "
             "a model with a config.json. Leave it out."
         )
+    dtype = dtype or find_stored_dtype(directory)
+    return AutoModel.from_pretrained(directory, dtype=dtype, allow_unknown=allow_unknown)
+
+
+def _save_tokenizer(source: Path, target: Path) -> None:
+    """Write the tokenizer of a GGUF file, where it has one."""
+    if read_gguf_header(source).metadata.get("tokenizer.ggml.model", "none") == "none":
+        get_logger().warning("%s holds no tokenizer, so none is written", source)
+        return
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+def find_stored_dtype(directory: Path) -> torch.dtype:
+    """Return the dtype that most of a checkpoint's values are stored in; fp32 where packed."""
     files = WeightFiles(directory)
     sizes: Counter[torch.dtype] = Counter()
     for name, shape in files.shapes.items():
         if files.dtype(name).is_floating_point:  # packed ones stay what they are
             sizes[files.dtype(name)] += torch.Size(shape).numel()
-    dtype = dtype or sizes.most_common(1)[0][0]
-    return AutoModel.from_pretrained(directory, dtype=dtype, allow_unknown=allow_unknown)
+    return sizes.most_common(1)[0][0]
 
 
-def _find_companions(directory: Path) -> list[str]:
+def find_companions(directory: Path) -> list[str]:
+    """Return the names of the files that belong to a model besides its weights and config."""
     return sorted({p.name for glob in _COMPANIONS for p in directory.glob(glob) if p.is_file()})

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bmforge.errors import CheckpointError, suggest
 from bmforge.gguf_header import GgufHeader, read_gguf_header
 from bmforge.models.formats.gguf_rope import read_rope
@@ -251,7 +253,8 @@ class _Metadata:
             other = _OPTIONAL[key]
             return None if other is None else self.number(other)
         if isinstance(value, int | float) and 0 <= value < _MAX_NUMBER:
-            return value
+            # The shortest number with these 32 bits is the one that was meant.
+            return float(str(np.float32(value))) if isinstance(value, float) else value
         raise CheckpointError(
             f"{str(self.header.path)!r} has {self.kind}.{key}={value!r}; needed is one number from "
             f"0 to {_MAX_NUMBER}. The file is damaged, or of a model whose layers differ."

@@ -1,0 +1,67 @@
+"""Exporting a model with its tokenizer as one GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmforge.gguf_header import is_gguf
+from bmforge.logging import get_logger
+from bmforge.models.base import Model
+from bmforge.models.formats.convert import find_companions, find_stored_dtype
+from bmforge.models.formats.gguf_write import GgufType, check_target, write_gguf
+from bmforge.models.hub import AutoModel, find_model
+from bmforge.tokenizers import AutoTokenizer, Tokenizer
+from bmforge.tokenizers.chat_template import find_template
+from bmforge.tokenizers.gguf_write import describe_tokenizer
+
+__all__ = ["export_gguf"]
+
+
+def export_gguf(
+    model: Model | str | Path,
+    path: str | Path,
+    kind: GgufType = "q8_0",
+    *,
+    tokenizer: Tokenizer | None = None,
+    allow_unknown: tuple[str, ...] = (),
+    overwrite: bool = False,
+) -> Path:
+    """Write a model as a GGUF file that llama.cpp and its kin run.
+
+    Written are Llama, Qwen2, Qwen3, their models of experts, Mixtral, MiniCPM, GPT-2, GPT-J, T5 and
+    the body of a BERT.
+
+    Args:
+        model: one of ours, or its directory, GGUF file, hub id or short name.
+        path: of the file to write; ends in ``.gguf``.
+        kind: of the matrices: "f32", "f16", "bf16", "q8_0" or "q4_0".
+        tokenizer: to write with the model; None takes the directory's, where it has one.
+        allow_unknown: config fields to accept unread.
+        overwrite: replace a file that is there.
+
+    Returns:
+        the path.
+
+    Raises:
+        CheckpointError: the file is there, the source is damaged, or values do not fit the kind.
+        ConfigError: no such source, or a model or tokenizer that GGUF cannot say.
+        MissingDependencyError: `gguf` is not installed.
+    """
+    check_target(Path(path), kind, overwrite)
+    template = None
+    if not isinstance(model, Model):
+        source = find_model(model)
+        dtype = torch.float32 if is_gguf(source) else find_stored_dtype(source)
+        model = AutoModel.from_pretrained(source, dtype=dtype, allow_unknown=allow_unknown)
+        if tokenizer is None and (is_gguf(source) or find_companions(source)):
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            template = find_template(source)
+    tokens: dict[str, Any] | None = None
+    if tokenizer is not None:
+        tokens = describe_tokenizer(tokenizer, model.config.vocab_size, template)
+    else:
+        get_logger().warning("%s: written without a tokenizer; it takes token ids only", path)
+    return write_gguf(model, path, kind, tokens=tokens, overwrite=overwrite)

@@ -1,0 +1,315 @@
+"""The tokenizer in a GGUF file's metadata, as the tokenizers library has it.
+
+Four kinds: "gpt2" (pairs of bytes), "llama" (sentencepiece's pairs, which follow from scores), "t5"
+(sentencepiece's unigram model) and "bert" (word pieces).
+
+Source: llama.cpp's ``llama-vocab.cpp`` and ``convert_hf_to_gguf.py``; the expressions that cut text
+are those of the published tokenizer.json of Llama 3 and Qwen2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bmforge.errors import DataError
+from bmforge.gguf_header import GgufHeader
+from bmforge.tokenizers.spiece import UnigramModel, build_unigram
+
+__all__ = ["BYTE", "CONTROL", "NORMAL", "OWN", "PRE", "ROLE_KEYS", "SPACE", "UNKNOWN", "UNUSED",
+           "GgufTokenizer", "PreTokenizer", "pairs_of_scores", "read_gguf_tokenizer"]  # fmt: skip
+
+NORMAL, UNKNOWN, CONTROL, OWN, UNUSED, BYTE = range(1, 7)
+SPACE = "\u2581"
+# role -> what its key is called
+ROLE_KEYS = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "sep": "seperator",  # as the format spells it
+    "pad": "padding",
+    "mask": "mask",
+    "cls": "cls",
+}
+_LONGEST_PIECE = 512
+_CUT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class PreTokenizer(NamedTuple):
+    """How a `tokenizer.ggml.pre` cuts text before its pairs are merged.
+
+    Args:
+        expression: whose matches are the words; None is GPT-2's own.
+        composes: text is put into Unicode's form C first.
+        takes_words: a word that is a token is that token, whatever the pairs say.
+    """
+
+    expression: str | None = None
+    composes: bool = False
+    takes_words: bool = False
+
+
+PRE = {
+    "gpt-2": PreTokenizer(),
+    "llama-bpe": PreTokenizer(_CUT % "{1,3}", takes_words=True),
+    "qwen2": PreTokenizer(_CUT % "", composes=True),
+}
+
+
+class GgufTokenizer(NamedTuple):
+    """What a file says of its tokenizer.
+
+    Args:
+        content: of a tokenizer.json.
+        roles: role -> token.
+        settings: further fields of a tokenizer_config.json.
+    """
+
+    content: bytes
+    roles: dict[str, str]
+    settings: dict[str, Any]
+
+
+class _Vocabulary(NamedTuple):
+    """The tokens of a file by id, with their types and scores; checked."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+
+    def of(self, *types: int) -> dict[str, int]:
+        """Return token -> id of those of some types."""
+        return {t: i for i, t in enumerate(self.tokens) if self.types[i] in types}
+
+    def damaged(self, reason: str) -> DataError:
+        return DataError(f"the tokenizer in {str(self.path)!r} is damaged: {reason}")
+
+
+def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
+    """Return the tokenizer of a GGUF file.
+
+    Raises:
+        DataError: there is none, one of an unknown kind, or one that contradicts itself.
+    """
+    kind = header.metadata.get("tokenizer.ggml.model")
+    build = _KINDS.get(kind) if isinstance(kind, str) else None
+    if build is None:
+        raise DataError(
+            f"{str(header.path)!r} has a tokenizer of the kind {kind!r}; read are "
+            f"{', '.join(_KINDS)}. Give the tokenizer of the model's own directory."
+        )
+    found = _read_vocabulary(header)
+    try:
+        tokenizer = build(found)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises a bare Exception
+        raise found.damaged(str(error)) from error
+    _add_special(tokenizer, found)
+    ids = {role: header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+           for role, key in ROLE_KEYS.items()}  # fmt: skip
+    if kind == "bert":
+        ids["cls"] = ids["cls"] if ids["cls"] is not None else ids["bos"]
+    roles = {}
+    for role, id in ids.items():
+        if id is not None:
+            token = tokenizer.id_to_token(id) if type(id) is int and 0 <= id < 1 << 31 else None
+            if token is None:
+                raise found.damaged(f"its {role} token has the id {id!r}, which no token has")
+            roles[role] = token
+    settings = {name: header.metadata[f"tokenizer.ggml.{name}"]
+                for name in ("add_bos_token", "add_eos_token")
+                if isinstance(header.metadata.get(f"tokenizer.ggml.{name}"), bool)}  # fmt: skip
+    template = header.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        settings["chat_template"] = template
+    return GgufTokenizer(tokenizer.to_str().encode(), roles, settings)
+
+
+def _read_vocabulary(header: GgufHeader) -> _Vocabulary:
+    metadata = header.metadata
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else 0
+    types = _numbers(metadata.get("tokenizer.ggml.token_type"), [NORMAL] * count)
+    scores = _numbers(metadata.get("tokenizer.ggml.scores"), [0.0] * count)
+    found = _Vocabulary(header.path, metadata, tokens or [], types, scores)
+    if not count or not (len(types) == len(scores) == count):
+        raise found.damaged(f"{count} tokens, {len(types)} types, {len(scores)} scores")
+    if len(set(found.tokens)) != count:
+        raise found.damaged("a token is there twice")
+    if not all(math.isfinite(score) for score in scores):
+        raise found.damaged("a score is no number")
+    return found
+
+
+def _numbers(found: Any, default: list[Any]) -> list[Any]:
+    return default if found is None else found.tolist() if hasattr(found, "tolist") else []
+
+
+def _add_special(tokenizer: Any, found: _Vocabulary) -> None:
+    """Add what is found in a text as it stands, in the order of ids."""
+    from tokenizers import AddedToken
+
+    for id, token in enumerate(found.tokens):
+        if found.types[id] not in (CONTROL, OWN):
+            continue
+        added = [AddedToken(token, normalized=False)]
+        if found.types[id] == CONTROL:
+            tokenizer.add_special_tokens(added)
+        else:
+            tokenizer.add_tokens(added)
+        if (got := tokenizer.token_to_id(token)) != id:
+            raise found.damaged(f"{token!r} has the id {id} and would get {got}")
+
+
+def _model_vocabulary(found: _Vocabulary, *types: int) -> dict[str, int]:
+    """Return token -> id of what the model itself knows.
+
+    Added tokens that follow behind all others stay out of it, as in published files; where they are
+    in between, only the model can give them their ids.
+    """
+    own = found.of(*types)
+    added = found.of(CONTROL, OWN)
+    first = max(own.values(), default=-1) + 1
+    is_tail = sorted(added.values()) == list(range(first, first + len(added)))
+    return own if is_tail else {**own, **added}
+
+
+def _byte_pairs(found: _Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models
+    from tokenizers import normalizers as norm
+    from tokenizers import pre_tokenizers as pre
+
+    name = found.metadata.get("tokenizer.ggml.pre")
+    rules = PRE.get(name) if isinstance(name, str) else None
+    if rules is None:
+        raise DataError(
+            f"{str(found.path)!r} cuts text in the way tokenizer.ggml.pre={name!r}; known are "
+            f"{', '.join(PRE)}. Give the tokenizer of the model's own directory."
+        )
+    merges = found.metadata.get("tokenizer.ggml.merges", [])
+    # A part of a pair may begin with a space, and never ends with one.
+    places = [(text, text.find(" ", 1)) for text in merges]
+    if any(place < 0 for _, place in places):
+        raise found.damaged("a merge is no pair")
+    pairs = [(text[:place], text[place + 1 :]) for text, place in places]
+    vocabulary = _model_vocabulary(found, NORMAL, BYTE)
+    model = models.BPE(vocabulary, pairs, ignore_merges=rules.takes_words)
+    tokenizer = Tokenizer(model)
+    if rules.composes:
+        tokenizer.normalizer = norm.NFC()
+    if rules.expression is None:
+        tokenizer.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+    else:
+        cut = pre.Split(Regex(rules.expression), "isolated")
+        letters = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre.Sequence([cut, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the pairs that a sentencepiece model of this kind merges, the first ones first.
+
+    It joins the neighbours whose piece has the highest score: so every way to cut a piece in two is
+    a pair, in the order of the pieces' scores.
+
+    Args:
+        pieces: piece -> score.
+        ids: piece -> id, which decides between equal scores.
+
+    Raises:
+        DataError: a piece that is too long to be one.
+    """
+    pairs = []
+    for piece in sorted(pieces, key=lambda piece: (-pieces[piece], ids[piece])):
+        if len(piece) > _LONGEST_PIECE:
+            raise DataError(f"a piece of the vocabulary has {len(piece)} characters")
+        cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        cuts = [(a, b) for a, b in cuts if a in pieces and b in pieces]
+        pairs += sorted(cuts, key=lambda cut: (ids[cut[0]], ids[cut[1]]))
+    return pairs
+
+
+def _sentence_pairs(found: _Vocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import normalizers as norm
+
+    ids = found.of(NORMAL)
+    pairs = pairs_of_scores({piece: found.scores[id] for piece, id in ids.items()}, ids)
+    unknown = next(iter(found.of(UNKNOWN)), None)
+    falls_back = len(found.of(BYTE)) == 256
+    vocabulary = _model_vocabulary(found, NORMAL, UNKNOWN, BYTE)
+    model = models.BPE(
+        vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=falls_back
+    )
+    tokenizer = Tokenizer(model)
+    leads = found.metadata.get("tokenizer.ggml.add_space_prefix", True) is True
+    spaces = norm.Replace(" ", SPACE)
+    tokenizer.normalizer = norm.Sequence([norm.Prepend(SPACE), spaces] if leads else [spaces])
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if leads else steps)
+    return tokenizer
+
+
+def _unigram(found: _Vocabulary) -> Any:
+    # Rows that a model has beyond its vocabulary are called unused.
+    last = max(found.of(NORMAL, UNKNOWN, CONTROL, OWN, BYTE).values(), default=-1)
+    pieces = list(zip(found.tokens, found.scores, found.types, strict=True))[: last + 1]
+    unknown = next(iter(found.of(UNKNOWN).values()), None)
+    if unknown is None:
+        raise found.damaged("it has no unknown token")
+    characters = found.metadata.get("tokenizer.ggml.precompiled_charsmap")
+    model = UnigramModel(
+        pieces,
+        1,
+        unknown,
+        len(found.of(BYTE)) == 256,
+        b"" if characters is None else characters.tobytes(),
+        found.metadata.get("tokenizer.ggml.add_space_prefix", True) is True,
+        found.metadata.get("tokenizer.ggml.remove_extra_whitespaces", True) is True,
+    )
+    return build_unigram(model, extra_ids=0)
+
+
+def _word_pieces(found: _Vocabulary) -> Any:
+    """Undo how word pieces are written: with a mark before words instead of before the rest."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    named = [_as_word_piece(token) for token in found.tokens]
+    ids = {token: id for id, token in enumerate(named) if found.types[id] != UNUSED}
+    if len(ids) != sum(kind != UNUSED for kind in found.types):
+        raise found.damaged("two of its tokens are one word piece")
+    unknown = next(iter(found.of(UNKNOWN)), "[UNK]")
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown))
+    # The file does not say whether upper case counts, but a vocabulary without it does.
+    is_lower = not any(token != token.lower() for token in named if not _is_name(token))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return tokenizer
+
+
+def _is_name(token: str) -> bool:
+    return token.startswith("[") and token.endswith("]")
+
+
+def _as_word_piece(token: str) -> str:
+    if _is_name(token):
+        return token
+    return token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"
+
+
+_KINDS: dict[str, Callable[[_Vocabulary], Any]] = {
+    "gpt2": _byte_pairs,
+    "llama": _sentence_pairs,
+    "t5": _unigram,
+    "bert": _word_pieces,
+}

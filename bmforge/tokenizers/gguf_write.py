@@ -1,0 +1,216 @@
+"""A tokenizer as metadata of a GGUF file: what `gguf_read` reads, and llama.cpp."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bmforge.errors import ConfigError, DataError
+from bmforge.logging import get_logger
+from bmforge.tokenizers.base import Tokenizer
+from bmforge.tokenizers.fast import FastTokenizer
+from bmforge.tokenizers.gguf_read import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    OWN,
+    PRE,
+    ROLE_KEYS,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    PreTokenizer,
+    pairs_of_scores,
+)
+
+__all__ = ["describe_tokenizer"]
+
+
+def describe_tokenizer(
+    tokenizer: Tokenizer, rows: int, template: str | None = None
+) -> dict[str, Any]:
+    """Return the metadata that say a tokenizer.
+
+    Args:
+        tokenizer: of byte pairs, sentencepiece's pairs or unigram model, or word pieces.
+        rows: of the model's embedding, each of which needs a token; unused ones are named so.
+        template: of conversations.
+
+    Raises:
+        ConfigError: a tokenizer that GGUF cannot say, or of a larger model.
+    """
+    settings = tokenizer.settings if isinstance(tokenizer, FastTokenizer) else {"model": {}}
+    name = _kind_of(settings)
+    if name is None:
+        raise _unsaid(type(tokenizer).__name__)
+    tokens, types = _list_tokens(tokenizer, settings, rows)
+    own = _KINDS[name](settings, tokens, types)
+    found = {
+        "tokenizer.ggml.model": name,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        **{f"tokenizer.ggml.{key}": value for key, value in own.items()},
+    }
+    for role, id in tokenizer.special_ids.items():
+        if role in ROLE_KEYS:
+            found[f"tokenizer.ggml.{ROLE_KEYS[role]}_token_id"] = id
+    if name == "bert" and "cls" in tokenizer.special_ids:
+        found["tokenizer.ggml.bos_token_id"] = tokenizer.special_ids["cls"]
+    first, last = _ends(tokenizer, settings)
+    found |= {"tokenizer.ggml.add_bos_token": first, "tokenizer.ggml.add_eos_token": last}
+    return {**found, "tokenizer.chat_template": template} if template else found
+
+
+def _unsaid(what: str) -> ConfigError:
+    return ConfigError(
+        f"GGUF cannot say this tokenizer ({what}): it knows GPT-2's, Llama 3's and Qwen2's byte "
+        "pairs, sentencepiece's pairs and unigram model, and BERT's word pieces. Export the model "
+        "without its tokenizer."
+    )
+
+
+def _kind_of(settings: dict[str, Any]) -> str | None:
+    model = settings["model"]
+    kind = model.get("type")
+    if kind == "BPE":
+        return "llama" if model.get("byte_fallback") or _replaces_spaces(settings) else "gpt2"
+    return {"Unigram": "t5", "WordPiece": "bert"}.get(kind)
+
+
+def _list_tokens(
+    tokenizer: Tokenizer, settings: dict[str, Any], rows: int
+) -> tuple[list[str], list[int]]:
+    """Return the token and the type of every row."""
+    vocabulary = tokenizer.get_vocab()
+    largest = max(vocabulary.values())
+    if largest >= rows:
+        raise ConfigError(
+            f"the tokenizer has ids up to {largest}, the model {rows} rows: is it another model's?"
+        )
+    tokens = [f"[PAD{id}]" for id in range(rows)]
+    types = [UNUSED] * rows
+    unknown = settings["model"].get("unk_token")
+    has_bytes = settings["model"].get("byte_fallback")
+    for token, id in vocabulary.items():
+        is_byte = has_bytes and len(token) == 6 and token.startswith("<0x")
+        tokens[id] = token
+        types[id] = BYTE if is_byte else UNKNOWN if token == unknown else NORMAL
+    if settings["model"].get("unk_id") is not None:
+        types[settings["model"]["unk_id"]] = UNKNOWN
+    for added in settings.get("added_tokens", ()):
+        if types[added["id"]] != UNKNOWN:
+            types[added["id"]] = CONTROL if added["special"] else OWN
+    return tokens, types
+
+
+def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, those of sequences one by one."""
+    for key in ("normalizers", "pretokenizers", "decoders", "processors"):
+        if part is not None and key in part:
+            for one in part[key]:
+                yield from _steps(one)
+            return
+    if part is not None:
+        yield part
+
+
+def _replaces_spaces(settings: dict[str, Any]) -> bool:
+    kinds = [step for key in ("normalizer", "pre_tokenizer") for step in _steps(settings.get(key))]
+    return any(step["type"] in ("Prepend", "Metaspace") for step in kinds)
+
+
+def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    cuts, composes = list(_steps(settings.get("pre_tokenizer"))), False
+    for step in _steps(settings.get("normalizer")):
+        if step["type"] != "NFC":
+            raise _unsaid(f"its normalizer {step['type']}")
+        composes = True
+    letters = [step for step in cuts if step["type"] == "ByteLevel"]
+    splits = [step["pattern"].get("Regex") for step in cuts if step["type"] == "Split"]
+    if len(letters) != 1 or letters[0].get("add_prefix_space") or len(cuts) != 1 + len(splits):
+        raise _unsaid(f"its pre-tokenizer {[step['type'] for step in cuts]}")
+    takes_words = bool(settings["model"].get("ignore_merges"))
+    rules = PreTokenizer(splits[0] if splits else None, composes, takes_words)
+    name = next((name for name, known in PRE.items() if known == rules), None)
+    if name is None:
+        raise _unsaid(f"it cuts text by {rules.expression or 'GPT-2'!r}")
+    merges = settings["model"]["merges"]
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+    return {"pre": name, "merges": pairs}
+
+
+def _sentence_pairs(
+    settings: dict[str, Any], tokens: list[str], types: list[int]
+) -> dict[str, Any]:
+    """Return scores from which the same pairs follow."""
+    merges = settings["model"]["merges"]
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
+    ranks: dict[str, int] = {}
+    for rank, (a, b) in enumerate(pairs):
+        ranks.setdefault(a + b, rank)
+    scores = [0.0] * len(tokens)
+    ids = {token: id for id, token in enumerate(tokens) if types[id] == NORMAL}
+    for token, id in ids.items():
+        scores[id] = -float(ranks.get(token, len(pairs)))
+    try:
+        implied = pairs_of_scores({token: scores[id] for token, id in ids.items()}, ids)
+    except DataError as error:
+        raise _unsaid(str(error)) from error
+    if set(implied) != set(pairs):
+        raise _unsaid("some pairs of its pieces are not merged, which scores cannot say")
+    kinds = [s for key in ("normalizer", "pre_tokenizer") for s in _steps(settings.get(key))]
+    leads = any(
+        s["type"] == "Prepend" or s.get("prepend_scheme", "never") != "never" for s in kinds
+    )
+    return {"pre": "default", "scores": scores, "add_space_prefix": leads}
+
+
+def _unigram(settings: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    vocabulary = settings["model"]["vocab"]
+    scores = [float(score) for _, score in vocabulary]
+    scores += [-1000.0 if kind == UNUSED else 0.0 for kind in types[len(scores) :]]
+    steps = list(_steps(settings.get("normalizer")))
+    spaces = [s for s in _steps(settings.get("pre_tokenizer")) if s["type"] == "Metaspace"]
+    found: dict[str, Any] = {
+        "pre": "default",
+        "scores": scores,
+        "add_space_prefix": any(s.get("prepend_scheme") != "never" for s in spaces),
+        "remove_extra_whitespaces": any(s["type"] in ("Replace", "Strip") for s in steps),
+    }
+    for step in steps:
+        if step["type"] == "Precompiled":
+            found["precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
+    return found
+
+
+def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """Mark words instead of what goes on; `tokens` is changed in place."""
+    if not (settings.get("normalizer") or {}).get("lowercase"):
+        get_logger().warning("llama.cpp reads text for word pieces in lower case; these are not")
+    for id, token in enumerate(tokens):
+        if not (token.startswith("[") and token.endswith("]")):
+            tokens[id] = token[2:] if token.startswith("##") else SPACE + token
+    return {}
+
+
+def _ends(tokenizer: Tokenizer, settings: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether a text gets the begin token, and the end token."""
+    config = settings.get("config", {})
+    single: list[Any] = []
+    for step in _steps(settings.get("post_processor")):
+        single = step.get("single", single)
+    ends = (*single[:1], *single[-1:]) or ({}, {})
+    marks = [part.get("SpecialToken", {}).get("id") for part in ends]
+    tokens = {role: tokenizer.decode([id]) for role, id in tokenizer.special_ids.items()}
+    first = config.get("add_bos_token", marks[0] is not None and marks[0] == tokens.get("bos"))
+    last = config.get("add_eos_token", marks[-1] is not None and marks[-1] == tokens.get("eos"))
+    return bool(first), bool(last)
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], list[str], list[int]], dict[str, Any]]] = {
+    "gpt2": _byte_pairs,
+    "llama": _sentence_pairs,
+    "t5": _unigram,
+    "bert": _word_pieces,
+}
