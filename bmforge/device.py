@@ -21,6 +21,7 @@ __all__ = [
     "default_device",
     "device_memory_bytes",
     "device_name",
+    "device_size_bytes",
     "fast_products",
     "fork_random",
     "has_fast_half",
@@ -145,6 +146,13 @@ def memory_room_bytes(device: torch.device) -> int:
     if limited is not None:
         return limited
     return int(0.97 * host_memory_bytes()) - peak_resident_bytes()
+
+
+def device_size_bytes(device: torch.device) -> int:
+    """Return the memory of `device`; of a CPU the host's, a container's limit included."""
+    if device.type == "cpu":
+        return host_memory_bytes()
+    return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -7,13 +7,70 @@ found where it is used.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from bmforge.errors import ConfigError
 
-__all__ = ["EvaluateConfig", "PrepareConfig", "QuickstartConfig", "TalkConfig"]
+__all__ = [
+    "EvaluateConfig",
+    "MemoryOptions",
+    "PrepareConfig",
+    "QuickstartConfig",
+    "TalkConfig",
+    "parse_size",
+]
+
+# What a size may end with, in lower case, and how many bytes that is.
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}ib": 1 << (10 * n) for n, letter in enumerate("kmgt", 1)}
+_UNITS |= {f"{letter}b": 1000**n for n, letter in enumerate("kmgt", 1)}
+
+
+def parse_size(text: str, name: str = "size") -> int:
+    """Return the bytes that a size such as ``2GiB``, ``500 MB`` or ``123456`` stands for.
+
+    Args:
+        text: a number and a unit: B, KB, MB, GB, TB (powers of 1000), KiB, ... TiB (of 1024).
+        name: what messages call it.
+
+    Raises:
+        ConfigError: it is not such a size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ConfigError(
+            f"{name}={text!r} is no size. Write a number and a unit, such as 2GiB, 1.5GB or 800MiB."
+        )
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """How much memory a model may take.
+
+    Args:
+        device_budget: of the device's memory, for weights, keys and values, and the largest step:
+            a size such as 2GiB. What does not fit is read from disk whenever it is needed. None
+            takes as much as the model needs.
+        max_tokens: with a budget: longest row that is planned for, new tokens included; None takes
+            1,024, or what the model has positions for.
+    """
+
+    device_budget: str | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what is no size, or has no effect."""
+        if self.device_budget is not None:
+            parse_size(self.device_budget, "device_budget")
+        elif self.max_tokens is not None:
+            raise ConfigError(
+                f"max_tokens={self.max_tokens} has no effect without device_budget. Leave it out, "
+                "or set device_budget=2GiB."
+            )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ __all__ = [
     "match_names",
     "persistent_tensors",
     "replace_module_",
+    "shared_tensors",
     "unwrap_forward_",
     "wrap_forward_",
     "wrappers_of",
@@ -128,6 +129,16 @@ def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
                 seen.add(id(buffer))
                 found[f"{prefix}.{key}" if prefix else key] = buffer
     return found
+
+
+def shared_tensors(root: nn.Module) -> set[int]:
+    """Return the ids of parameters and buffers that a model has in several places."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in root.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            (shared if id(tensor) in seen else seen).add(id(tensor))
+    return shared
 
 
 def copy_to_meta(root: nn.Module) -> Any:

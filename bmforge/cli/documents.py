@@ -9,17 +9,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from bmforge.cli.opening import opened_model
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.openbmb.documents import fill_each
-from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
+from bmforge.settings import MemoryOptions
 from bmforge.tokenizers.cpm_bee.lines import parse_document, read_numbered
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 __all__ = ["print_filled"]
 
 
-def print_filled(model: str, file: Path, **options: Any) -> None:
+def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **options: Any) -> None:
     """Fill every document of a file and print it as a line of JSON, as soon as it is filled.
 
     What is wrong with a document is said on standard error, and the others are filled.
@@ -27,6 +28,8 @@ def print_filled(model: str, file: Path, **options: Any) -> None:
     Args:
         model: directory or hub id of a CPM-Bee with its tokenizer.
         file: one document a line; empty lines are left out.
+        memory: how much the model may take; with a budget one document is filled at a time.
+        beams: rows of a document.
         options: those of `fill_each`.
 
     Raises:
@@ -48,20 +51,22 @@ def print_filled(model: str, file: Path, **options: Any) -> None:
     if first is None:
         raise DataError(f"{str(file)!r} has no document: write one JSON object a line.")
     directory = find_model(model)
-    opened = AutoModel.from_pretrained(directory)
-    if opened.traits.objective != "documents":
-        raise ConfigError(
-            f"{model!r} is a {type(opened).__name__}; documents are for CPM-Bee. Give a text with "
-            "--prompt instead."
-        )
-    tokenizer = CPMBeeTokenizer.from_pretrained(directory)
+    if memory.device_budget is not None:
+        options["batch_size"] = 1
     wrong = 0
-    filled = fill_each(opened, tokenizer, chain([first], documents), **options)  # type: ignore[arg-type]
-    for place, document in enumerate(filled):
-        if isinstance(document, DataError):
-            wrong += 1
-            print(f"line {numbers[place]}: {document}", file=sys.stderr, flush=True)
-        else:
-            print(json.dumps(document, ensure_ascii=False), flush=True)
+    with opened_model(directory, memory, beams) as opened:
+        if opened.traits.objective != "documents":
+            raise ConfigError(
+                f"{model!r} is a {type(opened).__name__}; documents are for CPM-Bee. Give a text "
+                "with --prompt instead."
+            )
+        tokenizer = CPMBeeTokenizer.from_pretrained(directory)
+        filled = fill_each(opened, tokenizer, chain([first], documents), **options)
+        for place, document in enumerate(filled):
+            if isinstance(document, DataError):
+                wrong += 1
+                print(f"line {numbers[place]}: {document}", file=sys.stderr, flush=True)
+            else:
+                print(json.dumps(document, ensure_ascii=False), flush=True)
     if wrong:
         raise DataError(f"{wrong} of {len(numbers)} documents of {str(file)!r} were not filled.")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
 from bmforge.cli.chat import OWN_FORMS, answer_once
 from bmforge.cli.documents import print_filled
+from bmforge.cli.opening import opened_model
 from bmforge.cli.options import GenerateCommand
 from bmforge.errors import ConfigError
 from bmforge.infer.openbmb.texts import write_text
-from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 
@@ -21,18 +20,20 @@ __all__ = ["run_generate"]
 
 def run_generate(command: GenerateCommand) -> None:
     """Continue a text with a model."""
+    # CPM-Ant and CPM-Bee search with three beams where nothing is said.
+    rows = command.num_beams or 3
     if command.document is not None:
         if command.prompt is not None:
             raise ConfigError("give --prompt or --document, not both.")
         torch.manual_seed(command.seed)
-        print_filled(command.model, command.document, **command.options())
+        print_filled(command.model, command.document, command.memory, rows, **command.options())
         return
     directory = find_model(command.model)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model: Any = AutoModel.from_pretrained(directory)
-    prompt = command.prompt if command.prompt is not None else sys.stdin.read()
-    torch.manual_seed(command.seed)
-    if command.chat and model.traits.objective not in OWN_FORMS:
-        print(answer_once(model, tokenizer, directory, prompt, **command.options()))
-    else:
-        print(write_text(model, tokenizer, prompt, **command.options()))
+    with opened_model(directory, command.memory, rows) as model:
+        prompt = command.prompt if command.prompt is not None else sys.stdin.read()
+        torch.manual_seed(command.seed)
+        if command.chat and model.traits.objective not in OWN_FORMS:
+            print(answer_once(model, tokenizer, directory, prompt, **command.options()))
+        else:
+            print(write_text(model, tokenizer, prompt, **command.options()))

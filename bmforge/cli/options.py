@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from bmforge.settings import EvaluateConfig, PrepareConfig, TalkConfig
+from bmforge.settings import EvaluateConfig, MemoryOptions, PrepareConfig, TalkConfig
 
 __all__ = [
     "ChatCommand",
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
+Memory = Annotated[MemoryOptions, tyro.conf.arg(name="")]
 
 
 @dataclass(kw_only=True)
@@ -128,6 +129,7 @@ class GenerateCommand:
         top_p: draw among the likeliest that make up this probability; none is 1, of CPM-Ant 0.9.
         repetition_penalty: above 1, what was written becomes less likely.
         seed: of the drawing.
+        memory: how much the model may take.
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -142,6 +144,7 @@ class GenerateCommand:
     top_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int = 0
+    memory: Memory = field(default_factory=MemoryOptions)
 
     def options(self) -> dict[str, Any]:
         """Return what `write_text` and `fill_documents` are told, but what is left to them."""
@@ -157,10 +160,12 @@ class ChatCommand:
     Args:
         model: directory, hub id or short name of a model that writes text, with its tokenizer.
         config: how it answers.
+        memory: how much the model may take.
     """
 
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
+    memory: Memory = field(default_factory=MemoryOptions)
 
 
 @dataclass(kw_only=True)

@@ -2,12 +2,13 @@
 
 Start reading at `generate.py`: `decoder.py` runs the model, `sampling.py` turns scores into tokens
 and `beam.py` searches. Results equal those of transformers' ``generate`` on the same weights.
-`score.py` chooses among texts, `chat.py` talks; `openbmb/` holds EVA's conversations and CPM-Bee's
-documents.
+`score.py` chooses among texts, `talk.py` talks; `openbmb/` holds EVA's conversations and CPM-Bee's
+documents. `engine/` runs what does not fit into memory.
 """
 
 from bmforge.infer.cache import KVCache
+from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.infer.generate import generate
 from bmforge.infer.options import GenerationConfig
 
-__all__ = ["GenerationConfig", "KVCache", "generate"]
+__all__ = ["Engine", "EngineConfig", "GenerationConfig", "KVCache", "generate"]

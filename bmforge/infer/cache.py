@@ -86,8 +86,9 @@ class KVCache:
         Shape:
             indices: (new B,), integers
         """
-        self._keys = [self._pick(buffer, indices) for buffer in self._keys]
-        self._values = [self._pick(buffer, indices) for buffer in self._values]
+        for buffers in (self._keys, self._values):
+            for layer, buffer in enumerate(buffers):  # one at a time: old ones go at once
+                buffers[layer] = self._pick(buffer, indices)
         for layer, pair in self._memory.items():
             self._memory[layer] = (
                 pair[0].index_select(0, indices),
@@ -102,6 +103,12 @@ class KVCache:
             buffer = buffer.new_empty(indices.shape[0], *buffer.shape[1:])
         buffer[:, :, : self._stored] = used
         return buffer
+
+    @property
+    def size_bytes(self) -> int:
+        """What its buffers take now, what an encoder made included."""
+        found = [*self._keys, *self._values, *(t for pair in self._memory.values() for t in pair)]
+        return sum(t.numel() * t.element_size() for t in found if t is not None)
 
     @property
     def _stored(self) -> int:

@@ -35,6 +35,7 @@ class Conversation:
         options: how to write answers; what ends them is known from the tokenizer and the template.
             Near the end of what the model reads an answer has as many tokens as are left.
         system: what is said before all else.
+        limit: longest row in tokens, answer included; None takes the model's.
 
     Attributes:
         history: what was said, oldest first.
@@ -50,6 +51,7 @@ class Conversation:
         template: ChatTemplate | None = None,
         options: GenerationConfig | None = None,
         system: str | None = None,
+        limit: int | None = None,
     ) -> None:
         traits = model.traits
         if not traits.writes or traits.objective in ("documents", "dialogues"):
@@ -62,7 +64,8 @@ class Conversation:
         self.template = template or ChatTemplate(None, tokenizer)
         self.options = options or GenerationConfig(max_new_tokens=_MAX_NEW_TOKENS)
         is_apart = traits.reads == "apart"
-        self._limit = None if is_apart else traits.row_limit(model.config)
+        own = None if is_apart else traits.row_limit(model.config)
+        self._limit = limit if own is None else min(own, limit or own)
         self._mark = self.template.end_mark().strip() or self.template.end_mark()
         self._system: list[Message] = []
         if system is not None:

@@ -18,7 +18,14 @@ from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.nn.prompt import count_ids
 
-__all__ = ["check_prompt", "complete_config", "evaluating", "generate", "run_decoder"]
+__all__ = [
+    "check_prompt",
+    "complete_config",
+    "evaluating",
+    "generate",
+    "run_decoder",
+    "stream_tokens",
+]
 
 
 def generate(
@@ -89,6 +96,42 @@ def run_decoder(
     return _continue_rows(decoder, start, padding, config, on_token)
 
 
+def stream_tokens(
+    model: CausalLM | Seq2Seq,
+    input_ids: Tensor,
+    config: GenerationConfig | None = None,
+    attention_mask: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Yield each step's tokens as they are chosen; what `generate` returns, piece by piece.
+
+    Args:
+        model, input_ids, config, attention_mask: as in `generate`; no beams.
+
+    Shape:
+        input_ids, attention_mask: (B, T); yields (B * num_return_sequences,)
+
+    Raises:
+        ConfigError, ShapeError: as in `generate`.
+    """
+    config = complete_config(model, config or GenerationConfig())
+    if config.num_beams > 1:
+        raise ConfigError(
+            f"num_beams={config.num_beams}: what a beam search returns is known only at the end. "
+            "Use generate, or set num_beams=1."
+        )
+    mask = check_prompt(model, input_ids, attention_mask, config)
+    with evaluating(model), torch.no_grad():
+        decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)
+    padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
+    steps = _choose_rows(decoder, start, padding, config)
+    while True:
+        with evaluating(model), torch.no_grad():  # not while the reader has its turn
+            ids = next(steps, None)
+        if ids is None:
+            return
+        yield ids[:, -1]
+
+
 def _continue_rows(
     decoder: Decoder,
     prompt: Tensor,
@@ -97,6 +140,17 @@ def _continue_rows(
     on_token: Callable[[Tensor], None] | None,
 ) -> Tensor:
     """Choose one token per row and step until every row has ended or is full."""
+    ids = prompt
+    for ids in _choose_rows(decoder, prompt, padding, config):
+        if on_token is not None:
+            on_token(ids[:, -1])
+    return ids
+
+
+def _choose_rows(
+    decoder: Decoder, prompt: Tensor, padding: Tensor, config: GenerationConfig
+) -> Iterator[Tensor]:
+    """Yield the rows after every step: views of one tensor."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)
@@ -116,11 +170,9 @@ def _continue_rows(
             ended = ended | is_one_of(tokens, config.eos_tokens)
         ids[:, length] = tokens
         length += 1
-        if on_token is not None:
-            on_token(tokens)
+        yield ids[:, :length]
         if config.eos_tokens and bool(ended.all()):
             break
-    return ids[:, :length]
 
 
 def complete_config(model: CausalLM | Seq2Seq, config: GenerationConfig) -> GenerationConfig:

@@ -65,6 +65,10 @@ class Ticket:
         if self._device_event is not None:
             self._device_event.synchronize()
 
+    def settle(self) -> None:
+        """Return when it is over, well or not: for whoever does not want the result any more."""
+        self._finished.wait()
+
     def _join(self) -> None:
         self._finished.wait()
         self.note("awaited", self.label)

@@ -27,6 +27,7 @@ class PackedBlock:
         prefix: the block's name.
         module: it.
         parameters: by their whole names.
+        device: where they are used.
         is_on_host: their bytes wait in host memory once they have been read.
 
     Attributes:
@@ -34,12 +35,17 @@ class PackedBlock:
     """
 
     def __init__(
-        self, prefix: str, module: nn.Module, parameters: dict[str, Tensor], is_on_host: bool
+        self,
+        prefix: str,
+        module: nn.Module,
+        parameters: dict[str, Tensor],
+        device: torch.device,
+        is_on_host: bool = False,
     ) -> None:
         self.prefix, self.module, self.parameters = prefix, module, parameters
         self.is_on_host = is_on_host
         self.kept: Tensor | None = None
-        self._stubs = {name: _make_stub(p) for name, p in parameters.items()}
+        self._stubs = {name: _make_stub(p, device) for name, p in parameters.items()}
         self.places: dict[str, tuple[int, int]] = {}
         self.size_bytes = 0
         for name, parameter in parameters.items():
@@ -64,13 +70,13 @@ class PackedBlock:
             parameter.data = self._stubs[name]
 
 
-def _make_stub(parameter: Tensor) -> Tensor:
+def _make_stub(parameter: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the same shape and almost no memory; whoever computes with it gets NaN.
 
     Integers have none; they are what rows are packed in, whose scales are NaN then.
     """
     value = float("nan") if parameter.is_floating_point() else 0
-    stub = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
+    stub = torch.full((), value, dtype=parameter.dtype, device=device)
     return stub.expand(parameter.shape)
 
 

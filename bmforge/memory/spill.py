@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -21,6 +22,8 @@ from bmforge.errors import ConfigError
 __all__ = ["Bytes", "HostBytes", "SpillFile", "byte_memory", "format_bytes"]
 
 _ALIGNMENT = 4096
+
+ReadInto = Callable[[int, memoryview, int], None]
 
 
 class Bytes(Protocol):
@@ -60,15 +63,18 @@ class SpillFile:
     Args:
         directory: on the disk to use; None takes the system's temporary directory.
         size_bytes: all that will be put into it.
+        option: what a person calls `directory`.
 
     Raises:
         ConfigError: the directory is missing or cannot be written, or the disk has less space.
     """
 
-    def __init__(self, directory: Path | None, size_bytes: int) -> None:
+    def __init__(
+        self, directory: Path | None, size_bytes: int, option: str = "offload.directory"
+    ) -> None:
         folder = Path(tempfile.gettempdir() if directory is None else directory)
         self._used_bytes, self._size_bytes = 0, size_bytes
-        self._file = _open_nameless(folder)
+        self._file = _open_nameless(folder, option)
         free_bytes = shutil.disk_usage(folder).free
         try:
             if size_bytes:
@@ -76,7 +82,7 @@ class SpillFile:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"offload.directory={str(folder)!r} has {format_bytes(free_bytes)} free and "
+                f"{option}={str(folder)!r} has {format_bytes(free_bytes)} free and "
                 f"{format_bytes(size_bytes)} are needed ({error.strerror}). Free some, name a "
                 "directory on another disk, or offload less."
             ) from error
@@ -115,6 +121,18 @@ class DiskBytes:
         read_into(self._file.fileno(), values, self._offset + start)
         return values
 
+    def fill(self, target: Tensor, read: ReadInto | None = None) -> None:
+        """Fill a contiguous host tensor from the part's beginning.
+
+        Args:
+            target: of any dtype.
+            read: takes descriptor, memory and offset; None reads in the usual way.
+        """
+        if read is None:
+            read_into(self._file.fileno(), target, self._offset)
+        else:
+            read(self._file.fileno(), byte_memory(target), self._offset)
+
     def write(self, start: int, values: Tensor) -> None:
         """Write all of `values`."""
         left, position = byte_memory(values), self._offset + start
@@ -151,7 +169,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _open_nameless(folder: Path) -> IO[bytes]:
+def _open_nameless(folder: Path, option: str) -> IO[bytes]:
     """Open a new file for reading and writing that no directory lists.
 
     Raises:
@@ -161,6 +179,6 @@ def _open_nameless(folder: Path) -> IO[bytes]:
         return tempfile.TemporaryFile(dir=folder, buffering=0)
     except OSError as error:
         raise ConfigError(
-            f"offload.directory={str(folder)!r} cannot be used: {error.strerror}. Name a directory "
+            f"{option}={str(folder)!r} cannot be used: {error.strerror}. Name a directory "
             "that exists and may be written to, on a disk with space."
         ) from error

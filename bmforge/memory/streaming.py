@@ -24,7 +24,7 @@ from bmforge.memory.recompute import apply_recompute_
 from bmforge.memory.resident import NUM_SLOTS, spread_resident
 from bmforge.records import note_, record_of, units_of
 from bmforge.shards import local_tensor
-from bmforge.surgery import persistent_tensors, wrap_forward_
+from bmforge.surgery import persistent_tensors, shared_tensors, wrap_forward_
 
 __all__ = ["ReadWeights", "Streamer", "spread_resident", "stream_blocks_"]
 
@@ -52,7 +52,7 @@ class Streamer:
         device: where they are used.
         engine: copies; None makes one.
         on_host: names of blocks whose bytes wait in host memory once they have been read.
-        stays: tensors of these blocks that stay; None lets all go. Shared ones stay as well.
+        stays: tensors of these blocks that stay; None lets all go.
     """
 
     def __init__(
@@ -66,15 +66,11 @@ class Streamer:
     ) -> None:
         self.read, self.device = read, device
         self.engine = engine or make_copy_engine(device, "bmforge-streaming")
-        counts: dict[int, int] = {}
-        for _, module in blocks:
-            for parameter in persistent_tensors(module).values():
-                counts[id(parameter)] = counts.get(id(parameter), 0) + 1
         self.blocks = []
         for prefix, module in blocks:
             own = {f"{prefix}.{n}": t for n, t in persistent_tensors(module).items()}
-            going = {n: t for n, t in own.items() if counts[id(t)] == 1 and not _keeps(stays, n, t)}
-            self.blocks.append(PackedBlock(prefix, module, going, prefix in on_host))
+            going = {n: t for n, t in own.items() if not _keeps(stays, n, t)}
+            self.blocks.append(PackedBlock(prefix, module, going, device, prefix in on_host))
         largest = max(block.size_bytes for block in self.blocks)
         count = min(NUM_SLOTS, len(self.blocks))
         self._slots = [Slot(largest, device, self.engine) for _ in range(count)]
@@ -97,10 +93,8 @@ class Streamer:
 
     def close(self) -> None:
         """End the copying; the model cannot run any more."""
-        try:
-            self.forget()
-        finally:
-            self.engine.close()
+        self.forget()
+        self.engine.close()
 
     def _run(self, number: int, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_backward = torch._C._current_graph_task_id() != -1
@@ -187,10 +181,16 @@ class Streamer:
 
     def _clear(self, slot: Slot) -> None:
         if slot.ticket is not None:
-            self._arrive(slot)
+            slot.ticket.settle()  # an error is of nobody's: the block is not wanted
+            slot.ticket = None
         if slot.block is not None and slot.is_shown:
             self.blocks[slot.block].hide()
         slot.block, slot.is_shown = None, False
+
+
+def _stays_here(shared: set[int], stays: Stays | None, name: str, tensor: Tensor) -> bool:
+    """Tell whether a tensor stays: as asked, or because something else has it as well."""
+    return id(tensor) in shared or _keeps(stays, name, tensor)
 
 
 def _keeps(stays: Stays | None, name: str, tensor: Tensor) -> bool:
@@ -222,7 +222,8 @@ def stream_blocks_(
         engine: copies; None makes one.
         resident: names of blocks among them that stay; see `spread_resident`.
         on_host: names of blocks among the others whose bytes wait in host memory once read.
-        stays: tensors of blocks that come and go, by name, that stay all the same.
+        stays: tensors of blocks that come and go, by name, that stay all the same, as do those that
+            the model has in several places.
 
     Raises:
         ConfigError: nothing to stream, no such block, or a parameter is sharded.
@@ -231,6 +232,7 @@ def stream_blocks_(
         and on an accelerator as much of locked host memory.
     """
     found = _find_blocks(model, blocks, resident, on_host)
+    stays = partial(_stays_here, shared_tensors(model), stays)
     for name, module in found:
         for own, parameter in persistent_tensors(module).items():
             if local_tensor(parameter) is not parameter:

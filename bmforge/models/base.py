@@ -21,6 +21,7 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.changes import Change, apply_change_, changed_modules
 from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
+from bmforge.models.formats.safe_file import FileReads
 from bmforge.models.init import NoDrawing, init_weights_, materialize_
 from bmforge.models.load import load_weights_, settle_tie
 from bmforge.models.resolve import resolve_model
@@ -134,18 +135,40 @@ class Model(nn.Module):
             ConfigError: no such model, or its config is not understood.
             CheckpointError: weights missing, unexpected, wrongly shaped or damaged; all listed.
         """
+        model, files = cls.describe_pretrained(
+            name, dtype=dtype, head=head, num_labels=num_labels, allow_unknown=allow_unknown
+        )
+        load_weights_(model, files, device=device, new_head=new_head)
+        return model.eval()
+
+    @classmethod
+    def describe_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        head: str | None = None,
+        num_labels: int | None = None,
+        allow_unknown: tuple[str, ...] = (),
+        reads: FileReads | None = None,
+    ) -> tuple[Self, WeightFiles]:
+        """Return a Hugging Face checkpoint's model on meta, and its files, for `load_weights_`.
+
+        Args:
+            name, dtype, head, num_labels, allow_unknown: as in `from_pretrained`.
+            reads: how the files are read; None takes the usual way.
+        """
         directory = resolve_model(name, cls.config_class.hub_ids)
         config = cls.config_class.from_pretrained(directory, allow_unknown)
         changes = {"head": head, "num_labels": num_labels}
         config = config.replace(**{k: v for k, v in changes.items() if v is not None})
-        files = WeightFiles(directory)
+        files = WeightFiles(directory, reads)
         config = cls.settle_config(config, files.shapes)
         model = cls.from_config(config, device="meta", dtype=dtype)
         settled = settle_tie(model, files)
         if settled != config:
             model = cls.from_config(settled, device="meta", dtype=dtype)
-        load_weights_(model, files, device=device, new_head=new_head)
-        return model.eval()
+        return model, files
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:

@@ -10,6 +10,7 @@ from bmforge.gguf_header import is_gguf
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.families import FAMILIES
+from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.resolve import resolve_model
 
 __all__ = ["FAMILIES", "AutoModel", "find_config", "find_model", "find_preset"]
@@ -80,6 +81,17 @@ class AutoModel:
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Model:
         """Open a checkpoint; the options are those of `Model.from_pretrained`."""
+        family, directory = cls._find(name)
+        return family.from_pretrained(directory, **options)
+
+    @classmethod
+    def describe_pretrained(cls, name: str | Path, **options: Any) -> tuple[Model, WeightFiles]:
+        """Describe a checkpoint; the options are those of `Model.describe_pretrained`."""
+        family, directory = cls._find(name)
+        return family.describe_pretrained(directory, **options)
+
+    @classmethod
+    def _find(cls, name: str | Path) -> tuple[type[Model], Path]:
         directory = find_model(name)
         raw = read_config_file(directory)
         if "model_type" not in raw and (directory / "pytorch_model.pt").is_file():
@@ -87,4 +99,4 @@ class AutoModel:
                 f"{str(name)!r} is in ModelCenter's form. Convert it once: bmforge convert "
                 f"{name} DIRECTORY."
             )
-        return cls.family_of(raw).from_pretrained(directory, **options)
+        return cls.family_of(raw), directory

@@ -49,6 +49,7 @@ def load_weights_(
     *,
     device: torch.device | str | None = None,
     new_head: bool = False,
+    threads: int | None = None,
 ) -> Any:
     """Load a Hugging Face checkpoint into a model, reading only this process's slices.
 
@@ -57,6 +58,7 @@ def load_weights_(
         source: the directory that holds the weights, or its opened files.
         device: where a model on meta comes to live; None takes its layout's, else the CPU.
         new_head: draw the head's weights (seed 0) where the checkpoint has none that fit.
+        threads: that read at a time; None takes as many as torch has.
 
     Raises:
         CheckpointError: weights missing, unexpected or wrongly shaped, all of them listed; the
@@ -78,7 +80,7 @@ def load_weights_(
         may_map = rule.ours in unborn and rule.is_renaming and uses[name] == 1
         if not (may_map and _map_(tensor, name, files)):
             reads += _plan_reads(tensor, rule, name, files)
-    run_reads(reads, "load weights")
+    run_reads(reads, "load weights", threads)
     for name in fresh:
         init_tensor_(model, tensors[name], name, seed=0)
     if fresh:

@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "changed: save",
         "changed: compile",
     ),
-    "infer": ("generate", "changed: generate"),
+    "infer": ("generate", "engine", "budget", "changed: generate"),
     "memory": (
         "recompute",
         "stream",

@@ -1,0 +1,102 @@
+"""Texts with blanks, as encoder-decoders were pretrained to fill them.
+
+Source: CPM-2's and T5's span filling; that each blank is begun by its own sentinel, whatever the
+model would have written, is how BMInf's ``CPM2.fill_blank`` does it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.infer.decoder import Seq2SeqDecoder
+from bmforge.infer.generate import check_prompt, complete_config, evaluating, run_decoder
+from bmforge.infer.options import GenerationConfig
+
+__all__ = ["fill_blanks"]
+
+_BLANK = "<span>"
+_MOST = 16
+
+
+def fill_blanks(
+    model: Any, tokenizer: Any, text: str, *, blank: str = _BLANK, **options: Any
+) -> list[str]:
+    """Return what belongs in every blank of a text, in their order.
+
+    Args:
+        model: an encoder-decoder with a sentinel for each blank (CPM-2, T5, EVA).
+        tokenizer: its own.
+        text: with 1 to 16 blanks.
+        blank: how a blank is written.
+        options: fields of `GenerationConfig`; `max_new_tokens` is of one blank.
+
+    Raises:
+        ConfigError: no blank or too many, a model without sentinels, or beams.
+    """
+    pieces = text.split(blank)
+    count = len(pieces) - 1
+    if not 1 <= count <= _MOST:
+        raise ConfigError(f"the text has {count} blanks; mark 1 to {_MOST} with {blank!r}.")
+    marks = [_sentinel(model, tokenizer, number) for number in range(count + 1)]
+    ends = [mark for mark in marks if mark is not None]
+    if len(ends) < count:
+        raise ConfigError(
+            f"a {type(model).__name__} with a {type(tokenizer).__name__} has sentinels for "
+            f"{len(ends)} blanks, and the text has {count}: needed is an encoder-decoder that was "
+            "trained to fill spans."
+        )
+    found = complete_config(model, GenerationConfig(**options))
+    if found.num_beams > 1 or found.num_return_sequences > 1:
+        raise ConfigError("blanks are filled one after the other: leave beams out.")
+    config = found.replace(eos_token_id=tuple(dict.fromkeys((*found.eos_tokens, *ends))))
+    source = _read(model, tokenizer, pieces, ends)
+    check_prompt(model, source, torch.ones_like(source), config)
+    with evaluating(model), torch.no_grad():
+        longest = 1 + count * (1 + config.max_new_tokens)
+        decoder = Seq2SeqDecoder(model, source, None, longest)
+        return _write(model, decoder, tokenizer, ends[:count], config)
+
+
+def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
+    """Return the id that stands for a blank, if there is one."""
+    if model.traits.reads != "apart" or not model.traits.sentinel:
+        return None
+    found: int | None = tokenizer.token_to_id(model.traits.sentinel.format(number))
+    return found
+
+
+def _read(model: Any, tokenizer: Any, pieces: list[str], marks: list[int]) -> Tensor:
+    """Return what the encoder reads, (1, S)."""
+    ids = tokenizer.encode(pieces[0])
+    for mark, piece in zip(marks, pieces[1:], strict=False):
+        ids = [*ids, mark, *(tokenizer.encode(piece) if piece else ())]
+    if model.traits.ends_inside is False and model.traits.objective == "spans":
+        end = tokenizer.eos_id
+        ids = ids if end is None else [*ids, end]
+    return torch.tensor([ids], device=next(model.parameters()).device)
+
+
+def _write(
+    model: Any,
+    decoder: Seq2SeqDecoder,
+    tokenizer: Any,
+    marks: list[int],
+    config: GenerationConfig,
+) -> list[str]:
+    """Begin each blank with its sentinel and go on until another mark, or the limit."""
+    device = next(model.parameters()).device
+    unfed, texts = [model.config.decoder_start_token_id], []
+    for mark in marks:
+        for token in unfed:
+            decoder.run(torch.tensor([[token]], device=device))
+        begin = torch.tensor([[mark]], device=device)
+        nothing = torch.ones_like(begin[:, 0])
+        out = run_decoder(decoder, begin, nothing, config)[0, 1:].tolist()
+        has_ended = out[-1] in config.eos_tokens
+        texts.append(tokenizer.decode_written(out[:-1] if has_ended else out))
+        unfed = [] if has_ended else out[-1:]  # the next sentinel says that it has ended
+    return texts

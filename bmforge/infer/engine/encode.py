@@ -1,0 +1,173 @@
+"""What encoders are asked: embeddings, masked tokens, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmforge.data.tasks.rows import encode_segments
+from bmforge.errors import ConfigError
+from bmforge.infer.generate import evaluating
+
+__all__ = ["Filled", "classify", "embed", "fill_mask"]
+
+# A text as it is, with its tokenizer; or what the model reads, (B, T) ids or (B, C, H, W) pixels.
+Inputs = Sequence[tuple[str, Any]] | Tensor
+
+
+class Filled(NamedTuple):
+    """A token that may stand at a mask.
+
+    Attributes:
+        token: its text.
+        probability: of it.
+    """
+
+    token: str
+    probability: float
+
+
+@torch.no_grad()
+def embed(
+    model: Any,
+    inputs: Inputs,
+    *,
+    pooling: Literal["mean", "first"] = "mean",
+    normalize: bool = True,
+) -> Tensor:
+    """Return one embedding per row: of the last hidden states, of an encoder-decoder the encoder's.
+
+    Rows are read one at a time, so that none needs padding.
+
+    Args:
+        model: any.
+        inputs: texts, token ids or pixels.
+        pooling: the mean over tokens, or the first token's state.
+        normalize: scale embeddings to length 1.
+
+    Shape:
+        returns (B, D) in fp32
+
+    Raises:
+        ConfigError: no such pooling.
+    """
+    if pooling not in ("mean", "first"):
+        raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, first.")
+    found = []
+    with evaluating(model):
+        for row in _rows(model, inputs):
+            states = _last_states(model, row)[0].float()
+            found.append(states.mean(0) if pooling == "mean" else states[0])
+    out = torch.stack(found)
+    return F.normalize(out, dim=-1) if normalize else out
+
+
+def _last_states(model: Any, row: dict[str, Tensor]) -> Tensor:
+    """Return the last hidden states of one row, (1, T, D)."""
+    if model.traits.reads == "apart":
+        return model.encode(**row).last_hidden_state
+    more = {"logits_to_keep": 1} if model.traits.writes else {}
+    return model(**row, **more).last_hidden_state
+
+
+@torch.no_grad()
+def classify(model: Any, inputs: Inputs) -> Tensor:
+    """Return the probability of every class: of rows, or of every token of a single row.
+
+    Of labels that exclude each other they sum to 1; where several may hold at once, each stands
+    alone.
+
+    Args:
+        model: with a classifier.
+        inputs: texts, token ids or pixels.
+
+    Shape:
+        returns (B, L) or (B, T, L) in fp32
+
+    Raises:
+        ConfigError: the model has no classifier.
+    """
+    if "classif" not in model.config.head:
+        raise ConfigError(
+            f"a {type(model).__name__} with the head {model.config.head!r} has no classes. Open it "
+            "with head='sequence_classification'."
+        )
+    with evaluating(model):
+        logits = torch.cat([model(**row).logits for row in _rows(model, inputs)]).float()
+    several = model.config.problem_type == "multi_label_classification"
+    return logits.sigmoid() if several else logits.softmax(-1)
+
+
+@torch.no_grad()
+def fill_mask(
+    model: Any, tokenizer: Any, texts: str | Sequence[str], *, top: int = 5
+) -> list[list[list[Filled]]] | list[list[Filled]]:
+    """Return the likeliest tokens at every mask token of every text, the likeliest first.
+
+    Args:
+        model: with a head for masked tokens.
+        tokenizer: its own, which has a mask token.
+        texts: one text, or several.
+        top: how many tokens.
+
+    Raises:
+        ConfigError: another head, or a text without a mask token.
+    """
+    if model.config.head != "masked_lm" or tokenizer.mask_id is None:
+        raise ConfigError(
+            f"a {type(model).__name__} with the head {model.config.head!r} and a tokenizer whose "
+            f"mask token is {tokenizer.mask_id} fills no masks. Open it with head='masked_lm'."
+        )
+    found = []
+    with evaluating(model):
+        for text in [texts] if isinstance(texts, str) else texts:
+            (row,) = _rows(model, [(text, tokenizer)])
+            places = row["input_ids"][0] == tokenizer.mask_id
+            if not bool(places.any()):
+                raise ConfigError(f"{text[:60]!r} has no mask token to fill.")
+            scores = model(**row).logits[0, places].float().softmax(-1)
+            best = scores.topk(min(top, scores.shape[-1]), -1)
+            found.append(
+                [
+                    [Filled(tokenizer.decode_written([i]), p) for p, i in zip(*pair, strict=True)]
+                    for pair in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                ]
+            )
+    return found[0] if isinstance(texts, str) else found
+
+
+def _rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
+    """Return the model's arguments for every row."""
+    if isinstance(inputs, Tensor):
+        name = "pixel_values" if model.traits.has_images else "input_ids"
+        return [{name: row[None]} for row in inputs]
+    device = next(model.parameters()).device
+    found = []
+    for text, tokenizer in inputs:
+        ids = _encode(model, text, tokenizer)
+        found.append({"input_ids": torch.tensor([ids], device=device)})
+    return found
+
+
+def _encode(model: Any, text: str, tokenizer: Any) -> list[int]:
+    """Return a text's ids with the marks around it that the family reads.
+
+    Raises:
+        ConfigError: it is longer than the model reads.
+    """
+    if model.traits.reads == "both":
+        longest = len(text) + 8
+        ids, _ = encode_segments([text], tokenizer, longest, model.traits.marks_between)
+    else:
+        end = tokenizer.eos_id if model.traits.reads == "apart" else None
+        ids = [*tokenizer.encode(text), *([] if end is None else [end])]
+    limit = model.position_limit
+    if not ids or (limit is not None and len(ids) > limit):
+        raise ConfigError(
+            f"{text[:60]!r} has {len(ids)} tokens; the model reads 1 to {limit}. Cut the text."
+        )
+    return ids

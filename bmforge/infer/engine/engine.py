@@ -1,0 +1,344 @@
+"""`Engine`: a model in a budget of bytes, and everything that it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.device import default_device
+from bmforge.errors import ConfigError
+from bmforge.infer.engine.blanks import fill_blanks
+from bmforge.infer.engine.budget import EngineConfig, MemoryPlan, plan_memory
+from bmforge.infer.engine.encode import classify, embed, fill_mask
+from bmforge.infer.engine.limit import check_size
+from bmforge.infer.engine.score import score_pairs
+from bmforge.infer.engine.weights import place_, read_weights_
+from bmforge.infer.generate import generate, stream_tokens
+from bmforge.infer.openbmb.documents import fill_documents
+from bmforge.infer.openbmb.texts import write_text
+from bmforge.infer.options import GenerationConfig
+from bmforge.infer.talk import Talk, open_talk
+from bmforge.logging import get_logger
+from bmforge.memory.direct_read import DirectReads
+from bmforge.memory.streaming import Streamer
+from bmforge.models import AutoModel
+from bmforge.models.base import Model
+from bmforge.models.hub import find_model
+from bmforge.records import laid_out
+from bmforge.settings import TalkConfig
+from bmforge.tokenizers import AutoTokenizer
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Runs a model whose weights need not fit: blocks that do not come and go, in order.
+
+    What it computes has the bits of the same model without a budget. One request at a time.
+
+    Args:
+        model: directory, hub id or short name, which is opened; or any module with repeated blocks,
+            which is placed as planned and stays the same object.
+        device_budget_bytes: for weights, slots, keys and values, and the largest step; None takes
+            what is free.
+        host_budget_bytes: of host memory, where the device is another; None takes half of what is
+            free.
+        dtype: of the weights; None takes fp32, or what a module has.
+        tokenizer: None takes the one beside the weights.
+        config: what is asked of it.
+        options: of `Model.from_pretrained`, such as `head` or `allow_unknown`.
+
+    Attributes:
+        plan: where everything is; prints as a table.
+        model: the plain module, in eval mode, for everything else that can be done with it. What
+            was opened has no parameter that takes gradients, until it is told to.
+
+    Raises:
+        ConfigError: a budget that is too small, which says the smallest that works, before anything
+            is read; one that is out of range; or a model that is laid out over processes.
+        CheckpointError: the weights do not fit the model, or are damaged.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        device_budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        dtype: torch.dtype | None = None,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self.config, self._tokenizer = config or EngineConfig(), tokenizer
+        self._lock, self._is_closed = threading.Lock(), False
+        self._directory: Path | None = None
+        self._streamer: Streamer | None = None
+        self._give_back: Callable[[], None] = _nothing
+        self.device = default_device()
+        plan = partial(
+            plan_memory,
+            device=self.device,
+            config=self.config,
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+        )
+        if isinstance(model, nn.Module):
+            self._take(model, plan, dtype, options)
+        else:
+            self._open(model, plan, dtype, options)
+        self._guard = None
+        if device_budget_bytes is not None:
+            limit = self.config.max_rows, self.config.tokens_of(self.model)
+            self._guard = self.model.register_forward_pre_hook(
+                partial(check_size, limit), with_kwargs=True
+            )
+        get_logger().info("engine: %s", self.plan.line())
+
+    def _open(
+        self,
+        name: str | Path,
+        plan: Callable[[nn.Module], MemoryPlan],
+        dtype: torch.dtype | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Open a directory within the budget."""
+        self._directory = find_model(name)
+        made, files = AutoModel.describe_pretrained(
+            self._directory, dtype=dtype or torch.float32, reads=DirectReads(), **options
+        )
+        self.model: Any = made.eval().requires_grad_(False)
+        self.plan = plan(made)
+        self._streamer = read_weights_(made, files, self.plan, self.device)
+
+    def _take(
+        self,
+        model: nn.Module,
+        plan: Callable[[nn.Module], MemoryPlan],
+        dtype: torch.dtype | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Place a module that is in memory."""
+        record = laid_out(model)
+        if record is not None and (record.mesh is not None or record.streamer is not None):
+            raise ConfigError(
+                f"the {type(model).__name__} is laid out over processes, or streamed, already. "
+                "Give the engine a plain model, or the directory it was saved in."
+            )
+        if options:
+            raise ConfigError(f"{', '.join(options)}: for models that are opened, not for modules.")
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise ConfigError(
+                f"the {type(model).__name__} is on meta and has no weights. Give the engine the "
+                "directory they are in, or load them."
+            )
+        self.model = model.eval() if dtype is None else model.eval().to(dtype)
+        self.plan = plan(model)
+        folder = self.config.spill_directory
+        self._streamer, self._give_back = place_(model, self.plan, self.device, folder)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer.
+
+        Raises:
+            ConfigError: there is none, or it is of another model.
+        """
+        if self._tokenizer is None:
+            if self._directory is None:
+                raise ConfigError("texts need a tokenizer: Engine(model, tokenizer=...).")
+            self._tokenizer = AutoTokenizer.from_pretrained(self._directory)
+        config = getattr(self.model, "config", None)
+        size, known = len(self._tokenizer), getattr(config, "vocab_size", None)
+        if known is not None and size > known:
+            raise ConfigError(
+                f"the tokenizer has {size} tokens, the model vocab_size={known}: it is of another "
+                "model. Open both from the same directory."
+            )
+        return self._tokenizer
+
+    def generate(self, prompts: Any, **options: Any) -> Any:
+        """Continue prompts.
+
+        Args:
+            prompts: a text or texts, which are read and written in the form of the model's original
+                (`write_text`); or token ids (B, T), as `bmforge.infer.generate` takes them.
+            options: fields of `GenerationConfig`; with ids `attention_mask` and `on_token` too.
+
+        Returns:
+            a text for a text, texts for texts, ids for ids.
+
+        Raises:
+            ConfigError: no prompt, an empty one, more rows or tokens than were planned for, or an
+                option that does not fit.
+            ShapeError: ids outside of the vocabulary.
+        """
+        with self._turn("generate") as model:
+            if isinstance(prompts, Tensor):
+                return generate(model, prompts.to(self.device), **options)
+            texts = [prompts] if isinstance(prompts, str) else list(prompts)
+            if not texts:
+                raise ConfigError("there is no prompt; give at least one.")
+            written = [write_text(model, self.tokenizer, text, **options) for text in texts]
+            return written[0] if isinstance(prompts, str) else written
+
+    def stream(self, prompt: str, **options: Any) -> Iterator[str]:
+        """Yield what is written after a prompt, piece by piece, as it is chosen.
+
+        Args:
+            prompt: the text.
+            options: fields of `GenerationConfig`; no beams.
+
+        Raises:
+            ConfigError: as `generate` does.
+        """
+        with self._turn("stream") as model:
+            tokenizer, shown, new = self.tokenizer, "", []
+            ids = tokenizer.encode(prompt)
+            if not ids:
+                raise ConfigError("the prompt is empty; give a text.")
+            if tokenizer.eos_id is not None:
+                options.setdefault("eos_token_id", tokenizer.eos_id)
+            rows = torch.tensor([ids], device=self.device)
+            for token in stream_tokens(model, rows, GenerationConfig(**options)):
+                new.append(int(token[0]))
+                text = tokenizer.decode_written(new)
+                # A character whose last bytes are still to come is not shown yet.
+                if text.startswith(shown) and not text.endswith("\ufffd"):
+                    piece, shown = text[len(shown) :], text
+                    if piece:
+                        yield piece
+
+    def embed(
+        self, inputs: Any, *, pooling: Literal["mean", "first"] = "mean", normalize: bool = True
+    ) -> Tensor:
+        """Return an embedding of every text, (B, D); see `encode.embed`."""
+        with self._turn("embed", writes=False) as model:
+            return embed(model, self._ids(inputs), pooling=pooling, normalize=normalize)
+
+    def fill_mask(self, texts: str | Sequence[str], *, top: int = 5) -> Any:
+        """Return the likeliest tokens at every mask token of texts; see `encode.fill_mask`."""
+        with self._turn("fill_mask", writes=False) as model:
+            return fill_mask(model, self.tokenizer, texts, top=top)
+
+    def classify(self, inputs: Any) -> Tensor:
+        """Return the probabilities of a classifier's classes; see `encode.classify`."""
+        with self._turn("classify", writes=False) as model:
+            return classify(model, self._ids(inputs))
+
+    def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """Return the mean loss of texts after their prompts, in nats per token.
+
+        Args:
+            pairs: (prompt, text that is scored after it).
+        """
+        with self._turn("score") as model:
+            return score_pairs(model, self.tokenizer, pairs)
+
+    def fill_documents(self, documents: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """Fill CPM-Bee's documents; see `bmforge.infer.openbmb.documents.fill_documents`."""
+        with self._turn("fill_documents") as model:
+            given = {"batch_size": min(8, self.config.max_rows), **options}
+            return fill_documents(model, self.tokenizer, documents, **given)
+
+    def fill_blanks(self, text: str, **options: Any) -> list[str]:
+        """Return what belongs in every ``<span>`` of a text; see `blanks.fill_blanks`."""
+        with self._turn("fill_blanks") as model:
+            return fill_blanks(model, self.tokenizer, text, **options)
+
+    def chat(self, **options: Any) -> Talk:
+        """Return a conversation with the model, in its own form: what has `reply` and `clear`.
+
+        Args:
+            options: fields of `TalkConfig`.
+        """
+        with self._turn("chat") as model:
+            limit = None if self._guard is None else self.config.tokens_of(model)
+            talk = open_talk(
+                model, self.tokenizer, TalkConfig(**options), directory=self._directory, limit=limit
+            )
+        return _Turns(self, talk)
+
+    def close(self) -> None:
+        """Give back threads, files and slots; nothing can be asked any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._guard is not None:
+            self._guard.remove()
+        if self._streamer is not None:
+            self._streamer.close()
+        self._give_back()
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _ids(self, inputs: Any) -> Any:
+        """Return what an encoder reads: tensors as they are, texts as lists of ids."""
+        if isinstance(inputs, Tensor):
+            return inputs.to(self.device)
+        texts = [inputs] if isinstance(inputs, str) else list(inputs)
+        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ConfigError("give at least one text, and no empty ones.")
+        return [(text, self.tokenizer) for text in texts]
+
+    @contextmanager
+    def _turn(self, what: str, writes: bool = True) -> Iterator[Any]:
+        """Have the model for one request.
+
+        Raises:
+            ConfigError: the engine is closed or busy, or the model cannot do it.
+        """
+        if self._is_closed:
+            raise ConfigError(f"{what} was asked of an engine that is closed. Open it anew.")
+        if not isinstance(self.model, Model):
+            raise ConfigError(
+                f"{what} is for models of bmforge, and this is a {type(self.model).__name__}: call "
+                "engine.model itself, or what its library has for it."
+            )
+        if writes and not self.model.traits.writes:
+            raise ConfigError(
+                f"{what} needs a model that writes text; a {type(self.model).__name__} with the "
+                f"head {self.model.config.head!r} does not."
+            )
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError(
+                f"{what} was asked while another request runs: an engine takes one at a time. Read "
+                "a stream to its end, or close it, first."
+            )
+        try:
+            yield self.model
+        finally:
+            self._lock.release()
+
+
+class _Turns:
+    """A conversation that waits for nothing: every answer is one request."""
+
+    def __init__(self, engine: Engine, talk: Talk) -> None:
+        self._engine, self._talk = engine, talk
+
+    def reply(self, text: str) -> str:
+        """Say something and return the answer; both become history."""
+        with self._engine._turn("reply"):
+            return self._talk.reply(text)
+
+    def clear(self) -> None:
+        """Forget what was said."""
+        self._talk.clear()
+
+
+def _nothing() -> None:
+    """There is nothing to give back."""

@@ -1,0 +1,64 @@
+"""How likely texts are, without ever holding the scores of all their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer.generate import evaluating
+from bmforge.parallel.balance import leave_out_balance
+
+__all__ = ["score_pairs"]
+
+
+def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[float]:
+    """Return the mean loss of each text after its prompt, in nats per token.
+
+    It is the loss that the model's head makes piece by piece; `infer.score.score_texts` makes it of
+    all scores at once.
+
+    Args:
+        model: a decoder that reads from left to right, or an encoder-decoder.
+        tokenizer: its own.
+        pairs: (prompt, text that is scored after it).
+
+    Raises:
+        ConfigError: no pair, or a model that cannot score a text.
+        DataError: a prompt or a text without tokens.
+    """
+    if model.traits.reads not in ("left", "apart"):
+        raise ConfigError(
+            f"a {type(model).__name__} cannot score a text: needed is a language model that reads "
+            "from left to right, or an encoder-decoder with its language-model head."
+        )
+    if not pairs:
+        raise ConfigError("there is nothing to score; give at least one (prompt, text).")
+    device = next(model.parameters()).device
+    losses = []
+    with evaluating(model), torch.no_grad(), leave_out_balance(model):
+        for number, pair in enumerate(pairs):
+            prompt, text = (tokenizer.encode(part) for part in pair)
+            if not prompt or not text:
+                raise DataError(
+                    f"pair {number} has {len(prompt)} tokens of prompt and {len(text)} of text; "
+                    "each needs at least one."
+                )
+            losses.append(float(model(**_inputs(model, prompt, text, device)).loss))
+    return losses
+
+
+def _inputs(
+    model: Any, prompt: Sequence[int], text: Sequence[int], device: torch.device
+) -> dict[str, Tensor]:
+    if model.traits.reads == "apart":
+        source, target = (torch.tensor([ids], device=device) for ids in (prompt, text))
+        return {"input_ids": source, "labels": target}
+    ids = torch.tensor([[*prompt, *text]], device=device)
+    labels = ids.clone()
+    labels[:, : len(prompt)] = IGNORE_INDEX
+    return {"input_ids": ids, "labels": labels}

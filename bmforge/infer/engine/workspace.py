@@ -1,0 +1,198 @@
+"""How much memory the largest step of a model needs besides its weights, before there is any.
+
+The model's description runs on the meta device, which computes nothing; every storage is followed
+from its making to its end. Attention stands for the fused kernel, which holds no scores.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bmforge.infer.decoder import start_decoder
+from bmforge.infer.generate import evaluating
+from bmforge.models.base import Model
+from bmforge.parallel.balance import leave_out_balance
+from bmforge.records import units_of
+from bmforge.surgery import copy_to_meta
+
+__all__ = ["Workspace", "find_workspace"]
+
+# Drawing a token sorts the scores of a row: numbers, places and masks of each, in fp32 and int64.
+_BYTES_PER_SCORE = 40
+# What a module's own memory is taken for, where it does not run on meta: see `_guess`.
+_COPIES = 2
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What a model needs besides its weights.
+
+    Args:
+        cache_bytes: keys and values of the longest rows.
+        step_bytes: everything else that is alive at once in the largest step.
+    """
+
+    cache_bytes: int
+    step_bytes: int
+
+
+def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
+    """Return what a model needs for rows of tokens.
+
+    Args:
+        model: in any form, on any device; it is not run itself.
+        rows: at most so many at once.
+        tokens: of the longest row, new ones included.
+    """
+    described = copy_to_meta(model)
+    if not isinstance(described, Model):
+        return _guess(described, rows, tokens)
+    with evaluating(described), torch.no_grad():
+        found = [_follow(described, run, rows, tokens) for run in _runs_of(described)]
+    cache = max(one.cache_bytes for one in found)
+    peak = max(one.cache_bytes + one.step_bytes for one in found)
+    drawing = rows * described.config.vocab_size * _BYTES_PER_SCORE * described.traits.writes
+    return Workspace(cache, max(peak, cache + drawing) - cache)
+
+
+_Run = Callable[[Any, Tensor], int]
+
+
+def _runs_of(model: Model) -> list[_Run]:
+    """Return what is done with a model that has such a head: each returns the cache's bytes."""
+    if model.traits.has_images:
+        return [_look]
+    runs: list[_Run] = [_generate, _score] if model.traits.writes else [_read]
+    return runs
+
+
+def _generate(model: Any, ids: Tensor) -> int:
+    """A whole prompt, then one token of full rows."""
+    decoder, start = start_decoder(model, ids[:, :-1], None, ids.shape[1])
+    decoder.run(start)
+    decoder.run(start[:, -1:])
+    return decoder.cache.size_bytes
+
+
+def _score(model: Any, ids: Tensor) -> int:
+    with leave_out_balance(model):
+        model(input_ids=ids, labels=ids)
+    return 0
+
+
+def _read(model: Any, ids: Tensor) -> int:
+    """What reads as an encoder does, with a mask of padding."""
+    mask = torch.ones_like(ids)
+    if hasattr(model, "encode"):
+        model.encode(ids, mask)
+    model(input_ids=ids, attention_mask=mask)
+    return 0
+
+
+def _look(model: Any, ids: Tensor) -> int:
+    config = model.config
+    size = config.image_size
+    height, width = size if isinstance(size, tuple) else (size, size)
+    pixels = torch.empty(
+        ids.shape[0], config.num_channels, height, width,
+        device="meta", dtype=next(model.parameters()).dtype,
+    )  # fmt: skip
+    model(pixel_values=pixels)
+    return 0
+
+
+def _follow(model: Model, run: _Run, rows: int, tokens: int) -> Workspace:
+    follower = _Follower(model.state_dict(keep_vars=True).values())
+    ids = torch.zeros(rows, max(2, tokens), dtype=torch.int64, device="meta")
+    with _FusedAttention(), follower:
+        cache = run(model, ids)
+    return Workspace(cache, follower.peak_bytes - cache)
+
+
+class _Follower(TorchDispatchMode):
+    """Adds up the storages that are alive.
+
+    Args:
+        known: tensors whose storages do not count.
+
+    Attributes:
+        peak_bytes: most that were alive at once.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._held = [tensor.untyped_storage() for tensor in known]
+        self._alive: dict[int, tuple[Any, int]] = {s._cdata: (s, 0) for s in self._held}
+        self._now = self.peak_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator and note the storages of what it returns."""
+        out = func(*args, **(kwargs or {}))
+        self._note(out)
+        return out
+
+    def _note(self, out: Any) -> None:
+        if isinstance(out, (list, tuple)):
+            for one in out:
+                self._note(one)
+        elif isinstance(out, Tensor):
+            storage = out.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._alive:
+                ended = weakref.ref(storage, lambda _: self._forget(key))
+                self._alive[key] = ended, size
+                self._now += size
+                self.peak_bytes = max(self.peak_bytes, self._now)
+
+    def _forget(self, key: int) -> None:
+        _, size = self._alive.pop(key)
+        self._now -= size
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Puts what the fused kernel allocates in attention's place, which holds scores on meta."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, or stand for attention."""
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        mask = kwargs.get("attn_mask")
+        widened = [] if mask is None else [torch.empty_like(mask, dtype=query.dtype)]
+        if key.shape[1] != query.shape[1]:  # heads that share keys and values get copies
+            shape = (*query.shape[:2], key.shape[2])
+            widened += [key.new_empty(*shape, t.shape[-1]) for t in (key, value)]
+        return out
+
+
+def _guess(model: nn.Module, rows: int, tokens: int) -> Workspace:
+    """Say it of any module, which may not run on meta: more rather than less.
+
+    Of every matrix of the block with the most of them, the product with all tokens, `_COPIES`
+    times; behind the blocks the product with the largest matrix that is in none; and for the cache
+    two tensors as wide as the model in every block.
+    """
+    blocks = [unit.module for unit in units_of(model) if unit.is_block]
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside = [p for p in model.parameters() if id(p) not in inside and p.dim() > 1]
+    width = max((max(p.element_size(), 4) for p in model.parameters()), default=4)
+    products = [sum(max(p.shape) for p in b.parameters() if p.dim() > 1) for b in blocks]
+    rows_out = max((max(p.shape) for p in outside), default=0)
+    hidden = max((min(p.shape) for p in outside), default=0)
+    step = rows * tokens * width * (_COPIES * max(products, default=0) + rows_out)
+    return Workspace(2 * len(blocks) * rows * tokens * hidden * width, step)

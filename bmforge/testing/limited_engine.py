@@ -1,0 +1,184 @@
+"""Opens models within budgets that are enforced, and says what they took: a program and its cases.
+
+    python -m bmforge.testing.limited_engine DIRECTORY SHARE TOKENS DTYPE
+
+opens a model with `SHARE` of what lies between its smallest budget and all of its weights, uses it
+with rows of `TOKENS` tokens in a control group of that size, and prints what it found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bmforge.errors import ConfigError
+from bmforge.infer import Engine, EngineConfig
+from bmforge.infer.engine.budget import plan_memory
+from bmforge.infer.generate import generate
+from bmforge.models import (
+    GPT2,
+    T5,
+    AutoModel,
+    Bert,
+    BertConfig,
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    Mixtral,
+    MixtralConfig,
+    T5Config,
+)
+from bmforge.models.changes import Change
+from bmforge.testing.memory_group import limit_memory
+
+__all__ = ["ALLOWANCE", "CASES", "MODELS", "Case", "run_limited"]
+
+# A budget holds what an engine plans for; this is what may come on top.
+ALLOWANCE = 1.02
+_SIZES: dict[str, Any] = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1408}
+
+
+def _make_llama(layers: int = 12) -> Any:
+    config = LlamaConfig(**_SIZES, num_layers=layers, num_heads=8, num_kv_heads=4, max_seq_len=2048)
+    return Llama.from_config(config)
+
+
+def _make_unlike() -> Any:
+    model = _make_llama(8)
+    model.change_(Change("resize", ("layers.1",), {"intermediate_size": 200}))
+    model.change_(Change("resize", ("layers.2",), {"attn": False}))
+    model.change_(Change("resize", ("layers.4",), {"num_experts": 4}))
+    return model
+
+
+def _make_mixtral() -> Any:
+    sizes = {**_SIZES, "intermediate_size": 704}
+    config = MixtralConfig(
+        **sizes, num_layers=6, num_heads=8, num_kv_heads=4, num_experts=8, experts_per_token=2
+    )
+    return Mixtral.from_config(config)
+
+
+def _make_gpt2() -> Any:
+    sizes = {"vocab_size": 8000, "hidden_size": 512, "num_heads": 8}
+    return GPT2.from_config(GPT2Config(**sizes, num_layers=12, max_seq_len=1024))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": _make_llama,
+    "unlike": _make_unlike,
+    "mixtral": _make_mixtral,
+    "gpt2": _make_gpt2,
+    "t5": lambda: T5.from_config(T5Config(**_SIZES, num_layers=6, num_heads=8)),
+    "bert": lambda: Bert.from_config(BertConfig(**_SIZES, num_layers=12, num_heads=8)),
+}
+
+
+class Case(NamedTuple):
+    """A model and a budget.
+
+    Attributes:
+        model: a name in `MODELS`.
+        share: of what lies between the smallest budget and all weights.
+        tokens: of the longest row.
+        dtype: of the weights.
+    """
+
+    model: str
+    share: float
+    tokens: int
+    dtype: str
+
+
+CASES = (
+    Case("llama", 0.4, 256, "float32"),
+    Case("llama", 0.0, 256, "float32"),
+    Case("llama", 0.5, 2048, "float32"),
+    Case("llama", 0.5, 512, "bfloat16"),
+    Case("llama", 1.0, 512, "float32"),
+    Case("unlike", 0.0, 512, "float32"),
+    Case("unlike", 0.5, 512, "float32"),
+    Case("mixtral", 0.0, 512, "float32"),
+    Case("mixtral", 0.5, 512, "bfloat16"),
+    Case("gpt2", 0.3, 1024, "float32"),
+    Case("t5", 0.0, 512, "float32"),
+    Case("t5", 0.5, 512, "float32"),
+    Case("bert", 0.3, 512, "float32"),
+)
+
+
+def run_limited(directory: Path, case: Case) -> dict[str, Any]:
+    """Return what the program says, run in a process of its own.
+
+    Raises:
+        RuntimeError: it was ended, as the kernel does where it takes too much, or it failed.
+    """
+    arguments = [str(directory), str(case.share), str(case.tokens), case.dtype]
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode:
+        raise RuntimeError(f"{case} ended with {done.returncode}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, object]:
+    """Use a model with `share` of what lies between the smallest budget and all weights."""
+    config = EngineConfig(max_tokens=tokens)
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "config": config}
+    least = _smallest(directory, options)
+    whole = _smallest(directory, options, whole=True)
+    budget = int(least + share * (whole - least))
+    group = limit_memory(int(ALLOWANCE * budget))
+    engine = Engine(directory, device_budget_bytes=budget, **options)
+    model, plan = engine.model, engine.plan
+    ids = torch.randint(1, model.config.vocab_size, (1, tokens - 4))
+    if model.traits.writes:
+        for _ in range(2):
+            generate(model, ids, max_new_tokens=4, eos_token_id=())
+    else:
+        engine.embed(ids)
+        with torch.no_grad():
+            model(input_ids=ids)
+    peak = group.peak_bytes()
+    engine.close()
+    group.leave()
+    return {
+        "kind": group.kind,
+        "budget": budget,
+        "planned": plan.used_bytes,
+        "peak": peak,
+        "resident": len(plan.resident),
+        "moved": len(plan.on_disk),
+        "weights": plan.weights_bytes + plan.moved_bytes,
+    }
+
+
+def _smallest(directory: str, options: dict[str, Any], whole: bool = False) -> int:
+    """Return the least budget, or with `whole` the least with which everything stays."""
+    try:
+        Engine(directory, device_budget_bytes=1, **options)
+    except ConfigError as error:
+        least = int(str(error).split("too small: ")[1].split()[0])
+    if not whole:
+        return least
+    model, _ = AutoModel.describe_pretrained(directory, dtype=options["dtype"])
+    plan = plan_memory(model, torch.device("cpu"), options["config"], least, None)
+    return least + plan.moved_bytes - plan.slots_bytes
+
+
+if __name__ == "__main__":
+    path, part, count, kind = sys.argv[1:]
+    print(json.dumps(_main(path, float(part), int(count), kind)))

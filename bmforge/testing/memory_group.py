@@ -1,0 +1,103 @@
+"""Letting a process have so much memory and not a byte more, and saying how much it took.
+
+A control group counts a process's pages and the file cache that it fills. A process joins one after
+its imports: pages that it has by then stay with the group it comes from, so what the new one counts
+is what came after.
+
+Source: the kernel's cgroup-v1/memory.rst and cgroup-v2.rst.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bmforge.host_memory import peak_resident_bytes, resident_bytes
+from bmforge.host_tuning import give_back_memory
+
+__all__ = ["MemoryGroup", "ResidentSet", "limit_memory"]
+
+_ROOT = Path("/sys/fs/cgroup")
+# What a group calls its limit, its highest use so far, and that of its cache: version 1, 2.
+_FILES = (
+    ("memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+    ("memory.max", "memory.peak"),
+)
+
+
+class MemoryGroup:
+    """A control group below this process's own, with a limit.
+
+    Args:
+        limit_bytes: above this the kernel ends the process.
+
+    Raises:
+        OSError: no group can be made here.
+    """
+
+    kind = "control group"
+
+    def __init__(self, limit_bytes: int) -> None:
+        own, (limit, self._peak) = _own_group()
+        self._own, self._folder = own, own / f"bmforge-{os.getpid()}"
+        self._folder.mkdir()
+        try:
+            (self._folder / limit).write_text(str(limit_bytes))
+            give_back_memory()
+            (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError:
+            self._folder.rmdir()
+            raise
+
+    def peak_bytes(self) -> int:
+        """Return the most that was charged at once."""
+        return int((self._folder / self._peak).read_text())
+
+    def leave(self) -> None:
+        """Go back to where the process came from, and remove the group."""
+        (self._own / "cgroup.procs").write_text(str(os.getpid()))
+        self._folder.rmdir()
+
+
+class ResidentSet:
+    """Stands in where no group can be made: only measures, by the process's resident set."""
+
+    kind = "resident set"
+
+    def __init__(self) -> None:
+        give_back_memory()
+        reset = Path("/proc/self/clear_refs")
+        if reset.exists():
+            reset.write_text("5")  # the highest use begins anew
+        self._before = resident_bytes()
+
+    def peak_bytes(self) -> int:
+        """Return how far the resident set has grown at most."""
+        return peak_resident_bytes() - self._before
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+
+def limit_memory(limit_bytes: int) -> MemoryGroup | ResidentSet:
+    """Let this process have so much more memory from now on, where that can be enforced."""
+    try:
+        return MemoryGroup(limit_bytes)
+    except OSError:
+        return ResidentSet()
+
+
+def _own_group() -> tuple[Path, tuple[str, str]]:
+    """Return the folder of this process's group and its files' names.
+
+    Raises:
+        OSError: the system has none.
+    """
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        is_first = "memory" in controllers.split(",")
+        folder = (_ROOT / "memory" if is_first else _ROOT) / path.lstrip("/")
+        names = _FILES[0 if is_first else 1]
+        if (is_first or number == "0") and all((folder / name).exists() for name in names):
+            return folder, names
+    raise OSError("this process is in no group that counts memory")
