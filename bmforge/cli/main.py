@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bmforge import __version__
 from bmforge.cli.commands import COMMANDS, Command, run_command
+from bmforge.cli.spelling import name_options, options_of
 from bmforge.errors import BmforgeError, ConfigError, suggest
 from bmforge.logging import process_rank
 
@@ -58,7 +59,7 @@ def _run(arguments: list[str]) -> int:
         run_command(arguments[0], arguments[1:])
         return 0
     except BmforgeError as error:
-        _say(str(error))
+        _say(name_options(str(error), options_of(arguments[0])))
         return 2
     except OSError as error:
         if error.errno in _DISK_FULL:

@@ -15,7 +15,7 @@ import tyro
 
 from bmforge.errors import ConfigError
 
-__all__ = ["parse_options", "spell_switches", "take_option", "take_switch"]
+__all__ = ["find_options", "parse_options", "spell_switches", "take_option", "take_switch"]
 
 _WORDS = ("True", "False")
 
@@ -73,8 +73,23 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
     return out
 
 
-def _find_switches(kind: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
+def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield every spelling of every boolean field, with what it stands for."""
+    for path, hint in find_options(kind):
+        if _is_switch(hint):
+            option, (prefix, dot, name) = f"--{path}", path.rpartition(".")
+            yield option, (option, "True")
+            for spelling in {f"--{prefix}{dot}no-{name}", f"--no-{path}"}:
+                yield spelling, (option, "False")
+
+
+def find_options(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every field of a dataclass of options as it is spelled, without dashes, and its type.
+
+    Args:
+        kind: the dataclass; the fields of those in it are named with a dot.
+        prefix: in front of all names.
+    """
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         if not field.init:
@@ -85,12 +100,9 @@ def _find_switches(kind: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str
             hint, *notes = typing.get_args(hint)
         if dataclasses.is_dataclass(hint):
             is_flat = any(getattr(note, "name", None) == "" for note in notes)
-            yield from _find_switches(hint, prefix if is_flat else f"{prefix}{name}.")
-        elif _is_switch(hint):
-            option = f"--{prefix}{name}"
-            yield option, (option, "True")
-            for spelling in {f"--{prefix}no-{name}", f"--no-{prefix}{name}"}:
-                yield spelling, (option, "False")
+            yield from find_options(hint, prefix if is_flat else f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", hint
 
 
 def _is_switch(hint: Any) -> bool:

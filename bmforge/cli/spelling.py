@@ -1,0 +1,47 @@
+"""The options behind the fields that an error names, as a command spells them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from bmforge.cli.commands import COMMANDS
+from bmforge.cli.parse import find_options
+from bmforge.cli.train_options import FIELDS
+
+__all__ = ["name_options", "options_of"]
+
+# A field with two words or more, by itself or with what it is in; one word is its own option.
+_FIELD = re.compile(r"(?<![\w.\-/'\"])[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*(?![\w/])")
+# More options than this of one name help nobody.
+_MOST = 3
+
+
+def options_of(command: str) -> Collection[str]:
+    """Return the options of a command without their dashes; of an unknown one there are none."""
+    if command == "train":
+        return FIELDS
+    options = COMMANDS[command].options if command in COMMANDS else None
+    return () if options is None else [name for name, _ in find_options(options)]
+
+
+def name_options(message: str, options: Collection[str]) -> str:
+    """Return an error with the options of the fields that it names, unless it has them itself.
+
+    Args:
+        message: what went wrong, with fields as a program writes them (`micro_batch_size`).
+        options: of the command, without dashes (`data.micro-batch-size`).
+    """
+    found: dict[str, None] = {}
+    for field in _FIELD.findall(message):
+        name = field.replace("_", "-")
+        if name == field:
+            continue
+        hits = [name] if name in options else sorted(o for o in options if o.endswith(f".{name}"))
+        if len(hits) <= _MOST:
+            found.update((f"--{hit}", None) for hit in hits if f"--{hit}" not in message)
+    if not found:
+        return message
+    return f"{message}\nHere the command's {'options are' if len(found) > 1 else 'option is'} " + (
+        f"{', '.join(found)}."
+    )
