@@ -1,7 +1,8 @@
 """Multi-head attention: to itself or to a memory, with grouped keys and values, positions, a cache.
 
-The kernel is `F.scaled_dot_product_attention`; a trained bias on the scores goes through
-`biased_attention`. Masks are boolean, True where a query may look.
+The kernel is `host_attention` on a CPU, where it can be compiled, and otherwise
+`F.scaled_dot_product_attention`; a trained bias on the scores goes through `biased_attention`.
+Masks are boolean, True where a query may look.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from bmforge.errors import ShapeError
 from bmforge.nn.biased import biased_attention
 from bmforge.nn.cuts import Pass, pass_on
+from bmforge.nn.host_attention import host_attention, takes_host_attention
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.position import apply_rope, narrow_rope
 from bmforge.nn.prefix import Pair, put_before
@@ -128,6 +130,8 @@ def mix_values(
     is_causal = False
     if causal and mask is None and query.shape[2] > 1:
         is_causal = True
+    if takes_host_attention(query, mask):
+        return host_attention(query, key, value, mask, is_causal, scale, dropout)
     return F.scaled_dot_product_attention(
         query,
         key,

@@ -1,0 +1,231 @@
+"""Attention over whole sequences on a CPU, by a kernel of our own, forward and backward.
+
+Torch's CPU kernel multiplies its tiles through a BLAS, whose calls cost as much as small tiles do;
+with dropout it keeps all weights. This one sums in registers; see `kernels/attention.cpp`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.native import load_native
+
+__all__ = ["host_attention", "takes_host_attention"]
+
+_SOURCE = Path(__file__).with_name("kernels") / "attention.cpp"
+# Sums need not have the same bits on every processor, so a product and a sum may be one operation.
+_FLAGS = "-march=native -ffp-contract=fast"
+_DTYPES = (torch.float32, torch.bfloat16)
+_VECTOR = 16
+# Below it a call of torch's kernel costs no more.
+_FEWEST_QUERIES = 16
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "shared_heads")),
+        *((name, ctypes.c_int64) for name in ("queries", "keys", "width", "seed")),
+        *((name, ctypes.c_float) for name in ("scale", "dropout")),
+        *((name, ctypes.c_int32) for name in ("causal", "threads", "is_narrow")),
+    ]
+
+
+class _Array(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row", "head", "token")),
+    ]
+
+
+class _Mask(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("row", ctypes.c_int64), ("query", ctypes.c_int64)]
+
+
+def takes_host_attention(query: Tensor, mask: Tensor | None = None) -> bool:
+    """Tell whether `host_attention` can take these: of a kind it knows, and the kernel is there."""
+    plain = type(query) is Tensor or torch.compiler.is_compiling()
+    known = plain and query.is_cpu and query.dtype in _DTYPES and query.shape[-1] % _VECTOR == 0
+    shared = mask is None or mask.shape[1] == 1
+    return known and shared and query.shape[2] >= _FEWEST_QUERIES and _is_loaded()
+
+
+def host_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return ``softmax(scale * q k^T) v``; arithmetic is fp32, also of bf16 tensors.
+
+    Args:
+        query: queries, fp32 or bf16, on the host.
+        key: keys of as many heads, or of fewer that several query heads share.
+        value: of the same.
+        mask: boolean, True where a query may look; a query that sees nothing gets zeros.
+        causal: the query at t sees keys up to t.
+        scale: None is 1/sqrt(H).
+        dropout: probability of dropping a weight; what is kept is drawn from torch's generator, by
+            one number a call.
+
+    Shape:
+        query: (B, N, T, H); key, value: (B, K, S, H), H a multiple of 16;
+        mask: (B or 1, 1, T or 1, S); returns (B, N, T, H), which lies in memory as (B, T, N, H)
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if mask is not None:
+        mask = mask.expand(query.shape[0], 1, query.shape[2], key.shape[2])
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    seed = torch.randint(1 << 62, ()) if dropout else None
+    out: Tensor = _attend(query, key, value, mask, seed, causal, scale, dropout)[0]
+    return out
+
+
+@torch.library.custom_op("bmforge::host_attention", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of every query's scores, (B, N, T)."""
+    query, key, value = _with_rows(query, key, value)
+    shape = _describe(query, key, seed, causal, scale, dropout)
+    out, sums = _empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    kernel, scratch = _load(), _make_scratch(shape, backward=False)
+    arrays = _arrays(query, key, value, out)
+    kernel.attention_forward(shape, *arrays, _at(sums), _describe_mask(mask), _at(scratch))
+    return out, sums
+
+
+@_attend.register_fake
+def _(query: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return _empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("bmforge::host_attention_backward", mutates_args=())
+def _attend_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    out: Tensor,
+    sums: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    query, key, value, out, grad = _with_rows(query, key, value, out, grad)
+    shape = _describe(query, key, seed, causal, scale, dropout)
+    grads = _empty_like(query), _empty_like(key), _empty_like(value)
+    kernel, scratch = _load(), _make_scratch(shape, backward=True)
+    arrays = _arrays(query, key, value, out, grad)
+    places = _at(sums), _describe_mask(mask), *_arrays(*grads), _at(scratch)
+    kernel.attention_backward(shape, *arrays, *places)
+    return grads
+
+
+@_attend_backward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_like(query), _empty_like(key), _empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.settings = inputs[:5], inputs[5:]
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, out, sums = ctx.saved_tensors
+    grads = _attend_backward(*tensors, *ctx.settings, out, sums, grad)
+    return *grads, None, None, None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _with_rows(*tensors: Tensor) -> list[Tensor]:
+    """Let each token's numbers lie side by side, as the kernel reads them."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """Room for (B, N, T, H) in the order (B, T, N, H), which the next product reads."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
+def _describe(
+    query: Tensor, key: Tensor, seed: Tensor | None, causal: bool, scale: float, dropout: float
+) -> _Shape:
+    batch, heads, queries, width = query.shape
+    return _Shape(
+        *(batch, heads, key.shape[1], queries, key.shape[2], width),
+        0 if seed is None else int(seed),
+        *(scale, dropout, causal, torch.get_num_threads(), query.dtype == torch.bfloat16),
+    )
+
+
+def _make_scratch(shape: _Shape, backward: bool) -> Tensor:
+    return torch.empty(shape.threads * _load().attention_scratch(shape, int(backward)))
+
+
+def _arrays(*tensors: Tensor) -> list[_Array]:
+    return [_Array(x.data_ptr(), *x.stride()[:3]) for x in tensors]
+
+
+def _describe_mask(mask: Tensor | None) -> _Mask:
+    if mask is None:
+        return _Mask(None, 0, 0)
+    return _Mask(mask.data_ptr(), mask.stride(0), mask.stride(2))
+
+
+def _at(x: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
+
+
+@torch.compiler.assume_constant_result
+def _is_loaded() -> bool:
+    return _kernel() is not None
+
+
+def _load() -> ctypes.CDLL:
+    library = _kernel()
+    assert library is not None  # whoever comes here has asked `takes_host_attention`
+    return library
+
+
+@cache
+def _kernel() -> ctypes.CDLL | None:
+    """Return the kernel for this processor; None where there is no compiler."""
+    return _compile(_FLAGS)
+
+
+def _compile(flags: str) -> ctypes.CDLL | None:
+    library = load_native("attention", _SOURCE.read_text(encoding="utf-8"), flags)
+    if library is None:
+        return None
+    shape, array, mask = (ctypes.POINTER(kind) for kind in (_Shape, _Array, _Mask))
+    room = ctypes.c_void_p
+    four: list[Any] = [array] * 4  # query, key, value, output
+    library.attention_scratch.argtypes = [shape, ctypes.c_int]
+    library.attention_scratch.restype = ctypes.c_int64
+    library.attention_forward.argtypes = [shape, *four, room, mask, room]
+    library.attention_forward.restype = None
+    library.attention_backward.argtypes = [shape, *four, array, room, mask, *four[:3], room]
+    library.attention_backward.restype = None
+    return library
