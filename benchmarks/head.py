@@ -1,7 +1,7 @@
 """Time a head's loss and gradients against an earlier one, and measure the memory above weights.
 
     git show 842c699:bmforge/nn/losses.py > /tmp/before.py
-    python benchmarks/head.py --before /tmp/before.py [--tokens 8192] [--width 1024] [--vocab 250000]
+    python benchmarks/head.py --before /tmp/before.py [--tokens 8192] [--vocab 250000]
 
 Each in a process of its own that keeps freed memory, in turns. The memory is the largest resident
 set of the step above what stands before and after it: hidden states, weight and their gradients.
