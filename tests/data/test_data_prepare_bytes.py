@@ -132,7 +132,7 @@ def test_a_record_of_the_first_form_is_read(tmp_path: Path) -> None:
     )
     (out / "prepared.toml").write_text(record)
     report = prepare(source, out, config)
-    assert report == replace(now, reused=True, funnel=None)
+    assert report == replace(now, reused=True, funnel=None, summary=None, outputs=())
     assert (report.documents, report.duplicates, report.train.documents) == (2, 1, 2)
     with pytest.raises(ConfigError, match=r"rules='none' there, 'english' asked"):
         prepare(source, out, replace(config, rules="english"))

@@ -177,7 +177,7 @@ def test_keys_sorted_in_files_give_the_same(tmp_path, threshold):
     for number, first in enumerate(range(0, len(documents), 50)):
         made = read_sketches(documents[first : first + 50], MinHasher(config))
         arrays = []
-        for name in ("keys", "sources", "sizes", "digests"):
+        for name in ("keys", "sources", "sizes", "texts", "ids"):
             path = tmp_path / f"{number}.{name}.npy"
             np.save(path, np.asfortranarray(getattr(made, name)))
             arrays.append(np.load(path, mmap_mode="r"))
