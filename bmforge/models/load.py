@@ -24,7 +24,7 @@ from bmforge.models.formats.safe_file import Read, run_reads
 from bmforge.models.heads import Head
 from bmforge.models.init import init_tensor_, materialize_
 from bmforge.models.weights import OWN_PREFIX, WeightRule
-from bmforge.shards import is_streamed, local_box, local_tensor
+from bmforge.shards import Box, is_streamed, local_box, local_tensor
 from bmforge.surgery import match_glob, persistent_tensors
 
 __all__ = ["WeightReader", "find_missing_head", "load_weights_", "settle_tie", "weight_reader"]
@@ -139,6 +139,21 @@ class WeightReader:
             for rule, name in self._rules[ours]
             for read in _plan_reads(target, rule, name, self._files)
         ]
+        run_reads(reads, threads=self._threads)
+
+    def read_expert(self, ours: str, expert: int, target: Tensor) -> None:
+        """Fill a contiguous host tensor with one entry of a stacked tensor of ours.
+
+        Shape:
+            target: that of ours without its first dim
+        """
+        box = Box((expert,) + (0,) * target.dim(), (1, *target.shape))
+        reads = []
+        for rule, name in self._rules[ours]:
+            slices = rule.source_slices(box)
+            if slices is not None:
+                view = rule.source_view(rule.target(target[None], box))
+                reads.append(self._files.plan_read(name, slices, view))
         run_reads(reads, threads=self._threads)
 
 

@@ -23,6 +23,7 @@ from bmforge.testing.tolerance import assert_equal_trees
 __all__ = ["EngineSuite"]
 
 _CONFIG = EngineConfig(max_rows=4)
+_LAYERS = 4
 
 
 class EngineSuite:
@@ -36,12 +37,18 @@ class EngineSuite:
         """Return what the model writes, greedily; None for a family that writes nothing."""
         raise TypeError(f"{type(self).__name__} defines no write_text")
 
+    @pytest.fixture
+    def deep(self, tiny: Model) -> Model:
+        """A tiny model of as many blocks as some have to move."""
+        return type(tiny).from_config(tiny.config.replace(num_layers=_LAYERS), seed=2).eval()
+
     @capability("engine")
-    def test_engine_has_the_bits(self, tiny: Model, tmp_path: Path) -> None:
+    @torch.no_grad()
+    def test_engine_has_the_bits(self, deep: Model, tmp_path: Path) -> None:
         """Opened with the smallest budget, a model answers and writes what it does without one."""
-        inputs = self.make_inputs(tiny)
-        want, text = list_outputs(tiny(**inputs)), self.write_text(tiny)
-        tiny.save_pretrained(tmp_path)
+        inputs = self.make_inputs(deep)
+        want, text = list_outputs(deep(**inputs)), self.write_text(deep)
+        deep.save_pretrained(tmp_path)
         least = _smallest(tmp_path)
         with Engine(tmp_path, device_budget_bytes=least, config=_CONFIG) as engine:
             assert engine.plan.moved_bytes
@@ -51,20 +58,20 @@ class EngineSuite:
 
     @capability("budget")
     @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.long), 1.0])
-    def test_budget_is_kept(self, tiny: Model, share: float) -> None:
+    def test_budget_is_kept(self, deep: Model, share: float) -> None:
         """Of weights no more than planned is here, and a step's loss and gradients are the same."""
-        batch = self.make_inputs(tiny)
-        batch |= make_labels(tiny, batch)
-        want = run_step_of(copy.deepcopy(tiny), batch)
-        held = sum(t.numel() * t.element_size() for t in persistent_tensors(tiny).values())
-        budget = _smallest(tiny) + int(share * held)
-        with Engine(tiny, device_budget_bytes=budget, config=_CONFIG) as engine:
+        batch = self.make_inputs(deep)
+        batch |= make_labels(deep, batch)
+        want = run_step_of(copy.deepcopy(deep), batch)
+        held = sum(t.numel() * t.element_size() for t in persistent_tensors(deep).values())
+        budget = _smallest(deep) + int(share * held)
+        with Engine(deep, device_budget_bytes=budget, config=_CONFIG) as engine:
             plan = engine.plan
             assert plan.used_bytes <= budget
             assert bool(plan.moved_bytes) == (share < 1.0)
-            here = [t for t in persistent_tensors(tiny).values() if not is_streamed(t)]
+            here = [t for t in persistent_tensors(deep).values() if not is_streamed(t)]
             assert sum(t.numel() * t.element_size() for t in here) <= plan.weights_bytes
-            assert_equal_trees(run_step_of(tiny, batch), want)
+            assert_equal_trees(run_step_of(deep, batch), want)
 
 
 def _smallest(source: Any) -> int:

@@ -1,0 +1,91 @@
+"""`generate` and `chat` within a budget: what they write without one, and refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from bmforge.cli.main import main
+from bmforge.models import GPT2, GPT2Config
+from bmforge.settings import parse_size
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of eight blocks with a tokenizer of words."""
+    folder = tmp_path_factory.mktemp("model")
+    words = {f"w{number}": number for number in range(96)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"unk_token": "w0"}))
+    config = GPT2Config(vocab_size=96, hidden_size=64, num_layers=8, num_heads=4, max_seq_len=64)
+    GPT2.from_config(config, seed=3).save_pretrained(folder)
+    return folder
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str, said: str = ""
+) -> tuple[int, str, str]:
+    """Run a command here; return its status and what it printed."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    status = main(list(words))
+    out, err = capsys.readouterr()
+    return status or 0, out, err
+
+
+def test_the_same_text(folder, capsys, monkeypatch) -> None:
+    """Also of beams; the plan is shown beside it."""
+    for extra in ([], ["--num-beams", "2"]):
+        words = ["generate", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8", *extra]
+        _, want, _ = run(capsys, monkeypatch, *words)
+        status, got, err = run(capsys, monkeypatch, *words, "--device-budget", "54.5MiB")
+        assert (status, got) == (0, want)
+        assert "slots for blocks that move" in err
+
+
+def test_the_same_conversation(folder, capsys, monkeypatch) -> None:
+    words = ["chat", str(folder), "--seed", "1", "--max-new-tokens", "6", "--num-beams", "2"]
+    _, want, _ = run(capsys, monkeypatch, *words, said="w1 w2\nw5\n")
+    assert len(want.splitlines()) == 2
+    _, got, _ = run(capsys, monkeypatch, *words, "--device-budget", "54.5MiB", said="w1 w2\nw5\n")
+    assert got == want
+
+
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        (["--device-budget", "1MiB"], "is the smallest that works"),
+        (["--device-budget", "much"], "is no size"),
+        (["--device-budget", "0"], "must be above 0"),
+        (["--device-budget", "900TiB"], "more than the machine has"),
+        (["--max-tokens", "20"], "has no effect without device_budget"),
+        (["--device-budget", "60MiB", "--max-tokens", "5"], "planned for max_rows"),
+        (["--device-budget", "60MiB", "--max-tokens", "65"], "more than the model's 64 positions"),
+    ],
+)
+def test_refusals(folder, capsys, monkeypatch, extra, match) -> None:
+    words = ["generate", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
+    status, out, err = run(capsys, monkeypatch, *words, *extra)
+    assert status == 2, err
+    assert match in " ".join((out + err).replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("1.5 GB", 1_500_000_000),
+        ("800mib", 800 << 20),
+        ("3kB", 3000),
+        ("7", 7),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
