@@ -18,6 +18,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
 from bmforge.models.changes import CHANGES_KEY, Change, changes_from_json, changes_to_json
 from bmforge.models.formats.gguf_config import read_gguf_config
+from bmforge.models.formats.gptq import without_packing
 from bmforge.models.heads import Head, check_head
 from bmforge.models.sizes import LayerSizes, Sizes
 from bmforge.surgery import match_glob
@@ -320,4 +321,4 @@ def read_config_file(directory: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{str(file)!r} is not valid JSON: {error}. Copy it anew.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{str(file)!r} holds a {type(raw).__name__}; it must be a JSON object.")
-    return raw
+    return without_packing(raw)

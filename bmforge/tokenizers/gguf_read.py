@@ -287,7 +287,9 @@ def _word_pieces(found: _Vocabulary) -> Any:
     ids = {token: id for id, token in enumerate(named) if found.types[id] != UNUSED}
     if len(ids) != sum(kind != UNUSED for kind in found.types):
         raise found.damaged("two of its tokens are one word piece")
-    unknown = next(iter(found.of(UNKNOWN)), "[UNK]")
+    unknown = _as_word_piece(next(iter(found.of(UNKNOWN)), "[UNK]"))
+    if unknown not in ids:
+        raise found.damaged("it has no unknown token")
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown))
     # The file does not say whether upper case counts, but a vocabulary without it does.
     is_lower = not any(token != token.lower() for token in named if not _is_name(token))

@@ -19,6 +19,7 @@ from torch import Tensor
 from bmforge.errors import CheckpointError
 from bmforge.gguf_header import is_gguf
 from bmforge.models.formats.gguf import GgufFile
+from bmforge.models.formats.gptq import PackedLinears, find_packing
 from bmforge.models.formats.megatron import MegatronShards, holds_shards
 from bmforge.models.formats.safe_file import (
     FileReads,
@@ -157,6 +158,12 @@ class WeightFiles:
         for file in [self._gguf] if self._gguf else self._open_files():
             self.shapes.update(file.shapes)
             self._files.update(dict.fromkeys(file.shapes, file))
+        if packing := None if self._gguf else find_packing(self.directory):
+            packed = PackedLinears(dict(self._files), packing)
+            for name in packed.parts & self.shapes.keys():
+                del self.shapes[name]
+            self.shapes.update(packed.shapes)
+            self._files.update(dict.fromkeys(packed.shapes, packed))
 
     def _open_files(self) -> list[TensorFile]:
         if holds_shards(self.directory) and not has_weights(self.directory):

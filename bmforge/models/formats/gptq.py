@@ -1,0 +1,221 @@
+"""Checkpoints of GPTQ and AWQ: packed integers of 4 or 8 bits, read as the values they stand for.
+
+A linear layer X has ``X.qweight``, ``X.qzeros``, ``X.scales`` (with GPTQ ``X.g_idx``) instead of
+``X.weight``. Weights are ``scale * (q - zero)``, with a scale and a zero for every group of inputs.
+
+Source: the layouts of AutoGPTQ and AutoAWQ ("gemm"); Frantar et al., "GPTQ" (2022), Lin et al.,
+"AWQ" (2023).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.models.formats.safe_file import TensorFile
+
+__all__ = ["Packing", "PackedLinears", "find_packing", "without_packing"]
+
+_METHODS = ("gptq", "awq")
+# Which of eight neighbouring outputs each nibble of AWQ's int32 holds, the lowest nibble first.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_PARTS = ("qweight", "qzeros", "scales")
+# Fields of the config that say how the integers were found, or repeat what the tensors say.
+_UNREAD = {
+    *("damp_percent", "static_groups", "true_sequential", "model_name_or_path", "dataset", "meta"),
+    *("model_file_base_name", "quant_method", "modules_to_not_convert", "is_marlin_format", "sym"),
+    *("exllama_config", "use_exllama", "block_name_to_quantize", "tokenizer", "pad_token_id"),
+    *(
+        "cache_block_outputs",
+        "batch_size",
+        "module_name_preceding_first_block",
+        "backend",
+        "lm_head",
+    ),
+    *("bits", "group_size", "desc_act", "checkpoint_format", "version", "zero_point", "w_bit"),
+    *("q_group_size", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "max_input_length"),
+}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a checkpoint's integers lie.
+
+    Args:
+        method: "gptq" or "awq".
+        bits: of an integer: 4, or with GPTQ 8.
+        group_size: inputs that share a scale; -1 for all.
+        zero_offset: what is added to the stored zeros.
+    """
+
+    method: str
+    bits: int
+    group_size: int
+    zero_offset: int
+
+
+def without_packing(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json's contents as those of the unpacked model.
+
+    Raises:
+        ConfigError: packed in a way that is not read.
+    """
+    if _find(raw) is None:
+        return raw
+    return {name: value for name, value in raw.items() if name != "quantization_config"}
+
+
+def find_packing(directory: Path) -> Packing | None:
+    """Return how a directory's weights are packed; None where they are not, or its config is gone.
+
+    Raises:
+        ConfigError: packed in a way that is not read.
+    """
+    file = directory / "config.json"
+    try:
+        raw = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except ValueError:  # said by who reads the config
+        return None
+    return _find(raw) if isinstance(raw, dict) else None
+
+
+def _find(raw: Mapping[str, Any]) -> Packing | None:
+    found = raw.get("quantization_config")
+    if not isinstance(found, dict) or found.get("quant_method") not in _METHODS:
+        return None
+    method = found["quant_method"]
+    bits = found.get("bits", found.get("w_bit", 4))
+    group = found.get("group_size", found.get("q_group_size", 128))
+    form = found.get("checkpoint_format", "gptq")
+    problems = [f"{name}={found[name]!r}" for name in found if name not in _UNREAD and found[name]]
+    if bits not in ((4, 8) if method == "gptq" else (4,)):
+        problems.append(f"bits={bits!r}")
+    if type(group) is not int or (group < 1 and group != -1):
+        problems.append(f"group_size={group!r}")
+    if method == "gptq" and found.get("desc_act"):
+        problems.append("desc_act=True")
+    if method == "gptq" and form not in ("gptq", "gptq_v2"):
+        problems.append(f"checkpoint_format={form!r}")
+    if method == "awq" and str(found.get("version", "gemm")).lower() != "gemm":
+        problems.append(f"version={found['version']!r}")
+    if method == "awq" and found.get("zero_point") is False:
+        problems.append("zero_point=False")
+    if problems:
+        raise ConfigError(
+            f"quantization_config of {method} has {', '.join(problems)}, which is not read. Read "
+            "are GPTQ without desc_act (4 or 8 bits) and AWQ in the form 'gemm' (4 bits): take "
+            "such a checkpoint, or the model that is not quantised."
+        )
+    return Packing(method, bits, group, int(method == "gptq" and form == "gptq"))
+
+
+class PackedLinears:
+    """The packed linear layers of a checkpoint as weights; see `TensorFile`.
+
+    Args:
+        files: tensor name -> the file that has it.
+        packing: how they are packed.
+
+    Raises:
+        CheckpointError: parts of a layer are missing, or their shapes contradict each other.
+    """
+
+    def __init__(self, files: Mapping[str, TensorFile], packing: Packing) -> None:
+        self.files, self.packing = files, packing
+        self.per_word = 32 // packing.bits
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.parts: set[str] = set()
+        for name in files:
+            stem, _, part = name.rpartition(".")
+            if part == "qweight":
+                self.shapes[f"{stem}.weight"] = self._check(stem)
+                self.parts |= {f"{stem}.{part}" for part in (*_PARTS, "g_idx")}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return fp32, in which values come."""
+        return torch.float32
+
+    def map_tensor(self, name: str) -> Tensor | None:
+        """None: the values lie nowhere."""
+
+    def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
+        """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
+        stem = name.removesuffix(".weight")
+        rows, inputs = slices
+        group = self._group(self.shapes[name][1])
+        groups = slice(inputs.start // group, (inputs.stop - 1) // group + 1)
+        scales = self._read(f"{stem}.scales", (groups, rows)).float()
+        zeros = self._outputs(f"{stem}.qzeros", groups, rows) + self.packing.zero_offset
+        if self.packing.method == "awq":
+            values = self._outputs(f"{stem}.qweight", inputs, rows)
+        else:
+            values = self._inputs(f"{stem}.qweight", inputs, rows)
+        of = torch.arange(inputs.start, inputs.stop) // group - groups.start
+        target.copy_(((values - zeros[of]).float() * scales[of]).t())
+
+    def _check(self, stem: str) -> tuple[int, int]:
+        """Return the shape of a layer's weight."""
+        shapes = {part: self._shape(f"{stem}.{part}") for part in _PARTS}
+        rows, columns = shapes["qweight"]
+        is_awq = self.packing.method == "awq"
+        outputs, inputs = (columns, rows) if not is_awq else (columns * self.per_word, rows)
+        inputs = inputs if is_awq else inputs * self.per_word
+        groups = -(-inputs // self._group(inputs))
+        wanted = {"qzeros": (groups, outputs // self.per_word), "scales": (groups, outputs)}
+        if outputs % self.per_word or any(shapes[part] != wanted[part] for part in wanted):
+            raise CheckpointError(f"the packed parts of {stem} do not fit each other: {shapes}.")
+        order = f"{stem}.g_idx"
+        if order in self.files:
+            usual = torch.arange(inputs, dtype=torch.int64) // self._group(inputs)
+            if not torch.equal(self._read(order, (slice(0, inputs),)).to(torch.int64), usual):
+                raise CheckpointError(
+                    f"{order} orders inputs by their activations (desc_act), which is not read. "
+                    "Take a checkpoint without."
+                )
+        return outputs, inputs
+
+    def _group(self, inputs: int) -> int:
+        return inputs if self.packing.group_size == -1 else self.packing.group_size
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        found = self.files[name].shapes[name] if name in self.files else ()
+        if len(found) != 2:
+            raise CheckpointError(f"{name} of a packed layer is missing, or of shape {found}.")
+        return found
+
+    def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        file = self.files[name]
+        out = torch.empty([s.stop - s.start for s in slices], dtype=file.dtype(name))
+        file.fill(name, slices, out)
+        return out
+
+    def _inputs(self, name: str, inputs: slice, outputs: slice) -> Tensor:
+        """Unpack integers of which a word holds several inputs: (inputs, outputs)."""
+        count = self.per_word
+        words = slice(inputs.start // count, -(-inputs.stop // count))
+        found = self._unpack(self._read(name, (words, outputs)))
+        whole = found.transpose(1, 2).flatten(0, 1)
+        first = words.start * count
+        return whole[inputs.start - first : inputs.stop - first]
+
+    def _outputs(self, name: str, rows: slice, outputs: slice) -> Tensor:
+        """Unpack integers of which a word holds several outputs: (rows, outputs)."""
+        count = self.per_word
+        words = slice(outputs.start // count, -(-outputs.stop // count))
+        found = self._unpack(self._read(name, (rows, words)))
+        if self.packing.method == "awq":
+            found = found[..., torch.tensor(_AWQ_ORDER).argsort()]
+        first = words.start * count
+        return found.flatten(1)[:, outputs.start - first : outputs.stop - first]
+
+    def _unpack(self, words: Tensor) -> Tensor:
+        """Return the integers of words, the lowest bits first, in a new last dim."""
+        shifts = torch.arange(0, 32, self.packing.bits, dtype=torch.int32)
+        return words[..., None] >> shifts & (1 << self.packing.bits) - 1
