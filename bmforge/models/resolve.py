@@ -49,6 +49,8 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
         raise ConfigError(
             f"{str(name)!r} is a file; give the directory that holds config.json, or a .gguf file."
         )
+    if path.suffix == ".gguf":
+        raise ConfigError(f"there is no file {str(path)!r}; name a GGUF file that is there.")
     name = (hub_ids or {}).get(str(name), str(name))
     if name in _NOT_ON_HUB:
         raise ConfigError(
