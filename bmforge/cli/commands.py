@@ -57,6 +57,11 @@ COMMANDS: Mapping[str, Command] = {
         "convert:run_convert",
         options.ConvertCommand,
     ),
+    "quantize": Command(
+        "write a model with its weights packed as integers",
+        "quantize:run_quantize",
+        options.QuantizeCommand,
+    ),
     "migrate": Command(
         "a start script of CPM-Pretrain to the config of a run",
         "migrate:run_migrate",

@@ -20,6 +20,7 @@ __all__ = [
     "DataReportCommand",
     "DataShowCommand",
     "DataVerifyCommand",
+    "QuantizeCommand",
     "EvaluateCommand",
     "GenerateCommand",
     "InfoCommand",
@@ -210,6 +211,35 @@ class ConvertCommand:
     allow_unknown: tuple[str, ...] = ()
     preset: str | None = None
     megatron_degree: int | None = None
+
+
+@dataclass(kw_only=True)
+class QuantizeCommand:
+    """Write a model with its weights packed as integers.
+
+    Args:
+        source: directory or hub id of a Hugging Face model.
+        target: directory to make.
+        scheme: int8 and int4 have a scale for every 32 columns, int4-128 for every 128, and
+            int8-dynamic for every row.
+        float_activations: multiply with what goes in as it is, instead of rounding it to int8.
+        outlier_ratio: share of the input columns that stays in 16 bits, where most of the error
+            comes from; not for models with experts.
+        dtype: of what stays floats; none keeps the file's.
+        max_file_gb: size (1e9 bytes) above which the weights are divided over several files.
+        allow_unknown: config fields to accept unread.
+        report: files or directories of text, on which both models are measured afterwards.
+    """
+
+    source: Annotated[str, tyro.conf.Positional]
+    target: Annotated[Path, tyro.conf.Positional]
+    scheme: Literal["int8", "int8-dynamic", "int4", "int4-128"] = "int4"
+    float_activations: bool = False
+    outlier_ratio: float = 0.0
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    max_file_gb: float = 4.0
+    allow_unknown: tuple[str, ...] = ()
+    report: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)

@@ -24,13 +24,16 @@ from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import FileReads
 from bmforge.models.init import NoDrawing, init_weights_, materialize_
 from bmforge.models.load import load_weights_, settle_tie
+from bmforge.models.pack import load_quantized
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
 from bmforge.models.stack import check_ids, expert_names, find_heads, given_inputs
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, expand_rules
+from bmforge.nn.packing import QuantSpec
 from bmforge.nn.prompt import count_ids, look_up
+from bmforge.nn.quantized import PackedStore
 from bmforge.records import laid_out
 from bmforge.surgery import persistent_tensors
 
@@ -118,6 +121,7 @@ class Model(nn.Module):
         new_head: bool = False,
         num_labels: int | None = None,
         allow_unknown: tuple[str, ...] = (),
+        quantize: str | QuantSpec | None = None,
     ) -> Self:
         """Open a Hugging Face checkpoint: a directory, or a hub id found in the cache or on the
         hub.
@@ -130,14 +134,18 @@ class Model(nn.Module):
             new_head: draw the head's weights where the checkpoint has none.
             num_labels: classes of a new classifier.
             allow_unknown: config fields to accept unread.
+            quantize: a scheme (`nn.packing.PRESETS`); weights are packed as they are read, and
+                never in memory all at once.
 
         Raises:
-            ConfigError: no such model, or its config is not understood.
+            ConfigError: no such model, or its config is not understood, or it cannot be quantised.
             CheckpointError: weights missing, unexpected, wrongly shaped or damaged; all listed.
         """
         model, files = cls.describe_pretrained(
             name, dtype=dtype, head=head, num_labels=num_labels, allow_unknown=allow_unknown
         )
+        if quantize is not None:
+            return load_quantized(model, files, quantize, device=device, new_head=new_head).eval()
         load_weights_(model, files, device=device, new_head=new_head)
         return model.eval()
 
@@ -323,7 +331,14 @@ class Model(nn.Module):
     def _own_names(self) -> set[str]:
         """Return the names of tensors that published checkpoints have no place for."""
         changed = changed_modules(self)
-        return {name for name in persistent_tensors(self) if name.rpartition(".")[0] in changed}
+        found = set()
+        for name in persistent_tensors(self):
+            owner, _, key = name.rpartition(".")
+            # The bias of a packed layer is as published; int8 rows were saved with theirs.
+            is_kept = key == "bias" and isinstance(changed.get(owner), PackedStore)
+            if owner in changed and not is_kept:
+                found.add(name)
+        return found
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
         """Return the rules by which a checkpoint that holds these names is read.

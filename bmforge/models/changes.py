@@ -22,16 +22,21 @@ from bmforge.surgery import match_names, persistent_tensors
 
 __all__ = [
     "CHANGES_KEY",
+    "QUANTIZATION_KEY",
+    "QUANT_METHOD",
     "Change",
     "apply_change_",
     "changed_modules",
     "changes_from_json",
     "changes_to_json",
     "freeze_base_",
+    "quantization_to_json",
 ]
 
 # Under this key of config.json; transformers reads past it.
 CHANGES_KEY = "bmforge"
+# Others, transformers too, look here for how weights are packed, and refuse what they do not know.
+QUANTIZATION_KEY, QUANT_METHOD = "quantization_config", "bmforge"
 _VERSION = 1
 
 
@@ -120,9 +125,10 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
     notes = changed_modules(model)
     for name, tensor in persistent_tensors(model).items():
         owner, _, key = name.rpartition(".")
-        note = tensor_notes(notes[owner]).get(key) if owner in notes else None
-        # What is derived was made of the weight whose place it takes.
-        is_drawn = note is not None and not isinstance(note.draw, Derived)
+        found = tensor_notes(notes[owner]) if owner in notes else {}
+        note = found.get(key)
+        # A storage form was made of the weight whose place it takes.
+        is_drawn = not any(isinstance(one.draw, Derived) for one in found.values())
         if note is not None and is_drawn and id(tensor) not in before and not tensor.is_meta:
             draw_tensor_(tensor, name, note, 0.0, seed)
 
@@ -154,6 +160,12 @@ def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
 def changes_to_json(changes: Sequence[Change]) -> dict[str, Any]:
     """Return what stands in config.json under `CHANGES_KEY`."""
     return {"version": _VERSION, "changes": [change.to_json() for change in changes]}
+
+
+def quantization_to_json(changes: Sequence[Change]) -> dict[str, Any] | None:
+    """Return what config.json says to others of packed weights; None where there are none."""
+    schemes = [change.options for change in changes if change.kind == "quantize"]
+    return {"quant_method": QUANT_METHOD, "schemes": schemes} if schemes else None
 
 
 def changes_from_json(value: Any, config: str) -> tuple[Change, ...]:

@@ -16,7 +16,15 @@ from typing import Any, ClassVar, Self
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
-from bmforge.models.changes import CHANGES_KEY, Change, changes_from_json, changes_to_json
+from bmforge.models.changes import (
+    CHANGES_KEY,
+    QUANT_METHOD,
+    QUANTIZATION_KEY,
+    Change,
+    changes_from_json,
+    changes_to_json,
+    quantization_to_json,
+)
 from bmforge.models.formats.gguf_config import read_gguf_config
 from bmforge.models.formats.gptq import without_packing
 from bmforge.models.heads import Head, check_head
@@ -158,7 +166,7 @@ class ModelConfig:
         Raises:
             ConfigError: fields not understood, or values this family cannot compute; all listed.
         """
-        values, rest = cls._take_special({k: v for k, v in raw.items() if k != CHANGES_KEY})
+        values, rest = cls._take_special(_without_changes(raw))
         if CHANGES_KEY in raw:
             values["changes"] = changes_from_json(raw[CHANGES_KEY], cls.__name__)
         values = {**cls._take_head(raw), **values}
@@ -221,9 +229,12 @@ class ModelConfig:
         """Return the config under transformers' names; what was read and not changed is kept."""
         named = {their: getattr(self, our) for our, their in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
-        out = {**self.raw, **fixed, **self._give_head(), **named, **self._give_special()}
-        out.pop(CHANGES_KEY, None)
-        return {**out, CHANGES_KEY: changes_to_json(self.changes)} if self.changes else out
+        raw = _without_changes(self.raw)
+        out = {**raw, **fixed, **self._give_head(), **named, **self._give_special()}
+        if self.changes:
+            out[CHANGES_KEY] = changes_to_json(self.changes)
+        packed = quantization_to_json(self.changes)
+        return out if packed is None else {**out, QUANTIZATION_KEY: packed}
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, allow_unknown: tuple[str, ...] = ()) -> Self:
@@ -301,6 +312,14 @@ class ModelConfig:
             self.intermediate_size,
             self.is_gated,
         )
+
+
+def _without_changes(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json's contents without what saving writes of changes."""
+    packed = raw.get(QUANTIZATION_KEY)
+    is_ours = isinstance(packed, dict) and packed.get("quant_method") == QUANT_METHOD
+    left_out = {CHANGES_KEY, QUANTIZATION_KEY} if is_ours else {CHANGES_KEY}
+    return {name: value for name, value in raw.items() if name not in left_out}
 
 
 def read_config_file(directory: str | Path) -> dict[str, Any]:

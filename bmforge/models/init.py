@@ -135,9 +135,13 @@ def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: 
     draw = note.draw
     if isinstance(draw, Derived):
         owner = name.rpartition(".")[0]
-        draw_normal_(tensor, f"{owner}.{draw.base}", std, seed, draw.shape, draw.turn)
+        draw_normal_(tensor, f"{owner}.{draw.base}", std, seed, draw)
     elif isinstance(draw, float):
         draw_normal_(tensor, name, draw, seed)
+    elif draw == "numbers":
+        first = local_box(tensor).offsets[0]
+        local = local_tensor(tensor.detach())
+        local.copy_(torch.arange(first, first + local.shape[0]))
     else:
         _fill_(tensor, {"zeros": 0.0, "ones": 1.0}[draw])
 
@@ -153,8 +157,7 @@ def draw_normal_(
     name: str,
     std: float,
     seed: int,
-    shape: tuple[int, ...] | None = None,
-    turn: Callable[[Tensor], Tensor] | None = None,
+    made: Derived | None = None,
 ) -> None:
     """Draw this process's part of a tensor from N(0, std^2).
 
@@ -163,25 +166,37 @@ def draw_normal_(
         name: decides with `seed` what is drawn.
         std: standard deviation.
         seed: likewise.
-        shape: of what is drawn, where that is turned into what is kept.
-        turn: some drawn rows -> as many rows of the tensor; None keeps them as they are.
+        made: how what is drawn, of another shape, becomes the tensor; None keeps it as it is.
     """
     box = local_box(tensor)
     if box.numel == 0:
         return
-    target, shape = local_tensor(tensor), tuple(tensor.shape) if shape is None else shape
-    width = max(1, math.prod(shape[1:]))
-    rows = max(1, _BLOCK_ELEMENTS // width)
+    target, shape = local_tensor(tensor), tuple(tensor.shape) if made is None else made.shape
+    each = 1 if made is None else made.rows_each
+    rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    step = max(1, rows // each)
     first, last = box.offsets[0], box.offsets[0] + box.lengths[0]
-    for block in range(first // rows, (last - 1) // rows + 1):
-        start = block * rows
-        stop = min(start + rows, shape[0])
-        drawn = torch.empty(stop - start, *shape[1:])
-        drawn.normal_(0.0, std, generator=_generator(seed, name, block))
-        drawn = drawn if turn is None else turn(drawn)
-        low, high = max(start, first), min(stop, last)
-        piece = drawn[(slice(low - start, high - start), *box.slices[1:])]
+    for entry in range(first // step * step, last, step):
+        stop = min((entry + step) * each, shape[0])
+        blocks = [
+            _draw_block(name, std, seed, shape, rows, block)
+            for block in range(entry * each // rows, (stop - 1) // rows + 1)
+        ]
+        behind = entry * each % rows
+        drawn = (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[behind:]
+        drawn = drawn[: stop - entry * each]
+        drawn = drawn if made is None else made.turn(drawn)
+        low, high = max(entry, first), min(entry + drawn.shape[0], last)
+        piece = drawn[(slice(low - entry, high - entry), *box.slices[1:])]
         target[low - first : high - first].copy_(piece)
+
+
+def _draw_block(
+    name: str, std: float, seed: int, shape: tuple[int, ...], rows: int, block: int
+) -> Tensor:
+    """Return the rows of one block."""
+    count = min(rows, shape[0] - block * rows)
+    return torch.empty(count, *shape[1:]).normal_(0.0, std, generator=_generator(seed, name, block))
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

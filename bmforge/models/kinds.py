@@ -21,9 +21,11 @@ from bmforge.nn.attention import Attention
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.low_rank import ExpertsLowRank, LowRank
 from bmforge.nn.moe import Experts
-from bmforge.nn.part import BesidePart, attach_part_, beside_parts, move_parts_
+from bmforge.nn.packing import QuantSpec
+from bmforge.nn.part import BesidePart, attach_part_, beside_parts, find_like, move_parts_
 from bmforge.nn.prefix import Prefix
 from bmforge.nn.prompt import Prompt
+from bmforge.nn.quantized import plain_weights, store_packed
 from bmforge.surgery import replace_module_
 
 __all__ = ["KINDS", "Kind", "add_parts_", "find_kind"]
@@ -127,9 +129,46 @@ def store_as_int8_(model: nn.Module, names: Sequence[str], options: NoOptions, n
     _refuse_name(name)
     _check_ties(model, names)
     new = {n: store_int8(model.get_submodule(n), stored) for n in names}
+    _put_in_place_(model, new)
+
+
+def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, name: str) -> None:
+    """Pack the weights of layers; tied ones stay tied."""
+    _refuse_name(name)
+    _check_ties(model, names)
+    new: dict[str, Any] = {}
+    problems = []
+    for n in names:
+        try:
+            new[n] = store_packed(model.get_submodule(n), spec)
+        except ConfigError as error:
+            problems.append(f"{n}: {error}")
+    if problems:
+        more = f" And {len(problems) - 5} more." if len(problems) > 5 else ""
+        raise ConfigError(f"{' '.join(problems[:5])}{more} Leave them out of `where`.")
+    filled: dict[int, Any] = {}
+    for n, module in new.items():
+        plain: Any = model.get_submodule(n)
+        if isinstance(plain, Experts):
+            for key, stack in plain_weights(plain):
+                if not stack.is_meta:
+                    module.fill_(key, stack)
+        elif id(plain.weight) in filled:
+            module.share_(filled[id(plain.weight)])
+        else:
+            filled[id(plain.weight)] = module
+            for _, weight in plain_weights(plain):
+                if not weight.is_meta:
+                    module.fill_(weight)
+    _put_in_place_(model, new)
+
+
+def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
+    """Put storage forms in the place of plain modules; what stands beside those comes along."""
     for n, module in new.items():
         if taken := [p for p, _ in beside_parts(model.get_submodule(n)) if hasattr(module, p)]:
-            raise ConfigError(f"the part beside {n} has a name that int8 rows need: {taken[0]!r}.")
+            kind = type(module).__name__
+            raise ConfigError(f"the part beside {n} has a name that a {kind} needs: {taken[0]!r}.")
     for n, module in new.items():
         old = replace_module_(model, n, module)
         move_parts_(old, module)
@@ -208,7 +247,7 @@ def _fill_slots_(
             raise ConfigError(f"{n} already has a {slot}.")
     parts = []
     for module in modules.values():
-        like = next(p for p in module.parameters() if p.is_floating_point())
+        like = find_like(module)
         with torch.device(like.device):
             parts.append(build(module).to(like.dtype).train(module.training))
     for module, part in zip(modules.values(), parts, strict=True):
@@ -218,6 +257,7 @@ def _fill_slots_(
 KINDS: Mapping[str, Kind] = {
     "low_rank": Kind(LowRankOptions, add_low_rank_, "a low-rank part beside linear layers"),
     "int8": Kind(NoOptions, store_as_int8_, "weights of layers kept as int8 rows"),
+    "quantize": Kind(QuantSpec, quantize_layers_, "weights of layers packed as integers"),
     "prefix": Kind(LengthOptions, put_prefixes_, "trained keys and values before attention's own"),
     "prompt": Kind(LengthOptions, put_prompts_, "trained rows behind the token embedding"),
     "resize": Kind(Sizes, resize_blocks_, "layers of other sizes, or without a part"),

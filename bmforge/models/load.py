@@ -8,7 +8,7 @@ the parameters' own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,22 @@ class WeightReader:
     """Reads tensors of a model from a checkpoint, whole, when they are asked for.
 
     Args:
+        model: whose tensors they are.
         files: the checkpoint.
         pairs: what each tensor is read by, and from which one in the files.
+        fresh: names of tensors that are drawn instead.
         threads: that read at a time; None takes as many as torch has.
     """
 
     def __init__(
-        self, files: WeightFiles, pairs: Sequence[tuple[WeightRule, str]], threads: int | None
+        self,
+        model: Any,
+        files: WeightFiles,
+        pairs: Sequence[tuple[WeightRule, str]],
+        fresh: Set[str],
+        threads: int | None,
     ) -> None:
-        self._files, self._threads = files, threads
+        self._model, self._files, self._fresh, self._threads = model, files, fresh, threads
         self._rules: dict[str, list[tuple[WeightRule, str]]] = {}
         for rule, name in pairs:
             self._rules.setdefault(rule.ours, []).append((rule, name))
@@ -133,10 +140,12 @@ class WeightReader:
 
     def read_all(self, targets: Mapping[str, Tensor]) -> None:
         """Fill several, which is quicker than one after the other."""
+        for ours in self._fresh & targets.keys():
+            init_tensor_(self._model, targets[ours], ours, seed=0)
         reads = [
             read
             for ours, target in targets.items()
-            for rule, name in self._rules[ours]
+            for rule, name in self._rules.get(ours, ())
             for read in _plan_reads(target, rule, name, self._files)
         ]
         run_reads(reads, threads=self._threads)
@@ -158,7 +167,10 @@ class WeightReader:
 
 
 def weight_reader(
-    model: Any, source: str | Path | WeightFiles, threads: int | None = None
+    model: Any,
+    source: str | Path | WeightFiles,
+    threads: int | None = None,
+    new_head: bool = False,
 ) -> WeightReader:
     """Return what reads a tensor of `model` from a checkpoint, whole, when it is asked for.
 
@@ -166,13 +178,16 @@ def weight_reader(
         model: plain or on meta; what does not fit is found now.
         source: the directory that holds the weights, or its opened files.
         threads: that read at a time; None takes as many as torch has.
+        new_head: draw the head's weights (seed 0) where the checkpoint has none that fit.
 
     Raises:
         CheckpointError: as `load_weights_` does.
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
-    pairs, _ = _match_sources(model, files, new_head=False)
-    return WeightReader(files, pairs, threads)
+    pairs, fresh = _match_sources(model, files, new_head)
+    if fresh:
+        get_logger().info("new head, drawn at random: %s", ", ".join(fresh))
+    return WeightReader(model, files, pairs, set(fresh), threads)
 
 
 def _map_(tensor: Tensor, name: str, files: WeightFiles) -> bool:
@@ -320,6 +335,8 @@ def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
     config = model.config
     head, embed = (_their_name(model, ours) for ours in model.tied_head)
     is_changed = any(OWN_PREFIX + ours in files.shapes for ours in model.tied_head)
+    stems = [name.removesuffix("weight") for name in (head, embed) if name is not None]
+    is_changed = is_changed or any(f"{stem}packed" in files.shapes for stem in stems)
     if head is None or embed is None or is_changed:
         return config
     bare = embed.removeprefix(model.hf_prefix)

@@ -38,6 +38,8 @@ class LayoutRules:
         stacks: containers of blocks that run one after the other, in the order in which they run.
         pipeline_first: names beside a stack that belong to where it begins, and
         pipeline_last: to where it ends; what neither names is wherever its stack is.
+        quantize_targets: what may be kept as integers; norms, biases, routers and tables of
+            positions stay floats. Those that a model has not are passed over.
     """
 
     zero_units: tuple[str, ...] = ("layers.*",)
@@ -52,6 +54,15 @@ class LayoutRules:
         "mlm_head",
         "pooler",
         "classifier",
+    )
+    quantize_targets: tuple[str, ...] = (
+        "**.*_proj",
+        "**.experts",
+        "embed",
+        "lm_head",
+        "mlm_head.decoder",
+        "project_in",
+        "project_out",
     )
 
 

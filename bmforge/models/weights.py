@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "OWN_PREFIX",
     "WeightRule",
     "assemble_source",
+    "PACKED_KEYS",
     "expand_rules",
     "group_by_source",
     "linear_rules",
@@ -93,6 +94,8 @@ def linear_rules(
 
 # What stands before the names of tensors that no published checkpoint has.
 OWN_PREFIX = "bmforge."
+# Tensors of a packed weight: in files they stand beside the name that the weight would have.
+PACKED_KEYS = frozenset({"packed", "scales", "minima", "outlier_columns", "outlier_weight"})
 
 
 def expand_rules(
@@ -111,30 +114,48 @@ def expand_rules(
     Raises:
         TypeError: a tensor that no rule names, which saving would lose.
     """
-    kept = _expand_family(list(rules), {n: s for n, s in shapes.items() if n not in own})
+    patterns = [(_pattern_of(rule), rule) for rule in rules]
+    kept = _expand_family(patterns, {n: s for n, s in shapes.items() if n not in own})
     ours = {rule.ours for rule in kept}
-    alone = [WeightRule(name, OWN_PREFIX + name) for name in shapes if name not in ours]
+    alone = [WeightRule(n, _own_name(n, patterns)) for n in shapes if n not in ours]
     places = {name: place for place, name in enumerate(shapes)}
     return sorted([*kept, *alone], key=lambda rule: places[rule.ours])
 
 
+def _pattern_of(rule: WeightRule) -> re.Pattern[str]:
+    return re.compile(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"))
+
+
+def _fill_numbers(theirs: str, match: re.Match[str]) -> str:
+    for number in match.groups():
+        theirs = theirs.replace("{i}", number)
+    return theirs
+
+
+def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]]) -> str:
+    """Return the name in files of a tensor that no published checkpoint has."""
+    module, _, key = name.rpartition(".")
+    if key in PACKED_KEYS:
+        for pattern, rule in patterns:
+            match = pattern.fullmatch(f"{module}.weight")
+            is_whole = rule.part is None and "{e}" not in rule.theirs
+            if match and is_whole and rule.theirs.endswith(".weight"):
+                return _fill_numbers(rule.theirs, match).removesuffix("weight") + key
+    return OWN_PREFIX + name
+
+
 def _expand_family(
-    rules: list[WeightRule], shapes: Mapping[str, tuple[int, ...]]
+    patterns: list[tuple[re.Pattern[str], WeightRule]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[WeightRule]:
     """Return the family's rules of these tensors, but for those that do not fill a fused one."""
     fused: dict[tuple[str, str], list[int]] = {}
-    patterns = [
-        (re.compile(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)")), rule) for rule in rules
-    ]
     out: list[WeightRule] = []
     for name, shape in shapes.items():
         found = [(match, rule) for pattern, rule in patterns if (match := pattern.fullmatch(name))]
         if not found:
             raise TypeError(f"no weight rule for {name}")
         for match, rule in found:
-            theirs = rule.theirs
-            for number in match.groups():
-                theirs = theirs.replace("{i}", number)
+            theirs = _fill_numbers(rule.theirs, match)
             if rule.part is not None:
                 fused.setdefault((rule.theirs, theirs), []).append(len(out))
             count = range(shape[0]) if "{e}" in theirs else (None,)
@@ -142,7 +163,7 @@ def _expand_family(
                 replace(rule, ours=name, theirs=theirs.replace("{e}", str(e)), index=e)
                 for e in count
             ]
-    members = Counter(rule.theirs for rule in rules if rule.part is not None)
+    members = Counter(rule.theirs for _, rule in patterns if rule.part is not None)
     broken = set()
     for (template, theirs), places in fused.items():
         if len(places) < members[template]:

@@ -36,6 +36,10 @@ class LMHead(nn.Linear):
         """Return the rows that are here; those kept in another form as numbers of `dtype`."""
         return self.weight
 
+    def score(self, x: Tensor) -> Tensor:
+        """Return the logits of the rows that are here, parts beside left out."""
+        return F.linear(x, self.matrix(x.dtype), self.bias)
+
     def forward(
         self,
         x: Tensor,
@@ -84,7 +88,7 @@ class LMHead(nn.Linear):
 
     def _score(self, x: Tensor, more_rows: Tensor | None) -> Tensor:
         x = x if self.vocab is None else self.vocab.enter(x)
-        logits = F.linear(x, self.matrix(x.dtype), self.bias)
+        logits = self.score(x)
         for low, up in self._added(x):
             logits = logits + F.linear(low, up)
         logits = logits if self.vocab is None else self.vocab.gather(logits)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear
-from bmforge.nn.part import BesidePart, TensorNote
+from bmforge.nn.part import BesidePart, TensorNote, find_like
 
 __all__ = ["ExpertsLowRank", "LowRank", "linear_sizes"]
 
@@ -100,8 +100,7 @@ class LowRank(BesidePart):
                 f"a low-rank part stands beside a linear layer, not a {type(module).__name__}."
             )
         scale = _check_numbers(sizes, rank, alpha, dropout)
-        floats = (p for p in module.parameters() if p.is_floating_point())
-        return cls(*sizes, rank, scale, dropout, next(floats))
+        return cls(*sizes, rank, scale, dropout, find_like(module))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """`up` starts at zero, so nothing changes at first; the cut dim follows the layer's."""
@@ -169,12 +168,11 @@ class ExpertsLowRank(BesidePart):
         cls, experts: nn.Module, rank: int, alpha: float | None = None, dropout: float = 0.0
     ) -> ExpertsLowRank:
         """Return a part for stacked experts; see `LowRank.beside`."""
-        own = dict(experts.named_parameters(recurse=False))
-        sizes: Any = {k: tuple(p.shape) for k, p in own.items() if not k.endswith("_scale")}
+        module: Any = experts
+        sizes = module.stack_sizes()
         for _, outs, ins in sizes.values():
             scale = _check_numbers((ins, outs), rank, alpha, dropout)
-        like = next(p for p in own.values() if p.is_floating_point())
-        return cls(sizes, rank, scale, like, dropout)
+        return cls(sizes, rank, scale, find_like(experts), dropout)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Each expert is cut by its width, and so are the sides of its parts that have it."""

@@ -183,7 +183,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Apply every expert to its rows."""
         up = self.product("up_proj", x, ends)
-        gate = None if self.gate_proj is None else self.product("gate_proj", x, ends)
+        gate = self.product("gate_proj", x, ends) if self.has_gate() else None
 
         def inner() -> Tensor:
             return self.activation(up) if gate is None else self.activation(gate) * up
@@ -200,6 +200,15 @@ class Experts(nn.Module):
         for _, part in beside_parts(self):
             out = out + part(key, x, ends)
         return out
+
+    def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
+        """Return (E, out, in) of every stack, by its name."""
+        stacks = {key: getattr(self, key) for key in ("gate_proj", "up_proj", "down_proj")}
+        return {key: tuple(s.shape) for key, s in stacks.items() if s is not None}
+
+    def has_gate(self) -> bool:
+        """Tell whether there is a `gate_proj`."""
+        return self.gate_proj is not None
 
     def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
         """The same of the matrices alone; a storage form puts its own here."""

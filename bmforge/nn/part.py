@@ -23,6 +23,7 @@ __all__ = [
     "attach_part_",
     "beside_parts",
     "detach_part_",
+    "find_like",
     "move_parts_",
     "tensor_notes",
 ]
@@ -35,15 +36,18 @@ class Derived:
     Args:
         base: that one's name within the module.
         shape: its whole shape.
-        turn: any of its rows -> as many rows of this tensor.
+        turn: some of its rows -> what they are in this tensor.
+        rows_each: so many of its rows, the last time perhaps fewer, make one entry of this tensor's
+            first dim.
 
     Shape:
-        turn: (rows, ...) -> (rows, ...)
+        turn: (rows_each * entries, ...) -> (entries, ...)
     """
 
     base: str
     shape: tuple[int, ...]
     turn: Callable[[Tensor], Tensor]
+    rows_each: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class TensorNote:
     """What is to be known of one tensor of a part.
 
     Args:
-        draw: "zeros", "ones", the standard deviation of N(0, std^2), or what it is made of.
+        draw: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation of N(0, std^2), or
+            what it is made of.
         cuts: how the module is cut that the part stands beside or in the place of (a style of
             `models.TensorCut`) -> the dim in which this tensor is cut then. A style that is not
             named leaves it whole on every process.
@@ -67,6 +72,16 @@ def tensor_notes(module: nn.Module) -> Mapping[str, TensorNote]:
     """Return what a part says of its own tensors, by name; {} for any other module."""
     notes = getattr(module, "tensor_notes", None)
     return notes() if callable(notes) else {}
+
+
+def find_like(module: nn.Module) -> Tensor:
+    """Return a tensor of the dtype and on the device that a part of a module has.
+
+    A storage form without floats says it by its buffer `like`.
+    """
+    like = getattr(module, "like", None)
+    floats = (p for p in module.parameters() if p.is_floating_point())
+    return like if isinstance(like, Tensor) else next(floats)
 
 
 class BesidePart(nn.Module):

@@ -11,7 +11,7 @@ __all__ = ["CAPABILITIES", "ROOMS", "capability", "find_capabilities"]
 # column is a name here and one marked test in a suite. "changed: " is of a model that was changed
 # in the three ways of `nn` at once.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "nn": ("low-rank", "int8", "resize"),
+    "nn": ("low-rank", "int8", "int4", "resize"),
     "models": (
         "logits",
         "gradients",

@@ -19,15 +19,15 @@ from bmforge.parallel import Layout
 from bmforge.surgery import find_modules
 from bmforge.testing.batches import Batch, make_batch, make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed_suite import ChangedSuite
 from bmforge.testing.engine_suite import EngineSuite
 from bmforge.testing.layouts import check_layout
+from bmforge.testing.quantized_suite import QuantizedSuite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["FamilySuite"]
 
 
-class FamilySuite(ChangedSuite, EngineSuite):
+class FamilySuite(QuantizedSuite, EngineSuite):
     """Building, copying, compiling, laying out. A subclass sets `model_class` and `tiny_config`.
 
     Attributes:

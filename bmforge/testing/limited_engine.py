@@ -67,7 +67,7 @@ def _make_mixtral() -> Any:
 
 
 def _make_gpt2() -> Any:
-    sizes = {"vocab_size": 8000, "hidden_size": 512, "num_heads": 8}
+    sizes: dict[str, Any] = {"vocab_size": 8000, "hidden_size": 512, "num_heads": 8}
     return GPT2.from_config(GPT2Config(**sizes, num_layers=12, max_seq_len=1024))
 
 

@@ -37,7 +37,8 @@ def check_part(part: nn.Module) -> None:
         assert note.trains or not tensor.requires_grad, f"{key} wants a gradient and may not train"
         assert not note.trains or tensor.is_floating_point(), f"{key}: integers do not train"
         if isinstance(note.draw, Derived):
-            assert note.draw.shape[0] == tensor.shape[0], f"{key}: other rows than its base"
+            entries = -(-note.draw.shape[0] // note.draw.rows_each)
+            assert entries == tensor.shape[0], f"{key}: other rows than its base"
         drawn = []
         for seed in (0, 0, 1):
             draw_tensor_(tensor.data, f"part.{key}", note, 0.02, seed)

@@ -12,9 +12,11 @@ from bmforge.nn import LMHead, MoESpec
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.low_rank import ExpertsLowRank, LowRank
 from bmforge.nn.moe import Experts
+from bmforge.nn.packing import PRESETS, QuantSpec
 from bmforge.nn.part import BesidePart, TensorNote, attach_part_
 from bmforge.nn.prefix import Prefix
 from bmforge.nn.prompt import Prompt
+from bmforge.nn.quantized import store_packed
 from bmforge.testing.part_suite import check_part
 from bmforge.testing.tolerance import assert_close
 
@@ -29,6 +31,11 @@ PARTS = {
     "int8 head": store_int8(LMHead(16, 96), {}),
     "int8 embedding": store_int8(nn.Embedding(96, 16), {}),
     "int8 experts": store_int8(EXPERTS, {}),
+    "packed linear": store_packed(nn.Linear(64, 24), PRESETS["int4"]),
+    "packed with outliers": store_packed(nn.Linear(64, 40), QuantSpec(8, 32, outlier_ratio=0.1)),
+    "packed head": store_packed(LMHead(64, 90), QuantSpec(4, 64, symmetric=False)),
+    "packed embedding": store_packed(nn.Embedding(90, 64), PRESETS["int8-dynamic"]),
+    "packed experts": store_packed(Experts(64, MoESpec(4, 2, 96)), PRESETS["int8"]),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from bmforge.infer.generate import evaluating
 __all__ = ["Filled", "classify", "embed", "fill_mask"]
 
 # A text as it is, with its tokenizer; or what the model reads, (B, T) ids or (B, C, H, W) pixels.
-Inputs = Sequence[tuple[str, Any]] | Tensor
+Inputs: TypeAlias = Sequence[tuple[str, Any]] | Tensor
 
 
 class Filled(NamedTuple):

@@ -26,6 +26,7 @@ from bmforge.models.formats.megatron_model import (
 )
 from bmforge.models.formats.model_center import is_model_center, load_model_center
 from bmforge.models.hub import AutoModel, find_model
+from bmforge.nn.packing import QuantSpec
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["convert_checkpoint", "find_companions", "find_stored_dtype"]
@@ -55,6 +56,7 @@ def convert_checkpoint(
     allow_unknown: tuple[str, ...] = (),
     preset: str | None = None,
     megatron_degree: int | None = None,
+    quantize: str | QuantSpec | None = None,
 ) -> Path:
     """Read a checkpoint of any kind and write it in our form, with its tokenizer's files.
 
@@ -71,6 +73,7 @@ def convert_checkpoint(
         allow_unknown: config fields to accept unread.
         preset: which model Megatron's shards are, where neither their sizes nor a config.json tell.
         megatron_degree: write so many of Megatron's shards instead of our form.
+        quantize: pack the weights by this scheme as they are read; of a Hugging Face model.
 
     Returns:
         the target.
@@ -92,7 +95,7 @@ def convert_checkpoint(
             reshard_megatron(directory, partial, megatron_degree)
             said = f"{megatron_degree} shards, as they were divided before"
         else:
-            model = _open(directory, family, dtype, allow_unknown, preset)
+            model = _open(directory, family, dtype, allow_unknown, preset, quantize)
             if megatron_degree is not None:
                 save_megatron(model, partial, megatron_degree)
             else:
@@ -101,6 +104,11 @@ def convert_checkpoint(
             floats = (p.dtype for p in model.parameters() if p.is_floating_point())
             kind = str(next(floats)).removeprefix("torch.")
             said = f"{type(model).__name__}, {count:,} parameters in {kind}"
+            if quantize is not None:
+                held = sum(p.numel() * p.element_size() for p in model.parameters())
+                said = (
+                    f"{type(model).__name__}, quantised to {held / 1e9:.3f} GB, the rest in {kind}"
+                )
         if is_gguf(directory):
             _save_tokenizer(directory, partial)
         for name in find_companions(directory):
@@ -118,7 +126,13 @@ def _open(
     dtype: torch.dtype | None,
     allow_unknown: tuple[str, ...],
     preset: str | None,
+    quantize: str | QuantSpec | None,
 ) -> Model:
+    if quantize is not None and (is_model_center(directory) or is_megatron(directory)):
+        raise ConfigError(
+            f"{str(directory)!r} is not in Hugging Face's form: convert it first (bmforge "
+            "convert), then quantise what came of it."
+        )
     if is_model_center(directory):
         return load_model_center(directory, family=family, dtype=dtype, allow_unknown=allow_unknown)
     if is_megatron(directory):
@@ -129,7 +143,9 @@ def _open(
             "a model with a config.json. Leave it out."
         )
     dtype = dtype or find_stored_dtype(directory)
-    return AutoModel.from_pretrained(directory, dtype=dtype, allow_unknown=allow_unknown)
+    return AutoModel.from_pretrained(
+        directory, dtype=dtype, allow_unknown=allow_unknown, quantize=quantize
+    )
 
 
 def _save_tokenizer(source: Path, target: Path) -> None:

@@ -91,8 +91,8 @@ def _find(raw: Mapping[str, Any]) -> Packing | None:
     if not isinstance(found, dict) or found.get("quant_method") not in _METHODS:
         return None
     method = found["quant_method"]
-    bits = found.get("bits", found.get("w_bit", 4))
-    group = found.get("group_size", found.get("q_group_size", 128))
+    bits: Any = found.get("bits", found.get("w_bit", 4))
+    group: Any = found.get("group_size", found.get("q_group_size", 128))
     form = found.get("checkpoint_format", "gptq")
     problems = [f"{name}={found[name]!r}" for name in found if name not in _UNREAD and found[name]]
     if bits not in ((4, 8) if method == "gptq" else (4,)):

@@ -338,6 +338,11 @@ def _runs(shape: tuple[int, ...], slices: tuple[slice, ...]) -> Iterator[tuple[i
         yield first + sum(i * n for i, n in zip(index, strides, strict=True)), count
 
 
+def _alignment(tensor: Tensor) -> tuple[int, bool]:
+    size = tensor.numel() * tensor.dtype.itemsize
+    return -tensor.dtype.itemsize, size % _ALIGN_BYTES != 0
+
+
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file beside its place and move it there when it is whole.
 
@@ -348,8 +353,9 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         path: where it goes.
         tensors: on the CPU.
     """
-    # The largest elements first keeps every tensor at a multiple of its element size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    # The largest elements first keeps every tensor at a multiple of its element size; those that
+    # end where the next one may begin come before the others.
+    order = sorted(tensors, key=lambda name: (*_alignment(tensors[name]), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
     for name in order:

@@ -84,6 +84,8 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
         shares = cut.style == "key_value" and cut.units and size % cut.units == 0
         if cut.units % size and not shares:
             found.append(f"tp={size} does not divide the {cut.units} heads of {cut.glob}")
+        reasons = {getattr(modules[name], "uncut_reason", "") for name in names} - {""}
+        found += [f"tp={size}: {cut.glob}: {reason}" for reason in sorted(reasons)]
         found += [
             f"tp={size}: {name}.{key} has only {tuple(parameter.shape)}, too few to cut"
             for name in names

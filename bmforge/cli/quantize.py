@@ -1,0 +1,47 @@
+"""`bmforge quantize`: write a model with its weights packed, and say what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bmforge.cli.options import QuantizeCommand
+from bmforge.device import parse_dtype
+from bmforge.errors import ConfigError
+from bmforge.models.quantize import quantize_directory
+from bmforge.nn.packing import find_preset
+from bmforge.recipes.evaluate import EvaluateConfig, evaluate_model
+
+__all__ = ["run_quantize"]
+
+
+def run_quantize(command: QuantizeCommand) -> None:
+    """Write a model with its weights packed as integers."""
+    if command.max_file_gb <= 0:
+        raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")
+    spec = replace(find_preset(command.scheme), outlier_ratio=command.outlier_ratio)
+    if command.float_activations:
+        spec = replace(spec, activations="float")
+    if command.report:
+        EvaluateConfig(text=command.report).check()
+    target = quantize_directory(
+        command.source,
+        command.target,
+        spec,
+        dtype=None if command.dtype is None else parse_dtype(command.dtype),
+        max_file_bytes=int(command.max_file_gb * 1e9),
+        allow_unknown=command.allow_unknown,
+    )
+    if command.report:
+        print("\n".join(_compare(command.source, str(target), command.report)))
+
+
+def _compare(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
+    """Return a line for every figure of both models."""
+    config = EvaluateConfig(text=texts)
+    was, now = evaluate_model(before, config), evaluate_model(after, config)
+    return [
+        f"{metric}  {text}  {value:.4f} -> {now[metric][text]:.4f} "
+        f"({100 * (now[metric][text] / value - 1):+.2f} %)"
+        for metric, values in was.items()
+        for text, value in values.items()
+    ]

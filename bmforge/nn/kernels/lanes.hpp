@@ -1,0 +1,193 @@
+// Sixteen lanes, one for every row of a panel, on three instruction sets.
+//
+// A block is 64 bytes: lane r has bytes 4r to 4r + 3, four columns of row r. `dot` adds the products
+// of a lane's four bytes and four activations, which are the same for all lanes. Integer sums are
+// exact; float operations are single multiplications and additions, never contracted; so all three
+// instruction sets give the same bits.
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+#include <immintrin.h>
+
+// What is added to a signed byte before it is multiplied, and taken off again by `begin`.
+static const int BYTE_SHIFT = 128;
+typedef __m512 Floats;
+typedef __m512i Ints;
+typedef __m512i Block;
+typedef __m512i Shorts;  // sums on the way to Ints
+static const int MOST_PANELS = 2, MOST_TOKENS = 6;  // of a tile whose sums fit into the registers
+
+static inline Floats floats(float value) { return _mm512_set1_ps(value); }
+static inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
+static inline Floats load(const uint16_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+}
+static inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
+static inline Floats add(Floats x, Floats y) { return _mm512_add_ps(x, y); }
+static inline Floats mul(Floats x, Floats y) { return _mm512_mul_ps(x, y); }
+static inline Floats as_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+static inline Ints ints(int32_t value) { return _mm512_set1_epi32(value); }
+
+static inline Block load_block(const uint8_t* from) {
+  return _mm512_loadu_si512((const void*)from);
+}
+static inline Block low_nibbles(Block x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+static inline Block high_nibbles(Block x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+static inline Block ready_bytes(Block x) {
+  return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80));
+}
+static inline Ints dot_bytes(Ints sum, Block ready, Block, int32_t four) {
+  return _mm512_dpbusd_epi32(sum, ready, _mm512_set1_epi32(four));
+}
+static inline Shorts begin_shorts(Ints sum) { return sum; }
+static inline Ints end_shorts(Ints, Shorts part) { return part; }
+static inline Shorts dot_nibbles(Shorts sum, Block x, int32_t four) {
+  return _mm512_dpbusd_epi32(sum, x, _mm512_set1_epi32(four));
+}
+static inline Block less_eight(Block x) { return _mm512_sub_epi8(x, _mm512_set1_epi8(8)); }
+
+// Column `j` of the four in a lane, as a float.
+template <int j>
+static inline Floats column(Block x) {
+  return as_floats(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * j), 24));
+}
+
+#elif defined(__AVX2__) && defined(__F16C__)
+
+#include <immintrin.h>
+
+static const int BYTE_SHIFT = 0;
+struct Floats { __m256 a, b; };
+struct Ints { __m256i a, b; };
+typedef Ints Block;
+typedef Ints Shorts;
+static const int MOST_PANELS = 1, MOST_TOKENS = 2;
+
+static inline Floats floats(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+static inline Floats load(const float* from) {
+  return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+}
+static inline Floats load(const uint16_t* from) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 8)))};
+}
+static inline void store(float* to, Floats x) {
+  _mm256_storeu_ps(to, x.a);
+  _mm256_storeu_ps(to + 8, x.b);
+}
+static inline Floats add(Floats x, Floats y) {
+  return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)};
+}
+static inline Floats mul(Floats x, Floats y) {
+  return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)};
+}
+static inline Floats as_floats(Ints x) {
+  return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
+}
+static inline Ints ints(int32_t value) {
+  return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)};
+}
+
+static inline Block load_block(const uint8_t* from) {
+  return {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)from + 1)};
+}
+static inline Block low_nibbles(Block x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+static inline Block high_nibbles(Block x) {
+  return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+static inline Block ready_bytes(Block x) {
+  return {_mm256_abs_epi8(x.a), _mm256_abs_epi8(x.b)};
+}
+// |w| * (x with w's sign): two products are at most 2 * 128 * 127, which 16 bits hold.
+static inline __m256i dot_half(__m256i sum, __m256i ready, __m256i bytes, __m256i four) {
+  const __m256i pairs = _mm256_maddubs_epi16(ready, _mm256_sign_epi8(four, bytes));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+static inline Ints dot_bytes(Ints sum, Block ready, Block bytes, int32_t four) {
+  const __m256i x = _mm256_set1_epi32(four);
+  return {dot_half(sum.a, ready.a, bytes.a, x), dot_half(sum.b, ready.b, bytes.b, x)};
+}
+static inline Shorts begin_shorts(Ints) {
+  return {_mm256_setzero_si256(), _mm256_setzero_si256()};
+}
+// Eight of these, 8 * 2 * 15 * 127, stay below 2^15.
+static inline Shorts dot_nibbles(Shorts sum, Block x, int32_t four) {
+  const __m256i y = _mm256_set1_epi32(four);
+  return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(x.a, y)),
+          _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(x.b, y))};
+}
+static inline Ints end_shorts(Ints sum, Shorts x) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, one)),
+          _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, one))};
+}
+static inline Block less_eight(Block x) {
+  const __m256i eight = _mm256_set1_epi8(8);
+  return {_mm256_sub_epi8(x.a, eight), _mm256_sub_epi8(x.b, eight)};
+}
+template <int j>
+static inline Floats column(Block x) {
+  return as_floats({_mm256_srai_epi32(_mm256_slli_epi32(x.a, 24 - 8 * j), 24),
+                    _mm256_srai_epi32(_mm256_slli_epi32(x.b, 24 - 8 * j), 24)});
+}
+
+#else
+
+static const int BYTE_SHIFT = 0;
+struct Floats { float v[16]; };
+struct Ints { int32_t v[16]; };
+struct Block { uint8_t v[64]; };
+typedef Ints Shorts;
+static const int MOST_PANELS = 1, MOST_TOKENS = 2;
+#define LANES for (int i = 0; i < 16; i++)
+
+static inline float widen(uint16_t half) {
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+  uint32_t bits = (rest << 13) + ((127 - 15) << 23);
+  if (rest >= 0x7c00) bits += (255 - 31 - (127 - 15)) << 23;
+  float value;
+  memcpy(&value, &bits, 4);
+  if (rest < 0x0400) value = (float)rest * 5.9604644775390625e-8f;  // below the normal ones
+  memcpy(&bits, &value, 4);
+  bits |= sign;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+static inline Floats floats(float value) { Floats y; LANES y.v[i] = value; return y; }
+static inline Floats load(const float* from) { Floats y; LANES y.v[i] = from[i]; return y; }
+static inline Floats load(const uint16_t* from) { Floats y; LANES y.v[i] = widen(from[i]); return y; }
+static inline void store(float* to, Floats x) { LANES to[i] = x.v[i]; }
+static inline Floats add(Floats x, Floats y) { LANES x.v[i] += y.v[i]; return x; }
+static inline Floats mul(Floats x, Floats y) { LANES x.v[i] *= y.v[i]; return x; }
+static inline Floats as_floats(Ints x) { Floats y; LANES y.v[i] = (float)x.v[i]; return y; }
+static inline Ints ints(int32_t value) { Ints y; LANES y.v[i] = value; return y; }
+static inline Block load_block(const uint8_t* from) { Block y; memcpy(y.v, from, 64); return y; }
+static inline Block low_nibbles(Block x) { for (auto& v : x.v) v &= 15; return x; }
+static inline Block high_nibbles(Block x) { for (auto& v : x.v) v >>= 4; return x; }
+static inline Block ready_bytes(Block x) { return x; }
+static inline Ints dot_bytes(Ints sum, Block x, Block, int32_t four) {
+  int8_t y[4];
+  memcpy(y, &four, 4);
+  for (int j = 0; j < 4; j++) LANES sum.v[i] += (int8_t)x.v[4 * i + j] * y[j];
+  return sum;
+}
+static inline Shorts begin_shorts(Ints sum) { return sum; }
+static inline Ints end_shorts(Ints, Shorts part) { return part; }
+static inline Block less_eight(Block x) { for (auto& v : x.v) v -= 8; return x; }
+static inline Shorts dot_nibbles(Shorts sum, Block x, int32_t four) {
+  return dot_bytes(sum, x, x, four);
+}
+template <int j>
+static inline Floats column(Block x) {
+  Floats y;
+  LANES y.v[i] = (float)(int8_t)x.v[4 * i + j];
+  return y;
+}
+
+#endif

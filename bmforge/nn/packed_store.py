@@ -1,0 +1,306 @@
+"""What the storage forms of packed weights share: their tensors, notes and products.
+
+What is packed are plain parameters that want no gradient and hold no floats (scales are kept as
+their bytes), so that casts, layouts and streaming take them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.grouped import grouped_linear
+from bmforge.nn.packing import (
+    PANEL_ROWS,
+    PackedMatrix,
+    QuantSpec,
+    pack_matrix,
+    packed_shapes,
+    quantize_groups,
+    unpack_matrix,
+)
+from bmforge.nn.part import Derived, TensorNote
+from bmforge.nn.products import numbers_of
+
+__all__ = ["GroupedProduct", "MatrixStore", "PackedStore", "dequantize_stack"]
+
+# Rows that are quantised at a time, so that little more than the matrix itself is in memory.
+_ROWS_AT_ONCE = 1024
+
+
+class _Product(torch.autograd.Function):
+    """``x @ matrix.T + bias``; backward makes the matrix again instead of keeping it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        scales: Tensor,
+        minima: Tensor | None,
+        rows: int,
+        spec: list[int],
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(packed, scales, minima)
+        ctx.rows, ctx.spec, ctx.has_bias = rows, spec, bias is not None
+        return torch.ops.bmforge.multiply_packed(x, packed, scales, minima, rows, spec, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, x_grad, bias_grad = grads[0], None, None
+        if ctx.needs_input_grad[0]:
+            matrix = torch.ops.bmforge.dequantize(*ctx.saved_tensors, ctx.rows, ctx.spec)
+            x_grad = grad @ matrix.to(grad.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[6]:
+            bias_grad = grad.sum(0)
+        return x_grad, None, None, None, None, None, bias_grad
+
+
+class GroupedProduct(torch.autograd.Function):
+    """The same for stacked matrices; see `grouped_linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        scales: Tensor,
+        minima: Tensor | None,
+        rows: int,
+        spec: list[int],
+        ends: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(packed, scales, minima, ends)
+        ctx.rows, ctx.spec = rows, spec
+        return torch.ops.bmforge.multiply_stacked(x, packed, scales, minima, rows, spec, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        packed, scales, minima, ends = ctx.saved_tensors
+        matrices = dequantize_stack(packed, scales, minima, ctx.rows, ctx.spec)
+        matrices = matrices.to(grads[0].dtype)
+        x_grad = grouped_linear(grads[0], matrices.transpose(1, 2), ends)
+        return x_grad, None, None, None, None, None, None
+
+
+def dequantize_stack(
+    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
+) -> Tensor:
+    """Return (E, rows, columns): the panels of all experts follow one another."""
+    experts, panels = packed.shape[:2]
+    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
+    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
+    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]
+
+
+class PackedStore(nn.Module):
+    """What the storage forms share.
+
+    Attributes:
+        spec: how the weights are quantised.
+        like: holds nothing; its dtype is that of the model.
+        uncut_reason: why tensor parallelism cannot cut it.
+    """
+
+    spec: QuantSpec
+    like: Tensor
+    uncut_reason = (
+        "packed weights lie in panels of rows that tensor parallelism cannot cut; keep these "
+        'layers as int8 rows instead (change "int8"), or choose tp=1'
+    )
+
+    def _keep(self, spec: QuantSpec, dtype: torch.dtype, device: Any) -> None:
+        self.spec = spec
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+
+    def _add_matrix(self, prefix: str, shape: tuple[int, ...], device: Any) -> None:
+        """Make the parameters of one matrix, or of a stack of them; not filled."""
+        *stack, rows, columns = shape
+        self._check_width(columns)
+        for key, sizes in packed_shapes(rows, columns, self.spec).items():
+            each = 1 if key == "packed" else self.spec.scale_type.itemsize
+            shape = (*stack, *sizes[:-1], sizes[-1] * each)
+            made = torch.zeros(shape, dtype=torch.uint8, device=device)
+            self.register_parameter(prefix + key, nn.Parameter(made, requires_grad=False))
+        if self.spec.symmetric:
+            self.register_parameter(f"{prefix}minima", None)
+
+    def _check_width(self, columns: int) -> None:
+        if problem := self.spec.problem(columns):
+            raise ConfigError(f"{problem}.")
+
+    def _tensors(self, prefix: str = "") -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return packed, scales and minima, the last two as floats."""
+        scales: Any = getattr(self, f"{prefix}scales")
+        minima: Any = getattr(self, f"{prefix}minima")
+        floats = self.spec.scale_type
+        minima = None if minima is None else minima.view(floats)
+        return getattr(self, f"{prefix}packed"), scales.view(floats), minima
+
+    def _notes(
+        self, prefix: str, base: str, shape: tuple[int, ...], outliers: int = 0
+    ) -> dict[str, TensorNote]:
+        keys = packed_shapes(shape[-2], shape[-1], self.spec)
+        each = PANEL_ROWS if len(shape) == 2 else 1
+        return {
+            prefix + key: TensorNote(
+                Derived(base, shape, partial(_packed_rows, key, self.spec, outliers), each),
+                trains=False,
+            )
+            for key in keys
+        }
+
+    @torch.no_grad()
+    def _take(self, prefix: str, matrix: Tensor, number: int | None = None) -> None:
+        """Quantise a plain matrix (rows, columns) into the parameters, some rows at a time."""
+        for first in range(0, matrix.shape[0], _ROWS_AT_ONCE):
+            part = matrix[first : first + _ROWS_AT_ONCE]
+            found = pack_matrix(quantize_groups(part, self.spec), self.spec)
+            place = first // PANEL_ROWS
+            for key, values in found._asdict().items():
+                if values is not None:
+                    target = getattr(self, prefix + key)
+                    target = target.data if number is None else target.data[number]
+                    target[place : place + values.shape[0]].copy_(values.view(torch.uint8))
+
+
+def _packed_rows(key: str, spec: QuantSpec, outliers: int, rows: Tensor) -> Tensor:
+    """Return what drawn rows become: some panels, of one matrix or of each of a stack."""
+    if rows.dim() == 3:
+        return torch.stack([_packed_rows(key, spec, outliers, matrix) for matrix in rows])
+    rows = torch.cat((torch.zeros_like(rows[:, :outliers]), rows[:, outliers:]), 1)
+    found: Tensor = getattr(pack_matrix(quantize_groups(rows, spec), spec), key)
+    return found.view(torch.uint8)
+
+
+def _first_columns(count: int, rows: Tensor) -> Tensor:
+    return rows[:, :count].to(torch.float16).view(torch.uint8)
+
+
+class MatrixStore(PackedStore):
+    """What the storage forms of one matrix share: `packed`, `scales`, `minima`.
+
+    Where `outlier_ratio` asks for it, `outlier_columns` says which input columns `outlier_weight`
+    holds in 16 bits.
+    """
+
+    packed: nn.Parameter
+    rows: int
+    columns: int
+
+    def _make(self, plain: nn.Module, sizes: tuple[int, int], spec: QuantSpec) -> None:
+        """Make the parameters in the place of a plain `weight`; not filled."""
+        weight: Any = plain.weight
+        self.columns, self.rows = sizes
+        self.register_parameter("weight", None)
+        self._keep(spec, weight.dtype, weight.device)
+        self._add_matrix("", (self.rows, self.columns), weight.device)
+        count = round(spec.outlier_ratio * self.columns)
+        self.outlier_columns = self.outlier_weight = None
+        if spec.outlier_ratio:
+            count = max(1, count)
+            made = torch.zeros(self.rows, 2 * count, dtype=torch.uint8, device=weight.device)
+            columns = torch.arange(count, dtype=torch.int32, device=weight.device)
+            self.outlier_columns = nn.Parameter(columns, requires_grad=False)
+            self.outlier_weight = nn.Parameter(made, requires_grad=False)
+
+    def fill_(self, weight: Tensor) -> None:
+        """Quantise a plain weight (rows, columns) into this."""
+        if self.outlier_columns is None or self.outlier_weight is None:
+            self._take("", weight)
+            return
+        columns = _find_outliers(weight, self.spec, self.outlier_columns.numel())
+        self.outlier_columns.data.copy_(columns)
+        kept = weight[:, columns].to(torch.float16)
+        self.outlier_weight.data.copy_(kept.view(torch.uint8))
+        self._take("", weight.index_fill(1, columns, 0))
+
+    def take_packed_(self, matrix: PackedMatrix) -> None:
+        """Hold a matrix that was packed elsewhere, by the same scheme."""
+        self.packed.data.copy_(matrix.packed)
+        for key in ("scales", "minima"):
+            values = getattr(matrix, key)
+            if values is not None:
+                getattr(self, key).data.copy_(values.view(torch.uint8))
+
+    def share_(self, other: MatrixStore) -> None:
+        """Be tied to another of the same sizes: hold its parameters."""
+        for key in ("packed", "scales", "minima", "outlier_columns", "outlier_weight"):
+            setattr(self, key, getattr(other, key))
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Drawn as the plain weight is, and packed; of drawn ones the first columns stay apart."""
+        shape = self.rows, self.columns
+        if self.outlier_columns is None:
+            return self._notes("", "weight", shape)
+        count = self.outlier_columns.numel()
+        kept = Derived("weight", shape, partial(_first_columns, count))
+        return self._notes("", "weight", shape, count) | {
+            "outlier_columns": TensorNote("numbers", trains=False),
+            "outlier_weight": TensorNote(kept, trains=False),
+        }
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``x @ weight.T + bias`` in the dtype of x.
+
+        Shape:
+            x: (..., columns) -> (..., rows)
+        """
+        if x.dtype == torch.float64 and self.spec.activations == "float":
+            return F.linear(x, self.dense(x.dtype), None if bias is None else bias.to(x.dtype))
+        flat = x.reshape(-1, self.columns).float()
+        bias = None if bias is None else bias.float()
+        inside = flat if self.outlier_columns is None else self._without_outliers(flat)
+        numbers, tensors = numbers_of(self.spec), self._tensors()
+        wants = torch.is_grad_enabled() and (
+            x.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
+        out = run(inside, *tensors, self.rows, numbers, bias)
+        if self.outlier_weight is not None and self.outlier_columns is not None:
+            outside = flat.index_select(1, self.outlier_columns)
+            out = out + F.linear(outside, self.outlier_weight.view(torch.float16).float())
+        return out.view(*x.shape[:-1], self.rows).to(x.dtype)
+
+    def _without_outliers(self, x: Tensor) -> Tensor:
+        assert self.outlier_columns is not None
+        return x.index_fill(1, self.outlier_columns.long(), 0.0)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the plain weight that this stands for: (rows, columns)."""
+        out = torch.ops.bmforge.dequantize(*self._tensors(), self.rows, numbers_of(self.spec))
+        return self._with_outliers(out, 1).to(dtype)
+
+    def _with_outliers(self, rows: Tensor, dim: int, index: Tensor | None = None) -> Tensor:
+        if self.outlier_weight is None or self.outlier_columns is None:
+            return rows
+        kept = self.outlier_weight.view(torch.float16).float()
+        kept = kept if index is None else kept[index]
+        return rows.index_copy(dim, self.outlier_columns.long(), kept)
+
+
+def _find_outliers(weight: Tensor, spec: QuantSpec, count: int) -> Tensor:
+    """Return the input columns that cause most of the squared error, in order.
+
+    The error of a group comes of its largest value, which the scale must reach: it counts against
+    that one's column.
+    """
+    columns = weight.shape[1]
+    total = torch.zeros(columns, dtype=torch.float64, device=weight.device)
+    first = torch.arange(0, columns, spec.group_of(columns), device=weight.device)
+    for part in weight.detach().split(_ROWS_AT_ONCE):
+        found = pack_matrix(quantize_groups(part, spec), spec)
+        error = part.float() - unpack_matrix(found, part.shape[0], spec)
+        by_group = (part.shape[0], -1, spec.group_of(columns))
+        largest = part.reshape(by_group).abs().argmax(-1) + first
+        total.index_add_(
+            0, largest.flatten(), error.view(by_group).double().square().sum(-1).flatten()
+        )
+    return total.topk(count).indices.sort().values

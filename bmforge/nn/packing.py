@@ -1,0 +1,316 @@
+"""Quantised matrices: how values become integers, and how these lie in memory and in files.
+
+A matrix is cut into panels of 16 rows. Of a panel, blocks of 64 bytes follow one another: four
+bytes of each row, four columns side by side (8 bits), or eight, the first four in the low halves of
+the bytes and the next four in the high ones (4 bits). One layout serves every instruction set and
+any number of tokens, and is the same in memory, in a file and on its way from a disk. Scales, and
+minima where there are some, lie by panel, group and row. Rows behind the last one are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = [
+    "PANEL_ROWS",
+    "PRESETS",
+    "Integers",
+    "PackedMatrix",
+    "QuantSpec",
+    "find_preset",
+    "pack_matrix",
+    "pack_values",
+    "packed_shapes",
+    "pick_rows",
+    "quantize_groups",
+    "unpack_matrix",
+    "unpack_values",
+]
+
+PANEL_ROWS = 16
+_BLOCK_BYTES = 64
+# Beyond this the sum of a row's products could leave 32 bits.
+_WIDEST_ROW = 1 << 17
+# A group is a whole number of what one step of the kernels takes.
+_STEPS = {8: 4, 4: 32}
+_SCALE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How a matrix is quantised, and what it is multiplied with.
+
+    Args:
+        bits: 8 or 4, of every value.
+        group_size: so many columns of a row share a scale; 0 is the whole row.
+        symmetric: zero stays zero; otherwise every group has a minimum as well.
+        activations: "int8" quantises what goes in, by groups of the same columns of every token;
+            "float" takes it as it is, which is more exact and slower.
+        outlier_ratio: share of the input columns, those with most of the error, that is kept in 16
+            bits beside the integers.
+        scale_dtype: "float16" or "float32", of scales and minima.
+    """
+
+    bits: int = 8
+    group_size: int = 32
+    symmetric: bool = True
+    activations: Literal["int8", "float"] = "int8"
+    outlier_ratio: float = 0.0
+    scale_dtype: Literal["float16", "float32"] = "float16"
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if self.bits not in _STEPS:
+            raise ConfigError(f"bits={self.bits} must be 8 or 4.")
+        step = 32 if self.bits == 4 else 16
+        if self.group_size < 0 or self.group_size % step:
+            raise ConfigError(
+                f"group_size={self.group_size} must be a multiple of {step} with bits={self.bits}, "
+                "or 0 for whole rows."
+            )
+        if self.activations not in ("int8", "float"):
+            raise ConfigError(f'activations={self.activations!r} must be "int8" or "float".')
+        if not 0 <= self.outlier_ratio < 1:
+            raise ConfigError(
+                f"outlier_ratio={self.outlier_ratio} must be at least 0 and below 1: the share of "
+                "input columns that stay in 16 bits."
+            )
+        if self.scale_dtype not in _SCALE_DTYPES:
+            raise ConfigError(f'scale_dtype={self.scale_dtype!r} must be "float16" or "float32".')
+
+    def group_of(self, columns: int) -> int:
+        """Return how many columns share a scale in rows of this width."""
+        return self.group_size or columns
+
+    @property
+    def scale_type(self) -> torch.dtype:
+        """The dtype of scales and minima."""
+        return _SCALE_DTYPES[self.scale_dtype]
+
+    def fits(self, columns: int) -> bool:
+        """Tell whether rows of this width can be packed."""
+        step = self.group_size or _STEPS[self.bits]
+        return columns > 0 and columns % step == 0 and self.group_of(columns) <= _WIDEST_ROW
+
+    def problem(self, columns: int) -> str:
+        """Return why rows of this width cannot be packed, and which could; "" where they can."""
+        step = self.group_size or _STEPS[self.bits]
+        if self.fits(columns):
+            return ""
+        if columns % step == 0:
+            return f"rows of {columns} columns are too wide for one scale: give a group_size"
+        low, high = columns // step * step, -(-columns // step) * step
+        near = f"{low} or {high}" if low else f"{high}"
+        others = [repr(name) for name, other in PRESETS.items() if other.fits(columns)]
+        hint = f"; {' and '.join(others)} would take it" if others else ""
+        return f"{columns} input columns are no multiple of {step} ({near} would be){hint}"
+
+
+PRESETS: Mapping[str, QuantSpec] = {
+    "int8": QuantSpec(8, 32),
+    "int8-dynamic": QuantSpec(8, 0, scale_dtype="float32"),
+    "int4": QuantSpec(4, 32),
+    "int4-128": QuantSpec(4, 128),
+}
+"""Scheme -> what it is. "int8" and "int4" hold what GGUF's Q8_0 and Q4_0 hold."""
+
+
+def find_preset(scheme: str | QuantSpec) -> QuantSpec:
+    """Return a scheme by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if isinstance(scheme, QuantSpec):
+        return scheme
+    if scheme not in PRESETS:
+        raise ConfigError(
+            f"the scheme {scheme!r} is not known.{suggest(scheme, PRESETS)} Known: "
+            f"{', '.join(PRESETS)}; or give a QuantSpec."
+        )
+    return PRESETS[scheme]
+
+
+class PackedMatrix(NamedTuple):
+    """The tensors of a packed matrix.
+
+    Shape:
+        packed: (panels, blocks, 64) uint8; scales and minima: (panels, groups, 16)
+    """
+
+    packed: Tensor
+    scales: Tensor
+    minima: Tensor | None
+
+
+class Integers(NamedTuple):
+    """A quantised matrix that is not packed: ``values * scales + minima``, group by group.
+
+    Shape:
+        values: (rows, columns) int8; scales and minima: (rows, groups)
+    """
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None
+
+
+def packed_shapes(rows: int, columns: int, spec: QuantSpec) -> dict[str, tuple[int, int, int]]:
+    """Return name -> shape of what a matrix is packed into."""
+    panels = -(-rows // PANEL_ROWS)
+    scales = (panels, columns // spec.group_of(columns), PANEL_ROWS)
+    packed = (panels, columns * spec.bits * PANEL_ROWS // 8 // _BLOCK_BYTES, _BLOCK_BYTES)
+    return {"packed": packed, "scales": scales} | ({} if spec.symmetric else {"minima": scales})
+
+
+def quantize_groups(matrix: Tensor, spec: QuantSpec) -> Integers:
+    """Return the integers of a matrix, its scales and minima.
+
+    Symmetric groups are rounded as GGUF's Q8_0 and Q4_0 are (4 bits have one value more below zero
+    than above, so the scale takes the sign of the largest), others as its Q4_1.
+
+    Shape:
+        matrix: (rows, columns), any float dtype
+
+    Raises:
+        ConfigError: a value is not finite, or too large for the scales' dtype.
+
+    Source: ggml's reference quantisation, as `gguf.quants` states it.
+    """
+    rows, columns = matrix.shape
+    groups = matrix.detach().float().view(rows, -1, spec.group_of(columns))
+    quantize = _quantize_symmetric if spec.symmetric else _quantize_asymmetric
+    values, scales, minima = quantize(groups, spec.bits)
+    dtype = spec.scale_type
+    kept = [None if found is None else found.to(dtype) for found in (scales, minima)]
+    if not all(found is None or bool(found.isfinite().all()) for found in kept):
+        raise ConfigError(
+            f"a weight is not finite, or too large for scales in {spec.scale_dtype} (up to "
+            f"{torch.finfo(dtype).max:.0f} times 127)."
+        )
+    assert kept[0] is not None
+    return Integers(values.view(rows, columns), kept[0], kept[1])
+
+
+def _quantize_symmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, None]:
+    if bits == 8:
+        scales = groups.abs().amax(-1) / 127
+        scaled = groups * _inverse(scales)[..., None]
+        size = scaled.abs()
+        rounded = size.floor()
+        rounded += ((size - rounded) * 2).floor_()  # halves go away from zero
+        return (rounded * scaled.sign()).to(torch.int8), scales, None
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+    scales = largest / -8
+    scaled = groups.double() * _inverse(scales)[..., None].double() + 8.5
+    return (scaled.trunc_().clamp_(0, 15) - 8).to(torch.int8), scales, None
+
+
+def _quantize_asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values go from 0 to 15, or from -128 to 127 with the minimum moved as much."""
+    low, high = groups.amin(-1), groups.amax(-1)
+    steps = (1 << bits) - 1
+    scales = (high - low) / steps
+    values = ((groups - low[..., None]) * _inverse(scales)[..., None] + 0.5).trunc_()
+    values = values.clamp_(0, steps)
+    if bits == 4:
+        return values.to(torch.int8), scales, low
+    return (values - 128).to(torch.int8), scales, low + 128 * scales
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 0.0, 1 / scales)
+
+
+def pack_matrix(integers: Integers, spec: QuantSpec) -> PackedMatrix:
+    """Return the packed form of a quantised matrix."""
+    minima = None if integers.minima is None else _by_panels(integers.minima)
+    values = pack_values(integers.values, spec)
+    return PackedMatrix(values, _by_panels(integers.scales), minima)
+
+
+def _pad_rows(matrix: Tensor) -> Tensor:
+    return torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % PANEL_ROWS))
+
+
+def _by_panels(scales: Tensor) -> Tensor:
+    padded = _pad_rows(scales)
+    return padded.view(-1, PANEL_ROWS, scales.shape[1]).transpose(1, 2).contiguous()
+
+
+def pack_values(values: Tensor, spec: QuantSpec) -> Tensor:
+    """Return the bytes of integers.
+
+    Shape:
+        values: (rows, columns) int8; returns (panels, blocks, 64) uint8
+    """
+    columns = values.shape[1]
+    if spec.bits == 8:
+        parts = _pad_rows(values).view(-1, PANEL_ROWS, columns // 4, 4).transpose(1, 2)
+        return parts.contiguous().view(torch.uint8).view(-1, columns // 4, _BLOCK_BYTES)
+    unsigned = (values + (8 if spec.symmetric else 0)).view(torch.uint8)
+    parts = _pad_rows(unsigned).view(-1, PANEL_ROWS, columns // 8, 2, 4).transpose(1, 2)
+    halves = parts[:, :, :, 0] | (parts[:, :, :, 1] << 4)
+    return halves.contiguous().view(-1, columns // 8, _BLOCK_BYTES)
+
+
+def unpack_values(packed: Tensor, spec: QuantSpec) -> Tensor:
+    """Return the integers of all rows, those behind the last one too.
+
+    Shape:
+        packed: (panels, blocks, 64) uint8; returns (16 panels, columns) int8
+    """
+    panels, blocks, _ = packed.shape
+    parts = packed.view(panels, blocks, PANEL_ROWS, 4).transpose(1, 2)
+    if spec.bits == 8:
+        return parts.reshape(panels * PANEL_ROWS, -1).view(torch.int8)
+    halves = torch.stack((parts & 15, parts >> 4), 3).view(torch.int8)
+    return halves.view(panels * PANEL_ROWS, -1) - (8 if spec.symmetric else 0)
+
+
+def _by_rows(scales: Tensor, group: int) -> Tensor:
+    """Return scales of every row and column: (16 panels, columns), in fp32."""
+    rows = scales.float().transpose(1, 2).reshape(-1, scales.shape[1])
+    return rows.repeat_interleave(group, 1)
+
+
+def unpack_matrix(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
+    """Return what a packed matrix stands for, in fp32.
+
+    Shape:
+        returns (rows, columns)
+    """
+    values = unpack_values(matrix.packed, spec)
+    group = spec.group_of(values.shape[1])
+    out = values.float() * _by_rows(matrix.scales, group)
+    if matrix.minima is not None:
+        out += _by_rows(matrix.minima, group)
+    return out[:rows]
+
+
+def pick_rows(matrix: PackedMatrix, index: Tensor, spec: QuantSpec) -> Tensor:
+    """Return some rows of a packed matrix, in fp32.
+
+    Shape:
+        index: (...) integers; returns (..., columns)
+    """
+    panel, lane = index // PANEL_ROWS, index % PANEL_ROWS
+    parts = matrix.packed.view(*matrix.packed.shape[:2], PANEL_ROWS, 4)[panel, :, lane]
+    if spec.bits == 8:
+        values = parts.flatten(-2).view(torch.int8)
+    else:
+        halves = torch.stack((parts & 15, parts >> 4), -2).view(torch.int8)
+        values = halves.flatten(-3) - (8 if spec.symmetric else 0)
+    group = spec.group_of(values.shape[-1])
+    scales = matrix.scales[panel, :, lane].float().repeat_interleave(group, -1)
+    out = values.float() * scales
+    if matrix.minima is not None:
+        out = out + matrix.minima[panel, :, lane].float().repeat_interleave(group, -1)
+    return out

@@ -1,0 +1,371 @@
+"""Products of packed matrices with tokens: kernels where there is a compiler, else torch.
+
+What is computed is fixed to the last bit, whoever computes it and however many tokens come at once:
+a token's activations are quantised by groups, the products of a group are summed as integers, and
+the groups' sums, times both scales, are added one after the other in fp32 from the first. Only
+with activations as they are does torch sum in an order of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmforge.native import load_native, processor_features, say_once
+from bmforge.nn.packing import (
+    PackedMatrix,
+    QuantSpec,
+    pack_matrix,
+    quantize_groups,
+    unpack_matrix,
+    unpack_values,
+)
+
+__all__ = [
+    "Kernels",
+    "dequantize",
+    "load_kernels",
+    "load_variant",
+    "multiply_packed",
+    "multiply_plain",
+    "numbers_of",
+    "quantize_activations",
+    "runnable_variants",
+]
+
+# Variant -> compiler flags and what the processor must have, the fastest first. One source, one
+# result; the last one runs everywhere.
+_VARIANTS: dict[str, tuple[str, frozenset[str]]] = {
+    "avx512-vnni": (
+        "-mavx512f -mavx512bw -mavx512vl -mavx512vnni",
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}),
+    ),
+    "avx2": ("-mavx2 -mf16c", frozenset({"avx2", "f16c"})),
+    "plain": ("", frozenset()),
+}
+_LARGEST = 127
+# With more tokens than this, making a matrix of floats and torch's product are faster.
+_FEW_TOKENS = 16
+# fp32 holds the sum of so many products exactly, in any order.
+_EXACT_COLUMNS = 1024
+
+
+class _Product(ctypes.Structure):
+    """`Product` of products.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("packed", "scales", "minima", "bias")),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "room")),
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "columns", "group")),
+        *((name, ctypes.c_int32) for name in ("bits", "has_wide_scales", "threads")),
+    ]
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class Kernels:
+    """The compiled functions of one variant.
+
+    Args:
+        library: what was compiled.
+        name: of the variant.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.name = name
+        self._quantized, self._floats = library.multiply_quantized, library.multiply_floats
+        self._unpack, self._room_bytes = library.unpack_floats, library.room_bytes
+        self._quantize_rows = library.quantize_rows
+        self._room_bytes.restype = ctypes.c_int64
+        self._room_bytes.argtypes = [ctypes.c_int64] * 3
+
+    def multiply(
+        self, x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
+    ) -> Tensor:
+        """Return ``x @ matrix.T + bias``; all contiguous on the host, x and bias in fp32.
+
+        Shape:
+            x: (T, columns) -> (T, rows)
+        """
+        tokens, columns = x.shape
+        out = torch.empty(tokens, rows)
+        if tokens == 0:
+            return out
+        product = _describe(matrix, rows, columns, spec, out)
+        product.x, product.tokens, product.bias = x.data_ptr(), tokens, _address(bias)
+        if spec.activations == "float":
+            self._floats(ctypes.byref(product))
+            return out
+        size = self._room_bytes(tokens, columns, product.group)
+        room = torch.empty(size, dtype=torch.uint8)
+        product.room = room.data_ptr()
+        self._quantized(ctypes.byref(product))
+        return out
+
+    def unpack(self, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
+        """Return a packed matrix in fp32, as `packing.unpack_matrix` does."""
+        columns = matrix.packed.shape[1] * 32 // spec.bits
+        out = torch.empty(rows, columns)
+        self._unpack(ctypes.byref(_describe(matrix, rows, columns, spec, out)))
+        return out
+
+    def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return integers, scales and sums of activations; see `quantize_activations`."""
+        tokens, columns = x.shape
+        values = torch.empty(tokens, columns, dtype=torch.int8)
+        scales = torch.empty(tokens, columns // group)
+        sums = torch.empty(tokens, columns // group, dtype=torch.int32)
+        sizes = [ctypes.c_int64(size) for size in (tokens, columns, group)]
+        places = [ctypes.c_void_p(t.data_ptr()) for t in (values, scales, sums)]
+        self._quantize_rows(ctypes.c_void_p(x.data_ptr()), *sizes, *places)
+        return values, scales, sums
+
+
+def _describe(
+    matrix: PackedMatrix, rows: int, columns: int, spec: QuantSpec, out: Tensor
+) -> _Product:
+    return _Product(
+        packed=matrix.packed.data_ptr(),
+        scales=matrix.scales.data_ptr(),
+        minima=_address(matrix.minima),
+        out=out.data_ptr(),
+        rows=rows,
+        columns=columns,
+        group=spec.group_of(columns),
+        bits=spec.bits,
+        has_wide_scales=matrix.scales.dtype == torch.float32,
+        threads=torch.get_num_threads(),
+    )
+
+
+def runnable_variants() -> list[str]:
+    """Return the variants that this processor runs, the fastest first."""
+    known = processor_features()
+    return [name for name, (_, needs) in _VARIANTS.items() if needs <= known]
+
+
+@cache
+def load_variant(name: str) -> Kernels | None:
+    """Return a variant's kernels; None where they cannot be compiled or give other bits."""
+    folder = Path(__file__).parent / "kernels"
+    source = "".join((folder / part).read_text("utf-8") for part in ("lanes.hpp", "products.cpp"))
+    library = load_native(f"products-{name}", source, _VARIANTS[name][0])
+    if library is None:
+        return None
+    kernels = Kernels(library, name)
+    if not _gives_torchs_bits(kernels):
+        say_once(
+            f"the kernels for {name} give other bits than torch on this machine: they are not "
+            "used. Name another compiler in $CXX."
+        )
+        return None
+    return kernels
+
+
+@cache
+def load_kernels() -> Kernels | None:
+    """Return the fastest kernels of this machine; None without a compiler."""
+    return load_variant(runnable_variants()[0])
+
+
+def _gives_torchs_bits(kernels: Kernels) -> bool:
+    """Compare with plain torch on a small matrix of every kind."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(37, 256, generator=generator)
+    x = torch.randn(9, 256, generator=generator) * torch.logspace(-6, 6, 9)[:, None]
+    bias = torch.randn(37, generator=generator)
+    for bits, group, symmetric, wide in (
+        (8, 32, True, False),
+        (8, 0, True, True),
+        (4, 32, True, False),
+        (4, 128, False, True),
+    ):
+        spec = QuantSpec(bits, group, symmetric, scale_dtype="float32" if wide else "float16")
+        matrix = pack_matrix(quantize_groups(dense, spec), spec)
+        for tokens in (1, 9):
+            got = kernels.multiply(x[:tokens], matrix, 37, spec, bias)
+            if not torch.equal(got, multiply_plain(x[:tokens], matrix, 37, spec, bias)):
+                return False
+        if not torch.equal(kernels.unpack(matrix, 37, spec), unpack_matrix(matrix, 37, spec)):
+            return False
+    return True
+
+
+def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return the integers and scales of activations, by groups of columns.
+
+    A group with a value that is not finite has a scale that is not a number.
+
+    Shape:
+        x: (T, columns) fp32; returns (T, columns) int8 and (T, groups) fp32
+    """
+    groups = x.unflatten(-1, (-1, group))
+    largest = groups.abs().amax(-1)
+    scales = largest / _LARGEST
+    is_zero = scales < torch.finfo(torch.float32).tiny
+    is_finite = largest.isfinite()
+    inverse = torch.where(is_zero | ~is_finite, 0.0, _LARGEST / largest)
+    finite = groups.where(is_finite[..., None], 0.0)
+    values = (finite * inverse[..., None]).round().to(torch.int8)
+    scales = scales.where(is_finite, torch.nan).where(~is_zero, 0.0)
+    return values.flatten(-2), scales
+
+
+def multiply_plain(
+    x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
+) -> Tensor:
+    """The product by torch's operations, with the bits of the kernels.
+
+    Where activations stay as they are, torch's own product is taken, to rounding the same.
+
+    Shape:
+        x: (T, columns) fp32 -> (T, rows)
+    """
+    if spec.activations == "float":
+        return F.linear(x, unpack_matrix(matrix, rows, spec), bias)
+    group = spec.group_of(x.shape[1])
+    wide = torch.float32 if group <= _EXACT_COLUMNS else torch.float64
+    values, x_scales = quantize_activations(x, group)
+    exact = values.to(wide)
+    weights = unpack_values(matrix.packed, spec)[:rows].to(wide)
+    scales, minima = (
+        None if found is None else found.float().transpose(1, 2).flatten(0, 1)[:rows]
+        for found in (matrix.scales, matrix.minima)
+    )
+    assert scales is not None
+    out = x.new_zeros(x.shape[0], rows)
+    for g in range(scales.shape[1]):
+        part = slice(g * group, (g + 1) * group)
+        sums = (exact[:, part] @ weights[:, part].t()).to(torch.float32)
+        out += sums * (x_scales[:, g, None] * scales[:, g])
+        if minima is not None:
+            of_tokens = exact[:, part].sum(1).to(torch.float32) * x_scales[:, g]
+            out += of_tokens[:, None] * minima[:, g]
+    return out if bias is None else out + bias
+
+
+def _runs_here(*tensors: Tensor | None) -> bool:
+    return all(t is None or (t.is_cpu and t.is_contiguous()) for t in tensors)
+
+
+def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
+    """Return a packed matrix as (rows, columns) in fp32."""
+    kernels = load_kernels() if _runs_here(*matrix) else None
+    if kernels is None:
+        return unpack_matrix(matrix, rows, spec)
+    return kernels.unpack(matrix, rows, spec)
+
+
+def multiply_packed(
+    x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None = None
+) -> Tensor:
+    """Return ``x @ matrix.T + bias`` by the fastest way there is.
+
+    Shape:
+        x: (T, columns) fp32 -> (T, rows) fp32
+    """
+    x = x.contiguous()
+    if spec.activations == "float" and x.shape[0] > _FEW_TOKENS:
+        return F.linear(x, dequantize(matrix, rows, spec), bias)
+    kernels = load_kernels() if _runs_here(x, bias, *matrix) else None
+    if kernels is None:
+        return multiply_plain(x, matrix, rows, spec, bias)
+    return kernels.multiply(x, matrix, rows, spec, bias)
+
+
+@cache
+def _make_spec(
+    bits: int, group: int, is_float: int, symmetric: bool, dtype: torch.dtype
+) -> QuantSpec:
+    scales: Any = "float32" if dtype == torch.float32 else "float16"
+    return QuantSpec(bits, group, symmetric, "float" if is_float else "int8", scale_dtype=scales)
+
+
+def _spec_of(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
+    bits, group, is_float = numbers
+    return _make_spec(bits, group, is_float, matrix.minima is None, matrix.scales.dtype)
+
+
+def numbers_of(spec: QuantSpec) -> list[int]:
+    """Return what an operator of torch is told of a scheme; the tensors tell the rest."""
+    return [spec.bits, spec.group_size, int(spec.activations == "float")]
+
+
+# Defined by hand, not as a `custom_op`, whose wrapping costs thrice as much for every call.
+_LIBRARY = torch.library.Library("bmforge", "FRAGMENT")
+_TENSORS = "Tensor packed, Tensor scales, Tensor? minima, int rows, int[] spec"
+_LIBRARY.define(f"multiply_packed(Tensor x, {_TENSORS}, Tensor? bias) -> Tensor")
+_LIBRARY.define(f"multiply_stacked(Tensor x, {_TENSORS}, Tensor ends) -> Tensor")
+_LIBRARY.define(f"dequantize({_TENSORS}) -> Tensor")
+
+
+def _multiply_op(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    minima: Tensor | None,
+    rows: int,
+    spec: list[int],
+    bias: Tensor | None,
+) -> Tensor:
+    matrix = PackedMatrix(packed, scales, minima)
+    return multiply_packed(x, matrix, rows, _spec_of(spec, matrix), bias)
+
+
+def _multiply_stacked_op(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    minima: Tensor | None,
+    rows: int,
+    spec: list[int],
+    ends: Tensor,
+) -> Tensor:
+    """Multiply every group of rows by its own matrix, as `grouped_linear` does."""
+    out = x.new_empty(x.shape[0], rows)
+    first = 0
+    for number, last in enumerate(ends.tolist()):
+        if last > first:
+            one = None if minima is None else minima[number]
+            found = _multiply_op(
+                x[first:last], packed[number], scales[number], one, rows, spec, None
+            )
+            out[first:last] = found
+        first = last
+    return out
+
+
+def _dequantize_op(
+    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
+) -> Tensor:
+    matrix = PackedMatrix(packed, scales, minima)
+    return dequantize(matrix, rows, _spec_of(spec, matrix))
+
+
+_LIBRARY.impl("multiply_packed", _multiply_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("multiply_stacked", _multiply_stacked_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("dequantize", _dequantize_op, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("bmforge::multiply_packed")
+def _(x: Tensor, packed: Tensor, scales: Any, minima: Any, rows: int, spec: Any, bias: Any) -> Any:
+    return x.new_empty(x.shape[0], rows)
+
+
+@torch.library.register_fake("bmforge::multiply_stacked")
+def _(x: Tensor, packed: Tensor, scales: Any, minima: Any, rows: int, spec: Any, ends: Any) -> Any:
+    return x.new_empty(x.shape[0], rows)
+
+
+@torch.library.register_fake("bmforge::dequantize")
+def _(packed: Tensor, scales: Any, minima: Any, rows: int, spec: list[int]) -> Tensor:
+    columns = packed.shape[1] * 32 // spec[0]
+    return packed.new_empty(rows, columns, dtype=torch.float32)

@@ -1,0 +1,203 @@
+"""Linear layers, heads, embeddings and experts whose weights are packed integers.
+
+They stand in the place of the plain ones and answer the same calls. What goes in gets its gradient,
+that of the dequantised weights; the rounding of activations passes it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.grouped import grouped_linear
+from bmforge.nn.head import LMHead
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.moe import Experts
+from bmforge.nn.packed_store import GroupedProduct, MatrixStore, PackedStore, dequantize_stack
+from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
+from bmforge.nn.part import TensorNote
+from bmforge.nn.products import numbers_of
+
+__all__ = [
+    "MatrixStore",
+    "PackedStore",
+    "QuantizedEmbedding",
+    "QuantizedExperts",
+    "QuantizedHead",
+    "QuantizedLinear",
+    "plain_weights",
+    "store_packed",
+]
+
+_EXPERT_KEYS = ("gate_proj", "up_proj", "down_proj")
+
+
+class QuantizedLinear(MatrixStore, nn.Linear):
+    """A linear layer of packed integers; it computes in fp32, for any dtype of what goes in.
+
+    Args:
+        plain: the layer whose place it takes; `fill_` takes its weights.
+        spec: how they are quantised.
+
+    Shape:
+        x: (..., in) -> (..., out)
+    """
+
+    def __init__(self, plain: nn.Module, spec: QuantSpec) -> None:
+        sizes = linear_sizes(plain)
+        assert sizes is not None
+        nn.Linear.__init__(self, *sizes, bias=False, device="meta")
+        self.bias: Any = plain.bias
+        self._make(plain, sizes, spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the packed weights."""
+        return self.multiply(x, self.bias)
+
+
+class QuantizedHead(MatrixStore, LMHead):
+    """A language model's head; its loss takes no gradient of the rows."""
+
+    def __init__(self, plain: LMHead, spec: QuantSpec) -> None:
+        sizes = plain.in_features, plain.out_features
+        nn.Linear.__init__(self, *sizes, bias=False, device="meta")
+        self.bias: Any = plain.bias
+        self._make(plain, sizes, spec)
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return all rows as numbers, for the loss."""
+        return self.dense(dtype)
+
+    def score(self, x: Tensor) -> Tensor:
+        """Return the logits of the own rows."""
+        return self.multiply(x, self.bias)
+
+
+class QuantizedEmbedding(MatrixStore, nn.Embedding):
+    """A table of tokens.
+
+    Shape:
+        ids: (...) -> (..., D), in the model's dtype
+    """
+
+    def __init__(self, plain: nn.Embedding, spec: QuantSpec) -> None:
+        sizes = plain.num_embeddings, plain.embedding_dim
+        nn.Embedding.__init__(self, *sizes, plain.padding_idx, device="meta")
+        self._make(plain, sizes[::-1], spec)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look rows up."""
+        rows = pick_rows(PackedMatrix(*self._tensors()), ids, self.spec)
+        return self._with_outliers(rows, rows.dim() - 1, ids).to(self.like.dtype)
+
+
+class QuantizedExperts(PackedStore, Experts):
+    """Stacked experts, every matrix of every expert packed.
+
+    Args:
+        plain: whose place they take; `fill_` takes their weights.
+        spec: how they are quantised.
+    """
+
+    def __init__(self, plain: Experts, spec: QuantSpec) -> None:
+        nn.Module.__init__(self)
+        if spec.outlier_ratio:
+            raise ConfigError(
+                f"outlier_ratio={spec.outlier_ratio} is not for experts: leave them out of `where`."
+            )
+        self.activation, self.active_share = plain.activation, plain.active_share
+        self._sizes = plain.stack_sizes()
+        self._keep(spec, plain.up_proj.dtype, plain.up_proj.device)
+        for key in _EXPERT_KEYS:
+            self.register_parameter(key, None)
+            if key in self._sizes:
+                self._add_matrix(f"{key}_", self._sizes[key], plain.up_proj.device)
+
+    def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
+        """Return (E, out, in) of every stack."""
+        return self._sizes
+
+    def fill_(self, key: str, stack: Tensor) -> None:
+        """Quantise a plain stack (E, out, in) into this."""
+        for number, matrix in enumerate(stack):
+            self._take(f"{key}_", matrix, number)
+
+    def has_gate(self) -> bool:
+        """Tell whether there is a `gate_proj`."""
+        return "gate_proj" in self._sizes
+
+    def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiply the rows of every expert by its matrix."""
+        rows, numbers, tensors = (
+            self._sizes[key][1],
+            numbers_of(self.spec),
+            self._tensors(f"{key}_"),
+        )
+        if x.dtype == torch.float64 and self.spec.activations == "float":
+            return grouped_linear(x, self.dense(key, x.dtype), ends)
+        wants = torch.is_grad_enabled() and x.requires_grad
+        run = GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
+        return run(x.float(), *tensors, rows, numbers, ends).to(x.dtype)
+
+    def dense(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the plain stack that this stands for: (E, out, in)."""
+        tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
+        return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Drawn as the plain stacks are, and packed."""
+        notes: dict[str, TensorNote] = {}
+        for key, shape in self._sizes.items():
+            notes |= self._notes(f"{key}_", key, shape)
+        return notes
+
+    def extra_repr(self) -> str:
+        """Show the sizes."""
+        experts, outer, inner = self._sizes["down_proj"]
+        return f"{experts} x ({outer}, {inner}), gated={self.has_gate()}, {self.spec.bits} bits"
+
+
+def store_packed(module: nn.Module, spec: QuantSpec) -> MatrixStore | QuantizedExperts:
+    """Return what can hold a module's weights packed, to be put in its place; not filled.
+
+    Args:
+        module: a linear layer, a head, an embedding, or stacked experts.
+        spec: how.
+
+    Raises:
+        ConfigError: no such module, one that is quantised already, or widths that do not fit.
+    """
+    if isinstance(module, PackedStore) or type(module).__name__.startswith("Int8"):
+        raise ConfigError(f"a {type(module).__name__} is quantised already.")
+    new: Any
+    if isinstance(module, Experts):
+        new = QuantizedExperts(module, spec)
+    elif isinstance(module, LMHead):
+        new = QuantizedHead(module, spec)
+    elif isinstance(module, nn.Embedding):
+        new = QuantizedEmbedding(module, spec)
+    elif linear_sizes(module) is not None and getattr(module, "weight", None) is not None:
+        new = QuantizedLinear(module, spec)
+    else:
+        raise ConfigError(
+            "linear layers, heads, embeddings and experts can be quantised, not a "
+            f"{type(module).__name__}."
+        )
+    return new.train(module.training)
+
+
+def plain_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield key and matrix of what `store_packed` packs, as (rows, columns) or (E, rows, columns).
+
+    Tied layers yield the same tensor.
+    """
+    if isinstance(module, Experts):
+        for key in module.stack_sizes():
+            yield key, getattr(module, key).detach()
+    else:
+        weight: Any = module.weight
+        yield "weight", weight.detach().t() if hasattr(module, "nf") else weight.detach()

@@ -1,0 +1,98 @@
+"""What every family must do with packed weights: against dequantised twins, and in files."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bmforge.models import Model, ModelConfig
+from bmforge.models.pack import find_targets, quantize_
+from bmforge.nn.packing import PRESETS
+from bmforge.nn.quantized import PackedStore, QuantizedExperts
+from bmforge.surgery import match_names, persistent_tensors
+from bmforge.testing.batches import make_labels
+from bmforge.testing.capability import capability
+from bmforge.testing.changed import list_outputs, run_step_of, widen
+from bmforge.testing.changed_suite import ChangedSuite
+from bmforge.testing.tolerance import assert_close, assert_equal_trees
+
+__all__ = ["QuantizedSuite", "dequantized_twin"]
+
+_WIDTH = 32  # columns of a group
+_SIZES = ("hidden_size", "intermediate_size", "expert_size", "shared_size", "embed_size")
+
+
+def dequantized_twin(plain: Model, model: Model) -> Model:
+    """Return a copy of the plain model with the weights that the quantised one stands for."""
+    twin: Any = copy.deepcopy(plain)
+    kept = dict(twin.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, QuantizedExperts):
+                for key in module.stack_sizes():
+                    target = kept[f"{name}.{key}"]
+                    target.copy_(module.dense(key, target.dtype))
+            elif isinstance(module, PackedStore):
+                target = kept[f"{name}.weight"]
+                target.copy_(module.dense(target.dtype))  # type: ignore[operator]
+    return twin
+
+
+class QuantizedSuite(ChangedSuite):
+    """Packed models are models; `FamilySuite` inherits this."""
+
+    def wide_config(self) -> ModelConfig:
+        """Return the tiny config with widths that groups of 32 columns divide."""
+        config = self.tiny_config()
+        known = {field.name for field in fields(config)}
+        sizes = {name: getattr(config, name) for name in _SIZES if name in known}
+        if config.num_heads * config.head_dim % _WIDTH:
+            sizes["head_dim"] = config.head_dim
+        found = {n: -(-size // _WIDTH) * _WIDTH for n, size in sizes.items() if size}
+        return config.replace(**found)
+
+    @pytest.fixture
+    def wide(self) -> Model:
+        """A fresh model of these sizes."""
+        return self.model_class.from_config(self.wide_config()).eval()
+
+    @pytest.mark.parametrize("scheme", ["int4", "int8"])
+    @capability("int4")
+    def test_packed_is_its_dequantised_twin(self, wide: Model, scheme: str) -> None:
+        """Loss and gradients of norms and biases are the twin's; with int8 activations nearly."""
+        plain: Any = copy.deepcopy(wide).double()
+        spec = replace(PRESETS[scheme], activations="float")
+        model: Any = quantize_(copy.deepcopy(plain), spec)
+        batch = widen(self.make_inputs(model))
+        batch |= make_labels(model, batch)
+        got = run_step_of(model, batch)
+        want = run_step_of(dequantized_twin(plain, model), batch)
+        assert_close(got, {name: want[name] for name in got})
+        for used, off in ((spec, 1e-4), (PRESETS[scheme], 0.05)):
+            served: Any = quantize_(copy.deepcopy(wide), used)
+            loss = served(
+                **{n: t.float() if t.is_floating_point() else t for n, t in batch.items()}
+            )
+            assert_close(loss.loss.double(), want["loss"], rtol=off, atol=off)
+
+    @capability("int4")
+    def test_packed_saves_and_opens(self, wide: Model, tmp_path: Path) -> None:
+        """Everything that is usually packed is, and a directory gives it back; so does packing
+        while a plain directory is read.
+        """
+        wide.save_pretrained(tmp_path / "plain")
+        model = quantize_(copy.deepcopy(wide), "int4")
+        names = match_names([n for n, _ in wide.named_modules()], find_targets(wide))
+        assert all(isinstance(model.get_submodule(name), PackedStore) for name in names)
+        model.save_pretrained(tmp_path / "packed")
+        inputs = self.make_inputs(model)
+        want = list_outputs(model(**inputs))
+        for folder, scheme in (("packed", None), ("plain", "int4")):
+            again = self.model_class.from_pretrained(tmp_path / folder, quantize=scheme)
+            assert_equal_trees(persistent_tensors(again), persistent_tensors(model))
+            assert_equal_trees(list_outputs(again(**inputs)), want)

@@ -1,0 +1,186 @@
+"""Every variant of the kernels that this machine runs, against plain torch and each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bmforge.native import processor_features
+from bmforge.nn import products
+from bmforge.nn.packing import PackedMatrix, QuantSpec, pack_matrix, quantize_groups, unpack_matrix
+from bmforge.nn.products import (
+    Kernels,
+    load_variant,
+    multiply_packed,
+    multiply_plain,
+    quantize_activations,
+    runnable_variants,
+)
+from bmforge.testing.tolerance import assert_close
+
+SPECS = {
+    "int8": QuantSpec(8, 32),
+    "int8 of 16": QuantSpec(8, 16, scale_dtype="float32"),
+    "int8 minima": QuantSpec(8, 64, symmetric=False, scale_dtype="float32"),
+    "int8-dynamic": QuantSpec(8, 0, scale_dtype="float32"),
+    "int4": QuantSpec(4, 32),
+    "int4-128": QuantSpec(4, 128),
+    "int4 rows": QuantSpec(4, 0, scale_dtype="float32"),
+    "int4 minima": QuantSpec(4, 32, symmetric=False),
+}
+
+
+@pytest.fixture(params=runnable_variants())
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    found = load_variant(request.param)
+    if found is None:
+        pytest.skip("no compiler here")
+    return found
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(rows: int, columns: int, spec: QuantSpec) -> PackedMatrix:
+    return pack_matrix(quantize_groups(draw(rows, columns), spec), spec)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("rows", [5, 16, 83])
+def test_the_bits_of_plain_torch(kernels: Kernels, spec: QuantSpec, rows: int) -> None:
+    """One to many tokens: every number of them has a way of its own through the kernel."""
+    matrix, x, bias = packed(rows, 384, spec), draw(19, 384, seed=1), draw(rows, seed=2)
+    want = multiply_plain(x, matrix, rows, spec, bias)
+    for tokens in (0, 1, 2, 3, 5, 6, 7, 12, 19):
+        got = kernels.multiply(x[:tokens], matrix, rows, spec, bias)
+        assert torch.equal(got, want[:tokens])
+    assert torch.equal(kernels.unpack(matrix, rows, spec), unpack_matrix(matrix, rows, spec))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_the_product_that_was_meant(spec: QuantSpec) -> None:
+    """Against the dequantised matrix in float64: what is left is the activations' rounding."""
+    matrix, x = packed(83, 384, spec), draw(19, 384, seed=1)
+    dense = unpack_matrix(matrix, 83, spec).double()
+    exact = x.double() @ dense.t()
+    got = multiply_plain(x, matrix, 83, spec, None)
+    group = spec.group_of(384)
+    steps = x.view(19, -1, group).abs().amax(-1).repeat_interleave(group, 1).double() / 127
+    bound = 0.5001 * steps @ dense.abs().t()  # every activation is off by half a step at most
+    assert ((got - exact).abs() <= bound + 1e-4).all()
+    assert torch.nn.functional.cosine_similarity(got.double(), exact).min() > 0.9995
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_activations_as_they_are(kernels: Kernels, spec: QuantSpec) -> None:
+    """Columns of a group one after the other, groups one after the other: every variant's bits."""
+    spec = replace(spec, activations="float")
+    rows, columns = 21, 256
+    matrix, x = packed(rows, columns, spec), draw(6, columns, seed=1)
+    group = spec.group_of(columns)
+    plain = replace(spec, symmetric=True)
+    values = unpack_matrix(
+        matrix._replace(minima=None, scales=torch.ones_like(matrix.scales)),
+        rows,
+        spec if spec.symmetric else replace(plain, symmetric=False),
+    )
+    scales, minima = (
+        None if t is None else t.float().transpose(1, 2).flatten(0, 1)[:rows]
+        for t in (matrix.scales, matrix.minima)
+    )
+    want = torch.zeros(6, rows)
+    for g in range(columns // group):
+        sums, totals = torch.zeros(6, rows), torch.zeros(6, 1)
+        for c in range(g * group, (g + 1) * group):
+            sums += x[:, c, None] * values[:, c]
+            totals += x[:, c, None]
+        want += sums * scales[:, g]
+        if minima is not None:
+            want += totals * minima[:, g]
+    for tokens in (1, 3, 4, 6):
+        assert torch.equal(kernels.multiply(x[:tokens], matrix, rows, spec, None), want[:tokens])
+    assert_close(want, x @ unpack_matrix(matrix, rows, spec).t(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("group", [16, 32, 384])
+def test_quantised_activations(kernels: Kernels, group: int) -> None:
+    """Ties, tiny and huge values, zeros, and what is not finite."""
+    x = draw(7, 384) * torch.logspace(-44, 38, 384)
+    x[1] = 0
+    x[2, :64] = torch.arange(64) + 0.5
+    x[2, 64] = 127
+    x[3, 5], x[4, 7], x[5, 9] = math.nan, math.inf, -math.inf
+    values, scales, sums = kernels.quantize(x, group)
+    want, want_scales = quantize_activations(x, group)
+    assert torch.equal(values, want)
+    assert torch.equal(scales.nan_to_num(-1.0), want_scales.nan_to_num(-1.0))
+    assert torch.equal(sums, want.view(7, -1, group).sum(-1, dtype=torch.int32))
+    assert scales[3:6, 0].isnan().all()
+    assert not values[1].any()
+
+
+@pytest.mark.parametrize("spec", [SPECS["int8"], SPECS["int4"]], ids=["int8", "int4"])
+def test_what_is_not_finite_stays_visible(kernels: Kernels, spec: QuantSpec) -> None:
+    """In every result of its token, and in no other's."""
+    x = draw(3, 64)
+    x[1, 40] = math.inf
+    got = kernels.multiply(x, packed(20, 64, spec), 20, spec, None)
+    assert got[1].isnan().all()
+    assert got[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4"])
+def test_the_same_bits_on_several_threads(kernels: Kernels, name: str) -> None:
+    """Large enough that work is divided."""
+    spec, before = SPECS[name], torch.get_num_threads()
+    matrix, x = packed(330, 768, spec), draw(300, 768)
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(kernels.multiply(x, matrix, 330, spec, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    alone = kernels.multiply(x[150:151], matrix, 330, spec, None)
+    assert torch.equal(alone, found[0][150:151])
+
+
+def test_the_widest_row(kernels: Kernels) -> None:
+    """The largest sums that one scale allows do not leave 32 bits."""
+    spec = QuantSpec(8, 0, scale_dtype="float32")
+    matrix = pack_matrix(quantize_groups(torch.full((2, 1 << 17), -1.0), spec), spec)
+    x = torch.ones(1, 1 << 17)
+    want = multiply_plain(x, matrix, 2, spec, None)
+    assert_close(want, torch.full((1, 2), -float(1 << 17)))
+    assert torch.equal(kernels.multiply(x, matrix, 2, spec, None), want)
+
+
+def test_torch_takes_over_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "load_kernels", lambda: None)
+    spec = SPECS["int4"]
+    matrix, x = packed(20, 64, spec), draw(3, 64)
+    want = multiply_plain(x, matrix, 20, spec, None)
+    assert torch.equal(multiply_packed(x, matrix, 20, spec), want)
+    assert torch.equal(products.dequantize(matrix, 20, spec), unpack_matrix(matrix, 20, spec))
+
+
+def test_kernels_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_variant.cache_clear()
+    monkeypatch.setattr(products, "multiply_plain", lambda x, *rest: x.new_zeros(1, 37))
+    try:
+        assert load_variant("plain") is None
+    finally:
+        load_variant.cache_clear()
+
+
+def test_variants_are_what_the_processor_has() -> None:
+    found = runnable_variants()
+    assert found[-1] == "plain"
+    assert ("avx2" in found) == ({"avx2", "f16c"} <= processor_features())
