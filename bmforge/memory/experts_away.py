@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, make_copy_engine
-from bmforge.memory.packed import PackedBlock, Slot, packed_bytes
+from bmforge.memory.packed import PackedBlock, Slot, give_device_, packed_bytes
 from bmforge.records import note_
 from bmforge.surgery import wrap_forward_
 
@@ -90,7 +90,9 @@ class ExpertStreamer:
         self._here: OrderedDict[_Key, Slot] = OrderedDict()  # the longest unused first
         self._layers: list[_Layer] = []
         for number, (name, module) in enumerate(layers):
-            one = _shrink(module)
+            for key, parameter in dict(module.named_parameters()).items():
+                give_device_(module, key, parameter, device)
+            one = _shrink(module, device)
             parameters = dict(one.named_parameters())
             self._layers.append(_Layer(name, PackedBlock(name, one, parameters, device)))
             whole = {f"{name}.{key}": tensor for key, tensor in module.named_parameters()}
@@ -200,11 +202,11 @@ def _rows_of(ends: Tensor) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _shrink(experts: nn.Module) -> nn.Module:
-    """Return the same layer with one expert and no memory."""
+def _shrink(experts: nn.Module, device: torch.device) -> nn.Module:
+    """Return the same layer with one expert and almost no memory."""
     memo: dict[int, Any] = {}
     for tensor in experts.parameters():
-        one = torch.empty((1, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        one = torch.empty((), dtype=tensor.dtype, device=device).expand(1, *tensor.shape[1:])
         memo[id(tensor)] = nn.Parameter(one, requires_grad=False)
     return copy.deepcopy(experts, memo)
 

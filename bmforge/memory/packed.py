@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bmforge.device import is_host
 from bmforge.memory.copies import CopyEngine, Ticket
 
-__all__ = ["PackedBlock", "Slot", "packed_bytes"]
+__all__ = ["PackedBlock", "Slot", "give_device_", "packed_bytes"]
 
 _ALIGN_BYTES = 64
 
@@ -98,3 +98,14 @@ class Slot:
         self.is_shown = False
         self.ticket: Ticket | None = None
         self.copied: Ticket | None = None
+
+
+def give_device_(module: nn.Module, name: str, parameter: Tensor, device: torch.device) -> None:
+    """Replace a tensor on meta by one that says it is on `device`, without memory."""
+    if not parameter.is_meta:
+        return
+    owner, _, leaf = name.rpartition(".")
+    described = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    if isinstance(parameter, nn.Parameter):
+        described = nn.Parameter(described, requires_grad=parameter.requires_grad)
+    setattr(module.get_submodule(owner), leaf, described)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, make_copy_engine
 from bmforge.memory.order import RunOrder, Step
-from bmforge.memory.packed import PackedBlock, Slot
+from bmforge.memory.packed import PackedBlock, Slot, give_device_
 from bmforge.memory.recompute import apply_recompute_
 from bmforge.memory.resident import NUM_SLOTS, spread_resident
 from bmforge.records import note_, record_of, units_of
@@ -241,7 +241,7 @@ def stream_blocks_(
                     "each: streaming is for one process. Leave one of the two out."
                 )
             if not _keeps(stays, f"{name}.{own}", parameter):
-                _give_device_(module, own, parameter, device)
+                give_device_(module, own, parameter, device)
     streamer = Streamer(found, read, device, engine, on_host, stays)
     apply_recompute_([module for _, module in found])
     record_of(model).streamer = streamer
@@ -286,14 +286,3 @@ class _Streamed:
 
     def put(self, start: int, values: Tensor) -> None:
         raise AssertionError(f"{self._name} is read from where it lives, not written")
-
-
-def _give_device_(module: nn.Module, name: str, parameter: Tensor, device: torch.device) -> None:
-    """Replace a tensor on meta by one that says it is on `device`, without memory."""
-    if not parameter.is_meta:
-        return
-    owner, _, leaf = name.rpartition(".")
-    described = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-    if isinstance(parameter, nn.Parameter):
-        described = nn.Parameter(described, requires_grad=parameter.requires_grad)
-    setattr(module.get_submodule(owner), leaf, described)

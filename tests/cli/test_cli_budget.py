@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -39,21 +40,31 @@ def run(
     return status or 0, out, err
 
 
-def test_the_same_text(folder, capsys, monkeypatch) -> None:
+@pytest.fixture
+def least(folder, capsys, monkeypatch) -> str:
+    """The smallest budget, as the refusal of a smaller one says it."""
+    words = ["generate", str(folder), "--prompt", "w1", "--device-budget", "1MiB"]
+    _, out, err = run(capsys, monkeypatch, *words)
+    found = re.search(r"too small: (\d+)", " ".join((out + err).replace("│", " ").split()))
+    assert found is not None, err
+    return found[1]
+
+
+def test_the_same_text(folder, least, capsys, monkeypatch) -> None:
     """Also of beams; the plan is shown beside it."""
     for extra in ([], ["--num-beams", "2"]):
         words = ["generate", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8", *extra]
         _, want, _ = run(capsys, monkeypatch, *words)
-        status, got, err = run(capsys, monkeypatch, *words, "--device-budget", "54.5MiB")
+        status, got, err = run(capsys, monkeypatch, *words, "--device-budget", least)
         assert (status, got) == (0, want)
         assert "slots for blocks that move" in err
 
 
-def test_the_same_conversation(folder, capsys, monkeypatch) -> None:
-    words = ["chat", str(folder), "--seed", "1", "--max-new-tokens", "6", "--num-beams", "2"]
+def test_the_same_conversation(folder, least, capsys, monkeypatch) -> None:
+    words = ["chat", str(folder), "--max-new-tokens", "6", "--num-beams", "2"]
     _, want, _ = run(capsys, monkeypatch, *words, said="w1 w2\nw5\n")
     assert len(want.splitlines()) == 2
-    _, got, _ = run(capsys, monkeypatch, *words, "--device-budget", "54.5MiB", said="w1 w2\nw5\n")
+    _, got, _ = run(capsys, monkeypatch, *words, "--device-budget", least, said="w1 w2\nw5\n")
     assert got == want
 
 

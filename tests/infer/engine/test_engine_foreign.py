@@ -43,7 +43,8 @@ def answer(model: Any, kind: str) -> list[torch.Tensor]:
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": 95}
     found = [model.generate(IDS, **options), model.generate(IDS, num_beams=2, **options)]
     model.zero_grad()
-    model(input_ids=IDS, labels=IDS).loss.backward()
+    # What is recomputed may not write into a cache.
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     return [*found, *(p.grad.clone() for p in model.parameters())]
 
 
@@ -54,7 +55,7 @@ def smallest(model: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "bert"])
-@pytest.mark.parametrize("share", [0.0, 0.4])
+@pytest.mark.parametrize("share", [0.0, 0.1])
 def test_a_module_of_transformers(kind: str, share: float) -> None:
     model = make(kind)
     want = answer(model, kind)
