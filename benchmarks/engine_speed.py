@@ -1,4 +1,4 @@
-"""A streamed model's decoding beside the disk: bytes moved per second over the speed of direct reads.
+"""A streamed model's decoding beside the disk: bytes moved per second over direct reads' speed.
 
     python benchmarks/engine_speed.py [--folder DIR] [--tokens 6]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -38,14 +38,16 @@ def embed(
     *,
     pooling: Literal["mean", "first"] = "mean",
     normalize: bool = True,
+    max_rows: int = 1,
 ) -> Tensor:
     """Return one embedding per row: of the last hidden states, of an encoder-decoder the encoder's.
 
-    Rows are read one at a time, so that none needs padding.
+    Rows of the same length are read together, so that none needs padding.
 
     Args:
         model: any.
         inputs: texts, token ids or pixels.
+        max_rows: at most so many are read at once.
         pooling: the mean over tokens, or the first token's state.
         normalize: scale embeddings to length 1.
 
@@ -57,26 +59,44 @@ def embed(
     """
     if pooling not in ("mean", "first"):
         raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, first.")
-    found = []
-    with evaluating(model):
-        for row in _rows(model, inputs):
-            states = _last_states(model, row)[0].float()
-            found.append(states.mean(0) if pooling == "mean" else states[0])
-    out = torch.stack(found)
+
+    def read(rows: dict[str, Tensor]) -> Tensor:
+        states = _last_states(model, rows).float()
+        return states.mean(1) if pooling == "mean" else states[:, 0]
+
+    out = _read_together(model, inputs, max_rows, read)
     return F.normalize(out, dim=-1) if normalize else out
 
 
-def _last_states(model: Any, row: dict[str, Tensor]) -> Tensor:
-    """Return the last hidden states of one row, (1, T, D)."""
+def _last_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
+    """Return the last hidden states of rows, (B, T, D)."""
     if model.traits.reads == "apart":
-        return model.encode(**row).last_hidden_state
+        return model.encode(**rows).last_hidden_state
     more = {"logits_to_keep": 1} if model.traits.writes else {}
-    return model(**row, **more).last_hidden_state
+    return model(**rows, **more).last_hidden_state
+
+
+def _read_together(
+    model: Any, inputs: Inputs, max_rows: int, read: Callable[[dict[str, Tensor]], Tensor]
+) -> Tensor:
+    """Return what `read` makes of every row, in their order; rows of one shape go together."""
+    rows = _rows(model, inputs)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(next(iter(row.values())).shape, []).append(number)
+    found: dict[int, Tensor] = {}
+    with evaluating(model):
+        for numbers in groups.values():
+            for start in range(0, len(numbers), max_rows):
+                some = numbers[start : start + max_rows]
+                joined = {n: torch.cat([rows[i][n] for i in some]) for n in rows[some[0]]}
+                found.update(zip(some, read(joined), strict=True))
+    return torch.stack([found[number] for number in range(len(rows))])
 
 
 @torch.no_grad()
-def classify(model: Any, inputs: Inputs) -> Tensor:
-    """Return the probability of every class: of rows, or of every token of a single row.
+def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
+    """Return the probability of every class: of rows, or of every token of rows of one length.
 
     Of labels that exclude each other they sum to 1; where several may hold at once, each stands
     alone.
@@ -84,6 +104,7 @@ def classify(model: Any, inputs: Inputs) -> Tensor:
     Args:
         model: with a classifier.
         inputs: texts, token ids or pixels.
+        max_rows: at most so many are read at once.
 
     Shape:
         returns (B, L) or (B, T, L) in fp32
@@ -96,8 +117,7 @@ def classify(model: Any, inputs: Inputs) -> Tensor:
             f"a {type(model).__name__} with the head {model.config.head!r} has no classes. Open it "
             "with head='sequence_classification'."
         )
-    with evaluating(model):
-        logits = torch.cat([model(**row).logits for row in _rows(model, inputs)]).float()
+    logits = _read_together(model, inputs, max_rows, lambda rows: model(**rows).logits).float()
     several = model.config.problem_type == "multi_label_classification"
     return logits.sigmoid() if several else logits.softmax(-1)
 

@@ -221,7 +221,10 @@ class Engine:
     ) -> Tensor:
         """Return an embedding of every text, (B, D); see `encode.embed`."""
         with self._turn("embed", writes=False) as model:
-            return embed(model, self._ids(inputs), pooling=pooling, normalize=normalize)
+            rows = self.config.max_rows
+            return embed(
+                model, self._ids(inputs), pooling=pooling, normalize=normalize, max_rows=rows
+            )
 
     def fill_mask(self, texts: str | Sequence[str], *, top: int = 5) -> Any:
         """Return the likeliest tokens at every mask token of texts; see `encode.fill_mask`."""
@@ -231,7 +234,7 @@ class Engine:
     def classify(self, inputs: Any) -> Tensor:
         """Return the probabilities of a classifier's classes; see `encode.classify`."""
         with self._turn("classify", writes=False) as model:
-            return classify(model, self._ids(inputs))
+            return classify(model, self._ids(inputs), max_rows=self.config.max_rows)
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Return the mean loss of texts after their prompts, in nats per token.

@@ -60,7 +60,7 @@ def make_bert(head: str) -> Any:
 
 def test_embeddings(tmp_path: Path) -> None:
     model = make_bert("none")
-    texts = ["hello", "abc", "a"]
+    texts = ["hello", "abc", "world", "a", "other", "xyz", "large", "small", "green"]
     with opened(model, tmp_path) as engine, torch.no_grad():
         rows = [torch.tensor([[1, *Letters().encode(text), 2]]) for text in texts]
         for pooling, theirs in (("mean", "mean"), ("first", "cls")):
