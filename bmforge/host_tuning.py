@@ -19,14 +19,21 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.host_memory import resident_bytes
 from bmforge.logging import get_logger
 
-__all__ = ["MemoryWatch", "give_back_memory", "keep_freed_memory", "read_tuning", "tuned_host"]
+__all__ = [
+    "MemoryWatch",
+    "give_back_memory",
+    "keep_freed_memory",
+    "read_tuning",
+    "return_freed_memory",
+    "tuned_host",
+]
 
 _VARIABLE = "BMFORGE_HOST_TUNING"
 _WORDS = ("memory", "products")
 # mallopt(3), from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _LARGEST_INT = 2**31 - 1
-_LARGE_BLOCK, _PAD = 1 << 30, 64 << 20
+_LARGE_BLOCK, _PAD, _RETURNED_BLOCK = 1 << 30, 64 << 20, 1 << 20
 _SETTLED_STEPS, _GROWTH = 3, 1.25
 
 
@@ -61,6 +68,16 @@ def keep_freed_memory() -> bool:
     kept = library.mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK) or library.mallopt(_MMAP_MAX, 0)
     trims = library.mallopt(_TRIM_THRESHOLD, _LARGEST_INT)
     return bool(kept and trims and library.mallopt(_TOP_PAD, _PAD))
+
+
+def return_freed_memory() -> bool:
+    """Let this process give freed blocks of 1 MiB and more back at once; tell if it does.
+
+    By default glibc keeps larger and larger ones, and what lives long between what does not leaves
+    holes that no later block fills: a process that was given a budget then outgrows it.
+    """
+    library = _glibc()
+    return library is not None and bool(library.mallopt(_MMAP_THRESHOLD, _RETURNED_BLOCK))
 
 
 def give_back_memory() -> None:

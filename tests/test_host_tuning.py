@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,3 +149,29 @@ def test_it_is_said_how_to_switch_it_off(
     with tuned_host(torch.device("meta")) as watch:  # what is not the host asks nothing of it
         assert watch is None
     assert len(messages) == was_fast
+
+
+_RETURNS = """
+import torch
+from bmforge.host_memory import resident_bytes
+from bmforge.host_tuning import return_freed_memory
+
+def grown() -> int:
+    before, kept = resident_bytes(), []
+    for size in range(4, 24):  # blocks that live long between blocks that do not
+        passing = torch.ones(size << 20, dtype=torch.uint8)
+        kept.append(torch.ones(2 << 20, dtype=torch.uint8))
+        del passing
+    return (resident_bytes() - before - (40 << 20)) >> 20
+
+assert return_freed_memory()
+print(grown())
+"""
+
+
+@pytest.mark.skipif(host_tuning._glibc() is None, reason="the allocator is not glibc's")
+def test_freed_blocks_are_returned() -> None:
+    """In a process of its own, whose allocator no other test has told anything."""
+    done = subprocess.run([sys.executable, "-c", _RETURNS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 4

@@ -12,8 +12,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from bmforge.device import default_device
+from bmforge.device import default_device, is_host
 from bmforge.errors import ConfigError
+from bmforge.host_tuning import read_tuning, return_freed_memory
 from bmforge.infer.engine.blanks import fill_blanks
 from bmforge.infer.engine.budget import EngineConfig, MemoryPlan, plan_memory
 from bmforge.infer.engine.encode import classify, embed, fill_mask
@@ -83,6 +84,9 @@ class Engine:
         self._streamer: Streamer | None = None
         self._give_back: Callable[[], None] = _nothing
         self.device = default_device()
+        is_limited = device_budget_bytes is not None and is_host(self.device)
+        if is_limited and "memory" in read_tuning():
+            return_freed_memory()
         plan = partial(
             plan_memory,
             device=self.device,
