@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from bmforge.models.formats.convert import convert_checkpoint
+from bmforge.errors import ConfigError
+from bmforge.logging import track
+from bmforge.models.config import read_config_file
+from bmforge.models.formats.convert import find_dtype, write_directory
+from bmforge.models.formats.hf_format import (
+    WeightFiles,
+    has_weights,
+    plan_files,
+    write_file,
+    write_index,
+)
+from bmforge.models.hub import AutoModel
+from bmforge.models.load import weight_reader
 from bmforge.models.pack import load_quantized, quantize_
+from bmforge.models.save import write_config
+from bmforge.models.weights import assemble_source, group_by_source
 from bmforge.nn.packing import QuantSpec, find_preset
+from bmforge.nn.quantized import PackedStore, QuantizedExperts
+from bmforge.surgery import persistent_tensors
 
 __all__ = ["load_quantized", "quantize_", "quantize_directory"]
 
@@ -39,13 +59,98 @@ def quantize_directory(
         CheckpointError: the target holds something already, or the source is damaged.
         ConfigError: no such source or scheme, or widths that the scheme does not divide.
 
-    Memory: the quantised model, and of the plain one a tensor at a time.
+    Memory: one tensor of the plain model and what it is packed into, whatever the model's size.
     """
-    return convert_checkpoint(
-        source,
-        target,
-        dtype=dtype,
-        max_file_bytes=max_file_bytes,
-        allow_unknown=allow_unknown,
-        quantize=find_preset(scheme),
-    )
+    spec = find_preset(scheme)
+
+    def write(directory: Path, partial: Path) -> str:
+        if not (directory / "config.json").is_file() or not has_weights(directory):
+            raise ConfigError(
+                f"{str(directory)!r} is not in Hugging Face's form: convert it first (bmforge "
+                "convert), then quantise what came of it."
+            )
+        family = AutoModel.family_of(read_config_file(directory))
+        kind = dtype or find_dtype(WeightFiles(directory))
+        plain, files = family.describe_pretrained(
+            directory, dtype=kind, allow_unknown=allow_unknown
+        )
+        total = _write_packed(plain, files, spec, partial, max_file_bytes)
+        rest = str(kind).removeprefix("torch.")
+        return f"{family.__name__}, quantised to {total / 1e9:.3f} GB, the rest in {rest}"
+
+    return write_directory(source, target, write)
+
+
+def _write_packed(
+    plain: Any, files: WeightFiles, spec: QuantSpec, out: Path, max_file_bytes: int
+) -> int:
+    """Write the packed form of a model on meta; return how many bytes it has."""
+    read = _PackedReader(plain, files, spec)
+    model = read.model
+    tensors = persistent_tensors(model)
+    groups = group_by_source(model.active_rules())
+    described = {n: assemble_source(rules, tensors.__getitem__) for n, rules in groups.items()}
+    sizes = {name: t.numel() * t.element_size() for name, t in described.items()}
+    out.mkdir(parents=True)
+    plan = plan_files(sizes, max_file_bytes)
+    for file, names in track(list(plan.items()), "quantise"):
+        write_file(
+            out / file,
+            {name: described[name] for name in names},
+            lambda name: assemble_source(groups[name], read),
+        )
+    write_config(model, out, tensors)
+    write_index(out, plan, sum(sizes.values()))
+    return sum(sizes.values())
+
+
+class _PackedReader:
+    """Gives a quantised model's tensors by name, made of a plain checkpoint when asked for.
+
+    Args:
+        plain: the model on meta; it becomes the quantised one, on meta too.
+        files: a checkpoint of it.
+        spec: how it is quantised.
+    """
+
+    def __init__(self, plain: Any, files: WeightFiles, spec: QuantSpec) -> None:
+        self._read: Callable[[str, Tensor], None] = weight_reader(plain, files)
+        self._plain = {name: (t.shape, t.dtype) for name, t in persistent_tensors(plain).items()}
+        self.model = quantize_(plain, spec)
+        self._last: tuple[str, dict[str, Tensor]] | None = None  # what was packed last
+
+    def __call__(self, name: str) -> Tensor:
+        """Return a tensor of the quantised model."""
+        if name in self._plain:
+            return self._values(name)
+        owner, _, key = name.rpartition(".")
+        store = self.model.get_submodule(owner)
+        base = key.rpartition("_")[0] if isinstance(store, QuantizedExperts) else "weight"
+        if self._last is None or self._last[0] != f"{owner}.{base}":
+            self._last = None  # before the next one is made
+            self._last = f"{owner}.{base}", self._pack(store, owner, base)
+        return self._last[1][key]
+
+    def _values(self, name: str) -> Tensor:
+        shape, dtype = self._plain[name]
+        values = torch.empty(shape, dtype=dtype)
+        self._read(name, values)
+        return values
+
+    def _pack(self, described: nn.Module, owner: str, base: str) -> dict[str, Tensor]:
+        """Return the packed tensors of one weight, or of one stack of experts."""
+        store: Any = copy.copy(described)
+        store._parameters = dict(described._parameters)
+        is_stack = isinstance(described, QuantizedExperts)
+        keys = [
+            key
+            for key, tensor in described.named_parameters(recurse=False)
+            if tensor.is_meta and (not is_stack or key.startswith(f"{base}_"))
+        ]
+        for key in keys:
+            made = torch.empty_like(store._parameters[key], device="cpu")
+            store._parameters[key] = nn.Parameter(made, requires_grad=False)
+        assert isinstance(store, PackedStore)
+        values = self._values(f"{owner}.{base}")
+        store.fill_(*([base] if is_stack else []), values)
+        return {key: store._parameters[key].data for key in keys}

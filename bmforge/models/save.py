@@ -17,7 +17,7 @@ from bmforge.models.weights import WeightRule, assemble_source, group_by_source
 from bmforge.shards import whole_tensor
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["write_model"]
+__all__ = ["write_config", "write_model"]
 
 
 def write_model(model: Any, out: Path, overwrite: bool, max_file_bytes: int) -> None:
@@ -53,13 +53,14 @@ def write_model(model: Any, out: Path, overwrite: bool, max_file_bytes: int) -> 
         if mine:
             write_file(out / file, found)
     if rank == 0:
-        _write_config(model, out, tensors)
+        write_config(model, out, tensors)
         write_index(out, files, sum(sizes.values()))
     if world > 1:
         dist.barrier()
 
 
-def _write_config(model: Any, out: Path, tensors: dict[str, Tensor]) -> None:
+def write_config(model: Any, out: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a model's config.json, with the dtype of its tensors."""
     dtypes = (tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     dtype = str(next(dtypes, torch.float32)).removeprefix("torch.")
     config = {**model.config.to_hf(), "dtype": dtype}

@@ -30,8 +30,8 @@ from bmforge.nn.products import numbers_of
 
 __all__ = ["GroupedProduct", "MatrixStore", "PackedStore", "dequantize_stack"]
 
-# Rows that are quantised at a time, so that little more than the matrix itself is in memory.
-_ROWS_AT_ONCE = 1024
+# Elements that are quantised at a time, so that little more than the matrix itself is in memory.
+_ELEMENTS_AT_ONCE = 1 << 19
 
 
 class _Product(torch.autograd.Function):
@@ -160,8 +160,9 @@ class PackedStore(nn.Module):
     @torch.no_grad()
     def _take(self, prefix: str, matrix: Tensor, number: int | None = None) -> None:
         """Quantise a plain matrix (rows, columns) into the parameters, some rows at a time."""
-        for first in range(0, matrix.shape[0], _ROWS_AT_ONCE):
-            part = matrix[first : first + _ROWS_AT_ONCE]
+        step = _rows_at_once(matrix)
+        for first in range(0, matrix.shape[0], step):
+            part = matrix[first : first + step]
             found = pack_matrix(quantize_groups(part, self.spec), self.spec)
             place = first // PANEL_ROWS
             for key, values in found._asdict().items():
@@ -169,6 +170,11 @@ class PackedStore(nn.Module):
                     target = getattr(self, prefix + key)
                     target = target.data if number is None else target.data[number]
                     target[place : place + values.shape[0]].copy_(values.view(torch.uint8))
+
+
+def _rows_at_once(matrix: Tensor) -> int:
+    """Return a number of rows that fills panels."""
+    return max(1, _ELEMENTS_AT_ONCE // matrix.shape[1] // PANEL_ROWS) * PANEL_ROWS
 
 
 def _packed_rows(key: str, spec: QuantSpec, outliers: int, rows: Tensor) -> Tensor:
@@ -295,7 +301,7 @@ def _find_outliers(weight: Tensor, spec: QuantSpec, count: int) -> Tensor:
     columns = weight.shape[1]
     total = torch.zeros(columns, dtype=torch.float64, device=weight.device)
     first = torch.arange(0, columns, spec.group_of(columns), device=weight.device)
-    for part in weight.detach().split(_ROWS_AT_ONCE):
+    for part in weight.detach().split(_rows_at_once(weight)):
         found = pack_matrix(quantize_groups(part, spec), spec)
         error = part.float() - unpack_matrix(found, part.shape[0], spec)
         by_group = (part.shape[0], -1, spec.group_of(columns))

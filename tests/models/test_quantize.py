@@ -27,7 +27,6 @@ from bmforge.models import (
     MixtralConfig,
     T5Config,
     init_weights_,
-    save,
 )
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.quantize import quantize_, quantize_directory
@@ -294,6 +293,24 @@ def test_tensor_parallelism_is_refused() -> None:
         assert "tp=1" in said
 
 
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_a_directory_is_what_memory_is_saved_as(build: Any, tmp_path: Path) -> None:
+    """The same bytes, though no more than one weight was ever there; several files too."""
+    build().save_pretrained(tmp_path / "plain")
+    read = AutoModel.from_pretrained(tmp_path / "plain", quantize="int4")
+    read.save_pretrained(tmp_path / "memory")
+    quantize_directory(tmp_path / "plain", tmp_path / "disk", "int4")
+    names = {path.name for path in (tmp_path / "memory").iterdir()}
+    assert names == {path.name for path in (tmp_path / "disk").iterdir()}
+    for name in names:
+        written = [(tmp_path / place / name).read_bytes() for place in ("memory", "disk")]
+        assert written[0] == written[1]
+    quantize_directory(tmp_path / "plain", tmp_path / "parts", "int4", max_file_bytes=20_000)
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    parts = AutoModel.from_pretrained(tmp_path / "parts")
+    assert_equal_trees(persistent_tensors(parts), persistent_tensors(read))
+
+
 def test_a_directory_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizer files come along; a failed one leaves nothing that could be taken for a model."""
     plain = llama()
@@ -310,7 +327,7 @@ def test_a_directory_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def fill_the_disk(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(save, "write_file", fill_the_disk)
+    monkeypatch.setattr("bmforge.models.quantize.write_file", fill_the_disk)
     with pytest.raises(OSError, match="No space left"):
         quantize_directory(tmp_path / "plain", tmp_path / "full", "int4")
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "int8"}

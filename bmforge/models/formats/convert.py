@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,10 +27,9 @@ from bmforge.models.formats.megatron_model import (
 )
 from bmforge.models.formats.model_center import is_model_center, load_model_center
 from bmforge.models.hub import AutoModel, find_model
-from bmforge.nn.packing import QuantSpec
 from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["convert_checkpoint", "find_companions", "find_stored_dtype"]
+__all__ = ["convert_checkpoint", "find_companions", "find_dtype", "write_directory"]
 
 # What belongs to a model besides its weights and config.
 _COMPANIONS = (
@@ -56,7 +56,6 @@ def convert_checkpoint(
     allow_unknown: tuple[str, ...] = (),
     preset: str | None = None,
     megatron_degree: int | None = None,
-    quantize: str | QuantSpec | None = None,
 ) -> Path:
     """Read a checkpoint of any kind and write it in our form, with its tokenizer's files.
 
@@ -73,7 +72,6 @@ def convert_checkpoint(
         allow_unknown: config fields to accept unread.
         preset: which model Megatron's shards are, where neither their sizes nor a config.json tell.
         megatron_degree: write so many of Megatron's shards instead of our form.
-        quantize: pack the weights by this scheme as they are read; of a Hugging Face model.
 
     Returns:
         the target.
@@ -81,6 +79,38 @@ def convert_checkpoint(
     Raises:
         CheckpointError: the target holds something already, or the source is damaged.
         ConfigError: no such source, or its config is not understood.
+    """
+
+    def write(directory: Path, partial: Path) -> str:
+        if megatron_degree is not None and preset is dtype is None and is_megatron(directory):
+            reshard_megatron(directory, partial, megatron_degree)
+            return f"{megatron_degree} shards, as they were divided before"
+        model = _open(directory, family, dtype, allow_unknown, preset)
+        if megatron_degree is not None:
+            save_megatron(model, partial, megatron_degree)
+        else:
+            model.save_pretrained(partial, max_file_bytes=max_file_bytes)
+        count = sum(p.numel() for p in model.parameters())
+        floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+        kind = str(next(floats)).removeprefix("torch.")
+        return f"{type(model).__name__}, {count:,} parameters in {kind}"
+
+    return write_directory(source, target, write)
+
+
+def write_directory(
+    source: str | Path, target: str | Path, write: Callable[[Path, Path], str]
+) -> Path:
+    """Make a model's directory of another's: beside its place, moved there when it is whole.
+
+    Args:
+        source: a directory, hub id or short name.
+        target: directory to make.
+        write: given the source's directory and one to make; returns what is said of it. What
+            belongs to a model besides its weights and config is copied.
+
+    Raises:
+        CheckpointError: the target holds something already.
     """
     out = Path(target)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -91,24 +121,7 @@ def convert_checkpoint(
     partial = out.with_name(partial_name(out.name))
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        if megatron_degree is not None and preset is dtype is None and is_megatron(directory):
-            reshard_megatron(directory, partial, megatron_degree)
-            said = f"{megatron_degree} shards, as they were divided before"
-        else:
-            model = _open(directory, family, dtype, allow_unknown, preset, quantize)
-            if megatron_degree is not None:
-                save_megatron(model, partial, megatron_degree)
-            else:
-                model.save_pretrained(partial, max_file_bytes=max_file_bytes)
-            count = sum(p.numel() for p in model.parameters())
-            floats = (p.dtype for p in model.parameters() if p.is_floating_point())
-            kind = str(next(floats)).removeprefix("torch.")
-            said = f"{type(model).__name__}, {count:,} parameters in {kind}"
-            if quantize is not None:
-                held = sum(p.numel() * p.element_size() for p in model.parameters())
-                said = (
-                    f"{type(model).__name__}, quantised to {held / 1e9:.3f} GB, the rest in {kind}"
-                )
+        said = write(directory, partial)
         if is_gguf(directory):
             _save_tokenizer(directory, partial)
         for name in find_companions(directory):
@@ -126,13 +139,7 @@ def _open(
     dtype: torch.dtype | None,
     allow_unknown: tuple[str, ...],
     preset: str | None,
-    quantize: str | QuantSpec | None,
 ) -> Model:
-    if quantize is not None and (is_model_center(directory) or is_megatron(directory)):
-        raise ConfigError(
-            f"{str(directory)!r} is not in Hugging Face's form: convert it first (bmforge "
-            "convert), then quantise what came of it."
-        )
     if is_model_center(directory):
         return load_model_center(directory, family=family, dtype=dtype, allow_unknown=allow_unknown)
     if is_megatron(directory):
@@ -142,10 +149,17 @@ def _open(
             f"preset={preset!r} names the model in Megatron's shards, but {str(directory)!r} holds "
             "a model with a config.json. Leave it out."
         )
-    dtype = dtype or find_stored_dtype(directory)
-    return AutoModel.from_pretrained(
-        directory, dtype=dtype, allow_unknown=allow_unknown, quantize=quantize
-    )
+    dtype = dtype or find_dtype(WeightFiles(directory))
+    return AutoModel.from_pretrained(directory, dtype=dtype, allow_unknown=allow_unknown)
+
+
+def find_dtype(files: WeightFiles) -> torch.dtype:
+    """Return the dtype that most of the stored values have; packed ones are of none."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name, shape in files.shapes.items():
+        if files.dtype(name).is_floating_point:  # packed ones stay what they are
+            sizes[files.dtype(name)] += torch.Size(shape).numel()
+    return sizes.most_common(1)[0][0]
 
 
 def _save_tokenizer(source: Path, target: Path) -> None:
@@ -154,16 +168,6 @@ def _save_tokenizer(source: Path, target: Path) -> None:
         get_logger().warning("%s holds no tokenizer, so none is written", source)
         return
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
-
-
-def find_stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype that most of a checkpoint's values are stored in; fp32 where packed."""
-    files = WeightFiles(directory)
-    sizes: Counter[torch.dtype] = Counter()
-    for name, shape in files.shapes.items():
-        if files.dtype(name).is_floating_point:  # packed ones stay what they are
-            sizes[files.dtype(name)] += torch.Size(shape).numel()
-    return sizes.most_common(1)[0][0]
 
 
 def find_companions(directory: Path) -> list[str]:

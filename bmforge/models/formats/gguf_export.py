@@ -10,8 +10,9 @@ import torch
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models.base import Model
-from bmforge.models.formats.convert import find_companions, find_stored_dtype
+from bmforge.models.formats.convert import find_companions, find_dtype
 from bmforge.models.formats.gguf_write import GgufType, check_target, write_gguf
+from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import AutoModel, find_model
 from bmforge.tokenizers import AutoTokenizer, Tokenizer
 from bmforge.tokenizers.chat_template import find_template
@@ -54,7 +55,7 @@ def export_gguf(
     template = None
     if not isinstance(model, Model):
         source = find_model(model)
-        dtype = torch.float32 if is_gguf(source) else find_stored_dtype(source)
+        dtype = torch.float32 if is_gguf(source) else find_dtype(WeightFiles(source))
         model = AutoModel.from_pretrained(source, dtype=dtype, allow_unknown=allow_unknown)
         if tokenizer is None and (is_gguf(source) or find_companions(source)):
             tokenizer = AutoTokenizer.from_pretrained(source)

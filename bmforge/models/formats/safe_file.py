@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -343,7 +343,9 @@ def _alignment(tensor: Tensor) -> tuple[int, bool]:
     return -tensor.dtype.itemsize, size % _ALIGN_BYTES != 0
 
 
-def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_file(
+    path: Path, tensors: dict[str, Tensor], read: Callable[[str], Tensor] | None = None
+) -> None:
     """Write a safetensors file beside its place and move it there when it is whole.
 
     The header is padded so that tensors begin at multiples of 64 bytes, where their sizes are such:
@@ -351,7 +353,8 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
     Args:
         path: where it goes.
-        tensors: on the CPU.
+        tensors: on the CPU; on meta with `read`.
+        read: gives each tensor when it is written, in the order of the file.
     """
     # The largest elements first keeps every tensor at a multiple of its element size; those that
     # end where the next one may begin come before the others.
@@ -373,5 +376,6 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     with partial.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
-            file.write(_view_bytes(tensors[name].detach().contiguous()))
+            values = tensors[name] if read is None else read(name)
+            file.write(_view_bytes(values.detach().contiguous()))
     os.replace(partial, path)
