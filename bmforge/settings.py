@@ -15,6 +15,7 @@ from typing import Any, Literal
 from bmforge.errors import ConfigError
 
 __all__ = [
+    "CollectConfig",
     "EvaluateConfig",
     "MemoryOptions",
     "PrepareConfig",
@@ -98,6 +99,10 @@ class PrepareConfig:
         mask_private: write <EMAIL>, <PHONE> and so on in the place of private data.
         rules: which published rules drop documents: for English, for Chinese, or for each document
             those of its language.
+        bad_words: a file with a word on each line; documents with more than one in two lines are
+            dropped.
+        bad_hosts: a file with a host on each line; documents from them, and from hosts below them,
+            are dropped.
         decontaminate: test sets whose examples drop a document that holds one: .jsonl files, or
             TASK=FOLDER for all splits of a task that evaluate knows, such as BoolQ=superglue.
         cut_examples: cut such examples out of the document instead.
@@ -130,6 +135,8 @@ class PrepareConfig:
     languages: tuple[str, ...] = ()
     mask_private: bool = False
     rules: Literal["none", "english", "chinese", "mixed"] = "none"
+    bad_words: str = ""
+    bad_hosts: str = ""
     decontaminate: tuple[str, ...] = ()
     cut_examples: bool = False
     near_duplicates: float | None = None
@@ -139,6 +146,33 @@ class PrepareConfig:
     worker_memory_bytes: int = 1 << 32
     keep_dropped: bool = False
     keep_stages: bool = False
+
+
+@dataclass(frozen=True)
+class CollectConfig:
+    """How to collect pages.
+
+    Args:
+        hosts: hosts that may be asked besides those of the addresses, as HOST or HOST:PORT.
+        private_hosts: hosts whose addresses may be private, or of this machine.
+        most_pages: requests of a run.
+        most_bytes: of answers in a run.
+        most_page_bytes: of one answer; a larger one is left out.
+        delay_s: seconds between two requests to a host, more where its robots.txt says so.
+        page_seconds: an answer that takes longer is left out.
+        again: ask for known addresses too, if they have changed.
+        agent: what the requests say who they are; name where you can be reached.
+    """
+
+    hosts: tuple[str, ...] = ()
+    private_hosts: tuple[str, ...] = ()
+    most_pages: int = 1000
+    most_bytes: int = 1 << 30
+    most_page_bytes: int = 1 << 25
+    delay_s: float = 2.0
+    page_seconds: float = 60.0
+    again: bool = False
+    agent: str = "bmforge (collects text to train language models)"
 
 
 @dataclass(kw_only=True)

@@ -44,7 +44,7 @@ COMMANDS: Mapping[str, Command] = {
         options.PrepareCommand,
     ),
     "data": Command(
-        "why documents were dropped, what a corpus is made of, is it whole", "data:run_data"
+        "collect pages; why documents were dropped, what a corpus is made of", "data:run_data"
     ),
     "train": Command("train a model for a task, or go on with it", "train:run_train"),
     "evaluate": Command("measure a model on texts and tasks", "evaluate:run_evaluate"),

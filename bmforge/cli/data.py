@@ -1,4 +1,4 @@
-"""`bmforge data explain|show|report|verify`: why documents go, and what a corpus is made of."""
+"""`bmforge data collect|explain|show|report|verify`: pages, why documents go, what a corpus is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from bmforge.cli import parse
 from bmforge.cli.options import (
+    DataCollectCommand,
     DataExplainCommand,
     DataReportCommand,
     DataShowCommand,
@@ -92,6 +93,14 @@ def _show(command: DataShowCommand) -> None:
         print(f"{name:<{width}}{amount.documents:>12,} documents {amount.text_bytes:>16,} bytes")
 
 
+def _collect(command: DataCollectCommand) -> None:
+    from bmforge.data.collect import collect
+
+    report = collect(command.urls, command.out, command.config)
+    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items()))
+    print(f"{report.out_dir}: {report.requests} requests, {report.body_bytes} bytes: {said}")
+
+
 def _report(command: DataReportCommand) -> None:
     from bmforge.data.report import write_corpus_report
 
@@ -117,6 +126,7 @@ def _one_line(text: str) -> str:
 
 
 _COMMANDS: dict[str, tuple[str, type[Any], Callable[[Any], None]]] = {
+    "collect": ("pages of hosts that let us, into a web archive", DataCollectCommand, _collect),
     "explain": (
         "each rule's value for a document beside its bounds",
         DataExplainCommand,

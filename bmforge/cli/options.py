@@ -11,11 +11,18 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from bmforge.settings import EvaluateConfig, MemoryOptions, PrepareConfig, TalkConfig
+from bmforge.settings import (
+    CollectConfig,
+    EvaluateConfig,
+    MemoryOptions,
+    PrepareConfig,
+    TalkConfig,
+)
 
 __all__ = [
     "ChatCommand",
     "ConvertCommand",
+    "DataCollectCommand",
     "DataExplainCommand",
     "DataReportCommand",
     "DataShowCommand",
@@ -52,6 +59,21 @@ class PrepareCommand:
     overwrite: bool = False
     dry_run: bool = False
     config: Annotated[PrepareConfig, tyro.conf.arg(name="")] = field(default_factory=PrepareConfig)
+
+
+@dataclass(kw_only=True)
+class DataCollectCommand:
+    """Collect pages into a web archive, where robots.txt lets us, or go on with it.
+
+    Args:
+        urls: pages, sitemaps and feeds.
+        out: directory of the archive.
+        config: how.
+    """
+
+    urls: Annotated[tuple[str, ...], tyro.conf.Positional]
+    out: Path
+    config: Annotated[CollectConfig, tyro.conf.arg(name="")] = field(default_factory=CollectConfig)
 
 
 @dataclass(kw_only=True)

@@ -119,3 +119,37 @@ def test_rules_that_leave_nothing_are_named(tmp_path: Path) -> None:
 
 def test_without_settings_only_normalise_runs() -> None:
     assert [step.name for step in choose_steps(PrepareConfig())] == ["normalise"]
+
+
+def test_listed_words_and_hosts_are_dropped(tmp_path: Path) -> None:
+    pytest.importorskip("ahocorasick_rs")
+    rows = [
+        {"text": "A page about rivers.", "url": "http://good.example/1"},
+        {"text": "A page about mills.", "url": "https://shop.bad.example/2"},
+        {"text": "A page about badminton.", "url": "http://notbad.example/3"},
+        {"text": "Casino, casino! And a casino.", "url": ""},
+        {"text": "在线赌博网站", "url": ""},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "words.txt").write_text("# mine\ncasino\n\n赌博\n", "utf-8")
+    (tmp_path / "hosts.txt").write_text("bad.example\n")
+    config = replace(
+        CONFIG,
+        bad_words=str(tmp_path / "words.txt"),
+        bad_hosts=str(tmp_path / "hosts.txt"),
+        keep_stages=True,
+        keep_dropped=True,
+    )
+    report = prepare(tmp_path / "in.jsonl", tmp_path / "out", config)
+    assert report.documents == 2
+    gone = {line["place"]: str(line["rule"]) for line in dropped(tmp_path / "out")}
+    assert gone == {"2": "listed_host", "4": "listed_words", "5": "listed_words"}
+    states = show_preparation(tmp_path / "in.jsonl", tmp_path / "out", config)
+    assert all(state.done == state.parts for state in states)
+    (tmp_path / "words.txt").write_text("casino\n")
+    states = show_preparation(tmp_path / "in.jsonl", tmp_path / "out", config)
+    assert states[0].done == 0
+    (tmp_path / "words.txt").write_text("# nothing\n")
+    for path in (tmp_path / "words.txt", tmp_path / "absent"):
+        with pytest.raises(ConfigError, match="bad_words="):
+            choose_steps(replace(config, bad_words=str(path)))

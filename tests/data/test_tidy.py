@@ -9,6 +9,7 @@ import pytest
 from bmforge.data.clean.drop import Drop
 from bmforge.data.clean.lines import drop_boilerplate, join_wrapped_lines
 from bmforge.data.clean.private import (
+    KINDS,
     MaskPrivate,
     find_private,
     is_bank_card,
@@ -274,6 +275,20 @@ def test_private_data_is_found_and_masked(kind):
 def test_what_only_looks_private_stays(text):
     document = Document(f"see {text} here", "f")
     assert MaskPrivate()(document) is document
+
+
+def test_signs_are_in_all_that_the_patterns_match():
+    draw, hits = random.Random(4), dict.fromkeys(KINDS, 0)
+    for _ in range(4000):
+        digits = "".join(draw.choices("13456789", k=20))
+        forms = [digits[:18], f"{digits[:4]} {digits[4:8]} {digits[8:12]} {digits[12:16]}"]
+        forms += [f"138{digits[:8]}", "{}.{}.{}.{}".format(*digits), "{}:{}:{}::{}".format(*digits)]
+        text = f"{draw.choice(forms)} {''.join(draw.choices('0123456789.:- @aFX', k=20))} a@b.cn"
+        for name, kind in KINDS.items():
+            if kind.sign is not None and kind.pattern.search(text):
+                hits[name] += 1
+                assert kind.sign.search(text)
+    assert all(hits[name] > 20 for name, kind in KINDS.items() if kind.sign is not None)
 
 
 def test_much_private_data_drops_and_is_not_shown():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,7 +14,26 @@ from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, MissingDependencyError
 
-__all__ = ["ListedHosts", "ListedWords"]
+__all__ = ["ListedHosts", "ListedWords", "read_list"]
+
+
+def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
+    """Return the lines of a file, without empty ones and without those that begin with ``#``.
+
+    Args:
+        name: of the setting that names the file, for messages.
+
+    Raises:
+        ConfigError: it cannot be read as UTF-8, or has no such line.
+    """
+    try:
+        lines = Path(path).read_text("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}={str(path)!r} cannot be read ({error})") from error
+    found = tuple(one for line in lines if (one := line.strip()) and not one.startswith("#"))
+    if not found:
+        raise ConfigError(f"{name}={str(path)!r} has no entry: write one on each line")
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from bmforge.data.clean.drop import Drop
 from bmforge.data.clean.judge import JudgeByRules
 from bmforge.data.clean.languages import DetectLanguage
+from bmforge.data.clean.lists import ListedHosts, ListedWords, read_list
 from bmforge.data.clean.normalise import normalise
 from bmforge.data.clean.private import MaskPrivate
 from bmforge.data.clean.tidy import TidyText
@@ -35,6 +37,9 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
     """
     tidy, judge = _choose_tidy(config.tidy), JudgeByRules(config.rules)
     steps = []
+    if config.bad_hosts:
+        hosts = ListedHosts(read_list(config.bad_hosts, "bad_hosts"))
+        steps.append(Step("bad_hosts", hosts, _short(hosts.version)))
     if "repair" in config.tidy:
         repair = TidyText()
         steps.append(Step("repair", repair, repair.version))
@@ -46,6 +51,9 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
         steps.append(Step("tidy", _Tidy(tidy), tidy.version))
     if config.rules != "none":
         steps.append(Step("rules", judge, judge.version))
+    if config.bad_words:
+        words = ListedWords(read_list(config.bad_words, "bad_words"))
+        steps.append(Step("bad_words", words, _short(words.version)))
     if config.decontaminate:
         drop = DropExamples(config.decontaminate, config.cut_examples).opened()
         steps.append(Step("decontaminate", drop, drop.version))
@@ -55,6 +63,11 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
         mask = MaskPrivate()
         steps.append(Step("mask_private", mask, mask.version, hides=True))
     return (*steps, *own)
+
+
+def _short(version: str) -> str:
+    """Return the hash of a version that has a whole list in it."""
+    return blake2b(version.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _choose_tidy(names: Sequence[str]) -> TidyText:

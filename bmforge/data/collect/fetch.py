@@ -1,0 +1,173 @@
+"""One request: to an address that may be asked, within limits of time and size."""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+__all__ = ["FetchError", "PrivateAddressError", "Response", "fetch", "find_address"]
+
+_CHUNK_BYTES = 1 << 16
+_OF_THE_WAY = ("transfer-encoding", "content-length", "connection")  # the body is kept as it is
+
+
+class FetchError(Exception):
+    """A request that came to nothing; the message says why."""
+
+
+class PrivateAddressError(FetchError):
+    """A host that resolves to an address which is not public."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a server answered.
+
+    Attributes:
+        head: status line and headers, as they are written to an archive.
+        headers: by lower-case name.
+    """
+
+    status: int
+    head: bytes
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_address(host: str, port: int, is_private_allowed: bool) -> str:
+    """Return the address to connect to.
+
+    Raises:
+        PrivateAddressError: one of the host's addresses is private, of this machine or reserved.
+        FetchError: the name does not resolve.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise FetchError(f"{host} does not resolve ({error})") from error
+    addresses = [str(one[4][0]) for one in found]
+    for address in addresses:
+        if not is_private_allowed and not _is_public(address):
+            raise PrivateAddressError(
+                f"{host} resolves to {address}, which is no public address: name the host in "
+                "private_hosts (--private-hosts) if it is meant"
+            )
+    return addresses[0]
+
+
+def _is_public(address: str) -> bool:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    inner = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
+    return found.is_global and not found.is_multicast and (inner is None or inner.is_global)
+
+
+class _Pinned(http.client.HTTPConnection):
+    """Connects to the address that was checked, whatever the name resolves to by then."""
+
+    address = ""
+
+    def connect(self) -> None:
+        self.sock = socket.create_connection((self.address, self.port), self.timeout)
+
+
+class _PinnedTls(http.client.HTTPSConnection):
+    """The same, and the certificate must be the host's."""
+
+    address = ""
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self.address, self.port), self.timeout)
+        context = ssl.create_default_context()
+        self.sock = context.wrap_socket(plain, server_hostname=self.host)
+
+
+def fetch(
+    url: str,
+    headers: Mapping[str, str],
+    *,
+    is_private_allowed: bool,
+    most_bytes: int,
+    seconds: float,
+) -> Response:
+    """Ask for an address; redirects are not followed.
+
+    Args:
+        most_bytes: of the body; a larger one is an error.
+        seconds: for all of it, however slowly the answer drips.
+
+    Raises:
+        PrivateAddressError: see `find_address`.
+        FetchError: no answer, one that is no HTTP, too large, or too slow.
+    """
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    host, path = parts.hostname or "", parts.path or "/"
+    make: type[_Pinned | _PinnedTls] = _PinnedTls if secure else _Pinned
+    connection = make(host, port, timeout=seconds)
+    connection.address = find_address(host, port, is_private_allowed)
+    watch = _Watch(connection, seconds)
+    try:
+        connection.connect()
+        with watch:
+            asked = f"{path}?{parts.query}" if parts.query else path
+            connection.request("GET", asked, headers=headers)
+            answer = connection.getresponse()
+            body = _read(answer, most_bytes)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        watch.check(url)
+        raise FetchError(f"{url}: {type(error).__name__} {error}") from error
+    finally:
+        connection.close()
+    watch.check(url)
+    if answer.length:
+        raise FetchError(f"{url}: it was cut off, {answer.length} bytes lack")
+    kept = [one for one in answer.getheaders() if one[0].lower() not in _OF_THE_WAY]
+    lines = [f"HTTP/1.1 {answer.status} {answer.reason}"]
+    lines += [f"{name}: {value}" for name, value in (*kept, ("Content-Length", len(body)))]
+    head = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n"
+    found = {name.lower(): value for name, value in answer.getheaders()}
+    return Response(answer.status, head, body, found)
+
+
+class _Watch:
+    """Ends a connection at a limit of time."""
+
+    def __init__(self, connection: http.client.HTTPConnection, seconds: float) -> None:
+        self._connection, self._seconds, self._is_over = connection, seconds, False
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._connection.sock is not None:
+            with suppress(OSError):  # it has ended by itself
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def check(self, url: str) -> None:
+        """Raise `FetchError` if the limit was met."""
+        if self._is_over:
+            raise FetchError(f"{url}: it takes longer than {self._seconds:g} s")
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._timer.cancel()
+
+
+def _read(answer: http.client.HTTPResponse, most_bytes: int) -> bytes:
+    parts, size = [], 0
+    while chunk := answer.read1(_CHUNK_BYTES):
+        parts.append(chunk)
+        size += len(chunk)
+        if size > most_bytes:
+            raise ValueError(f"it is larger than {most_bytes} bytes")
+    return b"".join(parts)

@@ -1,0 +1,338 @@
+"""Collect pages: addresses, and those that sitemaps and feeds name, within hosts and a budget.
+
+One request at a time, to each host no sooner than its delay allows. robots.txt decides, and where
+it cannot be had, the answer is no. A directive against use for AI keeps a page out of the archive.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from urllib.parse import quote, urljoin, urlsplit, urlunsplit
+
+from bmforge.data.collect.archive import Archive
+from bmforge.data.collect.fetch import FetchError, PrivateAddressError, Response, fetch
+from bmforge.data.collect.robots import MOST_BYTES, Robots, parse_robots
+from bmforge.data.collect.sitemaps import find_addresses
+from bmforge.errors import ConfigError
+from bmforge.files import check_place
+from bmforge.logging import ProgressBar
+from bmforge.settings import CollectConfig
+
+__all__ = ["AGENT", "CollectReport", "clean_url", "collect"]
+
+AGENT = "bmforge"  # the token that a robots.txt names
+_TRIES = 3
+_MOST_REDIRECTS = 5
+_LONGEST_WAIT_S = 120.0  # for a host that asks for more, its pages are given up
+_LATER = (429, 503)
+_FORBIDDING = re.compile(r"\b(?:noai|noimageai|notrain|noarchive)\b", re.IGNORECASE)
+_META = re.compile(rb"<meta\b[^>]{0,500}>", re.IGNORECASE)
+_META_ROBOTS = re.compile(
+    rb"""name\s*=\s*["']?(?:robots|bmforge|tdm-reservation)\b""", re.IGNORECASE
+)
+_META_CONTENT = re.compile(rb"""content\s*=\s*["']?([^"'>]*)""", re.IGNORECASE)
+_HEAD_BYTES = 1 << 16
+
+
+@dataclass
+class CollectReport:
+    """What became of the addresses: how many by outcome, requests and bytes of this run."""
+
+    out_dir: Path
+    outcomes: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    body_bytes: int = 0
+
+
+@dataclass
+class _Host:
+    """One host: its rules, or why there are none; when it may be asked again; what waits."""
+
+    robots: Robots | None = None
+    refused: str = ""
+    next_s: float = 0.0
+    waiting: deque[tuple[str, int]] = field(default_factory=deque)
+
+
+def collect(
+    urls: Sequence[str],
+    out_dir: str | os.PathLike[str],
+    config: CollectConfig | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> CollectReport:
+    """Collect pages into ``OUT/pages.warc.gz``, or go on with it.
+
+    ``OUT/collected.jsonl`` has a line for each address with what became of it. An address that has
+    one is not asked again, unless `config` says so; then only what has changed is sent.
+
+    Args:
+        urls: pages, sitemaps and feeds; their hosts may be asked, and those of `config`.
+        clock, wait: for tests.
+
+    Raises:
+        ConfigError: an address is none, or a setting is out of range.
+    """
+    config = config or CollectConfig()
+    _check(config)
+    wanted = [clean_url(url) for url in urls]
+    if not wanted:
+        raise ConfigError("urls: name at least one address")
+    check_place(Path(out_dir), "out_dir")
+    hosts = {urlsplit(url).netloc for url in wanted} | {one.lower() for one in config.hosts}
+    with Archive(Path(out_dir)) as archive, ProgressBar("collect", config.most_pages) as bar:
+        work = _Collection(config, archive, hosts, CollectReport(Path(out_dir)), clock, wait)
+        for url in wanted:
+            work.add(url, 0)
+        while (found := work.next()) is not None and work.has_budget():
+            work.take(*found)
+            bar.advance()
+    return work.report
+
+
+def _check(config: CollectConfig) -> None:
+    for name in ("most_pages", "most_bytes", "most_page_bytes", "delay_s", "page_seconds"):
+        value = getattr(config, name)
+        if not value > 0:
+            raise ConfigError(f"{name}={value}: needed is a positive number")
+
+
+def clean_url(url: str) -> str:
+    """Return an address in one form: no fragment, host in small letters, no port that is implied.
+
+    Raises:
+        ConfigError: it is none of http or https, or names a user.
+    """
+    try:
+        parts = urlsplit(url.strip())
+        host, port = (parts.hostname or "").lower(), parts.port
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no address ({error})") from error
+    if parts.scheme not in ("http", "https") or not host or parts.username is not None:
+        raise ConfigError(f"{url!r} is no address of a page: http://HOST/PATH or https://HOST/PATH")
+    netloc = f"[{host}]" if ":" in host else host
+    if port and port != {"http": 80, "https": 443}[parts.scheme]:
+        netloc += f":{port}"
+    safe = "/%:@!$&'()*+,;=~-._"
+    path, query = quote(parts.path or "/", safe), quote(parts.query, safe + "?")
+    return urlunsplit((parts.scheme, netloc, path, query, ""))
+
+
+@dataclass
+class _Collection:
+    """The work: what waits per host, what was seen, what came of it."""
+
+    config: CollectConfig
+    archive: Archive
+    allowed: set[str]
+    report: CollectReport
+    clock: Callable[[], float]
+    wait: Callable[[float], None]
+    hosts: dict[str, _Host] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    def add(self, url: str, redirects: int) -> None:
+        """Let an address wait, if it is new and of a host that may be asked."""
+        if url in self.seen:
+            return
+        self.seen.add(url)
+        parts = urlsplit(url)
+        if parts.netloc not in self.allowed:
+            self.report.outcomes["other_host"] += 1
+            return
+        known = self.archive.known.get(url)
+        if known is not None and not self.config.again:
+            self.report.outcomes["known"] += 1
+            for more in known.get("named", ()):
+                self.add_found(more, url, 0)
+            return
+        key = f"{parts.scheme}://{parts.netloc}"
+        self.hosts.setdefault(key, _Host()).waiting.append((url, redirects))
+
+    def add_found(self, address: str, base: str, redirects: int) -> None:
+        """Let an address wait that a page named."""
+        try:
+            url = clean_url(urljoin(base, address))
+        except (ConfigError, ValueError):
+            self.report.outcomes["no_address"] += 1
+            return
+        self.add(url, redirects)
+
+    def has_budget(self) -> bool:
+        """Tell whether another page may be asked for."""
+        config, report = self.config, self.report
+        return report.requests < config.most_pages and report.body_bytes < config.most_bytes
+
+    def next(self) -> tuple[str, str, int] | None:
+        """Wait for the host that may be asked first; return it, an address, its redirects."""
+        ready = [(host.next_s, key) for key, host in self.hosts.items() if host.waiting]
+        if not ready:
+            return None
+        _, key = min(ready)
+        self._wait_for(self.hosts[key])
+        return (key, *self.hosts[key].waiting.popleft())
+
+    def _wait_for(self, host: _Host) -> None:
+        left = host.next_s - self.clock()
+        if left > 0:
+            self.wait(left)
+
+    def take(self, key: str, url: str, redirects: int) -> None:
+        """Ask for one address, and write down what comes of it."""
+        host, parts = self.hosts[key], urlsplit(url)
+        try:
+            host.robots = host.robots or self._ask_robots(key, host)
+            if not host.robots.allows(f"{parts.path}?{parts.query}" if parts.query else parts.path):
+                self._note(url, "robots")
+                return
+            response = self._ask(url, host, self._conditions(url), self.config.most_page_bytes)
+        except PrivateAddressError as error:
+            self._note(url, "private_address", error=str(error))
+        except FetchError as error:
+            self._note(url, "failed", error=str(error))
+        else:
+            self._take_response(url, response, redirects)
+
+    def _take_response(self, url: str, response: Response, redirects: int) -> None:
+        status, place = response.status, response.headers.get("location", "")
+        known = {
+            "status": status,
+            "etag": response.headers.get("etag", ""),
+            "modified": response.headers.get("last-modified", ""),
+        }
+        if status == 304:
+            before = self.archive.known.get(url, {})
+            self._note(url, "unchanged", **{**known, "etag": before.get("etag", "")})
+        elif 300 <= status < 400 and place:
+            self._note(url, "redirect", status=status, named=[place])
+            if redirects < _MOST_REDIRECTS:
+                self.add_found(place, url, redirects + 1)
+        elif status != 200:
+            self._note(url, "status", status=status)
+        elif (named := find_addresses(response.body)) is not None:
+            self._note(url, "list", **known, named=named)
+            for address in named:
+                self.add_found(address, url, 0)
+        elif said := find_directive(response):
+            self._note(url, "directive", status=status, said=said)
+        else:
+            date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            self.archive.add_page(url, response, date)
+            self._note(url, "kept", **known, body_bytes=len(response.body))
+
+    def _note(self, url: str, outcome: str, **known: object) -> None:
+        self.report.outcomes[outcome] += 1
+        self.archive.note(url, outcome, **known)
+
+    def _conditions(self, url: str) -> dict[str, str]:
+        """Return the headers that ask for a page only if it is another one than we have."""
+        known = self.archive.known.get(url, {})
+        named = {"If-None-Match": known.get("etag"), "If-Modified-Since": known.get("modified")}
+        return {name: str(value) for name, value in named.items() if value}
+
+    def _ask_robots(self, key: str, host: _Host) -> Robots:
+        """Return the rules of a host: none if there is no robots.txt, no to all on an error."""
+        if host.refused:
+            raise FetchError(host.refused)
+        try:
+            return self._read_robots(key, host)
+        except PrivateAddressError:
+            raise
+        except FetchError as error:
+            host.refused = str(error)
+            raise
+
+    def _read_robots(self, key: str, host: _Host) -> Robots:
+        response = None
+        url, redirects = f"{key}/robots.txt", 0
+        while redirects <= _MOST_REDIRECTS:
+            try:
+                response = self._ask(url, host, {}, MOST_BYTES * 100)
+            except PrivateAddressError:
+                raise
+            except FetchError as error:
+                raise FetchError(
+                    f"its robots.txt cannot be had, so the answer is no: {error}"
+                ) from error
+            place = response.headers.get("location")
+            if not (300 <= response.status < 400 and place):
+                break
+            url, redirects = urljoin(url, place), redirects + 1
+            if urlsplit(url).netloc not in self.allowed:
+                raise FetchError(f"its robots.txt is at {url}, a host that may not be asked")
+        assert response is not None
+        if response.status >= 500 or 300 <= response.status < 400 or response.status in _LATER:
+            raise FetchError(f"its robots.txt has status {response.status}, so the answer is no")
+        text = response.body[:MOST_BYTES].decode("utf-8", "replace")
+        return parse_robots(text if response.status == 200 else "", AGENT)
+
+    def _ask(self, url: str, host: _Host, conditions: dict[str, str], most_bytes: int) -> Response:
+        """Ask until there is an answer, three times at most, later each time."""
+        headers = {"User-Agent": self.config.agent, "Accept-Encoding": "identity", **conditions}
+        is_private_allowed = urlsplit(url).netloc in self.config.private_hosts
+        for attempt in range(_TRIES):
+            self._wait_for(host)
+            delay = max(self.config.delay_s, (host.robots and host.robots.delay_s) or 0.0)
+            self.report.requests += 1
+            try:
+                response = fetch(
+                    url,
+                    headers,
+                    is_private_allowed=is_private_allowed,
+                    most_bytes=most_bytes,
+                    seconds=self.config.page_seconds,
+                )
+            except PrivateAddressError:
+                raise
+            except FetchError:
+                host.next_s = self.clock() + delay * 2**attempt
+                if attempt + 1 == _TRIES:
+                    raise
+                continue
+            self.report.body_bytes += len(response.body)
+            host.next_s = self.clock() + delay
+            later = _retry_after(response, delay * 2 ** (attempt + 1))
+            if response.status not in _LATER or attempt + 1 == _TRIES or later > _LONGEST_WAIT_S:
+                return response
+            host.next_s = self.clock() + later
+        raise AssertionError("unreachable")
+
+
+def _retry_after(response: Response, otherwise: float) -> float:
+    """Return the seconds that a server asks to wait."""
+    said = response.headers.get("retry-after", "")
+    if said.isdigit():
+        return float(said)
+    try:
+        return max((parsedate_to_datetime(said) - datetime.now(UTC)).total_seconds(), otherwise)
+    except (TypeError, ValueError):
+        return otherwise
+
+
+def find_directive(response: Response) -> str:
+    """Return what a page says against being kept or learnt from, "" for nothing.
+
+    Headers ``X-Robots-Tag`` and ``TDM-Reservation: 1`` (W3C TDMRep), and the same as meta tags.
+    """
+    if response.headers.get("tdm-reservation", "").strip() == "1":
+        return "TDM-Reservation: 1"
+    tag = response.headers.get("x-robots-tag", "")
+    if _FORBIDDING.search(tag):
+        return f"X-Robots-Tag: {tag}"
+    for meta in _META.findall(response.body[:_HEAD_BYTES]):
+        named = _META_ROBOTS.search(meta)
+        content = _META_CONTENT.search(meta)
+        if named and content:
+            said = content[1].decode("latin-1").strip()
+            if _FORBIDDING.search(said) or (b"tdm-reservation" in meta.lower() and said == "1"):
+                return meta.decode("latin-1")
+    return ""
