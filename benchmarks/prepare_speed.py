@@ -13,6 +13,7 @@ import csv
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,10 +70,14 @@ def run_prepare(options: list[str], watch: bool) -> tuple[float, float, int]:
     begin, peak, cpu = time.monotonic(), 0, {}
     command = [sys.executable, "-m", "bmforge", "prepare", *options]
     with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE) as process:
-        while watch and process.poll() is None:
-            peak = max(peak, look_at(process.pid, cpu))
-            time.sleep(LOOK_EVERY_S)
-        errors = process.communicate()[1]
+        try:
+            while watch and process.poll() is None:
+                peak = max(peak, look_at(process.pid, cpu))
+                time.sleep(LOOK_EVERY_S)
+            errors = process.communicate()[1]
+        except BaseException:  # stopped: so are the workers
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     if process.returncode:
         sys.exit(errors.decode())
     return time.monotonic() - begin, sum(cpu.values()), peak
@@ -240,6 +245,7 @@ def read_page(page: str, reader: str) -> str:
 
 def main() -> None:
     """Measure what is asked for."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"stopped by signal {number}"))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["memory", "workers", "pages"])
     parser.add_argument("data", type=Path)
