@@ -1,0 +1,78 @@
+"""What a step is planned to need, against storages followed in the step itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bmforge.infer.decoder import start_decoder
+from bmforge.infer.engine.workspace import find_workspace
+from bmforge.models import (
+    GPT2,
+    T5,
+    Bert,
+    BertConfig,
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    Mixtral,
+    MixtralConfig,
+    T5Config,
+)
+from bmforge.parallel.planner.follow import Follower
+from bmforge.surgery import copy_to_meta, persistent_tensors
+
+SIZES: dict[str, Any] = {"vocab_size": 500, "hidden_size": 64, "num_heads": 4, "num_layers": 3}
+WIDE = {**SIZES, "intermediate_size": 256}
+MAKERS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: Llama.from_config(LlamaConfig(**WIDE, num_kv_heads=2)),
+    "gpt2": lambda: GPT2.from_config(GPT2Config(**SIZES, max_seq_len=256)),
+    "t5": lambda: T5.from_config(T5Config(**WIDE)),
+    "mixtral": lambda: Mixtral.from_config(
+        MixtralConfig(**WIDE, num_kv_heads=2, num_experts=4, experts_per_token=2)
+    ),
+    "bert": lambda: Bert.from_config(BertConfig(**WIDE)),
+}
+
+
+def follow(model: Any, run: Callable[[Any], Any]) -> int:
+    """Bytes that are alive at once at most while a real model runs, without its weights."""
+    follower = Follower()
+    follower.know(persistent_tensors(model).values())
+    with torch.no_grad(), follower:
+        run(model)
+    return max(itertools.accumulate(size for size, _, _ in follower.events))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 200), (3, 60)])
+def test_it_is_what_a_step_takes(kind: str, rows: int, tokens: int) -> None:
+    """Never less, and hardly more: the description is followed as the model would be."""
+    model = MAKERS[kind]().eval()
+    ids = torch.randint(1, 500, (rows, tokens))
+
+    def write(one: Any) -> None:
+        decoder, start = start_decoder(one, ids[:, :-1], None, tokens)
+        decoder.run(start)
+        decoder.run(start[:, -1:])
+
+    runs: list[Callable[[Any], Any]] = [lambda one: one(input_ids=ids)]
+    if model.traits.writes:
+        runs = [write, lambda one: one(input_ids=ids, labels=ids)]
+    real = max(follow(model, run) for run in runs)
+    found = find_workspace(model, rows, tokens)
+    planned = found.cache_bytes + found.step_bytes
+    assert 0.97 * real <= planned <= 1.5 * real + 40 * rows * 500
+    described = find_workspace(copy_to_meta(model), rows, tokens)
+    assert described == found
+
+
+def test_the_cache_is_what_the_config_says() -> None:
+    """Keys and values of all layers, in the model's dtype."""
+    model = Llama.from_config(LlamaConfig(**WIDE, num_kv_heads=2), dtype=torch.bfloat16)
+    found = find_workspace(model, 2, 100)
+    assert found.cache_bytes == 2 * 100 * model.config.kv_bytes_per_token(2)
