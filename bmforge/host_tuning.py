@@ -33,7 +33,7 @@ _WORDS = ("memory", "products")
 # mallopt(3), from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _LARGEST_INT = 2**31 - 1
-_LARGE_BLOCK, _PAD, _RETURNED_BLOCK = 1 << 30, 64 << 20, 1 << 20
+_LARGE_BLOCK, _PAD, _RETURNED_BLOCK = 1 << 30, 64 << 20, 1 << 18
 _SETTLED_STEPS, _GROWTH = 3, 1.25
 
 
@@ -71,10 +71,11 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """Let this process give freed blocks of 1 MiB and more back at once; tell if it does.
+    """Let this process give freed blocks of 256 KiB and more back at once; tell if it does.
 
-    By default glibc keeps larger and larger ones, and what lives long between what does not leaves
-    holes that no later block fills: a process that was given a budget then outgrows it.
+    By default glibc keeps larger and larger ones, apart for every thread, and what lives long
+    between what does not leaves holes that no later block fills: a process that was given a budget
+    then outgrows it.
     """
     library = _glibc()
     return library is not None and bool(library.mallopt(_MMAP_THRESHOLD, _RETURNED_BLOCK))

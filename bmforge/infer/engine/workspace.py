@@ -76,8 +76,9 @@ def _runs_of(model: Model) -> list[_Run]:
 
 
 def _generate(model: Any, ids: Tensor) -> int:
-    """A whole prompt, then one token of full rows."""
-    decoder, start = start_decoder(model, ids[:, :-1], None, ids.shape[1])
+    """A whole prompt, then one token of full rows; or a source, then a target as long."""
+    new_tokens = ids.shape[1] - 1 if model.traits.reads == "apart" else 1
+    decoder, start = start_decoder(model, ids[:, :-1], None, new_tokens)
     decoder.run(start)
     decoder.run(start[:, -1:])
     return decoder.cache.size_bytes
