@@ -20,13 +20,11 @@ from bmforge.nn.packing import (
     PANEL_ROWS,
     PackedMatrix,
     QuantSpec,
-    pack_matrix,
     packed_shapes,
-    quantize_groups,
     unpack_matrix,
 )
 from bmforge.nn.part import Derived, TensorNote
-from bmforge.nn.products import numbers_of
+from bmforge.nn.products import numbers_of, pack_weights
 
 __all__ = ["GroupedProduct", "MatrixStore", "PackedStore", "dequantize_stack"]
 
@@ -163,7 +161,7 @@ class PackedStore(nn.Module):
         step = _rows_at_once(matrix)
         for first in range(0, matrix.shape[0], step):
             part = matrix[first : first + step]
-            found = pack_matrix(quantize_groups(part, self.spec), self.spec)
+            found = pack_weights(part, self.spec)
             place = first // PANEL_ROWS
             for key, values in found._asdict().items():
                 if values is not None:
@@ -182,7 +180,7 @@ def _packed_rows(key: str, spec: QuantSpec, outliers: int, rows: Tensor) -> Tens
     if rows.dim() == 3:
         return torch.stack([_packed_rows(key, spec, outliers, matrix) for matrix in rows])
     rows = torch.cat((torch.zeros_like(rows[:, :outliers]), rows[:, outliers:]), 1)
-    found: Tensor = getattr(pack_matrix(quantize_groups(rows, spec), spec), key)
+    found: Tensor = getattr(pack_weights(rows, spec), key)
     return found.view(torch.uint8)
 
 
@@ -302,7 +300,7 @@ def _find_outliers(weight: Tensor, spec: QuantSpec, count: int) -> Tensor:
     total = torch.zeros(columns, dtype=torch.float64, device=weight.device)
     first = torch.arange(0, columns, spec.group_of(columns), device=weight.device)
     for part in weight.detach().split(_rows_at_once(weight)):
-        found = pack_matrix(quantize_groups(part, spec), spec)
+        found = pack_weights(part, spec)
         error = part.float() - unpack_matrix(found, part.shape[0], spec)
         by_group = (part.shape[0], -1, spec.group_of(columns))
         largest = part.reshape(by_group).abs().argmax(-1) + first

@@ -25,6 +25,7 @@ __all__ = [
     "PackedMatrix",
     "QuantSpec",
     "find_preset",
+    "narrow_scales",
     "pack_matrix",
     "pack_values",
     "packed_shapes",
@@ -188,15 +189,24 @@ def quantize_groups(matrix: Tensor, spec: QuantSpec) -> Integers:
     groups = matrix.detach().float().view(rows, -1, spec.group_of(columns))
     quantize = _quantize_symmetric if spec.symmetric else _quantize_asymmetric
     values, scales, minima = quantize(groups, spec.bits)
-    dtype = spec.scale_type
-    kept = [None if found is None else found.to(dtype) for found in (scales, minima)]
-    if not all(found is None or bool(found.isfinite().all()) for found in kept):
+    kept = narrow_scales(scales, spec)
+    least = None if minima is None else narrow_scales(minima, spec)
+    return Integers(values.view(rows, columns), kept, least)
+
+
+def narrow_scales(scales: Tensor, spec: QuantSpec) -> Tensor:
+    """Return scales, or minima, in their dtype.
+
+    Raises:
+        ConfigError: one is not finite in it.
+    """
+    kept = scales.to(spec.scale_type)
+    if not bool(kept.isfinite().all()):
         raise ConfigError(
             f"a weight is not finite, or too large for scales in {spec.scale_dtype} (up to "
-            f"{torch.finfo(dtype).max:.0f} times 127)."
+            f"{torch.finfo(spec.scale_type).max:.0f} times 127)."
         )
-    assert kept[0] is not None
-    return Integers(values.view(rows, columns), kept[0], kept[1])
+    return kept
 
 
 def _quantize_symmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, None]:
@@ -226,7 +236,9 @@ def _quantize_asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    return torch.where(scales == 0, 0.0, 1 / scales)
+    """Return 1 / scales; 0 for those so small that it would be infinite."""
+    is_zero = scales.abs() < torch.finfo(torch.float32).tiny
+    return torch.where(is_zero, 0.0, 1 / scales)
 
 
 def pack_matrix(integers: Integers, spec: QuantSpec) -> PackedMatrix:

@@ -8,24 +8,24 @@ with activations as they are does torch sum in an order of its own.
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmforge.native import load_native, processor_features, say_once
+from bmforge.native import say_once
 from bmforge.nn.packing import (
     PackedMatrix,
     QuantSpec,
+    narrow_scales,
     pack_matrix,
     quantize_groups,
     unpack_matrix,
     unpack_values,
 )
+from bmforge.nn.product_kernels import Kernels, compile_variant, runnable_variants
 
 __all__ = [
     "Kernels",
@@ -35,20 +35,11 @@ __all__ = [
     "multiply_packed",
     "multiply_plain",
     "numbers_of",
+    "pack_weights",
     "quantize_activations",
     "runnable_variants",
 ]
 
-# Variant -> compiler flags and what the processor must have, the fastest first. One source, one
-# result; the last one runs everywhere.
-_VARIANTS: dict[str, tuple[str, frozenset[str]]] = {
-    "avx512-vnni": (
-        "-mavx512f -mavx512bw -mavx512vl -mavx512vnni",
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}),
-    ),
-    "avx2": ("-mavx2 -mf16c", frozenset({"avx2", "f16c"})),
-    "plain": ("", frozenset()),
-}
 _LARGEST = 127
 # With more tokens than this, making a matrix of floats and torch's product are faster.
 _FEW_TOKENS = 16
@@ -56,112 +47,11 @@ _FEW_TOKENS = 16
 _EXACT_COLUMNS = 1024
 
 
-class _Product(ctypes.Structure):
-    """`Product` of products.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("packed", "scales", "minima", "bias")),
-        *((name, ctypes.c_void_p) for name in ("x", "out", "room")),
-        *((name, ctypes.c_int64) for name in ("tokens", "rows", "columns", "group")),
-        *((name, ctypes.c_int32) for name in ("bits", "has_wide_scales", "threads")),
-    ]
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-class Kernels:
-    """The compiled functions of one variant.
-
-    Args:
-        library: what was compiled.
-        name: of the variant.
-    """
-
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        self.name = name
-        self._quantized, self._floats = library.multiply_quantized, library.multiply_floats
-        self._unpack, self._room_bytes = library.unpack_floats, library.room_bytes
-        self._quantize_rows = library.quantize_rows
-        self._room_bytes.restype = ctypes.c_int64
-        self._room_bytes.argtypes = [ctypes.c_int64] * 3
-
-    def multiply(
-        self, x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
-    ) -> Tensor:
-        """Return ``x @ matrix.T + bias``; all contiguous on the host, x and bias in fp32.
-
-        Shape:
-            x: (T, columns) -> (T, rows)
-        """
-        tokens, columns = x.shape
-        out = torch.empty(tokens, rows)
-        if tokens == 0:
-            return out
-        product = _describe(matrix, rows, columns, spec, out)
-        product.x, product.tokens, product.bias = x.data_ptr(), tokens, _address(bias)
-        if spec.activations == "float":
-            self._floats(ctypes.byref(product))
-            return out
-        size = self._room_bytes(tokens, columns, product.group)
-        room = torch.empty(size, dtype=torch.uint8)
-        product.room = room.data_ptr()
-        self._quantized(ctypes.byref(product))
-        return out
-
-    def unpack(self, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
-        """Return a packed matrix in fp32, as `packing.unpack_matrix` does."""
-        columns = matrix.packed.shape[1] * 32 // spec.bits
-        out = torch.empty(rows, columns)
-        self._unpack(ctypes.byref(_describe(matrix, rows, columns, spec, out)))
-        return out
-
-    def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return integers, scales and sums of activations; see `quantize_activations`."""
-        tokens, columns = x.shape
-        values = torch.empty(tokens, columns, dtype=torch.int8)
-        scales = torch.empty(tokens, columns // group)
-        sums = torch.empty(tokens, columns // group, dtype=torch.int32)
-        sizes = [ctypes.c_int64(size) for size in (tokens, columns, group)]
-        places = [ctypes.c_void_p(t.data_ptr()) for t in (values, scales, sums)]
-        self._quantize_rows(ctypes.c_void_p(x.data_ptr()), *sizes, *places)
-        return values, scales, sums
-
-
-def _describe(
-    matrix: PackedMatrix, rows: int, columns: int, spec: QuantSpec, out: Tensor
-) -> _Product:
-    return _Product(
-        packed=matrix.packed.data_ptr(),
-        scales=matrix.scales.data_ptr(),
-        minima=_address(matrix.minima),
-        out=out.data_ptr(),
-        rows=rows,
-        columns=columns,
-        group=spec.group_of(columns),
-        bits=spec.bits,
-        has_wide_scales=matrix.scales.dtype == torch.float32,
-        threads=torch.get_num_threads(),
-    )
-
-
-def runnable_variants() -> list[str]:
-    """Return the variants that this processor runs, the fastest first."""
-    known = processor_features()
-    return [name for name, (_, needs) in _VARIANTS.items() if needs <= known]
-
-
 @cache
 def load_variant(name: str) -> Kernels | None:
     """Return a variant's kernels; None where they cannot be compiled or give other bits."""
-    folder = Path(__file__).parent / "kernels"
-    source = "".join((folder / part).read_text("utf-8") for part in ("lanes.hpp", "products.cpp"))
-    library = load_native(f"products-{name}", source, _VARIANTS[name][0])
-    if library is None:
-        return None
-    kernels = Kernels(library, name)
-    if not _gives_torchs_bits(kernels):
+    kernels = compile_variant(name)
+    if kernels is not None and not _gives_torchs_bits(kernels):
         say_once(
             f"the kernels for {name} give other bits than torch on this machine: they are not "
             "used. Name another compiler in $CXX."
@@ -190,6 +80,8 @@ def _gives_torchs_bits(kernels: Kernels) -> bool:
     ):
         spec = QuantSpec(bits, group, symmetric, scale_dtype="float32" if wide else "float16")
         matrix = pack_matrix(quantize_groups(dense, spec), spec)
+        if symmetric and not _packs_alike(kernels, dense, spec, matrix):
+            return False
         for tokens in (1, 9):
             got = kernels.multiply(x[:tokens], matrix, 37, spec, bias)
             if not torch.equal(got, multiply_plain(x[:tokens], matrix, 37, spec, bias)):
@@ -197,6 +89,24 @@ def _gives_torchs_bits(kernels: Kernels) -> bool:
         if not torch.equal(kernels.unpack(matrix, 37, spec), unpack_matrix(matrix, 37, spec)):
             return False
     return True
+
+
+def _packs_alike(kernels: Kernels, dense: Tensor, spec: QuantSpec, want: PackedMatrix) -> bool:
+    packed, scales = kernels.pack(dense, spec)
+    return torch.equal(packed, want.packed) and torch.equal(scales.to(spec.scale_type), want.scales)
+
+
+def pack_weights(matrix: Tensor, spec: QuantSpec) -> PackedMatrix:
+    """Quantise and pack a matrix of any dtype: rows by columns.
+
+    Raises:
+        ConfigError: a value is not finite, or too large for the scales' dtype.
+    """
+    kernels = load_kernels() if spec.symmetric and matrix.is_cpu else None
+    if kernels is None:
+        return pack_matrix(quantize_groups(matrix, spec), spec)
+    packed, scales = kernels.pack(matrix.detach().float().contiguous(), spec)
+    return PackedMatrix(packed, narrow_scales(scales, spec), None)
 
 
 def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bmforge.errors import ConfigError
 from bmforge.native import processor_features
 from bmforge.nn import products
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pack_matrix, quantize_groups, unpack_matrix
@@ -17,6 +18,7 @@ from bmforge.nn.products import (
     load_variant,
     multiply_packed,
     multiply_plain,
+    pack_weights,
     quantize_activations,
     runnable_variants,
 )
@@ -105,6 +107,33 @@ def test_activations_as_they_are(kernels: Kernels, spec: QuantSpec) -> None:
     for tokens in (1, 3, 4, 6):
         assert torch.equal(kernels.multiply(x[:tokens], matrix, rows, spec, None), want[:tokens])
     assert_close(want, x @ unpack_matrix(matrix, rows, spec).t(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.symmetric], ids=lambda s: str(s))
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_packing_has_the_bits_of_torch(kernels: Kernels, spec: QuantSpec, rows: int) -> None:
+    """Ties between values, zeros, and sizes from the smallest to the largest."""
+    matrix = draw(rows, 384) * torch.logspace(-40, 4, 384)
+    matrix[0, :64] = torch.arange(64) * 0.5 - 16
+    matrix[0, 64:128] = 0
+    matrix[-1, 128:160] = torch.tensor([-2.0, 2.0]).repeat(16)
+    want = pack_matrix(quantize_groups(matrix, spec), spec)
+    packed, scales = kernels.pack(matrix, spec)
+    assert torch.equal(packed, want.packed)
+    assert torch.equal(scales.to(spec.scale_type), want.scales)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e9])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_weights_that_no_scale_holds(value: float, name: str) -> None:
+    matrix = draw(40, 64)
+    matrix[37, 50] = value
+    with pytest.raises(ConfigError, match="not finite, or too large"):
+        pack_weights(matrix, SPECS[name])
+    assert torch.equal(
+        pack_weights(draw(40, 64).bfloat16(), SPECS[name]).packed,
+        pack_matrix(quantize_groups(draw(40, 64).bfloat16(), SPECS[name]), SPECS[name]).packed,
+    )
 
 
 @pytest.mark.parametrize("group", [16, 32, 384])

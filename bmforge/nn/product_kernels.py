@@ -1,0 +1,147 @@
+"""The compiled products of packed weights: C++ in `kernels/`, called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bmforge.native import load_native, processor_features
+from bmforge.nn.packing import PackedMatrix, QuantSpec, packed_shapes
+
+__all__ = ["Kernels", "compile_variant", "runnable_variants"]
+
+# Variant -> compiler flags and what the processor must have, the fastest first. One source, one
+# result; the last one runs everywhere.
+_VARIANTS: dict[str, tuple[str, frozenset[str]]] = {
+    "avx512-vnni": (
+        "-mavx512f -mavx512bw -mavx512vl -mavx512vnni",
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}),
+    ),
+    "avx2": ("-mavx2 -mf16c", frozenset({"avx2", "f16c"})),
+    "plain": ("", frozenset()),
+}
+_SOURCES = ("lanes.hpp", "products.cpp", "packing.cpp")
+
+
+class _Product(ctypes.Structure):
+    """`Product` of products.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("packed", "scales", "minima", "bias")),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "room")),
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "columns", "group")),
+        *((name, ctypes.c_int32) for name in ("bits", "has_wide_scales", "threads")),
+    ]
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class Kernels:
+    """The compiled functions of one variant.
+
+    Args:
+        library: what was compiled.
+        name: of the variant.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.name = name
+        self._quantized, self._floats = library.multiply_quantized, library.multiply_floats
+        self._unpack, self._room_bytes = library.unpack_floats, library.room_bytes
+        self._quantize_rows, self._pack = library.quantize_rows, library.pack_floats
+        self._room_bytes.restype = ctypes.c_int64
+        self._room_bytes.argtypes = [ctypes.c_int64] * 3
+
+    def multiply(
+        self, x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
+    ) -> Tensor:
+        """Return ``x @ matrix.T + bias``; all contiguous on the host, x and bias in fp32.
+
+        Shape:
+            x: (T, columns) -> (T, rows)
+        """
+        tokens, columns = x.shape
+        out = torch.empty(tokens, rows)
+        if tokens == 0:
+            return out
+        product = _describe(matrix, rows, columns, spec, out)
+        product.x, product.tokens, product.bias = x.data_ptr(), tokens, _address(bias)
+        if spec.activations == "float":
+            self._floats(ctypes.byref(product))
+            return out
+        size = self._room_bytes(tokens, columns, product.group)
+        room = torch.empty(size, dtype=torch.uint8)
+        product.room = room.data_ptr()
+        self._quantized(ctypes.byref(product))
+        return out
+
+    def unpack(self, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
+        """Return a packed matrix in fp32, as `packing.unpack_matrix` does."""
+        columns = matrix.packed.shape[1] * 32 // spec.bits
+        out = torch.empty(rows, columns)
+        self._unpack(ctypes.byref(_describe(matrix, rows, columns, spec, out)))
+        return out
+
+    def pack(self, matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+        """Return a matrix (rows, columns) in fp32 packed, and its scales in fp32, by panels."""
+        rows, columns = matrix.shape
+        shapes = packed_shapes(rows, columns, spec)
+        packed = torch.empty(shapes["packed"], dtype=torch.uint8)
+        scales = torch.empty(shapes["scales"])
+        sizes = [ctypes.c_int64(n) for n in (rows, columns, spec.group_of(columns))]
+        self._pack(
+            ctypes.c_void_p(matrix.data_ptr()),
+            *sizes,
+            ctypes.c_int(spec.bits),
+            ctypes.c_int(torch.get_num_threads()),
+            ctypes.c_void_p(packed.data_ptr()),
+            ctypes.c_void_p(scales.data_ptr()),
+        )
+        return packed, scales
+
+    def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return integers, scales and sums of activations; see `quantize_activations`."""
+        tokens, columns = x.shape
+        values = torch.empty(tokens, columns, dtype=torch.int8)
+        scales = torch.empty(tokens, columns // group)
+        sums = torch.empty(tokens, columns // group, dtype=torch.int32)
+        sizes = [ctypes.c_int64(size) for size in (tokens, columns, group)]
+        places = [ctypes.c_void_p(t.data_ptr()) for t in (values, scales, sums)]
+        self._quantize_rows(ctypes.c_void_p(x.data_ptr()), *sizes, *places)
+        return values, scales, sums
+
+
+def _describe(
+    matrix: PackedMatrix, rows: int, columns: int, spec: QuantSpec, out: Tensor
+) -> _Product:
+    return _Product(
+        packed=matrix.packed.data_ptr(),
+        scales=matrix.scales.data_ptr(),
+        minima=_address(matrix.minima),
+        out=out.data_ptr(),
+        rows=rows,
+        columns=columns,
+        group=spec.group_of(columns),
+        bits=spec.bits,
+        has_wide_scales=matrix.scales.dtype == torch.float32,
+        threads=torch.get_num_threads(),
+    )
+
+
+def runnable_variants() -> list[str]:
+    """Return the variants that this processor runs, the fastest first."""
+    known = processor_features()
+    return [name for name, (_, needs) in _VARIANTS.items() if needs <= known]
+
+
+def compile_variant(name: str) -> Kernels | None:
+    """Return a variant's kernels, compiled if they were not before; None where they cannot be."""
+    folder = Path(__file__).parent / "kernels"
+    source = "".join((folder / part).read_text("utf-8") for part in _SOURCES)
+    library = load_native(f"products-{name}", source, _VARIANTS[name][0])
+    return None if library is None else Kernels(library, name)
