@@ -58,10 +58,12 @@ class MemoryOptions:
             takes as much as the model needs.
         max_tokens: with a budget: longest row that is planned for, new tokens included; None takes
             1,024, or what the model has positions for.
+        quantize: pack the weights as they are read, by int8, int8-dynamic, int4 or int4-128.
     """
 
     device_budget: str | None = None
     max_tokens: int | None = None
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what is no size, or has no effect."""

@@ -1,4 +1,4 @@
-"""Opening a model for a command: whole, or within a budget of memory."""
+"""Opening a model for a command: whole, within a budget of memory, its weights packed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ def opened_model(directory: Path, memory: MemoryOptions, max_rows: int = 1) -> I
         max_rows: rows that are planned for.
     """
     if memory.device_budget is None:
-        yield AutoModel.from_pretrained(directory)
+        yield AutoModel.from_pretrained(directory, quantize=memory.quantize)
         return
     config = EngineConfig(max_rows=max_rows, max_tokens=memory.max_tokens)
     budget = parse_size(memory.device_budget)
-    with Engine(directory, device_budget_bytes=budget, config=config) as engine:
+    with Engine(
+        directory, device_budget_bytes=budget, quantize=memory.quantize, config=config
+    ) as engine:
         Console(file=sys.stderr).print(engine.plan.table())
         yield engine.model

@@ -175,6 +175,9 @@ class Streamer:
             ticket.wait()
         except BaseException:
             slot.block = None  # the next who needs it asks again
+            for other in self._slots:  # asked for at the same time, for the same reason in vain
+                if other.ticket is not None:
+                    self._clear(other)
             raise
         if slot.copied is not None:
             slot.copied.wait()

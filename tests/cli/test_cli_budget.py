@@ -60,6 +60,21 @@ def test_the_same_text(folder, least, capsys, monkeypatch) -> None:
         assert "slots for blocks that move" in err
 
 
+@pytest.mark.parametrize("budget", [False, True])
+def test_packed_as_it_is_opened(folder, least, capsys, monkeypatch, tmp_path, budget) -> None:
+    """What a directory that was packed before writes; packed weights fit in less."""
+    assert run(capsys, monkeypatch, "quantize", str(folder), str(tmp_path / "int4"))[0] == 0
+    words = ["--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
+    _, want, _ = run(capsys, monkeypatch, "generate", str(tmp_path / "int4"), *words)
+    words += ["--quantize", "int4", *(["--device-budget", least] if budget else [])]
+    status, got, err = run(capsys, monkeypatch, "generate", str(folder), *words)
+    assert (status, got) == (0, want)
+    assert ("blocks stay" in err) == budget
+    status, _, err = run(capsys, monkeypatch, "generate", str(folder), *words, "--quantize", "int5")
+    assert status == 2
+    assert "int5" in err
+
+
 def test_the_same_conversation(folder, least, capsys, monkeypatch) -> None:
     words = ["chat", str(folder), "--max-new-tokens", "6", "--num-beams", "2"]
     _, want, _ = run(capsys, monkeypatch, *words, said="w1 w2\nw5\n")

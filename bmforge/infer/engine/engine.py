@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, Self
 
 import torch
@@ -32,6 +33,8 @@ from bmforge.memory.streaming import Streamer
 from bmforge.models import AutoModel
 from bmforge.models.base import Model
 from bmforge.models.hub import find_model
+from bmforge.models.quantize import quantize_, quantize_directory
+from bmforge.nn.packing import QuantSpec
 from bmforge.records import laid_out
 from bmforge.settings import TalkConfig
 from bmforge.tokenizers import AutoTokenizer
@@ -51,6 +54,9 @@ class Engine:
             what is free.
         host_budget_bytes: of host memory, where the device is another; None takes half of what is
             free.
+        quantize: a scheme (`nn.packing.PRESETS`) by which the weights are packed first: of a module
+            in place; of a directory into a temporary one, a tensor at a time, which lies in
+            `EngineConfig.spill_directory`. `quantize_directory` does it once and for all.
         dtype: of the weights; None takes fp32, or what a module has.
         tokenizer: None takes the one beside the weights.
         config: what is asked of it.
@@ -73,6 +79,7 @@ class Engine:
         *,
         device_budget_bytes: int | None = None,
         host_budget_bytes: int | None = None,
+        quantize: str | QuantSpec | None = None,
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
         config: EngineConfig | None = None,
@@ -94,10 +101,14 @@ class Engine:
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
         )
-        if isinstance(model, nn.Module):
-            self._take(model, plan, dtype, options)
-        else:
-            self._open(model, plan, dtype, options)
+        try:
+            if isinstance(model, nn.Module):
+                self._take(model, plan, quantize, dtype, options)
+            else:
+                self._open(model, plan, quantize, dtype, options)
+        except BaseException:
+            self._give_back()
+            raise
         self._guard = None
         if device_budget_bytes is not None:
             limit = self.config.max_rows, self.config.tokens_of(self.model)
@@ -110,13 +121,21 @@ class Engine:
         self,
         name: str | Path,
         plan: Callable[[nn.Module], MemoryPlan],
+        quantize: str | QuantSpec | None,
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> None:
         """Open a directory within the budget."""
-        self._directory = find_model(name)
+        self._directory = source = find_model(name)
+        if quantize is not None:
+            plan(quantize_(AutoModel.describe_pretrained(source, **options)[0], quantize))
+            folder = self.config.spill_directory
+            packed = TemporaryDirectory(prefix="bmforge-packed-", dir=folder)
+            self._give_back = packed.cleanup
+            allowed, target = options.get("allow_unknown", ()), Path(packed.name) / "model"
+            source = quantize_directory(source, target, quantize, allow_unknown=allowed)
         made, files = AutoModel.describe_pretrained(
-            self._directory, dtype=dtype or torch.float32, reads=DirectReads(), **options
+            source, dtype=dtype or torch.float32, reads=DirectReads(), **options
         )
         self.model: Any = made.eval().requires_grad_(False)
         self.plan = plan(made)
@@ -126,6 +145,7 @@ class Engine:
         self,
         model: nn.Module,
         plan: Callable[[nn.Module], MemoryPlan],
+        quantize: str | QuantSpec | None,
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> None:
@@ -144,6 +164,8 @@ class Engine:
                 "directory they are in, or load them."
             )
         self.model = model.eval() if dtype is None else model.eval().to(dtype)
+        if quantize is not None:
+            quantize_(self.model, quantize)
         self.plan = plan(model)
         folder = self.config.spill_directory
         self._streamer, self._give_back = place_(model, self.plan, self.device, folder)
