@@ -7,7 +7,7 @@ import pytest
 from bmforge.cli import main
 from bmforge.cli.spelling import name_options, options_of
 
-TRAIN = ["train", "pretrain", "--model", "gpt2", "--data.paths", "nowhere", "--print-config"]
+TRAIN = ["train", "pretrain", "--model", "gpt2", "--data.paths", "nowhere"]
 
 
 def test_a_recipes_error_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,7 +161,7 @@ def test_a_text_that_a_worker_may_not_touch_stays(corpus: Path, tmp_path: Path) 
     sketch_shard(Part(0, task, blames), lambda at, reading, name: touched.append(at))
     assert len(touched) == sum(kept.read_bytes()) - 1
     assert entry not in touched
-    for name in ("keys", "digests"):
+    for name in ("keys", "ids"):
         whole, other = (
             np.load(folder / f"000000.{name}.npy")
             for folder in (stages / "sketches", tmp_path / "again")

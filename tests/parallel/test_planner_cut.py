@@ -157,9 +157,9 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A second call traces nothing and says the same; a file that was touched is not believed."""
     traced: list[Setting] = []
 
-    def count(workload: Any, setting: Setting) -> Any:
+    def count(workload: Any, setting: Setting, outcomes: Any) -> Any:
         traced.append(setting)
-        return trace_step(workload, setting)
+        return trace_step(workload, setting, outcomes)
 
     monkeypatch.setattr(estimating, "trace_step", count)
     layouts = (Layout(zero=0, pp=2),)

@@ -101,14 +101,15 @@ def test_one_run_at_a_time(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"data", "half", "log.txt", "run.toml"}
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process to kill is forked")
 def test_killed_while_the_config_is_written(tmp_path, monkeypatch):
-    def die(source, target):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", die)
-        with pytest.raises(KeyboardInterrupt):
-            claim_run_dir(tmp_path, Config())
+    monkeypatch.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    child = os.fork()
+    if not child:
+        claim_run_dir(tmp_path, Config())
+        os._exit(1)
+    os.waitpid(child, 0)
+    monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == [".run.toml.partial"]
     open_run_dir(tmp_path, Config(lr=0.2), FREE)
     claim_run_dir(tmp_path, Config(lr=0.2))
