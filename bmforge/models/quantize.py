@@ -76,7 +76,7 @@ def quantize_directory(
         )
         total = _write_packed(plain, files, spec, partial, max_file_bytes)
         rest = str(kind).removeprefix("torch.")
-        return f"{family.__name__}, quantised to {total / 1e9:.3f} GB, the rest in {rest}"
+        return f"{family.__name__}, quantised to {total / 1e6:,.1f} MB, the rest in {rest}"
 
     return write_directory(source, target, write)
 

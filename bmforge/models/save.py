@@ -54,6 +54,7 @@ def write_model(model: Any, out: Path, overwrite: bool, max_file_bytes: int) -> 
             write_file(out / file, found)
     if rank == 0:
         write_config(model, out, tensors)
+        _warn_of_changes(model, out)
         write_index(out, files, sum(sizes.values()))
     if world > 1:
         dist.barrier()
@@ -66,6 +67,9 @@ def write_config(model: Any, out: Path, tensors: dict[str, Tensor]) -> None:
     config = {**model.config.to_hf(), "dtype": dtype}
     config.pop("torch_dtype", None)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _warn_of_changes(model: Any, out: Path) -> None:
     if model.config.changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in model.config.changes))
         get_logger().warning(
