@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ _LAYERS = 4
 
 
 class EngineSuite:
-    """A model within a budget is the model; `FamilySuite` inherits this."""
+    """A model within a budget is the model; `FamilySuite` inherits this.
+
+    Attributes:
+        deep_options: fields of the config that a model of four blocks needs, some of which move
+            under the smallest budget.
+    """
+
+    deep_options: Mapping[str, Any] = {}
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return the model's arguments besides labels."""
@@ -40,7 +48,8 @@ class EngineSuite:
     @pytest.fixture
     def deep(self, tiny: Model) -> Model:
         """A tiny model of as many blocks as some have to move."""
-        return type(tiny).from_config(tiny.config.replace(num_layers=_LAYERS), seed=2).eval()
+        config = tiny.config.replace(num_layers=_LAYERS, **self.deep_options)
+        return type(tiny).from_config(config, seed=2).eval()
 
     @capability("engine")
     @torch.no_grad()

@@ -53,6 +53,8 @@ class TestCPMBee(DecoderOwnSuite, FamilySuite, FileSuite):
     """CPM-Bee; a plain text is written from left to right."""
 
     model_class = CPMBee
+    # Four blocks of which some move: what is missing makes all of them as large as two slots else.
+    deep_options = {"mask_modules": ((False, False), (False, False), (True, True), (False, True))}  # noqa: RUF012
 
     def tiny_config(self) -> CPMBeeConfig:
         """Return a tiny config; one layer has nothing, and the last one no attention."""
@@ -226,6 +228,8 @@ class TestCPMBeeDocuments(FamilySuite):
     """The same battery on documents: segments, relations, spans, padding."""
 
     model_class = CPMBee
+    # Four blocks of which some move: what is missing makes all of them as large as two slots else.
+    deep_options = {"mask_modules": ((False, False), (False, False), (True, True), (False, True))}  # noqa: RUF012
 
     def tiny_config(self) -> CPMBeeConfig:
         """Return a tiny config."""

@@ -39,6 +39,7 @@ class TestLongformer(EncoderSuite, FileSuite):
     """Longformer, on rows of several blocks, of which the last is not full."""
 
     model_class = Longformer
+    deep_options = {"windows": (8, 24, 8, 24)}  # noqa: RUF012
     hf_class = transformers.LongformerForMaskedLM
     hf_heads = {  # noqa: RUF012
         "sequence_classification": transformers.LongformerForSequenceClassification,
