@@ -74,13 +74,13 @@ def show_memory(hidden_size: int, layers: int) -> None:
         plain.save_pretrained(f"{place}/plain")
         del plain
         print(f"plain: {sum(sizes) / MIB:.0f} MiB, its largest tensor {max(sizes) / MIB:.0f} MiB")
-        print("| scheme | to | packed MiB | peak MiB | above packed, in largest tensors |")
+        print("| scheme | to | packed MiB | peak MiB | above what stays, in largest tensors |")
         print("|---|---|---|---|---|")
         for scheme in PRESETS:
             for out in (None, f"{place}/{scheme}"):
                 peak, size = measure_apart(f"{place}/plain", scheme, out)
                 where = "memory" if out is None else "disk"
-                more = (peak - size) / max(sizes)
+                more = (peak - (size if out is None else 0)) / max(sizes)
                 print(f"| {scheme} | {where} | {size / MIB:.0f} | {peak / MIB:.0f} | {more:.2f} |")
 
 
