@@ -6,12 +6,13 @@ biases, routers and tables of positions stay floats. A quantised model remembers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.logging import track
@@ -22,10 +23,10 @@ from bmforge.models.load import weight_reader
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import QuantSpec, find_preset
-from bmforge.nn.quantized import MatrixStore, PackedStore, QuantizedExperts
+from bmforge.nn.quantized import PackedStore, QuantizedExperts
 from bmforge.surgery import find_repeated_blocks, match_glob, persistent_tensors
 
-__all__ = ["find_targets", "load_quantized", "quantize_"]
+__all__ = ["PackedReader", "find_targets", "load_quantized", "quantize_"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -104,23 +105,71 @@ def load_quantized(
 
     Memory: the quantised model, and of the plain one a tensor at a time.
     """
-    read = weight_reader(plain, files, new_head=new_head)
-    described = {name: (t.shape, t.dtype) for name, t in persistent_tensors(plain).items()}
-    model = quantize_(plain, scheme)
+    read = PackedReader(plain, files, scheme, new_head)
+    model = copy.deepcopy(read.model)
     materialize_(model, device)
-    tensors = persistent_tensors(model)
-    for name, (shape, dtype) in track(list(described.items()), "quantise"):
-        owner, _, key = name.rpartition(".")
-        store = model.get_submodule(owner)
-        is_packed = isinstance(store, PackedStore) and name not in tensors
-        target = tensors.get(name)
-        read_into = target if target is not None and target.is_cpu else None
-        values = torch.empty(shape, dtype=dtype) if read_into is None else read_into
-        read(name, values.detach())
-        if is_packed and isinstance(store, QuantizedExperts):
-            store.fill_(key, values)
-        elif is_packed and isinstance(store, MatrixStore):
-            store.fill_(values)
-        elif target is not None and read_into is None:
-            target.data.copy_(values)
+    for name, target in track(list(persistent_tensors(model).items()), "quantise"):
+        target.data.copy_(read(name))
     return model
+
+
+class PackedReader:
+    """Gives a quantised model's tensors by name, made of a plain checkpoint when asked for.
+
+    Args:
+        plain: the model on meta; it becomes the quantised one, on meta too.
+        files: a checkpoint of it.
+        scheme: see `quantize_`.
+        new_head: draw the head's weights where the checkpoint has none that fit.
+
+    Attributes:
+        model: the quantised model on meta.
+    """
+
+    def __init__(
+        self,
+        plain: Any,
+        files: WeightFiles,
+        scheme: str | QuantSpec,
+        new_head: bool = False,
+    ) -> None:
+        self._read: Callable[[str, Tensor], None] = weight_reader(plain, files, new_head=new_head)
+        self._plain = {name: (t.shape, t.dtype) for name, t in persistent_tensors(plain).items()}
+        self.model = quantize_(plain, scheme)
+        self._last: tuple[str, dict[str, Tensor]] | None = None  # what was packed last
+
+    def __call__(self, name: str) -> Tensor:
+        """Return a tensor of the quantised model."""
+        if name in self._plain:
+            return self._values(name)
+        owner, _, key = name.rpartition(".")
+        store = self.model.get_submodule(owner)
+        base = key.rpartition("_")[0] if isinstance(store, QuantizedExperts) else "weight"
+        if self._last is None or self._last[0] != f"{owner}.{base}":
+            self._last = None  # before the next one is made
+            self._last = f"{owner}.{base}", self._pack(store, owner, base)
+        return self._last[1][key]
+
+    def _values(self, name: str) -> Tensor:
+        shape, dtype = self._plain[name]
+        values = torch.empty(shape, dtype=dtype)
+        self._read(name, values)
+        return values
+
+    def _pack(self, described: nn.Module, owner: str, base: str) -> dict[str, Tensor]:
+        """Return the packed tensors of one weight, or of one stack of experts."""
+        store: Any = copy.copy(described)
+        store._parameters = dict(described._parameters)
+        is_stack = isinstance(described, QuantizedExperts)
+        keys = [
+            key
+            for key, tensor in described.named_parameters(recurse=False)
+            if tensor.is_meta and (not is_stack or key.startswith(f"{base}_"))
+        ]
+        for key in keys:
+            made = torch.empty_like(store._parameters[key], device="cpu")
+            store._parameters[key] = nn.Parameter(made, requires_grad=False)
+        assert isinstance(store, PackedStore)
+        values = self._values(f"{owner}.{base}")
+        store.fill_(*([base] if is_stack else []), values)
+        return {key: store._parameters[key].data for key in keys}

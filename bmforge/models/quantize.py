@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.logging import track
@@ -22,12 +19,10 @@ from bmforge.models.formats.hf_format import (
     write_index,
 )
 from bmforge.models.hub import AutoModel
-from bmforge.models.load import weight_reader
-from bmforge.models.pack import load_quantized, quantize_
+from bmforge.models.pack import PackedReader, load_quantized, quantize_
 from bmforge.models.save import write_config
 from bmforge.models.weights import assemble_source, group_by_source
 from bmforge.nn.packing import QuantSpec, find_preset
-from bmforge.nn.quantized import PackedStore, QuantizedExperts
 from bmforge.surgery import persistent_tensors
 
 __all__ = ["load_quantized", "quantize_", "quantize_directory"]
@@ -85,7 +80,7 @@ def _write_packed(
     plain: Any, files: WeightFiles, spec: QuantSpec, out: Path, max_file_bytes: int
 ) -> int:
     """Write the packed form of a model on meta; return how many bytes it has."""
-    read = _PackedReader(plain, files, spec)
+    read = PackedReader(plain, files, spec)
     model = read.model
     tensors = persistent_tensors(model)
     groups = group_by_source(model.active_rules())
@@ -102,55 +97,3 @@ def _write_packed(
     write_config(model, out, tensors)
     write_index(out, plan, sum(sizes.values()))
     return sum(sizes.values())
-
-
-class _PackedReader:
-    """Gives a quantised model's tensors by name, made of a plain checkpoint when asked for.
-
-    Args:
-        plain: the model on meta; it becomes the quantised one, on meta too.
-        files: a checkpoint of it.
-        spec: how it is quantised.
-    """
-
-    def __init__(self, plain: Any, files: WeightFiles, spec: QuantSpec) -> None:
-        self._read: Callable[[str, Tensor], None] = weight_reader(plain, files)
-        self._plain = {name: (t.shape, t.dtype) for name, t in persistent_tensors(plain).items()}
-        self.model = quantize_(plain, spec)
-        self._last: tuple[str, dict[str, Tensor]] | None = None  # what was packed last
-
-    def __call__(self, name: str) -> Tensor:
-        """Return a tensor of the quantised model."""
-        if name in self._plain:
-            return self._values(name)
-        owner, _, key = name.rpartition(".")
-        store = self.model.get_submodule(owner)
-        base = key.rpartition("_")[0] if isinstance(store, QuantizedExperts) else "weight"
-        if self._last is None or self._last[0] != f"{owner}.{base}":
-            self._last = None  # before the next one is made
-            self._last = f"{owner}.{base}", self._pack(store, owner, base)
-        return self._last[1][key]
-
-    def _values(self, name: str) -> Tensor:
-        shape, dtype = self._plain[name]
-        values = torch.empty(shape, dtype=dtype)
-        self._read(name, values)
-        return values
-
-    def _pack(self, described: nn.Module, owner: str, base: str) -> dict[str, Tensor]:
-        """Return the packed tensors of one weight, or of one stack of experts."""
-        store: Any = copy.copy(described)
-        store._parameters = dict(described._parameters)
-        is_stack = isinstance(described, QuantizedExperts)
-        keys = [
-            key
-            for key, tensor in described.named_parameters(recurse=False)
-            if tensor.is_meta and (not is_stack or key.startswith(f"{base}_"))
-        ]
-        for key in keys:
-            made = torch.empty_like(store._parameters[key], device="cpu")
-            store._parameters[key] = nn.Parameter(made, requires_grad=False)
-        assert isinstance(store, PackedStore)
-        values = self._values(f"{owner}.{base}")
-        store.fill_(*([base] if is_stack else []), values)
-        return {key: store._parameters[key].data for key in keys}
