@@ -29,6 +29,7 @@ from bmforge.parallel.pipeline.replay import replay
 from bmforge.parallel.pipeline.schedules import write_schedule
 from bmforge.parallel.planner import trace as tracing
 from bmforge.parallel.planner.estimate import Choice, Estimator, Request
+from bmforge.parallel.planner.follow import PARTS
 from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
 from bmforge.parallel.planner.peak import (
     Share,
@@ -86,6 +87,11 @@ def test_the_pinned_name_is_the_function() -> None:
         ),
         ("llama", Setting(Layout(tp=2, sequence_parallel=True), 2, 4, "bf16", recompute=True)),
         pytest.param("t5", Setting(Layout(zero=2), 2, 2, "fp32"), marks=pytest.mark.long),
+        pytest.param(
+            "t5",
+            Setting(Layout(tp=2, sequence_parallel=True), 2, 4, "bf16", recompute=True),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_three_blocks_tell_of_six(
@@ -100,8 +106,12 @@ def test_three_blocks_tell_of_six(
     )
     monkeypatch.setattr(tracing, "BLOCKS", 6)
     deep = trace_step(workload, setting)
-    live = np.cumsum([change for change, *_ in deep.events]).max() + 3 * deep.static
-    assert composed.total == pytest.approx(live, rel=1e-12)
+    live = np.cumsum([change for change, *_ in deep.events])
+    assert composed.total == pytest.approx(live.max() + 3 * deep.static, rel=1e-12)
+    sent = PARTS.index("communication")
+    events = deep.events[: live.argmax() + 1]
+    there = sum(change for change, part, _ in events if part == sent)
+    assert composed.parts["communication"] == pytest.approx(there, rel=1e-12)
     if not setting.piped:  # there the last of two micro-batches is asked for
         assert work[0] == pytest.approx(deep.flops, rel=1e-12)
         assert work[1] == pytest.approx(deep.traffic_bytes, rel=0.01)

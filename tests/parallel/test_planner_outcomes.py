@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from bmforge.models import GPT2Config, MixtralConfig, T5Config
 from bmforge.models.config import ModelConfig
 from bmforge.parallel import Layout
 from bmforge.parallel.planner import outcomes
+from bmforge.parallel.planner.follow import Follower
 from bmforge.parallel.planner.outcomes import Outcomes
 from bmforge.parallel.planner.trace import Setting, trace_step
 
@@ -95,3 +97,16 @@ def test_a_trace_with_what_others_have_found_out_is_the_same(
     monkeypatch.setattr(outcomes, "_key", lambda *_: None)  # torch finds out everything
     alone = [trace_step(workload, setting) for setting in settings]
     assert shared == alone * 2
+
+
+def test_fakes_cost_what_real_tensors_do() -> None:
+    costs = []
+    for mode in (FakeTensorMode(), contextlib.nullcontext()):
+        with mode:
+            layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 32), layer, torch.nn.Linear(32, 8))
+            with Follower() as follower:
+                model(torch.ones(2, 6, 8)).square().mean().backward()
+        costs.append((follower.flops, follower.traffic_bytes))
+    assert costs[0] == costs[1]
+    assert min(costs[0]) > 0

@@ -96,8 +96,6 @@ class Follower(TorchDispatchMode):
     ) -> Any:
         """Run an operator on plain tensors and look at what it returned."""
         if func is _DEVICE:  # autograd asks fake tensors for it more often than for all else
-            if not self.is_off and _part_of_caller(2) != _COMMUNICATION:
-                self.traffic_bytes += args[0].numel() * args[0].element_size()
             return args[0].device
         if _has_shards(types):
             return NotImplemented

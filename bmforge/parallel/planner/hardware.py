@@ -25,7 +25,7 @@ __all__ = [
 
 _GIB = 2**30
 FULL_SOURCE = "ModelCenter's benchmark page: transformers in fp32, 11 rows on a V100, 1.11 s"
-_FULL = 0.792
+_FULL = 0.743
 
 
 @dataclass(frozen=True)
@@ -92,101 +92,101 @@ _AS_A100 = "assumed: as a100-80gb"
 
 _TABLE = (
     Device(
-        "t4", 14.56, 65, 8.1, 320, 6, 12, False, 0.343, "NVIDIA T4 data sheet; peers over PCIe 3",
+        "t4", 14.56, 65, 8.1, 320, 6, 12, False, 0.332, "NVIDIA T4 data sheet; peers over PCIe 3",
         "assumed: as v100-32gb",
     ),
     Device(
-        "v100-16gb", 15.77, 125, 15.7, 900, 150, 12, False, 0.343, "NVIDIA V100 data sheet (SXM2)",
+        "v100-16gb", 15.77, 125, 15.7, 900, 150, 12, False, 0.332, "NVIDIA V100 data sheet (SXM2)",
         f"as v100-32gb: {_BMTRAIN}",
     ),
     Device(
-        "v100-32gb", 31.74, 125, 15.7, 900, 150, 12, False, 0.343, "NVIDIA V100 data sheet (SXM2)",
+        "v100-32gb", 31.74, 125, 15.7, 900, 150, 12, False, 0.332, "NVIDIA V100 data sheet (SXM2)",
         _BMTRAIN,
     ),
     Device(
-        "2080ti", 10.75, 53.8, 13.4, 616, 6, 12, False, 0.343,
+        "2080ti", 10.75, 53.8, 13.4, 616, 6, 12, False, 0.332,
         "NVIDIA Turing white paper (fp16 with fp32 accumulation); peers over PCIe 3",
         "assumed: as v100-32gb",
     ),
     Device(
-        "3090", 23.69, 71, 35.6, 936, 12, 24, True, 0.548,
+        "3090", 23.69, 71, 35.6, 936, 12, 24, True, 0.491,
         "NVIDIA GA102 white paper (fp16 with fp32 accumulation); peers over PCIe 4",
         _AS_A100,
     ),
     Device(
-        "4090", 23.65, 165.2, 82.6, 1008, 12, 24, True, 0.548,
+        "4090", 23.65, 165.2, 82.6, 1008, 12, 24, True, 0.491,
         "NVIDIA Ada white paper (fp16 with fp32 accumulation); peers over PCIe 4",
         _AS_A100,
     ),
     Device(
-        "5090", 31.35, 209.5, 104.8, 1792, 24, 50, True, 0.548,
+        "5090", 31.35, 209.5, 104.8, 1792, 24, 50, True, 0.491,
         "NVIDIA RTX Blackwell white paper (fp16 with fp32 accumulation); peers over PCIe 5",
         _AS_A100,
     ),
     Device(
-        "a10", 22.06, 125, 31.2, 600, 12, 24, True, 0.548,
+        "a10", 22.06, 125, 31.2, 600, 12, 24, True, 0.491,
         "NVIDIA A10 data sheet; peers over PCIe 4", _AS_A100,
     ),
     Device(
-        "l4", 22.03, 121, 30.3, 300, 12, 24, True, 0.548,
+        "l4", 22.03, 121, 30.3, 300, 12, 24, True, 0.491,
         "NVIDIA L4 data sheet, half of its figures with sparsity; peers over PCIe 4", _AS_A100,
     ),
     Device(
-        "a40", 44.4, 149.7, 37.4, 696, 12, 24, True, 0.548,
+        "a40", 44.4, 149.7, 37.4, 696, 12, 24, True, 0.491,
         "NVIDIA A40 data sheet; peers over PCIe 4", _AS_A100,
     ),
     Device(
-        "a6000", 47.4, 154.8, 38.7, 768, 12, 24, True, 0.548,
+        "a6000", 47.4, 154.8, 38.7, 768, 12, 24, True, 0.491,
         "NVIDIA RTX A6000 data sheet, half of its figure with sparsity; peers over PCIe 4",
         _AS_A100,
     ),
     Device(
-        "6000-ada", 47.4, 364.2, 91.1, 960, 12, 24, True, 0.548,
+        "6000-ada", 47.4, 364.2, 91.1, 960, 12, 24, True, 0.491,
         "NVIDIA RTX 6000 Ada data sheet, a quarter of its fp8 figure with sparsity; peers over "
         "PCIe 4", _AS_A100,
     ),
     Device(
-        "l40s", 44.4, 362, 91.6, 864, 12, 24, True, 0.548,
+        "l40s", 44.4, 362, 91.6, 864, 12, 24, True, 0.491,
         "NVIDIA L40S data sheet; peers over PCIe 4", _AS_A100,
     ),
     Device(
-        "a800-80gb", 79.25, 312, 19.5, 2039, 200, 24, True, 0.548,
+        "a800-80gb", 79.25, 312, 19.5, 2039, 200, 24, True, 0.491,
         "NVIDIA A800 data sheet: an A100 with links of 400 GB/s both ways", _AS_A100,
     ),
     Device(
-        "a100-40gb", 39.56, 312, 19.5, 1555, 300, 24, True, 0.548, "NVIDIA A100 data sheet (SXM4)",
+        "a100-40gb", 39.56, 312, 19.5, 1555, 300, 24, True, 0.491, "NVIDIA A100 data sheet (SXM4)",
         f"as a100-80gb: {_MEGATRON}",
     ),
     Device(
-        "a100-80gb", 79.25, 312, 19.5, 2039, 300, 24, True, 0.548, "NVIDIA A100 data sheet (SXM4)",
+        "a100-80gb", 79.25, 312, 19.5, 2039, 300, 24, True, 0.491, "NVIDIA A100 data sheet (SXM4)",
         _MEGATRON,
     ),
     Device(
-        "h100-80gb", 79.18, 989, 67, 3350, 450, 50, True, 0.539, "NVIDIA H100 data sheet (SXM5)",
+        "h100-80gb", 79.18, 989, 67, 3350, 450, 50, True, 0.535, "NVIDIA H100 data sheet (SXM5)",
         _OLMO,
     ),
     Device(
-        "h100-96gb-500w", 94.99, 989, 67, 2400, 450, 50, True, 0.406,
+        "h100-96gb-500w", 94.99, 989, 67, 2400, 450, 50, True, 0.405,
         "torchtitan benchmarks/llama3_h100_202412 (HBM2e, 500 W); peak of the SXM5", _TITAN,
     ),
     Device(
-        "h100-pcie", 79.18, 756, 51, 2000, 24, 50, True, 0.539,
+        "h100-pcie", 79.18, 756, 51, 2000, 24, 50, True, 0.535,
         "NVIDIA H100 data sheet (PCIe); peers over PCIe 5", "assumed: as h100-80gb",
     ),
     Device(
-        "h800", 79.18, 989, 67, 3350, 200, 50, True, 0.539,
+        "h800", 79.18, 989, 67, 3350, 200, 50, True, 0.535,
         "an H100 (SXM5) with links of 400 GB/s both ways", "assumed: as h100-80gb",
     ),
     Device(
-        "h20", 95.1, 148, 44, 4000, 450, 50, True, 0.539,
+        "h20", 95.1, 148, 44, 4000, 450, 50, True, 0.535,
         "figures of NVIDIA's H20 as its sellers publish them", "assumed: as h100-80gb",
     ),
     Device(
-        "h200", 139.8, 989, 67, 4800, 450, 50, True, 0.729, "NVIDIA H200 data sheet (SXM5)",
+        "h200", 139.8, 989, 67, 4800, 450, 50, True, 0.714, "NVIDIA H200 data sheet (SXM5)",
         _KEMPNER,
     ),
     Device(
-        "b200", 178.3, 2250, 75, 8000, 900, 50, True, 0.729, "NVIDIA DGX B200 data sheet / 8",
+        "b200", 178.3, 2250, 75, 8000, 900, 50, True, 0.714, "NVIDIA DGX B200 data sheet / 8",
         "assumed: as h200",
     ),
 )  # fmt: skip

@@ -66,7 +66,7 @@ class TraceStore:
         """Keep a trace; where nothing can be written, that is said once."""
         if not workload.key or not self.is_writable:
             return
-        key, plain = _key(workload, setting), json.loads(json.dumps(asdict(trace)))
+        key, plain = _key(workload, setting), _to_plain(trace)
         content = json.dumps({"key": key, "hash": _hash(plain), "trace": plain})
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -115,6 +115,12 @@ def _code() -> str:
         for file in sorted((root / room).rglob("*.py")):
             found.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
     return found.hexdigest()
+
+
+def _to_plain(trace: StepTrace) -> dict[str, Any]:
+    """Return a trace as JSON writes it; `asdict` would copy each of some ten thousand numbers."""
+    others = [(count, _to_plain(other)) for count, other in trace.others]
+    return {**vars(trace), "marks": [vars(mark) for mark in trace.marks], "others": others}
 
 
 def _to_trace(plain: dict[str, Any]) -> StepTrace:

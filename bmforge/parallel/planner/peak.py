@@ -114,8 +114,8 @@ def _further(trace: StepTrace, counts: Counts) -> Iterator[tuple[StepTrace, dict
 def _live(trace: StepTrace, here: set[int]) -> Curve:
     """Return the bytes alive after every event, by part."""
     live = np.zeros((len(trace.events) + 1, len(PARTS)))
-    for row, (change, part, end) in enumerate(trace.events, start=1):
-        live[row, part] = change if end in here else 0
+    change, part, end = np.array(trace.events, dtype=np.int64).reshape(-1, 3).T
+    live[np.arange(1, len(live)), part] = np.where(np.isin(end, list(here)), change, 0)
     return live.cumsum(0)
 
 
@@ -133,6 +133,11 @@ def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bo
     for live, (each, extra) in zip(lives, _further(trace, share.counts), strict=True):
         for place, step in zip(_steps(trace), _steps(each), strict=True):
             difference = live[step[1].event] - live[step[0].event]
+            # A sum of gradients stands where the first one did, which a collective has made: one
+            # buffer that counts for another part from then on, not one less for every block.
+            handed = min(difference[_INDEX["communication"]], 0.0)
+            difference[_INDEX["communication"]] -= handed
+            difference[_INDEX["activations"]] += handed
             more = extra[step[0].stack] * difference
             added[(place[0] if last else place[1]).event :] += more
     return added
