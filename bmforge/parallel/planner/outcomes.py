@@ -19,6 +19,8 @@ __all__ = ["Outcomes", "tensors_of"]
 
 # Makes what an operator returns: (arguments, mode) -> the result.
 Maker = Callable[[tuple[Any, ...], FakeTensorMode], Any]
+# Makes a fake tensor of one on meta.
+Wrapper = Callable[[Tensor, FakeTensorMode], FakeTensor]
 # Their results depend on more than metadata, or their arguments are not the same after them.
 _OTHER = (
     torch.Tag.data_dependent_output,
@@ -26,6 +28,10 @@ _OTHER = (
     torch.Tag.inplace_view,
 )
 _ROOMS = ("aten", "prims", "bmforge", "fsdp")
+# Collectives that return their first argument and a work, which is over before it has begun.
+_FIRST_COMES_BACK = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"}
+# On processors their statistics are of the rows' type, elsewhere of fp32.
+_OF_THE_DEVICE = {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
 
 
 class Outcomes:
@@ -37,10 +43,13 @@ class Outcomes:
 
     def __init__(self) -> None:
         self._makers: dict[tuple[Any, ...], Maker | None] = {}
+        self._works: dict[str, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what an operator returns, called below autograd with a `FakeTensorMode` on."""
         mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if mode is not None and func._schema.name in _FIRST_COMES_BACK:
+            return self._send(func, args, kwargs)
         key = _key(func, args, kwargs, mode) if mode is not None and _is_told(func) else None
         if key is None:
             if func.namespace == "profiler":  # the names of spans, which fakes need not know
@@ -48,11 +57,21 @@ class Outcomes:
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
         if key not in self._makers:
-            out = func(*args, **kwargs)
-            self._makers[key] = _learn(out, args, kwargs, mode)
+            make = _learn_on_meta(func, args, kwargs, mode)
+            out = func(*args, **kwargs) if make is None else make(args, mode)
+            self._makers[key] = make or _learn(out, args, kwargs, mode)
             return out
         make = self._makers[key]
         return func(*args, **kwargs) if make is None else make(args, mode)
+
+    def _send(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Send to processes that are not there: what is done is done, with one work for all."""
+        name = func._schema.name
+        if name not in self._works:
+            out = func(*args, **kwargs)
+            self._works[name] = out[1]
+            return out
+        return args[0], self._works[name]
 
 
 @cache
@@ -98,19 +117,69 @@ def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
     return True
 
 
-def _learn(
-    out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
+def _learn_on_meta(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
 ) -> Maker | None:
-    """Return what makes the like of a result from the like of the arguments; None if nothing."""
+    """Learn from the operator on plain tensors on meta, which is quicker than on fakes.
+
+    None where that does not tell: nothing or several devices are given, or the operator has no such
+    form, whatever it then says.
+    """
+    given = list(tensors_of((args, kwargs)))
+    devices = {t.fake_device for t in given if isinstance(t, FakeTensor)}
+    of_device = func._schema.name in _OF_THE_DEVICE or kwargs.get("device") is not None
+    if len(devices) != 1 or of_device:
+        return None
+    with torch._C._DisableTorchDispatch():
+        blanks = {id(t): _blank(t) for t in given}
+        plain_args, plain_kwargs = _with_blanks((args, kwargs), blanks)
+        try:
+            out = func(*plain_args, **plain_kwargs)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            return None
+        return _learn(out, plain_args, plain_kwargs, mode, devices.pop())
+
+
+def _blank(fake: Tensor) -> Tensor:
+    """Return the like of a fake tensor on meta."""
+    blank = torch.empty(0, dtype=fake.dtype, device="meta")
+    return blank.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())  # type: ignore[call-overload,no-any-return]
+
+
+def _with_blanks(values: Any, blanks: dict[int, Tensor]) -> Any:
+    """Return arguments with other tensors."""
+    if isinstance(values, Tensor):
+        return blanks[id(values)]
+    if isinstance(values, (list, tuple)):
+        return type(values)(_with_blanks(value, blanks) for value in values)
+    if isinstance(values, dict):
+        return {name: _with_blanks(value, blanks) for name, value in values.items()}
+    return values
+
+
+def _learn(
+    out: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: FakeTensorMode,
+    device: torch.device | None = None,
+) -> Maker | None:
+    """Return what makes the like of a result from the like of the arguments; None if nothing.
+
+    Args:
+        out, args, kwargs: result and arguments: fakes, or plain tensors on meta.
+        mode: of the fakes.
+        device: that fakes are said to be on, where these are plain.
+    """
     if out is None:
         return lambda args, mode: None
     if isinstance(out, (list, tuple)):
-        made = [_learn(part, args, kwargs, mode) for part in out]
+        made = [_learn(part, args, kwargs, mode, device) for part in out]
         makers, kind = [make for make in made if make is not None], type(out)
         if len(makers) < len(out) or kind not in (list, tuple):
             return None
         return lambda args, mode: kind(make(args, mode) for make in makers)
-    if not isinstance(out, FakeTensor):
+    if not (isinstance(out, FakeTensor) if device is None else _is_plain(out)):
         return None
     for place, value in enumerate(args):
         if value is out:
@@ -119,19 +188,25 @@ def _learn(
     if id(out) in storages:
         return None
     shared = out.untyped_storage()._cdata
+    wrap = _wrapper(device or out.fake_device, mode)
     if shared not in storages.values():
-        make = _maker_of_new(out)
+        make = _maker_of_new(out, wrap)
     else:
         owners = [n for n, value in enumerate(args) if storages.get(id(value)) == shared]
         if not owners:
             return None
-        make = _maker_of_view(out, owners[0])
-    return make if _is_like(make(args, mode), out) else None
+        make = _maker_of_view(out, owners[0], wrap)
+    return make if _is_like(make(args, mode), out, device is None) else None
 
 
-def _maker_of_new(out: FakeTensor) -> Maker:
+def _is_plain(out: Any) -> bool:
+    """Whether it is a tensor on meta that nothing is to be done to when it is read."""
+    plain = isinstance(out, Tensor) and out.is_meta and out.layout is torch.strided
+    return plain and not (out.is_conj() or out.is_neg())
+
+
+def _maker_of_new(out: Tensor, wrap: Wrapper) -> Maker:
     shape, stride, dtype = out.shape, out.stride(), out.dtype
-    wrap = _wrapper(out)
 
     def make(args: tuple[Any, ...], mode: FakeTensorMode) -> FakeTensor:
         with torch._C._DisableTorchDispatch():
@@ -141,9 +216,8 @@ def _maker_of_new(out: FakeTensor) -> Maker:
     return make
 
 
-def _maker_of_view(out: FakeTensor, place: int) -> Maker:
+def _maker_of_view(out: Tensor, place: int, wrap: Wrapper) -> Maker:
     shape, stride, dtype, offset = out.shape, out.stride(), out.dtype, out.storage_offset()
-    wrap = _wrapper(out)
 
     def make(args: tuple[Any, ...], mode: FakeTensorMode) -> FakeTensor:
         storage = args[place].untyped_storage()
@@ -155,12 +229,11 @@ def _maker_of_view(out: FakeTensor, place: int) -> Maker:
     return make
 
 
-def _wrapper(out: FakeTensor) -> Callable[[Tensor, FakeTensorMode], FakeTensor]:
-    """Return what makes a fake tensor of one on meta, like `out`, without its slow constructor."""
-    device = out.fake_device
+def _wrapper(device: torch.device, mode: FakeTensorMode) -> Wrapper:
+    """Return what makes a fake tensor of one on meta without its slow constructor."""
     with torch._C._DisableTorchDispatch():
         blank = torch.empty(0, device="meta")
-    fields = dict(vars(FakeTensor(out.fake_mode, blank, device)))
+    fields = dict(vars(FakeTensor(mode, blank, device)))
     del fields["fake_mode"]  # of each trace its own
 
     def wrap(blank: Tensor, mode: FakeTensorMode) -> FakeTensor:
@@ -174,13 +247,15 @@ def _wrapper(out: FakeTensor) -> Callable[[Tensor, FakeTensorMode], FakeTensor]:
     return wrap
 
 
-def _is_like(made: FakeTensor, out: FakeTensor) -> bool:
-    """Whether two tensors have the same metadata and would be computed with by the same kernels."""
+def _is_like(made: FakeTensor, out: Tensor, fake: bool) -> bool:
+    """Whether two have the same metadata and, as fakes, would meet the same kernels."""
 
-    def tell(tensor: FakeTensor) -> tuple[Any, ...]:
-        storage, keys = tensor.untyped_storage(), torch._C._dispatch_key_set(tensor)
+    def tell(tensor: Any) -> tuple[Any, ...]:
+        storage = tensor.untyped_storage()
         size = tensor.shape, tensor.stride(), tensor.storage_offset(), storage.nbytes()
-        return *size, tensor.dtype, tensor.fake_device, tensor.constant, tensor.requires_grad, keys
+        told = *size, tensor.dtype, tensor.requires_grad
+        keys = torch._C._dispatch_key_set(tensor)
+        return (*told, tensor.fake_device, tensor.constant, keys) if fake else told
 
     return tell(made) == tell(out)
 
