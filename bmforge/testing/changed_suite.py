@@ -242,6 +242,7 @@ class ChangedSuite:
         """Rows divided over two processes are one process."""
         self.check_changed(changed, world=2, layout=Layout(cp=2))
 
+    @pytest.mark.long
     @capability("changed: combined")
     def test_changed_layouts_combine(self, changed: ModelConfig) -> None:
         """A pipeline whose stages are cut and whose tokens are divided, with recompute."""

@@ -60,6 +60,7 @@ def generated(run_dir: Path) -> tuple[Any, list[int]]:
     return model.config, ids[0].tolist()
 
 
+@pytest.mark.long
 def test_changed_killed_resumed_elsewhere_opened(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.jsonl")
     prepare(text, tmp_path / "data", PrepareConfig(vocab_size=300, validation_fraction=0.1))

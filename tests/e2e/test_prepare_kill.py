@@ -129,6 +129,7 @@ def kill_in_chain(work: Work, out: Path, kills: int, seed: int) -> None:
     assert written(out) == work.expected
 
 
+@pytest.mark.long
 def test_killed_within_a_large_file(work: Work, tmp_path: Path) -> None:
     kill_in_chain(work, tmp_path / "out", kills=2, seed=1)
 
