@@ -90,7 +90,7 @@ def _make_step(
 
 def products(tokens: int) -> list[tuple[int, int, int, int]]:
     """Return (count, tokens, inputs, outputs) of the forward products of one step."""
-    chunk = 667  # the head's rows at a time: 2^25 logits
+    chunk = 683  # the head's rows at a time: at most 9 * 2^22 logits, as many in every chunk
     return [
         (4 * LAYERS, tokens, WIDTH, WIDTH),
         (LAYERS, tokens, WIDTH, 4 * WIDTH),

@@ -5,12 +5,13 @@ Source: Rajbhandari et al., "ZeRO" (2020); the mechanics are torch's `fully_shar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -65,12 +66,44 @@ def apply_zero_(
     settings = {"mesh": used, "mp_policy": policy, "ignored_params": ignored}
     for module in (*units, model):
         fully_shard(module, reshard_after_forward=False, **settings)
+    if used.shape[-1] == 1:
+        for module in (*units, model):
+            module.set_custom_reduce_scatter(_OneBuffer())
     _name_as_before_([*experts, *units, model])
     if zero == 3:
         _free_after_forward_([*experts, *units])
     if callable(getattr(model, "encode", None)):  # runs the model without its forward
         register_fsdp_forward_method(model, "encode")
     _set_prefetch_(units, experts, prefetch)
+
+
+class _OneBuffer:
+    """Lets a shard that is the whole have one buffer for its gradients before and after reducing.
+
+    FSDP2 allocates both, and where there is one process copies the first into the second, which is
+    a pass over all gradients in fp32; to itself it copies nothing.
+    """
+
+    def __init__(self) -> None:
+        # Weak: what is left by a reduction that failed between its two allocations is gone.
+        self._before: weakref.ref[Tensor] | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new buffer, and the next time the same one."""
+        given = None if self._before is None else self._before()
+        self._before = None
+        if given is not None and given.shape == torch.Size(size) and given.dtype == dtype:
+            return given
+        made = torch.empty(size, dtype=dtype, device=device)
+        self._before = weakref.ref(made)
+        return made
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any
+    ) -> None:
+        """Reduce among one; versions of torch that know this case do not call it."""
+        if output_tensor is not input_tensor:
+            output_tensor.copy_(input_tensor)
 
 
 def _name_as_before_(modules: Sequence[nn.Module]) -> None:
