@@ -11,7 +11,13 @@ from torch import Tensor
 from bmforge.native import load_native, processor_features
 from bmforge.nn.packing import PackedMatrix, QuantSpec, packed_shapes
 
-__all__ = ["Kernels", "compile_variant", "runnable_variants"]
+__all__ = [
+    "PLAIN_KINDS",
+    "Kernels",
+    "compile_sources",
+    "compile_variant",
+    "runnable_variants",
+]
 
 # Variant -> compiler flags and what the processor must have, the fastest first. One source, one
 # result; the last one runs everywhere.
@@ -23,7 +29,9 @@ _VARIANTS: dict[str, tuple[str, frozenset[str]]] = {
     "avx2": ("-mavx2 -mf16c", frozenset({"avx2", "f16c"})),
     "plain": ("", frozenset()),
 }
-_SOURCES = ("lanes.hpp", "products.cpp", "packing.cpp")
+_SOURCES = ("lanes.hpp", "products.cpp", "packing.cpp", "rows.cpp")
+# As `Kind` of rows.cpp.
+PLAIN_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Product(ctypes.Structure):
@@ -34,6 +42,16 @@ class _Product(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "out", "room")),
         *((name, ctypes.c_int64) for name in ("tokens", "rows", "columns", "group")),
         *((name, ctypes.c_int32) for name in ("bits", "has_wide_scales", "threads")),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    """`Rows` of rows.cpp."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        ("kind", ctypes.c_int32),
     ]
 
 
@@ -54,6 +72,7 @@ class Kernels:
         self._quantized, self._floats = library.multiply_quantized, library.multiply_floats
         self._unpack, self._room_bytes = library.unpack_floats, library.room_bytes
         self._quantize_rows, self._pack = library.quantize_rows, library.pack_floats
+        self._rows = library.multiply_rows
         self._room_bytes.restype = ctypes.c_int64
         self._room_bytes.argtypes = [ctypes.c_int64] * 3
 
@@ -78,6 +97,25 @@ class Kernels:
         room = torch.empty(size, dtype=torch.uint8)
         product.room = room.data_ptr()
         self._quantized(ctypes.byref(product))
+        return out
+
+    def multiply_rows(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return ``x @ weight.T`` of a plain weight in fp32, bf16 or fp16; sums are fp32.
+
+        Every number of tokens gives a token the same bits. For a few of them.
+
+        Shape:
+            x: (T, columns) fp32; weight: (rows, columns); both contiguous; returns (T, rows) fp32
+        """
+        out = torch.empty(x.shape[0], weight.shape[0])
+        rows = _Rows(weight.data_ptr(), *weight.shape, PLAIN_KINDS[weight.dtype])
+        self._rows(
+            ctypes.byref(rows),
+            ctypes.c_void_p(x.data_ptr()),
+            ctypes.c_int64(x.shape[0]),
+            ctypes.c_int(torch.get_num_threads()),
+            ctypes.c_void_p(out.data_ptr()),
+        )
         return out
 
     def unpack(self, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
@@ -139,9 +177,14 @@ def runnable_variants() -> list[str]:
     return [name for name, (_, needs) in _VARIANTS.items() if needs <= known]
 
 
+def compile_sources(title: str, variant: str, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """Return the products' sources and others of `kernels/` compiled for a variant."""
+    folder = Path(__file__).parent / "kernels"
+    source = "".join((folder / part).read_text("utf-8") for part in (*_SOURCES, *more))
+    return load_native(f"{title}-{variant}", source, _VARIANTS[variant][0])
+
+
 def compile_variant(name: str) -> Kernels | None:
     """Return a variant's kernels, compiled if they were not before; None where they cannot be."""
-    folder = Path(__file__).parent / "kernels"
-    source = "".join((folder / part).read_text("utf-8") for part in _SOURCES)
-    library = load_native(f"products-{name}", source, _VARIANTS[name][0])
+    library = compile_sources("products", name)
     return None if library is None else Kernels(library, name)

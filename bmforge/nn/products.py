@@ -25,7 +25,12 @@ from bmforge.nn.packing import (
     unpack_matrix,
     unpack_values,
 )
-from bmforge.nn.product_kernels import Kernels, compile_variant, runnable_variants
+from bmforge.nn.product_kernels import (
+    PLAIN_KINDS,
+    Kernels,
+    compile_variant,
+    runnable_variants,
+)
 
 __all__ = [
     "Kernels",
@@ -34,6 +39,7 @@ __all__ = [
     "load_variant",
     "multiply_packed",
     "multiply_plain",
+    "multiply_rows_plain",
     "numbers_of",
     "pack_weights",
     "quantize_activations",
@@ -88,7 +94,29 @@ def _gives_torchs_bits(kernels: Kernels) -> bool:
                 return False
         if not torch.equal(kernels.unpack(matrix, 37, spec), unpack_matrix(matrix, 37, spec)):
             return False
-    return True
+    plain = (dense.to(dtype) for dtype in PLAIN_KINDS)
+    return all(torch.equal(kernels.multiply_rows(x, w), multiply_rows_plain(x, w)) for w in plain)
+
+
+def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of a plain weight by torch's operations, with the bits of the kernels.
+
+    Four sums of sixteen lanes, 64 columns a step, then the pairs, then the lanes.
+
+    Shape:
+        x: (T, columns) fp32; weight: (rows, columns); returns (T, rows) fp32
+    """
+    more = -x.shape[1] % 64
+    wide, weights = F.pad(x, (0, more)), F.pad(weight.float(), (0, more))
+    total = x.new_zeros(x.shape[0], weight.shape[0], 64)
+    for c in range(0, wide.shape[1], 64):
+        total += wide[:, None, c : c + 64] * weights[:, c : c + 64]
+    a, b, c, d = total.split(16, -1)
+    lanes = (a + b) + (c + d)
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
 
 
 def _packs_alike(kernels: Kernels, dense: Tensor, spec: QuantSpec, want: PackedMatrix) -> bool:

@@ -18,6 +18,7 @@ from bmforge.nn.products import (
     load_variant,
     multiply_packed,
     multiply_plain,
+    multiply_rows_plain,
     pack_weights,
     quantize_activations,
     runnable_variants,
@@ -179,6 +180,22 @@ def test_the_same_bits_on_several_threads(kernels: Kernels, name: str) -> None:
     assert torch.equal(found[0], found[2])
     alone = kernels.multiply(x[150:151], matrix, 330, spec, None)
     assert torch.equal(alone, found[0][150:151])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [1, 48, 64, 200, 2048])
+def test_plain_weights(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
+    """One to many tokens on one to three threads have one order of summation, and its bits."""
+    weight, x = draw(133, columns).to(dtype), draw(11, columns, seed=1)
+    want = multiply_rows_plain(x, weight)
+    assert_close(want.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+    before = torch.get_num_threads()
+    try:
+        for threads, tokens in ((1, 1), (2, 1), (1, 2), (3, 3), (1, 4), (2, 11)):
+            torch.set_num_threads(threads)
+            assert torch.equal(kernels.multiply_rows(x[:tokens], weight), want[:tokens])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_widest_row(kernels: Kernels) -> None:

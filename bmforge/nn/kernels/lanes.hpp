@@ -8,9 +8,21 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+struct Bf16 { uint16_t bits; };  // a float's first half
+
+#if defined(__AVX2__)
 
 #include <immintrin.h>
+
+static inline float sum_eight(__m256 x) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 // What is added to a signed byte before it is multiplied, and taken off again by `begin`.
 static const int BYTE_SHIFT = 128;
@@ -25,7 +37,16 @@ static inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
 static inline Floats load(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 }
+static inline Floats load(const Bf16* from) {
+  const __m256i bits = _mm256_loadu_si256((const __m256i*)from);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
 static inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
+// The lanes' sum: lane i and i + 8 first, then i and i + 4, and so on.
+static inline float sum(Floats x) {
+  const __m256 high = _mm512_castps512_ps256(_mm512_shuffle_f32x4(x, x, 0x4e));
+  return sum_eight(_mm256_add_ps(_mm512_castps512_ps256(x), high));
+}
 static inline Floats add(Floats x, Floats y) { return _mm512_add_ps(x, y); }
 static inline Floats mul(Floats x, Floats y) { return _mm512_mul_ps(x, y); }
 static inline Floats as_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
@@ -57,8 +78,6 @@ static inline Floats column(Block x) {
 
 #elif defined(__AVX2__) && defined(__F16C__)
 
-#include <immintrin.h>
-
 static const int BYTE_SHIFT = 0;
 struct Floats { __m256 a, b; };
 struct Ints { __m256i a, b; };
@@ -74,6 +93,12 @@ static inline Floats load(const uint16_t* from) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 8)))};
 }
+static inline __m256 widen_bf16(const Bf16* from) {
+  const __m128i bits = _mm_loadu_si128((const __m128i*)from);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+static inline Floats load(const Bf16* from) { return {widen_bf16(from), widen_bf16(from + 8)}; }
+static inline float sum(Floats x) { return sum_eight(_mm256_add_ps(x.a, x.b)); }
 static inline void store(float* to, Floats x) {
   _mm256_storeu_ps(to, x.a);
   _mm256_storeu_ps(to + 8, x.b);
@@ -162,7 +187,19 @@ static inline float widen(uint16_t half) {
 static inline Floats floats(float value) { Floats y; LANES y.v[i] = value; return y; }
 static inline Floats load(const float* from) { Floats y; LANES y.v[i] = from[i]; return y; }
 static inline Floats load(const uint16_t* from) { Floats y; LANES y.v[i] = widen(from[i]); return y; }
+static inline Floats load(const Bf16* from) {
+  uint32_t bits[16];
+  LANES bits[i] = (uint32_t)from[i].bits << 16;
+  Floats y;
+  memcpy(y.v, bits, 64);
+  return y;
+}
 static inline void store(float* to, Floats x) { LANES to[i] = x.v[i]; }
+static inline float sum(Floats x) {
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) x.v[i] += x.v[i + half];
+  return x.v[0];
+}
 static inline Floats add(Floats x, Floats y) { LANES x.v[i] += y.v[i]; return x; }
 static inline Floats mul(Floats x, Floats y) { LANES x.v[i] *= y.v[i]; return x; }
 static inline Floats as_floats(Ints x) { Floats y; LANES y.v[i] = (float)x.v[i]; return y; }
