@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ShapeError
+from bmforge.nn.attention import RunBlocks
 
 __all__ = ["KVCache"]
 
@@ -29,6 +30,7 @@ class KVCache:
     Attributes:
         extra_length: tokens that the model itself puts in front of a text (CPM-Ant's prompt), which
             neither `length` nor `max_length` counts; the model sets it before they come.
+        step: runs blocks for a few tokens in another way than one by one; None has none.
 
     Memory: 2 x num_layers x B x K x max_length x H elements; see `ModelConfig.kv_bytes_per_token`.
     """
@@ -38,6 +40,7 @@ class KVCache:
         self.last_layer = num_layers - 1 if last_layer is None else last_layer
         self.max_length = max_length
         self.length = self.extra_length = 0
+        self.step: RunBlocks | None = None
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
@@ -51,7 +54,7 @@ class KVCache:
         Raises:
             ShapeError: no room for T more tokens, or another number of rows than before.
         """
-        start, room = self._stored, self.max_length + self.extra_length
+        start, room = self.stored, self.max_length + self.extra_length
         end = start + key.shape[2]
         if end > room:
             raise ShapeError(
@@ -78,7 +81,7 @@ class KVCache:
 
     def skip(self, tokens: int) -> None:
         """Count new tokens that none of the layers here stores, as a stage of a pipeline may."""
-        self.length = self._stored + tokens - self.extra_length
+        self.length = self.stored + tokens - self.extra_length
 
     def reorder(self, indices: Tensor) -> None:
         """Make row i the old row ``indices[i]``; there may be more or fewer rows afterwards.
@@ -98,11 +101,20 @@ class KVCache:
     def _pick(self, buffer: Tensor | None, indices: Tensor) -> Tensor | None:
         if buffer is None:
             return None
-        used = buffer[:, :, : self._stored].index_select(0, indices)
+        used = buffer[:, :, : self.stored].index_select(0, indices)
         if indices.shape[0] != buffer.shape[0]:
             buffer = buffer.new_empty(indices.shape[0], *buffer.shape[1:])
-        buffer[:, :, : self._stored] = used
+        buffer[:, :, : self.stored] = used
         return buffer
+
+    def held(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return one layer's whole buffers, (B, K, room, H) each; None before its first keys."""
+        keys, values = self._keys[layer], self._values[layer]
+        return None if keys is None or values is None else (keys, values)
+
+    def remembered(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return what `remember` holds of a layer; None before it was made."""
+        return self._memory.get(layer)
 
     @property
     def size_bytes(self) -> int:
@@ -111,8 +123,8 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in found if t is not None)
 
     @property
-    def _stored(self) -> int:
-        """Number of tokens in the buffers."""
+    def stored(self) -> int:
+        """Number of tokens in the buffers, those of the model's own included."""
         return self.length + self.extra_length if self.length else 0
 
 

@@ -18,8 +18,12 @@ __all__ = ["Decoder", "Seq2SeqDecoder", "make_cache", "start_decoder"]
 def make_cache(layers: Stack, max_length: int) -> KVCache:
     """Return a cache for the layers that are here: all, or those of a pipeline's stages."""
     total = span_of(layers).total
+    from bmforge.infer.engine.native_step import NativeStep  # the engine's room needs this one
+
     places = [layer.attn.layer_index for layer in layers.values() if layer.attn is not None]
-    return KVCache(total, max_length, max(places, default=None))
+    cache = KVCache(total, max_length, max(places, default=None))
+    cache.step = NativeStep()
+    return cache
 
 
 def start_decoder(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MoE
+from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.cuts import TokenCut, TokenShare
 from bmforge.records import Span, Stack
 
@@ -25,6 +26,7 @@ __all__ = [
     "find_heads",
     "given_inputs",
     "number_places_",
+    "run_block",
     "run_layers",
     "span_of",
     "width_into",
@@ -136,22 +138,21 @@ def run_layers(
     tokens.
     """
     cut: TokenCut | None = layers.token_cut
-    cache, length = inputs.get("cache"), x.shape[1]
+    cache: KeyValueCache | None = inputs.get("cache")
+    length = x.shape[1]
     share = None if cut is None or cache is not None else cut(length)
     inputs["bias"] = _find_biases(layers, inputs.get("bias"))
     if share is not None:
         x, masks, inputs = share.enter(x, masks, inputs)
-    states, router_logits = [x], []
-    span = span_of(layers)
-    biases = inputs.pop("bias")
+    states: list[Tensor] = [x]
+    router_logits: list[Tensor] = []
+    span, biases = span_of(layers), inputs.pop("bias")
+    if cache is not None and cache.step is not None and not keep_states and layers.span is None:
+        out = cache.step(layers, x, masks, biases, inputs)
+        if out is not None:
+            return out, [out]
     for layer in (layers[str(i)] for i in range(span.first, span.last)):
-        mask = bias = None
-        if layer.attn is not None:
-            mask, bias = masks[layer.attn.window], biases.get(layer.attn.num_heads)
-        x = layer(x, mask=mask, bias=bias, **inputs)
-        if isinstance(x, tuple):
-            x, logits = x
-            router_logits.append(logits)
+        x = run_block(layer, x, masks, biases, inputs, router_logits)
         states = [*states, x] if keep_states else [x]
     if cache is not None and not _stores(layers) and str(span.last - 1) == list(layers)[-1]:
         cache.skip(length)
@@ -161,6 +162,28 @@ def run_layers(
     if routed is not None:
         routed += router_logits
     return states[-1], states
+
+
+def run_block(
+    layer: Any,
+    x: Tensor,
+    masks: Mapping[int | None, Tensor | None],
+    biases: Mapping[int, Tensor],
+    inputs: dict[str, Any],
+    routed: list[Tensor],
+) -> Tensor:
+    """Run one block with the mask of its window and the bias of its number of heads.
+
+    `routed` gets the router's logits where it has experts.
+    """
+    mask = bias = None
+    if layer.attn is not None:
+        mask, bias = masks[layer.attn.window], biases.get(layer.attn.num_heads)
+    out = layer(x, mask=mask, bias=bias, **inputs)
+    if not isinstance(out, tuple):
+        return out
+    routed.append(out[1])
+    return out[0]
 
 
 def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor]:

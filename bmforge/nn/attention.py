@@ -7,9 +7,9 @@ Masks are boolean, True where a query may look.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from bmforge.nn.norm import RMSNorm
 from bmforge.nn.position import apply_rope, narrow_rope
 from bmforge.nn.prefix import Pair, put_before
 
-__all__ = ["Attention", "AttentionSpec", "KeyValueCache", "build_mask", "mix_values"]
+__all__ = ["Attention", "AttentionSpec", "KeyValueCache", "RunBlocks", "build_mask", "mix_values"]
 
 # As `mix_values`.
 Mix = Callable[..., Tensor]
@@ -68,11 +68,27 @@ class AttentionSpec:
     out_scale: float = 1.0
 
 
+class RunBlocks(Protocol):
+    """Runs blocks one after the other, as `models.stack.run_layers` does."""
+
+    def __call__(
+        self,
+        layers: nn.ModuleDict,
+        x: Tensor,
+        masks: Mapping[int | None, Tensor | None],
+        biases: Mapping[int, Tensor],
+        inputs: dict[str, Any],
+    ) -> Tensor | None:
+        """Return what comes out of the last; None where they must go one by one."""
+
+
 class KeyValueCache(Protocol):
     """What attention needs of a cache: hand over new keys and values, get all of them back."""
 
     # Tokens of the model's own in front of those that `length` counts; set before the first ones.
     extra_length: int
+    # What runs all blocks of a call in another way than one by one; None where nothing does.
+    step: RunBlocks | None
 
     @property
     def length(self) -> int:

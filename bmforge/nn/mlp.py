@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,13 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.remake import call_and_drop
 
-__all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "get_activation"]
+__all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "WideLinear", "get_activation"]
 
-_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 # The aliases are names that published configs use.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -70,7 +73,7 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-class _WideLinear(nn.Linear):
+class WideLinear(nn.Linear):
     """Computes in the dtype of what goes in."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +103,7 @@ class MLP(nn.Module):
         sizes = hidden_size, spec.intermediate_size
         self.gate_proj = nn.Linear(*sizes, bias=spec.bias) if spec.gated else None
         self.up_proj = nn.Linear(*sizes, bias=spec.bias)
-        last = _WideLinear if spec.widens_half else nn.Linear
+        last = WideLinear if spec.widens_half else nn.Linear
         self.down_proj = last(*reversed(sizes), bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:

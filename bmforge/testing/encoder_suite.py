@@ -18,7 +18,10 @@ __all__ = ["EncoderSuite"]
 class EncoderSuite(ModelSuite):
     """Numbers of a bidirectional text encoder against transformers, for every case."""
 
-    not_applicable: ClassVar[dict[str, str]] = {"generate": "has no next token"}
+    not_applicable: ClassVar[dict[str, str]] = {
+        "generate": "has no next token",
+        "native step": "writes no text",
+    }
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return rows of token ids, the first with padding on the right, and segments."""

@@ -21,13 +21,14 @@ from bmforge.testing.batches import Batch, make_batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.engine_suite import EngineSuite
 from bmforge.testing.layouts import check_layout
+from bmforge.testing.native_suite import NativeSuite
 from bmforge.testing.quantized_suite import QuantizedSuite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["FamilySuite"]
 
 
-class FamilySuite(QuantizedSuite, EngineSuite):
+class FamilySuite(QuantizedSuite, EngineSuite, NativeSuite):
     """Building, copying, compiling, laying out. A subclass sets `model_class` and `tiny_config`.
 
     Attributes:

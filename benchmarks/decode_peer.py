@@ -1,0 +1,91 @@
+"""What `decode.py` runs in the interpreter that has the peers: one model, asked line by line.
+
+    python benchmarks/decode_peer.py llama MODEL.gguf THREADS FLASH
+    python benchmarks/decode_peer.py ctranslate2 MODEL_DIRECTORY THREADS
+
+Lines in: ``decode PROMPT TOKENS`` or ``prefill TOKENS``; out: seconds, of the tokens alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+IDS = [(7 * n) % 30000 + 5 for n in range(4096)]
+Ask = Callable[[str, int, int], float]
+
+
+def open_llama(path: str, threads: int, flash: str) -> Ask:
+    """Return what times llama.cpp's own calls, with nothing chosen or copied by Python."""
+    import llama_cpp as c
+
+    c.llama_backend_init()
+    options = c.llama_model_default_params()
+    model: Any = c.llama_model_load_from_file(path.encode(), options)
+    params = c.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = 1024, 1024, 512
+    params.n_threads = params.n_threads_batch = threads
+    params.flash_attn_type = (
+        c.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash == "1" else c.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )
+    context = c.llama_init_from_model(model, params)
+
+    def run(ids: list[int]) -> None:
+        tokens = (c.llama_token * len(ids))(*ids)
+        assert c.llama_decode(context, c.llama_batch_get_one(tokens, len(ids))) == 0
+        c.llama_synchronize(context)
+
+    def ask(what: str, prompt: int, count: int) -> float:
+        c.llama_memory_clear(c.llama_get_memory(context), True)
+        if what == "prefill":
+            start = time.perf_counter()
+            run(IDS[:count])
+            return time.perf_counter() - start
+        run(IDS[:prompt])
+        start = time.perf_counter()
+        for token in IDS[prompt : prompt + count]:
+            run([token])
+        return time.perf_counter() - start
+
+    return ask
+
+
+def open_ctranslate2(path: str, threads: int) -> Ask:
+    """Return what times a forward pass over all tokens of a prompt."""
+    import ctranslate2
+
+    options: dict[str, Any] = {"compute_type": "int8", "intra_threads": threads}
+    generator = ctranslate2.Generator(path, inter_threads=1, **options)
+
+    def ask(what: str, prompt: int, count: int) -> float:
+        start = time.perf_counter()
+        if what == "prefill":
+            # One new token after the prompt: scores of the last position alone, as the others.
+            generator.generate_batch(
+                [[f"<{n}>" for n in IDS[:count]]], max_length=1, include_prompt_in_result=False
+            )
+            return time.perf_counter() - start
+        raise ValueError(what)
+
+    return ask
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    kind, path, threads, *rest = sys.argv[1:]
+    ask = (
+        open_llama(path, int(threads), *rest)
+        if kind == "llama"
+        else open_ctranslate2(path, int(threads))
+    )
+    print("ready", flush=True)
+    for line in sys.stdin:
+        what, *numbers = line.split()
+        prompt, count = (0, int(numbers[0])) if what == "prefill" else map(int, numbers)
+        print(ask(what, prompt, count), flush=True)
+
+
+if __name__ == "__main__":
+    main()

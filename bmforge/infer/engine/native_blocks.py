@@ -1,0 +1,291 @@
+"""What the native step is told of a block: pointers, sizes and kinds, read from its modules.
+
+A block that has anything besides what is named here (a hook, a child or a class that is not known,
+a slot that a layout has filled) is not described, and runs through torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import chain
+from operator import attrgetter, eq
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.nn import MLP, Attention, Block
+from bmforge.nn.attention import mix_values
+from bmforge.nn.cuts import pass_on
+from bmforge.nn.mlp import ACTIVATIONS, WideLinear
+from bmforge.nn.norm import RMSNorm
+from bmforge.nn.packing import QuantSpec
+from bmforge.nn.product_kernels import PLAIN_KINDS
+from bmforge.nn.quantized import QuantizedLinear
+
+__all__ = ["Layer", "Watch", "describe_block"]
+
+_PACKED = 3  # as `Kind` of rows.cpp
+_NORMS: dict[type, int] = {RMSNorm: 1, nn.LayerNorm: 2}
+_NORM_PLACES = {"pre": 0, "post": 1, "parallel": 2}
+# As `Activation` of step_parts.cpp.
+_ACTIVATIONS: dict[Callable[[Tensor], Tensor], int] = {
+    F.gelu: 0,
+    ACTIVATIONS["gelu_tanh"]: 1,
+    F.relu: 2,
+    F.silu: 3,
+    torch.tanh: 4,
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LINEARS = (nn.Linear, WideLinear, QuantizedLinear)
+# What these computed when they were imported: a class whose forward was replaced is not known.
+_FORWARDS = {
+    kind: kind.forward for kind in (Block, Attention, MLP, RMSNorm, nn.LayerNorm, *_LINEARS)
+}
+
+
+class _UnknownError(Exception):
+    """A module is not one of those that the native step knows."""
+
+
+def _structure(name: str, fields: dict[str, Any]) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+_POINTER, _SIZE, _NUMBER, _FLOAT = (
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_int32,
+    ctypes.c_float,
+)
+# The structures of step_parts.cpp and step.cpp, by their names.
+_Vector = _structure("_Vector", {"data": _POINTER, "kind": _SIZE})
+_Norm = _structure("_Norm", {"weight": _Vector, "bias": _Vector, "eps": _FLOAT, "kind": _NUMBER})
+_Matrix = _structure(
+    "_Matrix",
+    {
+        **dict.fromkeys(("weight", "scales", "minima"), _POINTER),
+        "bias": _Vector,
+        **dict.fromkeys(("rows", "columns", "group"), _SIZE),
+        **dict.fromkeys(("kind", "bits", "has_wide_scales", "keeps_floats"), _NUMBER),
+    },
+)
+_AttentionPart = _structure(
+    "_AttentionPart",
+    {
+        **dict.fromkeys(("norm", "query_norm", "key_norm"), _Norm),
+        **dict.fromkeys(("query", "key", "value", "out"), _Matrix),
+        **dict.fromkeys(("heads", "shared_heads", "width"), _SIZE),
+        **dict.fromkeys(("scale", "in_scale", "add_scale"), _FLOAT),
+        **dict.fromkeys(("exists", "causal", "interleaved", "mask"), _NUMBER),
+    },
+)
+_FeedPart = _structure(
+    "_FeedPart",
+    {
+        "norm": _Norm,
+        **dict.fromkeys(("gate", "up", "down"), _Matrix),
+        **dict.fromkeys(("in_scale", "add_scale"), _FLOAT),
+        **dict.fromkeys(("exists", "gated", "activation"), _NUMBER),
+    },
+)
+Layer: Any = _structure(
+    "Layer",
+    {
+        **dict.fromkeys(("attn", "cross"), _AttentionPart),
+        "feed": _FeedPart,
+        "sum_scale": _FLOAT,
+        **dict.fromkeys(("norm_place", "bias"), _NUMBER),
+    },
+)
+
+
+class Watch:
+    """Remembers what was described, and tells whether all of it is as it was.
+
+    Every attribute of every module counts (hooks, children, parameters and slots are attributes),
+    and where each tensor's numbers lie, of which dtype and shape.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[dict[str, Any]] = []
+        self._kept: list[dict[str, Any]] = []
+        self._inner: list[dict[str, Any]] = []
+        self._inner_kept: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._places: list[Any] = []
+
+    def add(self, module: nn.Module) -> None:
+        """Remember a module, its own tensors and which children it has."""
+        attributes = vars(module)
+        self._modules.append(attributes)
+        self._kept.append(dict(attributes))
+        for key in ("_modules", "_parameters", *_HOOKS):
+            self._inner.append(attributes[key])
+        self._inner_kept = list(_values(self._inner))
+        self._tensors += [t for t in attributes["_parameters"].values() if t is not None]
+        self._places = list(_places(self._tensors))
+
+    def sees_change(self) -> bool:
+        """Tell whether anything differs, within some microseconds per block."""
+        try:
+            same = all(map(eq, self._modules, self._kept))
+        except (RuntimeError, ValueError):  # tensors that are not the same object
+            return True
+        if not same or _forwards_changed():
+            return True
+        found = list(_values(self._inner))
+        if len(found) != len(self._inner_kept):
+            return True
+        return not (
+            all(a is b for a, b in zip(found, self._inner_kept, strict=True))
+            and list(_places(self._tensors)) == self._places
+        )
+
+
+def _values(found: Iterable[dict[str, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(map(dict.values, found))
+
+
+def _places(tensors: list[Tensor]) -> Iterable[Any]:
+    return chain(
+        map(Tensor.data_ptr, tensors),
+        map(attrgetter("dtype"), tensors),
+        map(attrgetter("shape"), tensors),
+    )
+
+
+def _forwards_changed() -> bool:
+    known: dict[Any, Any] = _FORWARDS
+    return any(kind.forward is not forward for kind, forward in known.items())
+
+
+def describe_block(block: nn.Module, watch: Watch) -> Any:
+    """Return a block's `Layer`; None where it has what the native step does not know.
+
+    Args:
+        block: of any kind.
+        watch: is told of what was read.
+    """
+    try:
+        return _describe_block(block, watch)
+    except _UnknownError:
+        return None
+
+
+def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[str] = ()) -> None:
+    """Go on only with a module of these classes that has these children and nothing beside."""
+    attributes = vars(module)
+    known = type(module) in kinds and not _forwards_changed()
+    # Nothing stands before what the class defines: no method that was replaced, nothing compiled.
+    known = known and not module.training and not attributes.keys() & _defined_by(type(module))
+    known = known and not any(attributes.get(key) for key in _HOOKS)
+    if not known or any(module._modules[name] for name in module._modules.keys() - {*children}):
+        raise _UnknownError
+    watch.add(module)
+
+
+@cache
+def _defined_by(kind: type) -> frozenset[str]:
+    return frozenset(dir(kind))
+
+
+def _require(*conditions: bool) -> None:
+    if not all(conditions):
+        raise _UnknownError
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    """Return where a plain tensor on the host lies."""
+    if tensor is None:
+        return None
+    _require(type(tensor) in (Tensor, nn.Parameter), tensor.is_cpu, tensor.is_contiguous())
+    return tensor.data_ptr()
+
+
+def _describe_vector(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return _Vector(None, 0)
+    _require(tensor.dtype in PLAIN_KINDS)
+    return _Vector(_address(tensor), PLAIN_KINDS[tensor.dtype])
+
+
+def _describe_norm(module: Any, watch: Watch) -> Any:
+    if module is None:
+        return _Norm()
+    _know(module, watch, _NORMS)
+    bias = getattr(module, "bias", None)
+    return _Norm(
+        _describe_vector(module.weight), _describe_vector(bias), module.eps, _NORMS[type(module)]
+    )
+
+
+def _describe_matrix(module: Any, watch: Watch) -> Any:
+    if module is None:
+        return _Matrix()
+    _know(module, watch, _LINEARS)
+    bias = _describe_vector(module.bias)
+    if not isinstance(module, QuantizedLinear):
+        weight = module.weight
+        _require(weight.dtype in PLAIN_KINDS)
+        kind = PLAIN_KINDS[weight.dtype]
+        return _Matrix(_address(weight), None, None, bias, *weight.shape, kind=kind)
+    _require(module.outlier_columns is None)
+    spec: QuantSpec = module.spec
+    packed, scales, minima = module.packed, module.scales, module.minima
+    sizes = module.rows, module.columns, spec.group_of(module.columns)
+    addresses = [_address(tensor) for tensor in (packed, scales, minima)]
+    numbers = spec.bits, spec.scale_type == torch.float32, spec.activations == "float"
+    return _Matrix(*addresses, bias, *sizes, _PACKED, *numbers)
+
+
+def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
+    attn = getattr(block, name, None)
+    if attn is None:
+        return _AttentionPart()
+    projections = [f"{part}_proj" for part in "qkvo"]
+    _know(attn, watch, (Attention,), (*projections, "q_norm", "k_norm"))
+    _require(attn.enter is pass_on, attn.enter_memory is pass_on, attn.mix is mix_values)
+    _require(attn.prefix is None, attn.head_share == (0, 1))
+    matrices = [_describe_matrix(getattr(attn, part), watch) for part in projections]
+    _require(matrices[0].rows == attn.num_heads * attn.head_dim == matrices[3].columns)
+    into, out = block.attn_scales if name == "attn" else (1.0, 1.0)
+    return _AttentionPart(
+        _describe_norm(getattr(block, f"{name}_norm"), watch),
+        _describe_norm(attn.q_norm, watch),
+        _describe_norm(attn.k_norm, watch),
+        *matrices,
+        *(attn.num_heads, matrices[1].rows // attn.head_dim, attn.head_dim),
+        *(attn.head_dim**-0.5 if attn.scale is None else attn.scale, into, block.scale * out),
+        *(True, attn.causal, attn.rope_interleaved, 0),
+    )
+
+
+def _describe_feed(block: Any, watch: Watch) -> Any:
+    mlp = block.mlp
+    if mlp is None:
+        return _FeedPart()
+    _know(mlp, watch, (MLP,), ("gate_proj", "up_proj", "down_proj"))
+    _require(mlp.enter is pass_on, mlp.activation in _ACTIVATIONS)
+    gate, up, down = (
+        _describe_matrix(part, watch) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    )
+    alike = ("rows", "columns", "group", "kind", "keeps_floats")
+    _require(mlp.gate_proj is None or all(getattr(gate, key) == getattr(up, key) for key in alike))
+    into, out = block.mlp_scales
+    norm = _describe_norm(getattr(block, "mlp_norm", None), watch)
+    scales = into, block.scale * out
+    numbers = True, mlp.gate_proj is not None, _ACTIVATIONS[mlp.activation]
+    return _FeedPart(norm, gate, up, down, *scales, *numbers)
+
+
+def _describe_block(block: Any, watch: Watch) -> Any:
+    parts = ("attn", "cross_attn", "mlp")
+    _know(block, watch, (Block,), (*parts, *(f"{part}_norm" for part in parts)))
+    attn, cross = (_describe_attention(block, name, watch) for name in parts[:2])
+    feed, place = _describe_feed(block, watch), _NORM_PLACES[block.norm_place]
+    _require(place != 2 or not cross.exists)
+    return Layer(attn, cross, feed, block.sum_scale, place, 0)

@@ -1,0 +1,332 @@
+// Blocks of a transformer for one to a few tokens, in one call: see infer/engine/native_step.py.
+//
+// All threads go through the blocks together. What goes into products is small: each thread makes it
+// for itself. Rows of a product are divided, and what they are for is done by who has them.
+
+#include <omp.h>
+
+// A linear layer: a plain weight, or a packed one with scales.
+struct Matrix {
+  const void *weight, *scales, *minima;
+  Vector bias;
+  int64_t rows, columns, group;
+  int32_t kind, bits, has_wide_scales, keeps_floats;
+};
+
+struct AttentionPart {
+  Norm norm, query_norm, key_norm;
+  Matrix query, key, value, out;
+  int64_t heads, shared_heads, width;
+  float scale, in_scale, add_scale;
+  int32_t exists, causal, interleaved, mask;  // which of a run's masks
+};
+
+struct FeedPart {
+  Norm norm;
+  Matrix gate, up, down;
+  float in_scale, add_scale;
+  int32_t exists, gated, activation;
+};
+
+enum NormPlace { BEFORE, AFTER, PARALLEL };
+
+struct Layer {
+  AttentionPart attn, cross;
+  FeedPart feed;
+  float sum_scale;
+  int32_t norm_place, bias;  // which of a run's biases
+};
+
+struct Run {
+  const Layer* layers;
+  const Past *own, *memory;  // of each layer
+  const Mask* masks;
+  const Bias* biases;
+  Mask memory_mask;
+  Rope rope;
+  float* x;       // (rows * tokens, hidden), what goes in and comes out
+  uint8_t* room;  // of step_room_bytes
+  // `stored` keys are in the caches already; `length` is that of the longest keys.
+  int64_t count, rows, tokens, hidden, stored, memory_length, length;
+  int64_t widest, heads_width, keys_width, inner;  // of all layers
+  int32_t threads;
+};
+
+// Floats that all threads share, (tokens, width) each, and those of one thread.
+struct Room {
+  float *query, *key, *value, *up, *gate, *sums;
+  float *normed, *entered, *scores, *vectors;
+  uint8_t* quantized;
+};
+
+struct Thread {
+  const Run& run;
+  Room room;
+  int64_t count;  // of tokens, those of all rows
+  Activations a;
+  const float* quantized_from;  // what `a` was made of, by which groups
+  int64_t quantized_group;
+};
+
+static const int64_t SMALLEST_GROUP = 4;
+
+static int64_t shared_floats(const Run& r) {
+  return r.rows * r.tokens * (r.heads_width + 2 * r.keys_width + 2 * r.inner + r.hidden) + 6 * 16;
+}
+
+static int64_t own_floats(const Run& r) {
+  return 2 * r.rows * r.tokens * r.widest + r.length + 2 * r.widest + 4 * 16;
+}
+
+static int64_t own_bytes(const Run& r) {
+  return align(own_floats(r) * 4) + room_bytes(r.rows * r.tokens, r.widest, SMALLEST_GROUP);
+}
+
+extern "C" int64_t step_room_bytes(const Run* r) {
+  return align(shared_floats(*r) * 4) + r->threads * own_bytes(*r);
+}
+
+static float* take(float*& from, int64_t count) {
+  float* start = from;
+  from += (count + 15) / 16 * 16;
+  return start;
+}
+
+static Room divide_room(const Run& r, int thread) {
+  Room room;
+  const int64_t count = r.rows * r.tokens;
+  float* shared = (float*)r.room;
+  room.query = take(shared, count * r.heads_width);
+  room.key = take(shared, count * r.keys_width);
+  room.value = take(shared, count * r.keys_width);
+  room.up = take(shared, count * r.inner);
+  room.gate = take(shared, count * r.inner);
+  room.sums = take(shared, count * r.hidden);
+  uint8_t* own = r.room + align(shared_floats(r) * 4) + thread * own_bytes(r);
+  float* floats = (float*)own;
+  room.normed = take(floats, count * r.widest);
+  room.entered = take(floats, count * r.widest);
+  room.scores = take(floats, r.length);
+  room.vectors = take(floats, 2 * r.widest);
+  room.quantized = own + align(own_floats(r) * 4);
+  return room;
+}
+
+// Bring what goes into a product into the form that the matrix takes.
+static void enter(Thread& t, const Matrix& m, const float* x) {
+  if (m.kind != PACKED || m.keeps_floats) return;
+  if (t.quantized_from == x && t.quantized_group == m.group) return;
+  t.a = place(t.room.quantized, t.count, m.columns, m.columns / m.group);
+  for (int64_t i = 0; i < t.count; i++) quantize_token(x, i, m.columns, m.group, t.a);
+  t.quantized_from = x;
+  t.quantized_group = m.group;
+}
+
+// Panels of a product for all tokens, biases included; results of a token are m.rows floats.
+static void multiply_some(Thread& t, const Matrix& m, const float* x, int64_t first, int64_t end,
+                          float* out) {
+  const int64_t low = first * PANEL, high = std::min(end * PANEL, m.rows);
+  if (m.kind != PACKED) {
+    multiply_rows_of({m.weight, m.rows, m.columns, m.kind}, low, high, x, t.count, out, m.rows);
+  } else {
+    const Product w = {(const uint8_t*)m.weight, m.scales, m.minima, nullptr, x, out, nullptr,
+                       t.count, m.rows, m.columns, m.group, m.bits, m.has_wide_scales, 1};
+    const Activations* a = m.keeps_floats ? nullptr : &t.a;
+    if (m.bits == 8) multiply_panels<8>(w, a, first, end, 0, t.count);
+    else multiply_panels<4>(w, a, first, end, 0, t.count);
+  }
+  if (!m.bias.data) return;
+  float room[PANEL];
+  for (int64_t row = low; row < high; row += PANEL) {
+    const int64_t count = std::min<int64_t>(PANEL, high - row);
+    const float* bias = as_floats(m.bias, row, count, room);
+    for (int64_t i = 0; i < t.count; i++)
+      for (int64_t j = 0; j < count; j++) out[i * m.rows + row + j] += bias[j];
+  }
+}
+
+// Divide the panels of a matrix over the threads; who is done goes on.
+template <typename F>
+static void for_panels(const Thread& t, const Matrix& m, F f) {
+  const int64_t panels = (m.rows + PANEL - 1) / PANEL;
+  const int64_t wanted = std::max<int64_t>(panels / (8 * t.run.threads), 1);
+  const int64_t piece = (wanted + MOST_PANELS - 1) / MOST_PANELS * MOST_PANELS;
+#pragma omp for schedule(dynamic) nowait
+  for (int64_t first = 0; first < panels; first += piece)
+    f(first, std::min(first + piece, panels));
+}
+
+static void wait() {
+#pragma omp barrier
+}
+
+static void multiply_into(Thread& t, const Matrix& m, const float* x, float* out) {
+  enter(t, m, x);
+  for_panels(t, m, [&](int64_t first, int64_t end) { multiply_some(t, m, x, first, end, out); });
+}
+
+// residual = (residual + product * scale) * sum_scale
+static void multiply_onto(Thread& t, const Matrix& m, const float* x, float scale,
+                          float sum_scale) {
+  float *sums = t.room.sums, *residual = t.run.x;
+  enter(t, m, x);
+  for_panels(t, m, [&](int64_t first, int64_t end) {
+    multiply_some(t, m, x, first, end, sums);
+    const int64_t high = std::min(end * PANEL, m.rows);
+    for (int64_t i = 0; i < t.count; i++)
+      for (int64_t j = i * m.rows + first * PANEL; j < i * m.rows + high; j++)
+        residual[j] = (residual[j] + sums[j] * scale) * sum_scale;
+  });
+}
+
+static const float* scaled(Thread& t, const float* x, float factor) {
+  if (factor == 1.0f) return x;
+  for (int64_t i = 0; i < t.count * t.run.hidden; i++) t.room.entered[i] = x[i] * factor;
+  return t.room.entered;
+}
+
+// What a part reads: the residual, through its norm where that stands before the part.
+static const float* read_residual(Thread& t, const Norm& norm, int place, float factor) {
+  const int64_t hidden = t.run.hidden;
+  t.quantized_from = nullptr;
+  for (int64_t i = 0; i < t.count; i++) {
+    const float* x = t.run.x + i * hidden;
+    float* out = t.room.normed + i * hidden;
+    if (place == AFTER) memcpy(out, x, hidden * sizeof(float));
+    else normalize(norm, x, hidden, out, t.room.vectors);
+  }
+  return scaled(t, t.room.normed, factor);
+}
+
+static void end_part(Thread& t, const Norm& norm, int place) {
+  wait();
+  if (place != AFTER) return;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < t.count; i++) {
+    float* x = t.run.x + i * t.run.hidden;
+    normalize(norm, x, t.run.hidden, x, t.room.vectors);
+  }
+}
+
+// Put new keys and values of a head where the cache keeps them.
+template <typename E>
+static void keep_head(Thread& t, const AttentionPart& p, const Past& past, int64_t row,
+                      int64_t head) {
+  const Run& r = t.run;
+  for (int64_t i = 0; i < r.tokens; i++) {
+    const int64_t from = ((row * r.tokens + i) * p.shared_heads + head) * p.width;
+    const int64_t to = row * past.row + head * past.head + (r.stored + i) * past.token;
+    float* key = t.room.key + from;
+    normalize(p.key_norm, key, p.width, key, t.room.vectors);
+    turn(r.rope, row, i, p.interleaved, key);
+    narrow_to(key, p.width, past.kind, (E*)past.keys + to);
+    narrow_to(t.room.value + from, p.width, past.kind, (E*)past.values + to);
+  }
+}
+
+template <typename E>
+static void attend_head(Thread& t, const Layer& layer, const AttentionPart& p, const Past& past,
+                        int64_t row, int64_t head, bool is_own) {
+  const Run& r = t.run;
+  const Mask& mask = is_own ? r.masks[p.mask] : r.memory_mask;
+  const Bias& bias = r.biases[is_own ? layer.bias : 0];  // the first one adds nothing
+  const int64_t group = p.heads / p.shared_heads;
+  const int64_t all = is_own ? r.stored + r.tokens : r.memory_length;
+  const int64_t at = row * past.row + head * past.head;
+  for (int64_t n = head * group; n < (head + 1) * group; n++)
+    for (int64_t i = 0; i < r.tokens; i++) {
+      float* query = t.room.query + ((row * r.tokens + i) * p.heads + n) * p.width;
+      normalize(p.query_norm, query, p.width, query, t.room.vectors);
+      if (is_own) turn(r.rope, row, i, p.interleaved, query);
+      const bool hides = is_own && p.causal && !mask.data && !bias.data;
+      const uint8_t* seen = mask.data ? mask.data + row * mask.row + i * mask.query : nullptr;
+      const float* added =
+          bias.data ? bias.data + row * bias.row + n * bias.head + i * bias.query : nullptr;
+      attend(query, (const E*)past.keys + at, (const E*)past.values + at, past, p.width,
+             hides ? r.stored + i + 1 : all, p.scale, seen, added, t.room.scores);
+    }
+}
+
+template <typename E>
+static void attend_heads(Thread& t, const Layer& layer, const AttentionPart& p, const Past& past,
+                         bool is_own) {
+#pragma omp for schedule(dynamic) nowait
+  for (int64_t i = 0; i < t.run.rows * p.shared_heads; i++) {
+    const int64_t row = i / p.shared_heads, head = i % p.shared_heads;
+    if (is_own) keep_head<E>(t, p, past, row, head);
+    attend_head<E>(t, layer, p, past, row, head, is_own);
+  }
+}
+
+static void run_attention(Thread& t, const Layer& layer, const AttentionPart& p, const Past& past,
+                          bool is_own, float sum_scale) {
+  const float* x = read_residual(t, p.norm, layer.norm_place, p.in_scale);
+  multiply_into(t, p.query, x, t.room.query);
+  if (is_own) {
+    multiply_into(t, p.key, x, t.room.key);
+    multiply_into(t, p.value, x, t.room.value);
+  }
+  wait();
+  if (past.kind == FP32) attend_heads<float>(t, layer, p, past, is_own);
+  else if (past.kind == BF16) attend_heads<Bf16>(t, layer, p, past, is_own);
+  else attend_heads<uint16_t>(t, layer, p, past, is_own);
+  wait();
+  t.quantized_from = nullptr;
+  multiply_onto(t, p.out, t.room.query, p.add_scale, sum_scale);
+}
+
+static void run_feed(Thread& t, const FeedPart& p, const float* x, float sum_scale) {
+  float *up = t.room.up, *gate = p.gated ? t.room.gate : nullptr, *inner = gate ? gate : up;
+  const int64_t width = p.up.rows;
+  enter(t, p.up, x);
+  for_panels(t, p.up, [&](int64_t first, int64_t end) {
+    if (gate) multiply_some(t, p.gate, x, first, end, gate);
+    multiply_some(t, p.up, x, first, end, up);
+    const int64_t count = std::min(end * PANEL, width) - first * PANEL;
+    for (int64_t i = 0; i < t.count; i++) {
+      const int64_t at = i * width + first * PANEL;
+      activate(p.activation, inner + at, gate ? up + at : nullptr, count);
+    }
+  });
+  wait();
+  t.quantized_from = nullptr;
+  multiply_onto(t, p.down, inner, p.add_scale, sum_scale);
+}
+
+static void run_layer(Thread& t, const Layer& layer, const Past& own, const Past& memory) {
+  const int place = layer.norm_place;
+  if (place == PARALLEL) {
+    // The residual changes meanwhile; what its norm made of it is still here.
+    run_attention(t, layer, layer.attn, own, true, 1.0f);
+    t.quantized_from = nullptr;
+    run_feed(t, layer.feed, scaled(t, t.room.normed, layer.feed.in_scale), layer.sum_scale);
+    wait();
+    return;
+  }
+  if (layer.attn.exists) {
+    run_attention(t, layer, layer.attn, own, true, layer.sum_scale);
+    end_part(t, layer.attn.norm, place);
+  }
+  if (layer.cross.exists) {
+    run_attention(t, layer, layer.cross, memory, false, layer.sum_scale);
+    end_part(t, layer.cross.norm, place);
+  }
+  if (layer.feed.exists) {
+    run_feed(t, layer.feed, read_residual(t, layer.feed.norm, place, layer.feed.in_scale),
+             layer.sum_scale);
+    end_part(t, layer.feed.norm, place);
+  }
+}
+
+extern "C" void run_step(const Run* r) {
+#pragma omp parallel num_threads(r->threads) if (r->threads > 1)
+  {
+#ifdef _OPENMP
+    const int thread = omp_get_thread_num();
+#else
+    const int thread = 0;
+#endif
+    Thread t = {*r, divide_room(*r, thread), r->rows * r->tokens, {}, nullptr, 0};
+    for (int64_t i = 0; i < r->count; i++) run_layer(t, r->layers[i], r->own[i], r->memory[i]);
+  }
+}

@@ -1,0 +1,81 @@
+"""What every family that writes text must do in the native step, against torch's way."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bmforge.infer.decoder import start_decoder
+from bmforge.models import Model
+from bmforge.models.pack import quantize_
+from bmforge.nn import MoE
+from bmforge.nn.packing import PRESETS
+from bmforge.testing.batches import make_batch
+from bmforge.testing.capability import capability
+from bmforge.testing.tolerance import assert_close
+
+__all__ = ["NativeSuite", "decode_both_ways"]
+
+
+class NativeSuite:
+    """The native step is torch's blocks; `FamilySuite` inherits this."""
+
+    @capability("native step")
+    @pytest.mark.parametrize("scheme", ["", "int8", "int4"])
+    @torch.no_grad()
+    def test_native_step(self, wide: Model, scheme: str) -> None:
+        """Scores of padded rows, one token after the other and several at once, are torch's.
+
+        With activations as they are, to rounding; where they become 8 bits, a last bit of what is
+        rounded can make a step of it.
+        """
+        if not wide.traits.writes:
+            return
+        used: Any = [None]
+        if scheme:
+            used = [PRESETS[scheme], replace(PRESETS[scheme], activations="float")]
+        for spec in used:
+            model: Any = wide if spec is None else quantize_(copy.deepcopy(wide), spec)
+            is_rounded = spec is not None and spec.activations == "int8"
+            self.check_native_step(model, 0.05 if is_rounded else 1e-5)
+
+    def check_native_step(self, model: Any, off: float) -> None:
+        """Compare both ways within `off` of the largest score."""
+        native, plain, counts = decode_both_ways(model)
+        stack: Any = model.decoder if hasattr(model, "decoder") else model
+        through_torch = sum(isinstance(block.mlp, MoE) for block in stack.layers.values())
+        whole = len(stack.layers)
+        used = (whole - through_torch, through_torch) if through_torch < whole else (0, 0)
+        assert counts == [(0, 0)] + [used] * 4
+        assert_close(native, plain, rtol=0, atol=off * float(plain.abs().max()))
+
+
+def decode_both_ways(
+    model: Any, masked: bool = True
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """Return scores of some steps, natively and through torch, and what ran how.
+
+    Shape:
+        returns (steps, B, V) twice; and blocks run natively and through torch, step by step
+    """
+    ids = make_batch(model, 2, length=7, seed=3)
+    mask = torch.ones_like(ids) if masked else None
+    if mask is not None:
+        mask[0, slice(-2, None) if model.traits.reads == "apart" else slice(0, 2)] = 0
+    found, counts = [], []
+    for is_native in (True, False):
+        decoder, start = start_decoder(model, ids, mask, 8)
+        step: Any = decoder.cache.step
+        decoder.cache.step = step if is_native else None
+        scores = []
+        for tokens in (start, *(ids[:, n : n + 1] for n in range(3)), ids[:, :3]):
+            scores.append(decoder.run(tokens))
+            if is_native:
+                counts.append((step.native_blocks, step.torch_blocks))
+        found.append(torch.stack(scores))
+    return found[0], found[1], counts
