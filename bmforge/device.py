@@ -19,6 +19,7 @@ from bmforge.host_memory import data_room_bytes, host_memory_bytes, peak_residen
 __all__ = [
     "backend_for",
     "default_device",
+    "device_at",
     "device_memory_bytes",
     "device_name",
     "device_size_bytes",
@@ -55,6 +56,21 @@ def default_device(local_rank: int = 0) -> torch.device:
         assert kind is not None
         return torch.device(kind.type, local_rank % torch.accelerator.device_count())
     return torch.device("cpu")
+
+
+def device_at(index: int | None = None) -> torch.device:
+    """Return the accelerator of that number, the current one for None; the CPU where there is none.
+
+    Raises:
+        ConfigError: there are fewer accelerators.
+    """
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    index = torch.accelerator.current_device_index() if index is None else index
+    if not 0 <= index < count:
+        raise ConfigError(f"there is no accelerator {index}: this machine has {count}, from 0 on.")
+    return torch.device(default_device().type, index)
 
 
 def backend_for(device: torch.device) -> str:

@@ -172,7 +172,8 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of any model: what ZeRO units and recompute work on.
 
     A container (ModuleList, ModuleDict, Sequential) whose children, at least two, are of one class
-    with parameters holds blocks. Blocks inside blocks are not listed.
+    with parameters holds blocks; of lists of lists the inner ones do, as only their children run.
+    Blocks inside blocks are not listed.
     """
     blocks: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
@@ -182,7 +183,8 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
             children = dict(module.named_children())
             kinds = {type(child) for child in children.values()}
             has_parameters = all(any(True for _ in c.parameters()) for c in children.values())
-            if len(children) >= 2 and len(kinds) == 1 and has_parameters:
+            runs = not kinds & {nn.ModuleList, nn.ModuleDict}
+            if len(children) >= 2 and len(kinds) == 1 and has_parameters and runs:
                 prefix = f"{name}." if name else ""
                 blocks.update({prefix + key: child for key, child in children.items()})
     return blocks

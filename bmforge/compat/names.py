@@ -19,6 +19,7 @@ PAGES = {
     "bmtrain": "migrating.md",
     "model_center": "migrating_model_center.md",
     "cpm_pretrain": "migrating_cpm_pretrain.md",
+    "bminf": "migrating_bminf.md",
 }
 
 

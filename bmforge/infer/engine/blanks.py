@@ -6,6 +6,7 @@ model would have written, is how BMInf's ``CPM2.fill_blank`` does it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,13 @@ _MOST = 16
 
 
 def fill_blanks(
-    model: Any, tokenizer: Any, text: str, *, blank: str = _BLANK, **options: Any
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    blank: str = _BLANK,
+    make_decoder: Callable[..., Seq2SeqDecoder] = Seq2SeqDecoder,
+    **options: Any,
 ) -> list[str]:
     """Return what belongs in every blank of a text, in their order.
 
@@ -32,6 +39,7 @@ def fill_blanks(
         tokenizer: its own.
         text: with 1 to 16 blanks.
         blank: how a blank is written.
+        make_decoder: what gives the scores; see `Seq2SeqDecoder`.
         options: fields of `GenerationConfig`; `max_new_tokens` is of one blank.
 
     Raises:
@@ -57,7 +65,7 @@ def fill_blanks(
     check_prompt(model, source, torch.ones_like(source), config)
     with evaluating(model), torch.no_grad():
         longest = 1 + count * (1 + config.max_new_tokens)
-        decoder = Seq2SeqDecoder(model, source, None, longest)
+        decoder = make_decoder(model, source, None, longest)
         return _write(model, decoder, tokenizer, ends[:count], config)
 
 

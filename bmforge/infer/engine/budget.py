@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from bmforge.memory.spill import format_bytes
 from bmforge.records import units_of
 from bmforge.surgery import persistent_tensors, shared_tensors
 
-__all__ = ["EngineConfig", "MemoryPlan", "check_budgets", "plan_memory", "stays"]
+__all__ = ["EngineConfig", "MemoryPlan", "check_budgets", "plan_memory", "plan_weights", "stays"]
 
 MIB = 1 << 20
 # What a process takes besides tensors, measured with docs/results/2026-11-22-engine-memory.md: the
@@ -176,24 +176,75 @@ def plan_memory(
         ConfigError: a budget is too small, which says the smallest that works; or too large.
     """
     budget = check_budgets(device, device_budget_bytes, host_budget_bytes)
-    stacks = _find_stacks(model)
+    blocks = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
+    tokens = config.tokens_of(model)
+    work = find_workspace(model, config.max_rows, tokens)
+    work = Workspace(work.cache_bytes, int(_SLACK * work.step_bytes))
+    is_half = any(
+        t.is_floating_point() and t.element_size() == 2
+        for t in (*model.parameters(), *model.buffers())
+    )
+    runtime = _RUNTIME_BYTES + is_half * is_host(device) * _HALF_BYTES
+    plan, smallest, fixed = _divide(model, blocks, device, budget, host_budget_bytes, work, runtime)
+    if plan is None:
+        raise ConfigError(_too_small(budget, smallest, fixed, work, tokens))
+    return plan
+
+
+def plan_weights(
+    model: nn.Module,
+    device: torch.device,
+    limit_bytes: int,
+    blocks: Mapping[str, nn.Module],
+    option: str = "memory_limit",
+) -> MemoryPlan:
+    """Return where a model's tensors go by a limit on weights and slots alone.
+
+    Args:
+        model: as it is.
+        device: where it computes.
+        limit_bytes: of all weights and buffers on the device, and of slots.
+        blocks: name -> module of what may come and go, in the order in which it runs.
+        option: what a person calls the limit.
+
+    Raises:
+        ConfigError: it is too small, with the smallest that works.
+    """
+    nothing = Workspace(0, 0)
+    plan, smallest, fixed = _divide(model, blocks, device, limit_bytes, None, nothing, 0)
+    if plan is None:
+        raise ConfigError(
+            f"{option}={limit_bytes} ({format_bytes(limit_bytes)}) is too small: {smallest} "
+            f"({format_bytes(smallest)}) is the smallest that works. {format_bytes(fixed)} of it "
+            "are weights and buffers outside of the blocks."
+        )
+    return plan
+
+
+def _divide(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    device: torch.device,
+    budget: int,
+    host_budget_bytes: int | None,
+    work: Workspace,
+    runtime: int,
+) -> tuple[MemoryPlan | None, int, int]:
+    """Return the plan, the smallest budget that has one, and the bytes outside of blocks."""
+    stacks = _find_stacks(model, blocks)
     sizes = [[size for _, size in stack] for stack in stacks]
     everything = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     fixed = sum(packed_bytes(t) for t in everything) - sum(map(sum, sizes))
-    work = find_workspace(model, config.max_rows, config.tokens_of(model))
-    work = Workspace(work.cache_bytes, int(_SLACK * work.step_bytes))
-    is_half = any(t.is_floating_point() and t.element_size() == 2 for t in everything)
-    runtime = _RUNTIME_BYTES + is_half * is_host(device) * _HALF_BYTES
     rest = fixed + work.cache_bytes + work.step_bytes + runtime
     smallest = rest + smallest_room(sizes)
     kept = choose_resident(sizes, budget - rest)
     if kept is None:
-        raise ConfigError(_too_small(budget, smallest, fixed, work, config.tokens_of(model)))
+        return None, smallest, fixed
     resident = {stack[i][0] for stack, ids in zip(stacks, kept, strict=True) for i in ids}
     moved = [one for stack in stacks for one in stack if one[0] not in resident]
     on_host = _fill_host(moved, device, host_budget_bytes)
     moved_bytes = sum(size for _, size in moved)
-    return MemoryPlan(
+    plan = MemoryPlan(
         budget,
         smallest,
         fixed + sum(map(sum, sizes)) - moved_bytes,
@@ -201,11 +252,12 @@ def plan_memory(
         work.cache_bytes,
         work.step_bytes,
         runtime,
-        tuple(unit.name for unit in units_of(model) if unit.name in resident),
+        tuple(name for name in blocks if name in resident),
         tuple(name for name, _ in moved if name in on_host),
         tuple(name for name, _ in moved if name not in on_host),
         moved_bytes,
     )
+    return plan, smallest, fixed
 
 
 def _too_small(budget: int, smallest: int, fixed: int, work: Workspace, tokens: int) -> str:
@@ -248,15 +300,14 @@ def check_budgets(
     return device_budget_bytes
 
 
-def _find_stacks(model: nn.Module) -> list[list[tuple[str, int]]]:
+def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list[tuple[str, int]]]:
     """Return name and moving bytes of every block, by stack; the last stack, which writes, first.
 
     Of an encoder-decoder the decoder's blocks run for every token, so they leave last.
     """
-    found = [(unit.name, unit.module) for unit in units_of(model) if unit.is_block]
     shared = shared_tensors(model)
     stacks: dict[str, list[tuple[str, int]]] = {}
-    for name, module in found:
+    for name, module in blocks.items():
         size = sum(
             packed_bytes(tensor)
             for own, tensor in persistent_tensors(module).items()

@@ -206,7 +206,7 @@ class Engine:
                 option that does not fit.
             ShapeError: ids outside of the vocabulary.
         """
-        with self._turn("generate") as model:
+        with self.turn("generate") as model:
             if isinstance(prompts, Tensor):
                 return generate(model, prompts.to(self.device), **options)
             texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -225,7 +225,7 @@ class Engine:
         Raises:
             ConfigError: as `generate` does.
         """
-        with self._turn("stream") as model:
+        with self.turn("stream") as model:
             tokenizer, shown, new = self.tokenizer, "", []
             ids = tokenizer.encode(prompt)
             if not ids:
@@ -246,7 +246,7 @@ class Engine:
         self, inputs: Any, *, pooling: Literal["mean", "first"] = "mean", normalize: bool = True
     ) -> Tensor:
         """Return an embedding of every text, (B, D); see `encode.embed`."""
-        with self._turn("embed", writes=False) as model:
+        with self.turn("embed", writes=False) as model:
             rows = self.config.max_rows
             return embed(
                 model, self._ids(inputs), pooling=pooling, normalize=normalize, max_rows=rows
@@ -254,12 +254,12 @@ class Engine:
 
     def fill_mask(self, texts: str | Sequence[str], *, top: int = 5) -> Any:
         """Return the likeliest tokens at every mask token of texts; see `encode.fill_mask`."""
-        with self._turn("fill_mask", writes=False) as model:
+        with self.turn("fill_mask", writes=False) as model:
             return fill_mask(model, self.tokenizer, texts, top=top)
 
     def classify(self, inputs: Any) -> Tensor:
         """Return the probabilities of a classifier's classes; see `encode.classify`."""
-        with self._turn("classify", writes=False) as model:
+        with self.turn("classify", writes=False) as model:
             return classify(model, self._ids(inputs), max_rows=self.config.max_rows)
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -268,18 +268,18 @@ class Engine:
         Args:
             pairs: (prompt, text that is scored after it).
         """
-        with self._turn("score") as model:
+        with self.turn("score") as model:
             return score_pairs(model, self.tokenizer, pairs)
 
     def fill_documents(self, documents: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         """Fill CPM-Bee's documents; see `bmforge.infer.openbmb.documents.fill_documents`."""
-        with self._turn("fill_documents") as model:
+        with self.turn("fill_documents") as model:
             given = {"batch_size": min(8, self.config.max_rows), **options}
             return fill_documents(model, self.tokenizer, documents, **given)
 
     def fill_blanks(self, text: str, **options: Any) -> list[str]:
         """Return what belongs in every ``<span>`` of a text; see `blanks.fill_blanks`."""
-        with self._turn("fill_blanks") as model:
+        with self.turn("fill_blanks") as model:
             return fill_blanks(model, self.tokenizer, text, **options)
 
     def chat(self, **options: Any) -> Talk:
@@ -288,7 +288,7 @@ class Engine:
         Args:
             options: fields of `TalkConfig`.
         """
-        with self._turn("chat") as model:
+        with self.turn("chat") as model:
             limit = None if self._guard is None else self.config.tokens_of(model)
             talk = open_talk(
                 model, self.tokenizer, TalkConfig(**options), directory=self._directory, limit=limit
@@ -324,7 +324,7 @@ class Engine:
         return [(text, self.tokenizer) for text in texts]
 
     @contextmanager
-    def _turn(self, what: str, writes: bool = True) -> Iterator[Any]:
+    def turn(self, what: str, writes: bool = True) -> Iterator[Any]:
         """Have the model for one request.
 
         Raises:
@@ -361,7 +361,7 @@ class _Turns:
 
     def reply(self, text: str) -> str:
         """Say something and return the answer; both become history."""
-        with self._engine._turn("reply"):
+        with self._engine.turn("reply"):
             return self._talk.reply(text)
 
     def clear(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,22 @@ def read_weights_(
 
 
 def place_(
-    model: nn.Module, plan: MemoryPlan, device: torch.device, directory: Path | None
+    model: nn.Module,
+    plan: MemoryPlan,
+    device: torch.device,
+    directory: Path | None,
+    blocks: Sequence[str] | None = None,
 ) -> tuple[Streamer | None, Callable[[], None]]:
     """Move a model that is in memory to where the plan has its parts.
 
     Blocks that come and go wait on the host, or where that is the device in a file without a name.
+
+    Args:
+        model: as it is.
+        plan: where everything goes.
+        device: where it computes.
+        directory: for the file; None takes the system's temporary directory.
+        blocks: names of those that the plan is about; None: all that the model has.
 
     Returns:
         what streams, if anything does; and what gives the file back.
@@ -62,7 +73,7 @@ def place_(
         )
         read, close = _Spilled(file, kept), file.close
         kept.clear()
-    streamer = _stream_(model, read, plan, device)
+    streamer = _stream_(model, read, plan, device, blocks)
     for tensor in (*model.parameters(), *model.buffers()):
         if not is_streamed(tensor):
             tensor.data = tensor.data.to(device)
@@ -70,12 +81,22 @@ def place_(
 
 
 def _stream_(
-    model: nn.Module, read: ReadWeights, plan: MemoryPlan, device: torch.device
+    model: nn.Module,
+    read: ReadWeights,
+    plan: MemoryPlan,
+    device: torch.device,
+    blocks: Sequence[str] | None = None,
 ) -> Streamer | None:
     if not plan.moved_bytes:
         return None
     return stream_blocks_(
-        model, read, device=device, resident=plan.resident, on_host=plan.on_host, stays=stays
+        model,
+        read,
+        device=device,
+        blocks=blocks,
+        resident=plan.resident,
+        on_host=plan.on_host,
+        stays=stays,
     )
 
 

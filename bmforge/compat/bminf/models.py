@@ -1,0 +1,359 @@
+"""The models of BMInf 1.0, under their old names and arguments, on the engine.
+
+Source: the models of BMInf 1.0.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from bmforge.compat.bminf.names import NAMES
+from bmforge.compat.bminf.sampler import LoweredDecoder, LoweredSeq2Seq, draw_options
+from bmforge.compat.names import missing_names
+from bmforge.device import default_device
+from bmforge.errors import ConfigError
+from bmforge.infer import Engine
+from bmforge.infer.decoder import Decoder
+from bmforge.infer.generate import complete_config, evaluating, run_decoder
+from bmforge.infer.openbmb.chat import join_history
+from bmforge.infer.options import GenerationConfig
+from bmforge.models.config import read_config_file
+from bmforge.models.hub import AutoModel, find_model
+
+__all__ = ["CPM1", "CPM2", "EVA"]
+
+__getattr__ = missing_names("bminf", NAMES, __all__, "models")
+
+_SCHEME = "int8-dynamic"
+_SPAN = "<span>"
+# Stands for those of a text's blanks that are to be filled; no vocabulary has it.
+_CHOSEN = "\ue000"
+# BMInf's blank for the rest of a text, by which CPM-2.1 was trained to go on.
+_REST = 189
+# What CPM-1 writes before words; it may come as often as it likes.
+_WORD = "\u2581"
+
+
+def open_engine(
+    family: str,
+    version: str,
+    memory_limit: int | None,
+    dynamic_memory: int = 0,
+    device_idx: int | None = None,
+) -> Engine:
+    """Open a model as BMInf did: int8, within limits.
+
+    Args:
+        family: the class that it must be of.
+        version: directory or hub id, with or without ``file://`` in front.
+        memory_limit: bytes of weights; None takes what is free.
+        dynamic_memory: bytes of everything else, with a limit.
+        device_idx: of the accelerator; the first one, or None.
+
+    Raises:
+        ConfigError: no such model, one of another family, or a limit that is too small.
+    """
+    if device_idx not in (None, default_device().index, 0):
+        raise ConfigError(
+            f"device_idx={device_idx}: the first accelerator that the process sees is used. Let it "
+            "see that one alone (CUDA_VISIBLE_DEVICES), and leave device_idx out."
+        )
+    directory = find_model(version.removeprefix("file://"))
+    raw = read_config_file(directory)
+    found = AutoModel.family_of(raw)
+    if found.__name__ != family:
+        raise ConfigError(
+            f"{str(directory)!r} holds a {found.__name__}, not a {family}: give another version=."
+        )
+    is_packed = bool(raw.get("quantization_config"))
+    return Engine(
+        directory,
+        device_budget_bytes=None if memory_limit is None else memory_limit + dynamic_memory,
+        quantize=None if is_packed else _SCHEME,
+    )
+
+
+class _Model:
+    """What the three share.
+
+    Args:
+        device_idx: of the accelerator; the first one, or None.
+        dynamic_memory: bytes of everything but weights; counts where there is a `memory_limit`.
+        memory_limit: bytes of weights; None takes what is free. Both together are the budget of
+            the engine that runs it.
+        version: directory or hub id of the model, with or without ``file://`` in front; None takes
+            the name of BMInf's last one, as a directory.
+
+    Raises:
+        ConfigError: no such model, one of another family, or a limit that is too small.
+    """
+
+    family: ClassVar[str]
+    latest: ClassVar[str]
+
+    def __init__(
+        self,
+        device_idx: int | None = None,
+        dynamic_memory: int = 512 << 20,
+        memory_limit: int | None = None,
+        version: str | None = None,
+    ) -> None:
+        self.engine = open_engine(
+            self.family, version or self.latest, memory_limit, dynamic_memory, device_idx
+        )
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    def _stops(self, stop_tokens: Sequence[str] | None, known: Collection[int]) -> tuple[int, ...]:
+        """Return the ids of tokens that end a text.
+
+        Raises:
+            ConfigError: one is not in the vocabulary.
+        """
+        found = {token: self._tokenizer.token_to_id(token) for token in stop_tokens or ()}
+        missing = [token for token, id in found.items() if id is None]
+        if missing:
+            raise ConfigError(f"stop_tokens={missing} are not in the model's vocabulary.")
+        return tuple(dict.fromkeys((*found.values(), *known)))
+
+    def _write(
+        self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
+    ) -> tuple[str, bool]:
+        """Go on with a row; return what was written, and whether an end was."""
+        ids = torch.tensor([start], device=self.engine.device)
+        nothing = torch.zeros_like(ids[:, 0])
+        with evaluating(model), torch.no_grad():
+            out = run_decoder(decoder, ids, nothing, config)[0, len(start) :].tolist()
+        has_ended = out[-1] in config.eos_tokens
+        return self._tokenizer.decode_written(out[:-1] if has_ended else out), has_ended
+
+
+class CPM1(_Model):
+    """CPM-1, which goes on with a text."""
+
+    family, latest = "CPM1", "cpm1-new"
+
+    def generate(
+        self,
+        input_sentence: str,
+        max_tokens: int = 128,
+        top_n: int | None = None,
+        top_p: float | None = None,
+        temperature: float = 0.9,
+        frequency_penalty: float = 0,
+        presence_penalty: float = 0,
+        stop_tokens: Sequence[str] | None = None,
+    ) -> tuple[str, bool]:
+        """Go on with a text.
+
+        Args:
+            input_sentence: the text.
+            max_tokens: most tokens that are written.
+            top_n: draw among so many.
+            top_p: draw among the likeliest that make up this probability.
+            temperature: scores are divided by it.
+            frequency_penalty: for every time a token is there already.
+            presence_penalty: for being there at all.
+            stop_tokens: tokens that end the text, besides the model's own.
+
+        Returns:
+            what was written, and whether it has come to an end: also where the model has no
+            position left.
+
+        Raises:
+            ConfigError: an empty text, a token that is not known, or an option out of range.
+        """
+        tokenizer = self._tokenizer
+        stops = self._stops(stop_tokens, [tokenizer.eos_id])
+        with self.engine.turn("generate") as model:
+            ids = tokenizer.encode(input_sentence)
+            if not ids:
+                raise ConfigError("input_sentence is empty; give a text.")
+            room = self.engine.config.tokens_of(model) - len(ids)
+            if room < 1:
+                return "", True
+            draw = draw_options(
+                temperature, top_n, top_p, min(max_tokens, room), eos_token_id=stops
+            )
+            config = complete_config(model, GenerationConfig(**draw))
+            free = [id for id in [tokenizer.token_to_id(_WORD)] if id is not None]
+            decoder = LoweredDecoder(
+                model,
+                None,
+                len(ids) + config.max_new_tokens,
+                temperature=temperature,
+                penalties=(frequency_penalty, presence_penalty),
+                free=free,
+            )
+            text, has_ended = self._write(model, decoder, ids, config)
+        return text, has_ended or room <= max_tokens
+
+
+class CPM2(_Model):
+    """CPM-2, which fills blanks of a text."""
+
+    family, latest = "CPM2", "cpm2.1-new"
+
+    def fill_blank(
+        self,
+        input_sentence: str,
+        spans_position: Sequence[int] | None = None,
+        max_tokens: int = 128,
+        top_n: int | None = None,
+        top_p: float | None = None,
+        temperature: float = 0.9,
+        frequency_penalty: float = 0,
+        presence_penalty: float = 0,
+    ) -> list[dict[str, Any]]:
+        """Fill every ``<span>`` of a text, up to 16.
+
+        Args:
+            input_sentence: the text.
+            spans_position: where in the text those are that are filled; None takes all.
+            max_tokens: most tokens of one blank.
+            top_n, top_p, temperature, frequency_penalty, presence_penalty: as in `CPM1.generate`.
+
+        Returns:
+            of each blank its `position` in the text and its `text`, in their order.
+
+        Raises:
+            ConfigError: no blank or too many, or an option out of range.
+        """
+        places = _find_spans(input_sentence, spans_position)
+        make = partial(
+            LoweredSeq2Seq,
+            temperature=temperature,
+            penalties=(frequency_penalty, presence_penalty),
+            never=[self._tokenizer.unk_id],
+        )
+        pieces, first = [], 0
+        for place in places:
+            pieces.append(input_sentence[first:place])
+            first = place + len(_SPAN)
+        found = self.engine.fill_blanks(
+            _CHOSEN.join([*pieces, input_sentence[first:]]),
+            blank=_CHOSEN,
+            make_decoder=make,
+            **draw_options(temperature, top_n, top_p, max_tokens),
+        )
+        return [{"position": p, "text": text} for p, text in zip(places, found, strict=True)]
+
+    def generate(
+        self,
+        input_sentence: str,
+        max_tokens: int = 128,
+        top_n: int | None = None,
+        top_p: float | None = None,
+        temperature: float = 0.9,
+        frequency_penalty: float = 0,
+        presence_penalty: float = 0,
+        stop_tokens: Sequence[str] | None = None,
+    ) -> tuple[str, bool]:
+        """Go on with a text, as `CPM1.generate` does and with its arguments.
+
+        Raises:
+            ConfigError: a token that is not known, or an option out of range.
+        """
+        tokenizer = self._tokenizer
+        marks = tokenizer.sentinel_ids
+        blank = tokenizer.sentinel_id(min(_REST, len(marks) - 1))
+        stops = self._stops(stop_tokens, [tokenizer.eos_id, *marks])
+        with self.engine.turn("generate") as model:
+            source = [*tokenizer.encode(input_sentence), blank]
+            draw = draw_options(temperature, top_n, top_p, max_tokens, eos_token_id=stops)
+            penalties = frequency_penalty, presence_penalty
+            config = complete_config(model, GenerationConfig(**draw))
+            decoder = _begin(self, model, source, config, penalties, more=1)
+            start = [model.config.decoder_start_token_id, blank]
+            return self._write(model, decoder, start, config)
+
+
+class EVA(_Model):
+    """EVA, which answers."""
+
+    family, latest = "EVA", "eva-int8-new"
+
+    def dialogue(
+        self,
+        context: Sequence[str],
+        max_tokens: int = 128,
+        top_n: int | None = 10,
+        top_p: float | None = None,
+        temperature: float = 0.85,
+        frequency_penalty: float = 0,
+        presence_penalty: float = 0,
+        truncation_length: int | None = 256,
+    ) -> tuple[str, bool]:
+        """Answer the last of some utterances.
+
+        Args:
+            context: what was said, oldest first.
+            max_tokens, top_n, top_p, temperature, frequency_penalty, presence_penalty: as in
+                `CPM1.generate`.
+            truncation_length: most tokens that are read; older utterances are left out whole.
+
+        Returns:
+            the answer, and whether it has come to an end.
+
+        Raises:
+            ConfigError: nothing was said, or an option out of range.
+        """
+        if not context or not all(text.strip() for text in context):
+            raise ConfigError("context has nothing to answer, or an empty utterance.")
+        tokenizer = self._tokenizer
+        said = [tokenizer.encode(text) for text in context]
+        window = truncation_length or sum(map(len, said)) + len(said) + 1
+        with self.engine.turn("dialogue") as model:
+            source = join_history(said, tokenizer.sep_id, tokenizer.sentinel_id(0), window)
+            draw = draw_options(
+                temperature, top_n, top_p, max_tokens, eos_token_id=tokenizer.sep_id
+            )
+            penalties = frequency_penalty, presence_penalty
+            config = complete_config(model, GenerationConfig(**draw))
+            decoder = _begin(self, model, source, config, penalties)
+            return self._write(model, decoder, [model.config.decoder_start_token_id], config)
+
+
+def _begin(
+    of: _Model,
+    model: Any,
+    source: Sequence[int],
+    config: GenerationConfig,
+    penalties: tuple[float, float],
+    more: int = 0,
+) -> LoweredSeq2Seq:
+    """Return the decoder of a target; `more` tokens stand in it besides the start token."""
+    with evaluating(model), torch.no_grad():
+        return LoweredSeq2Seq(
+            model,
+            torch.tensor([source], device=of.engine.device),
+            None,
+            1 + more + config.max_new_tokens,
+            temperature=config.temperature,
+            penalties=penalties,
+            never=[of._tokenizer.unk_id],
+        )
+
+
+def _find_spans(text: str, given: Sequence[int] | None) -> list[int]:
+    """Return where the blanks are that are filled.
+
+    Raises:
+        ConfigError: there is no blank where one was said to be.
+    """
+    if given is None:
+        places, start = [], text.find(_SPAN)
+        while start >= 0:
+            places.append(start)
+            start = text.find(_SPAN, start + len(_SPAN))
+        return places
+    wrong = [place for place in given if not text.startswith(_SPAN, place)]
+    if wrong:
+        raise ConfigError(f"spans_position={wrong}: no {_SPAN!r} begins there.")
+    return sorted(given)

@@ -1,0 +1,75 @@
+"""The differentiable models of BMInf 1.0: `bminf.torch.CPM1` and `CPM2`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from bmforge.compat.bminf.models import CPM1 as _CPM1
+from bmforge.compat.bminf.models import CPM2 as _CPM2
+from bmforge.compat.bminf.models import open_engine
+from bmforge.compat.bminf.names import NAMES
+from bmforge.compat.names import missing_names
+
+__all__ = ["CPM1", "CPM2"]
+
+__getattr__ = missing_names("bminf", NAMES, __all__, "torch")
+
+
+class _Differentiable(nn.Module):
+    """A model with int8 layers whose blocks come and go; gradients reach what goes in.
+
+    Args:
+        memory_limit: bytes of everything on the device; None takes what is free.
+        version: as in `bminf.models`.
+
+    Raises:
+        ConfigError: as in `bminf.models`.
+    """
+
+    old: ClassVar[type[_CPM1 | _CPM2]]
+
+    def __init__(self, memory_limit: int | None = None, version: str | None = None) -> None:
+        super().__init__()
+        self.engine = open_engine(self.old.family, version or self.old.latest, memory_limit)
+        self.model = self.engine.model
+        self.config = self.model.config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the table of tokens."""
+        table: nn.Module = self.model.embed
+        return table
+
+    def forward(self, input_ids: Tensor | None = None, **options: Any) -> Any:
+        """Return the model's output: `logits`, and what else it has.
+
+        Args:
+            input_ids: token ids.
+            options: of the model's own call, such as `inputs_embeds`, `attention_mask`,
+                `decoder_input_ids`; masks may be floats.
+
+        Shape:
+            input_ids: (B, T); logits: (B, T, V)
+        """
+        for name in [name for name in options if name.endswith("attention_mask")]:
+            if isinstance(options[name], Tensor) and options[name].is_floating_point():
+                options[name] = (options[name] > 0.5).long()
+        return self.model(input_ids=input_ids, **options)
+
+
+class CPM1(_Differentiable):
+    """CPM-1."""
+
+    old = _CPM1
+
+
+class CPM2(_Differentiable):
+    """CPM-2."""
+
+    old = _CPM2

@@ -1,0 +1,106 @@
+"""`wrapper`: any module with int8 layers, within a limit."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from bmforge.compat.bminf.blocks import TransformerBlockList, place_blocks_
+from bmforge.compat.bminf.linear import QuantizedLinear
+from bmforge.device import device_at
+from bmforge.models.base import Model
+from bmforge.models.quantize import quantize_
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.packing import PRESETS
+from bmforge.records import units_of
+from bmforge.surgery import replace_module_
+
+__all__ = ["wrapper"]
+
+_SCHEME = "int8-dynamic"
+
+
+def wrapper(model: nn.Module, quantization: bool = True, memory_limit: float | None = None) -> Any:
+    """Return a model with int8 layers whose weights keep to a limit; it is changed in place.
+
+    Args:
+        model: any module, with its weights. Linear layers (transformers' Conv1D too) become
+            `QuantizedLinear`; of a model of bmforge all that is quantised there.
+        quantization: make int8 layers.
+        memory_limit: bytes of all weights and buffers of the model and of the slots through which
+            blocks come and go: one limit for all lists of blocks together. None takes 0.9 of what
+            is free on an accelerator, and on a CPU everything.
+
+    Raises:
+        ConfigError: the limit is too small, with the smallest that works; or the model is
+            quantised or streamed already.
+    """
+    limit = None if memory_limit is None else int(memory_limit)
+    if quantization and linear_sizes(model) is not None:
+        return QuantizedLinear(model).to(device_at())
+    if quantization:
+        _quantize_(model)
+    if isinstance(model, nn.ModuleList):
+        model = _as_list(model)
+    _replace_lists_(model)
+    place_blocks_(model, find_blocks(model), limit, device_at())
+    return model
+
+
+def _quantize_(model: nn.Module) -> None:
+    """Put int8 layers in the place of plain ones; say which cannot be, or that there are none."""
+    if isinstance(model, Model):
+        quantize_(model, _SCHEME)
+        return
+    found, left = 0, []
+    for name, module in dict(model.named_modules()).items():
+        sizes = linear_sizes(module)
+        if sizes is None or getattr(module, "weight", None) is None:
+            continue
+        if PRESETS[_SCHEME].fits(sizes[0]):
+            replace_module_(model, name, QuantizedLinear(module))
+            found += 1
+        else:
+            left.append(f"{name} ({PRESETS[_SCHEME].problem(sizes[0])})")
+    if left:
+        warnings.warn(f"left as they are: {', '.join(left)}", stacklevel=3)
+    elif not found:
+        warnings.warn(
+            f"quantization=True, but the {type(model).__name__} has no linear layers.", stacklevel=3
+        )
+
+
+def _as_list(layers: nn.ModuleList) -> TransformerBlockList:
+    return TransformerBlockList(list(layers))
+
+
+def _replace_lists_(model: nn.Module) -> None:
+    """Make outermost lists of modules callable, as BMInf does."""
+    for key, child in list(model.named_children()):
+        if type(child) is nn.ModuleList and len(child):
+            setattr(model, key, _as_list(child))
+        elif not isinstance(child, nn.ModuleList):
+            _replace_lists_(child)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what may come and go: a model's repeated blocks, and what else is in its lists."""
+    found = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            for key, child in module.named_children():
+                whole = f"{name}.{key}" if name else key
+                runs = type(child).forward is not nn.Module.forward
+                if runs and not _overlaps(whole, found) and any(True for _ in child.parameters()):
+                    found[whole] = child
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(found.items(), key=lambda one: order[one[0]]))
+
+
+def _overlaps(name: str, known: dict[str, nn.Module]) -> bool:
+    """Tell whether one of two modules is in the other."""
+    return any(
+        f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in known
+    )
