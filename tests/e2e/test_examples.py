@@ -99,3 +99,15 @@ def test_own_part_script() -> None:
     assert done.returncode == 0, done.stderr
     (alone,) = run_distributed(own_part.main, 1, Layout(), 4)
     assert json.loads(done.stdout) == pytest.approx(alone["losses"], rel=1e-9)
+
+
+def test_own_rule(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(8):
+        lines = (f"line {n} of {number}, by the river {n * number}" for n in range(40))
+        (texts / f"{number}.txt").write_text("\n".join(lines))
+    (texts / "offer.txt").write_text("Buy now!!!! All of it!")
+    script = [sys.executable, str(EXAMPLES / "own_rule.py"), str(texts), str(tmp_path / "out")]
+    said = subprocess.run(script, env=environment(), capture_output=True, text=True, check=True)
+    assert said.stdout == "dropped by mine.shouts: 1 documents\n"

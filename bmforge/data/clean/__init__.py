@@ -11,6 +11,7 @@ from bmforge.data.clean.drop import Drop
 from bmforge.data.clean.judge import JudgeByRules, clean_documents, explain
 from bmforge.data.clean.rule import Bounds, Rule, RuleSet
 from bmforge.data.clean.rules import RULE_SETS
+from bmforge.data.clean.statistics import TextStatistics
 
 __all__ = [
     "Drop",
@@ -19,6 +20,7 @@ __all__ = [
     "RuleSet",
     "RULE_SETS",
     "JudgeByRules",
+    "TextStatistics",
     "clean_documents",
     "explain",
 ]

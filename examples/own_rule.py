@@ -1,0 +1,25 @@
+"""A rule of your own in a preparation: `python examples/own_rule.py FOLDER OUT`."""
+
+from __future__ import annotations
+
+import sys
+
+from bmforge.data import PrepareConfig, Step, prepare
+from bmforge.data.clean import Bounds, JudgeByRules, Rule, RuleSet, TextStatistics
+
+
+def shout(text: TextStatistics) -> float:
+    """Return how many exclamation marks a text has."""
+    return text.text.count("!")
+
+
+# Raise the set's version when a rule changes, so that a journal knows.
+MINE = RuleSet("mine", 1, (Rule("shouts", shout, Bounds(high=3)),))
+
+if __name__ == "__main__":  # worker processes read this file as well
+    judge = JudgeByRules("none", (MINE,))
+    steps = [Step("mine", judge, judge.version)]
+    config = PrepareConfig(vocab_size=512, workers=2, skip_bad=True)
+    report = prepare(sys.argv[1], sys.argv[2], config, steps=steps)
+    for rule, amount in report.funnel.dropped.items():
+        print(f"dropped by {rule}: {amount.documents} documents")
