@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_peer import IDS
+from decode_peer import IDS, now, since
 from harness import header, paired_ratio, table
 
 from bmforge.infer.decoder import Decoder
@@ -47,7 +47,9 @@ CASES = {
     "f16": "llama-f16.gguf",
     "gpt2": "gpt2-q8_0.gguf",
 }
-PROMPT = 32
+PROMPT, LONGEST = 32, 128
+# By the clock, and of all cores that a process had.
+Seconds = tuple[float, float]
 READ = r"""
 #include <cstdint>
 extern "C" int64_t read_ahead(const int64_t* from, int64_t count, int threads) {
@@ -94,31 +96,34 @@ class Ours:
             self.model: Any = AutoModel.from_pretrained(path, dtype=torch.float16).eval()
         else:
             self.model = AutoModel.from_pretrained(path.with_suffix("")).eval()
+        self._decoder: Decoder | None = None
+        self._at, self._ids = 0, torch.tensor([IDS[:LONGEST]])
         self.bytes = sum(t.nbytes for n, t in persistent_tensors(self.model).items())
         embed = {n: t for n, t in persistent_tensors(self.model).items() if n.startswith("embed")}
         if not self.model.config.tie_word_embeddings:
             self.bytes -= sum(t.nbytes for t in embed.values())  # one row of it is read
 
     @torch.no_grad()
-    def decode(self, count: int, native: bool = True) -> float:
-        """Return the seconds of so many tokens after a prompt."""
-        ids = torch.tensor([IDS[: PROMPT + count]])
-        decoder = Decoder(self.model, None, PROMPT + count)
-        if not native:
-            decoder.cache.step = None
-        decoder.run(ids[:, :PROMPT])
-        start = time.perf_counter()
-        for n in range(PROMPT, PROMPT + count):
-            decoder.run(ids[:, n : n + 1])
-        return time.perf_counter() - start
+    def decode(self, count: int) -> Seconds:
+        """Return the seconds of so many tokens after those before, or a prompt."""
+        if self._decoder is None or self._at + count > LONGEST:
+            self._decoder, self._at = Decoder(self.model, None, LONGEST), PROMPT
+            self._decoder.run(self._ids[:, :PROMPT])
+            self._decoder.run(self._ids[:, PROMPT : PROMPT + 1])
+            self._at += 1
+        first, self._at = self._at, self._at + count
+        start = now()
+        for n in range(first, first + count):
+            self._decoder.run(self._ids[:, n : n + 1])
+        return since(start)
 
     @torch.no_grad()
-    def prefill(self, count: int) -> float:
+    def prefill(self, count: int) -> Seconds:
         """Return the seconds until the scores after a prompt."""
         decoder, ids = Decoder(self.model, None, count), torch.tensor([IDS[:count]])
-        start = time.perf_counter()
+        start = now()
         decoder.run(ids)
-        return time.perf_counter() - start
+        return since(start)
 
 
 class Peer:
@@ -138,11 +143,12 @@ class Peer:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    def ask(self, *words: object) -> float:
+    def ask(self, *words: object) -> Seconds:
         """Return the seconds that it says."""
         assert self._process.stdin is not None
         print(*words, file=self._process.stdin, flush=True)
-        return float(self._read())
+        wall, cores = map(float, self._read().split())
+        return wall, cores
 
     def close(self) -> None:
         """End it."""
@@ -150,7 +156,7 @@ class Peer:
 
 
 def read_speed(threads: int) -> float:
-    """Return bytes a second of a plain read of 512 MiB, the median of some."""
+    """Return bytes a second of a plain read of 512 MiB, the best of some."""
     library, memory = load_native("read", READ), torch.ones(512 << 17, dtype=torch.int64)
     assert library is not None
     library.read_ahead.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
@@ -159,48 +165,54 @@ def read_speed(threads: int) -> float:
         start = time.perf_counter()
         library.read_ahead(memory.data_ptr(), memory.numel(), threads)
         found.append(memory.nbytes / (time.perf_counter() - start))
-    return statistics.median(found)
+    return max(found)
 
 
 def compare(
-    ours: Callable[[], float], theirs: Callable[[], float], rounds: int
-) -> tuple[float, float, str]:
-    """Return median seconds of both, and the ratio with its interval."""
+    ours: Callable[[], Seconds], theirs: Callable[[], Seconds], rounds: int
+) -> tuple[list[float], list[float], str, str]:
+    """Return all seconds of both by the clock, and the ratios by the clock and by cores' time."""
     ours(), theirs()
-    found: tuple[list[float], list[float]] = ([], [])
+    found: tuple[list[Seconds], list[Seconds]] = ([], [])
     for _ in range(rounds):
         found[0].append(ours())
         found[1].append(theirs())
-    ratio, low, high = paired_ratio(*found)
-    medians = [statistics.median(part) for part in found]
-    return medians[0], medians[1], f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+    ratios = []
+    for which in range(2):
+        mine, other = ([seconds[which] for seconds in part] for part in found)
+        ratios.append("{:.2f} ({:.2f} to {:.2f})".format(*paired_ratio(mine, other)))
+    mine, other = ([seconds[0] for seconds in part] for part in found)
+    return mine, other, *ratios  # type: ignore[return-value]
 
 
 def run_case(name: str, options: argparse.Namespace) -> None:
     """Print the rows of one file."""
     path = options.folder / CASES[name]
-    ours = Ours(path)
-    count = options.tokens
+    ours, count = Ours(path), options.tokens
     for threads in options.threads:
         torch.set_num_threads(threads)
         peer = Peer(options.peer, "llama", str(path), str(threads), str(options.flash))
-        mine, other, ratio = compare(
+
+        def row(what: str, number: int, mine: Any, theirs: Any, n: int = threads) -> None:
+            first, second, wall, cores = compare(mine, theirs, options.rounds)
+            speeds = [number / statistics.median(part) for part in (first, second)]
+            speeds += [number / min(part) for part in (first, second)]
+            cells = [what, n, *(f"{speed:.1f}" for speed in speeds), wall, cores]
+            print(table_row([*cells, f"{speeds[2] * ours.bytes / read_speed(n):.2f}"]), flush=True)
+
+        row(
+            name,
+            count,
             lambda: ours.decode(count),
-            lambda peer=peer: peer.ask("decode", PROMPT, count),  # type: ignore[misc]
-            options.rounds,
+            lambda peer=peer: peer.ask("decode", PROMPT, count),
         )
-        share = ours.bytes * count / mine / read_speed(threads)
-        torch_way = statistics.median(ours.decode(8, native=False) for _ in range(3)) / 8
-        cells = [name, threads, f"{count / mine:.1f}", f"{count / other:.1f}", ratio]
-        print(table_row([*cells, f"{share:.2f}", f"{torch_way * count / mine:.2f}"]), flush=True)
         if options.prefill:
-            mine, other, ratio = compare(
+            row(
+                f"{name}, 512 at once",
+                512,
                 lambda: ours.prefill(512),
-                lambda peer=peer: peer.ask("prefill", 512),  # type: ignore[misc]
-                options.rounds,
+                lambda peer=peer: peer.ask("prefill", 512),
             )
-            cells = [f"{name}, prefill 512", threads, f"{512 / mine:.1f}", f"{512 / other:.1f}"]
-            print(table_row([*cells, ratio, "", ""]), flush=True)
         peer.close()
 
 
@@ -217,8 +229,8 @@ def main() -> None:
     parser.add_argument("--peer", default=sys.executable)
     parser.add_argument("--only", nargs="+", default=list(CASES))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--flash", type=int, default=1)
     parser.add_argument("--prefill", action="store_true")
     options = parser.parse_args()
@@ -228,8 +240,9 @@ def main() -> None:
     kernels = load_kernels()
     print(header(" ".join(["python", *sys.argv]), max(options.threads), ("torch",)))
     print(f"- kernels: {kernels.name if kernels else 'none'}\n")
-    columns = ["weights", "threads", "ours, tokens/s", "theirs", "ours / theirs", "of a read"]
-    print(table([*columns, "of torch's way"], []))
+    speeds = ["ours, tokens/s", "theirs", "ours at best", "theirs"]
+    columns = ["weights", "threads", *speeds, "by the clock", "by cores' time", "of a read"]
+    print(table(columns, []))
     for name in options.only:
         run_case(name, options)
 

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import chain
-from operator import attrgetter, eq
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -106,56 +106,61 @@ Layer: Any = _structure(
 class Watch:
     """Remembers what was described, and tells whether all of it is as it was.
 
-    Every attribute of every module counts (hooks, children, parameters and slots are attributes),
-    and where each tensor's numbers lie, of which dtype and shape.
+    The class and every attribute of every module count (hooks, children, parameters and slots are
+    attributes), and where each tensor's numbers lie, how many bytes of which dtype they are.
     """
 
     def __init__(self) -> None:
+        self._kinds: list[type] = []
+        self._objects: list[nn.Module] = []
         self._modules: list[dict[str, Any]] = []
         self._kept: list[dict[str, Any]] = []
-        self._inner: list[dict[str, Any]] = []
-        self._inner_kept: list[Any] = []
+        self._empty: list[dict[str, Any]] = []
+        self._full: list[dict[str, Any]] = []
+        self._inside: list[Any] = []
         self._tensors: list[Tensor] = []
         self._places: list[Any] = []
 
     def add(self, module: nn.Module) -> None:
         """Remember a module, its own tensors and which children it has."""
         attributes = vars(module)
+        self._objects.append(module)
+        self._kinds.append(type(module))
         self._modules.append(attributes)
         self._kept.append(dict(attributes))
         for key in ("_modules", "_parameters", *_HOOKS):
-            self._inner.append(attributes[key])
-        self._inner_kept = list(_values(self._inner))
-        self._tensors += [t for t in attributes["_parameters"].values() if t is not None]
-        self._places = list(_places(self._tensors))
+            (self._full if attributes[key] else self._empty).append(attributes[key])
+            self._inside += attributes[key].values()
+        tensors = [t for t in attributes["_parameters"].values() if t is not None]
+        self._tensors += tensors
+        self._places += _places(tensors)
 
     def sees_change(self) -> bool:
-        """Tell whether anything differs, within some microseconds per block."""
+        """Tell whether anything differs; takes some microseconds a block."""
+        if any(self._empty) or _forwards_changed():
+            return True
+        if not all(map(is_, map(type, self._objects), self._kinds)):
+            return True
         try:
             same = all(map(eq, self._modules, self._kept))
-        except (RuntimeError, ValueError):  # tensors that are not the same object
+        except (RuntimeError, ValueError):  # an attribute is a tensor, and another one than it was
             return True
-        if not same or _forwards_changed():
-            return True
-        found = list(_values(self._inner))
-        if len(found) != len(self._inner_kept):
-            return True
-        return not (
-            all(a is b for a, b in zip(found, self._inner_kept, strict=True))
-            and list(_places(self._tensors)) == self._places
-        )
-
-
-def _values(found: Iterable[dict[str, Any]]) -> Iterable[Any]:
-    return chain.from_iterable(map(dict.values, found))
+        found = list(chain.from_iterable(map(dict.values, self._full)))
+        same = same and len(found) == len(self._inside) and all(map(is_, found, self._inside))
+        return not same or list(_places(self._tensors)) != self._places
 
 
 def _places(tensors: list[Tensor]) -> Iterable[Any]:
-    return chain(
+    return zip(
         map(Tensor.data_ptr, tensors),
-        map(attrgetter("dtype"), tensors),
-        map(attrgetter("shape"), tensors),
+        map(_BYTES, tensors),
+        map(_DTYPE, tensors),
+        map(Tensor.is_contiguous, tensors),
+        strict=True,
     )
+
+
+_BYTES, _DTYPE = attrgetter("nbytes"), attrgetter("dtype")
 
 
 def _forwards_changed() -> bool:
