@@ -12,6 +12,7 @@ from bmforge.nn.cuts import PickTokens, VocabCut
 from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import beside_parts
+from bmforge.nn.products import multiply_half
 
 __all__ = ["LMHead"]
 
@@ -38,7 +39,9 @@ class LMHead(nn.Linear):
 
     def score(self, x: Tensor) -> Tensor:
         """Return the logits of the rows that are here, parts beside left out."""
-        return F.linear(x, self.matrix(x.dtype), self.bias)
+        matrix = self.matrix(x.dtype)
+        found = None if self.bias is not None else multiply_half(x, matrix)
+        return F.linear(x, matrix, self.bias) if found is None else found
 
     def forward(
         self,

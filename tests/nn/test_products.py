@@ -198,6 +198,22 @@ def test_plain_weights(kernels: Kernels, dtype: torch.dtype, columns: int) -> No
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_heads(dtype: torch.dtype) -> None:
+    """A few tokens are rounded once, from a product in fp32; others go to torch."""
+    weight, x = draw(133, 200).to(dtype), draw(2, 3, 200, seed=1).to(dtype)
+    if products.load_kernels() is None:
+        pytest.skip("no compiler here")
+    with torch.no_grad():
+        got = products.multiply_half(x, weight)
+        assert got is not None
+        want = multiply_rows_plain(x.float().flatten(0, 1), weight).view(2, 3, 133).to(dtype)
+        assert torch.equal(got, want)
+        assert products.multiply_half(x.float(), weight.float()) is None
+        assert products.multiply_half(x.expand(9, 2, 3, 200).flatten(0, 1), weight) is None
+    assert products.multiply_half(x, weight) is None
+
+
 def test_the_widest_row(kernels: Kernels) -> None:
     """The largest sums that one scale allows do not leave 32 bits."""
     spec = QuantSpec(8, 0, scale_dtype="float32")

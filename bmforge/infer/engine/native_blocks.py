@@ -7,7 +7,7 @@ a slot that a layout has filled) is not described, and runs through torch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from itertools import chain
 from operator import attrgetter, eq, is_
@@ -194,7 +194,7 @@ def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[s
 
 
 @cache
-def _defined_by(kind: type) -> frozenset[str]:
+def _defined_by(kind: Hashable) -> frozenset[str]:
     return frozenset(dir(kind))
 
 
