@@ -58,7 +58,8 @@ class MemoryOptions:
             takes as much as the model needs.
         max_tokens: with a budget: longest row that is planned for, new tokens included; None takes
             1,024, or what the model has positions for.
-        quantize: pack the weights as they are read, by int8, int8-dynamic, int4 or int4-128.
+        quantize: pack the weights as they are read, by int8, int8-dynamic, int4 or int4-128; keep
+            takes the integers of a GGUF file, of GPTQ or of AWQ.
     """
 
     device_budget: str | None = None

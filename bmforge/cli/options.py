@@ -240,10 +240,10 @@ class QuantizeCommand:
     """Write a model with its weights packed as integers.
 
     Args:
-        source: directory or hub id of a Hugging Face model.
+        source: directory or hub id of a Hugging Face model, or a GGUF file.
         target: directory to make.
         scheme: int8 and int4 have a scale for every 32 columns, int4-128 for every 128, and
-            int8-dynamic for every row.
+            int8-dynamic for every row; keep takes the integers of a GGUF file, of GPTQ or of AWQ.
         float_activations: multiply with what goes in as it is, instead of rounding it to int8.
         outlier_ratio: share of the input columns that stays in 16 bits, where most of the error
             comes from; not for models with experts.
@@ -255,7 +255,7 @@ class QuantizeCommand:
 
     source: Annotated[str, tyro.conf.Positional]
     target: Annotated[Path, tyro.conf.Positional]
-    scheme: Literal["int8", "int8-dynamic", "int4", "int4-128"] = "int4"
+    scheme: Literal["int8", "int8-dynamic", "int4", "int4-128", "keep"] = "int4"
     float_activations: bool = False
     outlier_ratio: float = 0.0
     dtype: Literal["fp32", "bf16", "fp16"] | None = None

@@ -7,8 +7,9 @@ from dataclasses import replace
 from bmforge.cli.options import QuantizeCommand
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
+from bmforge.models.keep import KEEP
 from bmforge.models.quantize import quantize_directory
-from bmforge.nn.packing import find_preset
+from bmforge.nn.packing import QuantSpec, find_preset
 from bmforge.recipes.evaluate import EvaluateConfig, evaluate_model
 
 __all__ = ["run_quantize"]
@@ -18,9 +19,7 @@ def run_quantize(command: QuantizeCommand) -> None:
     """Write a model with its weights packed as integers."""
     if command.max_file_gb <= 0:
         raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")
-    spec = replace(find_preset(command.scheme), outlier_ratio=command.outlier_ratio)
-    if command.float_activations:
-        spec = replace(spec, activations="float")
+    spec = _find_scheme(command)
     if command.report:
         EvaluateConfig(text=command.report).check()
     target = quantize_directory(
@@ -33,6 +32,15 @@ def run_quantize(command: QuantizeCommand) -> None:
     )
     if command.report:
         print("\n".join(_compare(command.source, str(target), command.report)))
+
+
+def _find_scheme(command: QuantizeCommand) -> str | QuantSpec:
+    if command.scheme == KEEP:
+        if command.outlier_ratio or command.float_activations:
+            raise ConfigError("scheme='keep' keeps what is there: leave other options out.")
+        return KEEP
+    spec = replace(find_preset(command.scheme), outlier_ratio=command.outlier_ratio)
+    return replace(spec, activations="float") if command.float_activations else spec
 
 
 def _compare(before: str, after: str, texts: tuple[str, ...]) -> list[str]:

@@ -135,7 +135,8 @@ class Model(nn.Module):
             num_labels: classes of a new classifier.
             allow_unknown: config fields to accept unread.
             quantize: a scheme (`nn.packing.PRESETS`); weights are packed as they are read, and
-                never in memory all at once.
+                never in memory all at once. "keep" keeps the integers of a GGUF file, of GPTQ or
+                of AWQ as they are.
 
         Raises:
             ConfigError: no such model, or its config is not understood, or it cannot be quantised.

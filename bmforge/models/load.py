@@ -19,11 +19,13 @@ from bmforge.device import reads_are_free
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
 from bmforge.models.config import ModelConfig
+from bmforge.models.formats.gguf_blocks import Groups
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import Read, run_reads
 from bmforge.models.heads import Head
 from bmforge.models.init import init_tensor_, materialize_
 from bmforge.models.weights import OWN_PREFIX, WeightRule
+from bmforge.nn.packing import QuantSpec
 from bmforge.shards import Box, is_streamed, local_box, local_tensor
 from bmforge.surgery import match_glob, persistent_tensors
 
@@ -149,6 +151,27 @@ class WeightReader:
             for read in _plan_reads(target, rule, name, self._files)
         ]
         run_reads(reads, threads=self._threads)
+
+    def stored_spec(self, ours: str) -> QuantSpec | None:
+        """Return how a tensor is stored as integers; None where it is not, or in another layout."""
+        rules = self._rules.get(ours, ())
+        if any(rule.transpose for rule, _ in rules):
+            return None
+        specs = {self._files.stored_spec(name) for _, name in rules}
+        return next(iter(specs)) if len(specs) == 1 else None
+
+    def read_groups(self, ours: str, box: Box) -> Groups:
+        """Return the stored integers of some whole rows of a tensor that has a `stored_spec`.
+
+        Args:
+            ours: its name.
+            box: where in it; of a stack, rows of one entry.
+        """
+        for rule, name in self._rules[ours]:
+            slices = rule.source_slices(box)
+            if slices is not None:
+                return self._files.read_groups(name, slices)
+        raise AssertionError(f"no rule of {ours} has {box}")
 
     def read_expert(self, ours: str, expert: int, target: Tensor) -> None:
         """Fill a contiguous host tensor with one entry of a stacked tensor of ours.

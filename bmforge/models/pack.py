@@ -7,7 +7,7 @@ biases, routers and tables of positions stay floats. A quantised model remembers
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from bmforge.logging import track
 from bmforge.models.changes import Change, apply_change_
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.init import materialize_
+from bmforge.models.keep import KEEP, fill_kept_, keep_
 from bmforge.models.load import weight_reader
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
@@ -92,7 +93,7 @@ def load_quantized(
     Args:
         plain: the model on meta.
         files: a checkpoint of it.
-        scheme: see `quantize_`.
+        scheme: see `quantize_`; "keep" takes the integers that the checkpoint holds.
         device: where the model comes to live; None is the CPU.
         new_head: draw the head's weights where the checkpoint has none that fit.
 
@@ -119,7 +120,7 @@ class PackedReader:
     Args:
         plain: the model on meta; it becomes the quantised one, on meta too.
         files: a checkpoint of it.
-        scheme: see `quantize_`.
+        scheme: see `quantize_`; "keep" takes the integers that the checkpoint holds.
         new_head: draw the head's weights where the checkpoint has none that fit.
 
     Attributes:
@@ -133,9 +134,10 @@ class PackedReader:
         scheme: str | QuantSpec,
         new_head: bool = False,
     ) -> None:
-        self._read: Callable[[str, Tensor], None] = weight_reader(plain, files, new_head=new_head)
+        self._read = weight_reader(plain, files, new_head=new_head)
         self._plain = {name: (t.shape, t.dtype) for name, t in persistent_tensors(plain).items()}
-        self.model = quantize_(plain, scheme)
+        self._keeps = scheme == KEEP
+        self.model = keep_(plain, self._read) if self._keeps else quantize_(plain, scheme)
         self._last: tuple[str, dict[str, Tensor]] | None = None  # what was packed last
 
     def __call__(self, name: str) -> Tensor:
@@ -170,6 +172,8 @@ class PackedReader:
             made = torch.empty_like(store._parameters[key], device="cpu")
             store._parameters[key] = nn.Parameter(made, requires_grad=False)
         assert isinstance(store, PackedStore)
-        values = self._values(f"{owner}.{base}")
-        store.fill_(*([base] if is_stack else []), values)
+        if self._keeps:
+            fill_kept_(store, base, f"{owner}.{base}", self._read)
+        else:
+            store.fill_(*([base] if is_stack else []), self._values(f"{owner}.{base}"))
         return {key: store._parameters[key].data for key in keys}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bmforge.errors import ConfigError
+from bmforge.gguf_header import is_gguf
 from bmforge.logging import track
 from bmforge.models.config import read_config_file
 from bmforge.models.formats.convert import find_dtype, write_directory
@@ -19,6 +20,7 @@ from bmforge.models.formats.hf_format import (
     write_index,
 )
 from bmforge.models.hub import AutoModel
+from bmforge.models.keep import KEEP
 from bmforge.models.pack import PackedReader, load_quantized, quantize_
 from bmforge.models.save import write_config
 from bmforge.models.weights import assemble_source, group_by_source
@@ -43,9 +45,10 @@ def quantize_directory(
     when it is whole: what was stopped, or did not fit on the disk, is never taken for a model.
 
     Args:
-        source: directory or hub id of a Hugging Face model.
+        source: directory or hub id of a Hugging Face model, or a GGUF file.
         target: directory to make.
-        scheme: a name in `nn.packing.PRESETS`, or what it stands for.
+        scheme: a name in `nn.packing.PRESETS`, or what it stands for; "keep" keeps the integers of
+            a GGUF file, of GPTQ or of AWQ as they are.
         dtype: of what stays floats; None keeps the file's.
         max_file_bytes: size above which the weights are divided over several files.
         allow_unknown: config fields to accept unread.
@@ -56,10 +59,11 @@ def quantize_directory(
 
     Memory: one tensor of the plain model and what it is packed into, whatever the model's size.
     """
-    spec = find_preset(scheme)
+    spec = scheme if scheme == KEEP else find_preset(scheme)
 
     def write(directory: Path, partial: Path) -> str:
-        if not (directory / "config.json").is_file() or not has_weights(directory):
+        is_whole = (directory / "config.json").is_file() and has_weights(directory)
+        if not is_whole and not is_gguf(directory):
             raise ConfigError(
                 f"{str(directory)!r} is not in Hugging Face's form: convert it first (bmforge "
                 "convert), then quantise what came of it."
@@ -77,7 +81,7 @@ def quantize_directory(
 
 
 def _write_packed(
-    plain: Any, files: WeightFiles, spec: QuantSpec, out: Path, max_file_bytes: int
+    plain: Any, files: WeightFiles, spec: str | QuantSpec, out: Path, max_file_bytes: int
 ) -> int:
     """Write the packed form of a model on meta; return how many bytes it has."""
     read = PackedReader(plain, files, spec)

@@ -161,13 +161,24 @@ class PackedStore(nn.Module):
         step = _rows_at_once(matrix)
         for first in range(0, matrix.shape[0], step):
             part = matrix[first : first + step]
-            found = pack_weights(part, self.spec)
-            place = first // PANEL_ROWS
-            for key, values in found._asdict().items():
-                if values is not None:
-                    target = getattr(self, prefix + key)
-                    target = target.data if number is None else target.data[number]
-                    target[place : place + values.shape[0]].copy_(values.view(torch.uint8))
+            self.put_(prefix, pack_weights(part, self.spec), first // PANEL_ROWS, number)
+
+    def put_(
+        self, prefix: str, found: PackedMatrix, panel: int = 0, number: int | None = None
+    ) -> None:
+        """Hold panels that were packed elsewhere, by the same scheme.
+
+        Args:
+            prefix: of the parameters' names.
+            found: the panels.
+            panel: the number of the first one.
+            number: of the matrix in a stack; None where there is no stack.
+        """
+        for key, values in found._asdict().items():
+            if values is not None:
+                target = getattr(self, prefix + key)
+                target = target.data if number is None else target.data[number]
+                target[panel : panel + values.shape[0]].copy_(values.view(torch.uint8))
 
 
 def _rows_at_once(matrix: Tensor) -> int:
@@ -228,11 +239,7 @@ class MatrixStore(PackedStore):
 
     def take_packed_(self, matrix: PackedMatrix) -> None:
         """Hold a matrix that was packed elsewhere, by the same scheme."""
-        self.packed.data.copy_(matrix.packed)
-        for key in ("scales", "minima"):
-            values = getattr(matrix, key)
-            if values is not None:
-                getattr(self, key).data.copy_(values.view(torch.uint8))
+        self.put_("", matrix)
 
     def share_(self, other: MatrixStore) -> None:
         """Be tied to another of the same sizes: hold its parameters."""

@@ -33,6 +33,7 @@ from bmforge.memory.streaming import Streamer
 from bmforge.models import AutoModel
 from bmforge.models.base import Model
 from bmforge.models.hub import find_model
+from bmforge.models.pack import PackedReader
 from bmforge.models.quantize import quantize_, quantize_directory
 from bmforge.nn.packing import QuantSpec
 from bmforge.records import laid_out
@@ -128,7 +129,7 @@ class Engine:
         """Open a directory within the budget."""
         self._directory = source = find_model(name)
         if quantize is not None:
-            plan(quantize_(AutoModel.describe_pretrained(source, **options)[0], quantize))
+            plan(PackedReader(*AutoModel.describe_pretrained(source, **options), quantize).model)
             folder = self.config.spill_directory
             packed = TemporaryDirectory(prefix="bmforge-packed-", dir=folder)
             self._give_back = packed.cleanup

@@ -16,11 +16,18 @@ from torch import Tensor
 
 from bmforge.errors import CheckpointError
 from bmforge.gguf_header import BLOCKS, GgufTensor, read_gguf_header
-from bmforge.models.formats.gguf_blocks import FLOAT_KINDS, Groups, read_values, unpack_blocks
+from bmforge.models.formats.gguf_blocks import (
+    FLOAT_KINDS,
+    SPECS,
+    Groups,
+    read_values,
+    unpack_blocks,
+)
 from bmforge.models.formats.gguf_config import find_architecture
 from bmforge.models.formats.gguf_names import ROPE_TENSORS, find_rules, is_permuted, restore_rows
 from bmforge.models.formats.safe_file import MappedFile, identify
 from bmforge.models.weights import WeightRule
+from bmforge.nn.packing import QuantSpec
 
 __all__ = ["GgufFile"]
 
@@ -104,6 +111,11 @@ class GgufFile(MappedFile):
         for first in range(0, len(rows), step):
             stored = self._read_rows(name, rows[first : first + step])
             flat[first : first + step] = read_values(kind, stored)[:, last]
+
+    def stored_spec(self, name: str) -> QuantSpec | None:
+        """Return the scheme of ours that a quantised matrix is stored by; None for floats."""
+        spec = SPECS.get(self.kind(name))
+        return spec if spec is not None and spec.fits(self._shape(name)[-1]) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
         """Return the quantised values of a slice as they are stored.

@@ -16,10 +16,24 @@ import torch
 from torch import Tensor
 
 from bmforge.gguf_header import BLOCKS
+from bmforge.nn.packing import QuantSpec
 
-__all__ = ["FLOAT_KINDS", "Groups", "read_values", "unpack_blocks"]
+__all__ = ["FLOAT_KINDS", "SPECS", "Groups", "read_values", "unpack_blocks"]
 
 FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# Stored kind -> the scheme of ours that holds the same integers, scales and minima. Those of five
+# and six bits lie in eight, and scales that are products in fp32.
+SPECS = {
+    "Q4_0": QuantSpec(4, 32),
+    "Q4_1": QuantSpec(4, 32, symmetric=False),
+    "Q5_0": QuantSpec(8, 32),
+    "Q5_1": QuantSpec(8, 32, symmetric=False),
+    "Q8_0": QuantSpec(8, 32),
+    "Q4_K": QuantSpec(4, 32, symmetric=False, scale_dtype="float32"),
+    "Q5_K": QuantSpec(8, 32, symmetric=False, scale_dtype="float32"),
+    "Q6_K": QuantSpec(8, 16, scale_dtype="float32"),
+}
 
 
 class Groups(NamedTuple):

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import CheckpointError, ConfigError
+from bmforge.models.formats.gguf_blocks import Groups
 from bmforge.models.formats.safe_file import TensorFile
+from bmforge.nn.packing import QuantSpec
 
 __all__ = ["Packing", "PackedLinears", "find_packing", "without_packing"]
 
@@ -131,6 +133,7 @@ class PackedLinears:
         self.files, self.packing = files, packing
         self.per_word = 32 // packing.bits
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._specs: dict[str, QuantSpec | None] = {}
         self.parts: set[str] = set()
         for name in files:
             stem, _, part = name.rpartition(".")
@@ -147,18 +150,66 @@ class PackedLinears:
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
-        stem = name.removesuffix(".weight")
-        rows, inputs = slices
+        inputs, group = slices[1], self._group(self.shapes[name][1])
+        values, zeros, scales = self._read_parts(name, slices)
+        of = torch.arange(inputs.start, inputs.stop) // group - inputs.start // group
+        target.copy_(((values - zeros[of]).float() * scales[of]).t())
+
+    def stored_spec(self, name: str) -> QuantSpec | None:
+        """Return the scheme of ours that a layer's integers fit; None where none does.
+
+        Without minima where every zero is the middle of the integers.
+        """
+        if name not in self._specs:
+            self._specs[name] = self._find_spec(name)
+        return self._specs[name]
+
+    def _find_spec(self, name: str) -> QuantSpec | None:
+        columns = self.shapes[name][1]
+        group = max(0, self.packing.group_size)
+        if group % 32 or (group and columns % group):
+            return None
+        zeros = self._read_zeros(name, slice(0, -(-columns // self._group(columns))))
+        is_symmetric = bool((zeros == 1 << (self.packing.bits - 1)).all())
+        scales = f"{name.removesuffix('.weight')}.scales"
+        is_half = self.files[scales].dtype(scales) == torch.float16
+        kind: Any = "float16" if is_symmetric and is_half else "float32"
+        spec = QuantSpec(self.packing.bits, group, is_symmetric, scale_dtype=kind)
+        return spec if spec.fits(columns) else None
+
+    def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
+        """Return the integers of whole rows as they are stored.
+
+        Args:
+            name: of a layer that has a `stored_spec`.
+            slices: rows, and all columns.
+        """
+        values, zeros, scales = (part.t() for part in self._read_parts(name, slices))
+        middle = 1 << (self.packing.bits - 1)
+        spec = self.stored_spec(name)
+        assert spec is not None
+        is_signed = spec.symmetric or spec.bits == 8
+        integers = (values - middle if is_signed else values).to(torch.int8)
+        minima = None
+        if not spec.symmetric:
+            minima = -((zeros - middle * is_signed).float() * scales)
+        return Groups(integers.unflatten(1, (scales.shape[1], -1)), scales, minima)
+
+    def _read_parts(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return integers (inputs, outputs), and their zeros and scales (groups, outputs)."""
+        stem, (rows, inputs) = name.removesuffix(".weight"), slices
         group = self._group(self.shapes[name][1])
         groups = slice(inputs.start // group, (inputs.stop - 1) // group + 1)
         scales = self._read(f"{stem}.scales", (groups, rows)).float()
-        zeros = self._outputs(f"{stem}.qzeros", groups, rows) + self.packing.zero_offset
-        if self.packing.method == "awq":
-            values = self._outputs(f"{stem}.qweight", inputs, rows)
-        else:
-            values = self._inputs(f"{stem}.qweight", inputs, rows)
-        of = torch.arange(inputs.start, inputs.stop) // group - groups.start
-        target.copy_(((values - zeros[of]).float() * scales[of]).t())
+        zeros = self._read_zeros(name, groups)[:, rows]
+        along = self._outputs if self.packing.method == "awq" else self._inputs
+        return along(f"{stem}.qweight", inputs, rows), zeros, scales
+
+    def _read_zeros(self, name: str, groups: slice) -> Tensor:
+        """Return the zeros of all outputs of some groups: (groups, outputs)."""
+        outputs = slice(0, self.shapes[name][0])
+        found = self._outputs(f"{name.removesuffix('.weight')}.qzeros", groups, outputs)
+        return found + self.packing.zero_offset
 
     def _check(self, stem: str) -> tuple[int, int]:
         """Return the shape of a layer's weight."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from bmforge.errors import CheckpointError
 from bmforge.gguf_header import is_gguf
 from bmforge.models.formats.gguf import GgufFile
+from bmforge.models.formats.gguf_blocks import Groups
 from bmforge.models.formats.gptq import PackedLinears, find_packing
 from bmforge.models.formats.megatron import MegatronShards, holds_shards
 from bmforge.models.formats.safe_file import (
@@ -30,6 +31,7 @@ from bmforge.models.formats.safe_file import (
     write_file,
 )
 from bmforge.models.weights import WeightRule
+from bmforge.nn.packing import QuantSpec
 
 __all__ = [
     "WeightFiles",
@@ -188,6 +190,17 @@ class WeightFiles:
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype a tensor is stored with."""
         return self._files[name].dtype(name)
+
+    def stored_spec(self, name: str) -> QuantSpec | None:
+        """Return the scheme by which a tensor is stored as integers, where our layout has it."""
+        file = self._files[name]
+        return file.stored_spec(name) if isinstance(file, GgufFile | PackedLinears) else None
+
+    def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
+        """Return the integers of whole rows of a tensor that has a `stored_spec`."""
+        file = self._files[name]
+        assert isinstance(file, GgufFile | PackedLinears)
+        return file.read_groups(name, slices)
 
     def map_tensor(self, name: str) -> Tensor | None:
         """Return a tensor whose memory is the file's; see `SafeFile.map_tensor`."""
