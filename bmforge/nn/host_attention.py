@@ -18,7 +18,7 @@ from bmforge.native import load_native
 
 __all__ = ["host_attention", "takes_host_attention"]
 
-_SOURCE = Path(__file__).with_name("kernels") / "attention.cpp"
+_SOURCES = ("floats.hpp", "attention.cpp")
 # Sums need not have the same bits on every processor, so a product and a sum may be one operation.
 _FLAGS = "-march=native -ffp-contract=fast"
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -216,7 +216,9 @@ def _kernel() -> ctypes.CDLL | None:
 
 
 def _compile(flags: str) -> ctypes.CDLL | None:
-    library = load_native("attention", _SOURCE.read_text(encoding="utf-8"), flags)
+    folder = Path(__file__).with_name("kernels")
+    source = "".join((folder / part).read_text("utf-8") for part in _SOURCES)
+    library = load_native("attention", source, flags)
     if library is None:
         return None
     shape, array, mask = (ctypes.POINTER(kind) for kind in (_Shape, _Array, _Mask))

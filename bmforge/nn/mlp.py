@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn.cuts import Pass, pass_on
+from bmforge.nn.host_rows import host_gelu, takes_host_gelu
 from bmforge.nn.remake import call_and_drop
 
 __all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "WideLinear", "get_activation"]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+    return host_gelu(x) if takes_host_gelu(x) else F.gelu(x, approximate="tanh")
 
 
 # The aliases are names that published configs use.

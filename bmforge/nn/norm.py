@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.device import wide_dtype
+from bmforge.nn.host_rows import host_rms_norm, takes_host_rms_norm
 
 __all__ = ["NormKind", "NormSpec", "RMSNorm", "build_norm"]
 
@@ -50,6 +51,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim."""
+        if takes_host_rms_norm(x, self.weight):
+            return host_rms_norm(x, self.weight, self.eps)
         wide = x.to(wide_dtype(x.dtype))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * scale).to(self.weight.dtype)

@@ -1,0 +1,162 @@
+"""What a block does between its products on a CPU, by kernels of our own: one pass each way.
+
+Torch's tanh form of GELU takes four times as long as reading and writing its numbers does, and a
+root-mean-square norm is several operations with a pass over memory each. Where `torch.compile` is
+at work, or there is no compiler, torch's operations do the same; see `kernels/host_rows.cpp`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bmforge.native import load_native
+
+__all__ = ["host_gelu", "host_rms_norm", "takes_host_gelu", "takes_host_rms_norm"]
+
+_SOURCES = ("floats.hpp", "host_rows.cpp")
+# As in `host_attention`: these need not have the same bits on every processor.
+_FLAGS = "-march=native -ffp-contract=fast"
+_DTYPES = (torch.float32, torch.bfloat16)
+_VECTOR = 16
+
+
+def takes_host_gelu(x: Tensor) -> bool:
+    """Tell whether `host_gelu` can take this: of a kind it knows, and the kernel is here."""
+    return _are_alike(x) and _kernel() is not None
+
+
+def takes_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether `host_rms_norm` can take these."""
+    return x.shape[-1] % _VECTOR == 0 and _are_alike(x, weight) and _kernel() is not None
+
+
+def _are_alike(*tensors: Tensor) -> bool:
+    """Tell whether these are plain tensors of one dtype, known here, on the host."""
+    if torch.compiler.is_compiling():  # which makes one pass of them itself
+        return False
+    dtype = tensors[0].dtype
+    return dtype in _DTYPES and all(
+        type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.dtype == dtype for x in tensors
+    )
+
+
+def host_gelu(x: Tensor) -> Tensor:
+    """Return the tanh form of GELU (Hendrycks and Gimpel 2016); arithmetic is fp32.
+
+    Args:
+        x: fp32 or bf16, on the host.
+
+    Shape:
+        x: (...) -> (...)
+    """
+    out: Tensor = _GELU.apply(x)
+    return out
+
+
+def host_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``weight * x / sqrt(mean(x^2) + eps)``, as `nn.norm.RMSNorm` rounds it.
+
+    Shape:
+        x: (..., D) -> (..., D), D a multiple of 16; weight: (D,)
+    """
+    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
+
+
+class _GELU(torch.autograd.Function):
+    """Keeps its input only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _bend(x.contiguous(), None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return _bend(x.contiguous(), grad.contiguous())
+
+
+def _bend(x: Tensor, grad: Tensor | None) -> Tensor:
+    """Return GELU's values, or with a gradient that of `x`."""
+    out = torch.empty_like(x)
+    _load().gelu(*_settings(x), x.numel(), *_at(x, grad, out))
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps its input and the weight; the statistics of a row are found again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight)
+        x, weight = x.contiguous(), weight.contiguous()
+        out, scratch = torch.empty_like(x), _scratch(x)
+        places = _at(x, weight, out, scratch)
+        _load().norm_forward(*_settings(x), *_sizes(x), eps, *places)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (tensor.contiguous() for tensor in ctx.saved_tensors)
+        of_x, of_weight = torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+        grad, scratch = grad.contiguous(), _scratch(x)
+        places = _at(x, weight, grad, of_x, of_weight, scratch)
+        _load().norm_backward(*_settings(x), *_sizes(x), ctx.eps, *places)
+        return of_x, of_weight.to(weight.dtype), None
+
+
+def _settings(x: Tensor) -> tuple[int, int]:
+    return int(x.dtype == torch.bfloat16), torch.get_num_threads()
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    width = x.shape[-1]
+    return x.numel() // width if width else 0, width
+
+
+def _scratch(x: Tensor) -> Tensor:
+    return torch.empty(_load().norm_scratch(*_sizes(x), torch.get_num_threads()))
+
+
+def _at(*tensors: Tensor | None) -> list[int | None]:
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+def _load() -> ctypes.CDLL:
+    library = _kernel()
+    assert library is not None  # whoever comes here has asked `takes_...`
+    return library
+
+
+@cache
+def _kernel() -> ctypes.CDLL | None:
+    """Return the kernels for this processor; None where there is no compiler."""
+    return _compile(_FLAGS)
+
+
+def _compile(flags: str) -> ctypes.CDLL | None:
+    folder = Path(__file__).with_name("kernels")
+    source = "".join((folder / part).read_text("utf-8") for part in _SOURCES)
+    library = load_native("host_rows", source, flags)
+    if library is None:
+        return None
+    word, size, place = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    library.gelu.argtypes = [word, word, size, *[place] * 3]
+    library.norm_forward.argtypes = [word, word, size, size, ctypes.c_float, *[place] * 4]
+    library.norm_backward.argtypes = [word, word, size, size, ctypes.c_float, *[place] * 6]
+    library.norm_scratch.argtypes = [size, size, word]
+    for name in ("gelu", "norm_forward", "norm_backward"):
+        getattr(library, name).restype = None
+    library.norm_scratch.restype = size
+    return library
