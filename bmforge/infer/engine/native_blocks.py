@@ -186,7 +186,7 @@ def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[s
     attributes = vars(module)
     known = type(module) in kinds and not _forwards_changed()
     # Nothing stands before what the class defines: no method that was replaced, nothing compiled.
-    known = known and not module.training and not attributes.keys() & _defined_by(type(module))
+    known = known and not module.training and not attributes.keys() & _defined_by(module.__class__)
     known = known and not any(attributes.get(key) for key in _HOOKS)
     if not known or any(module._modules[name] for name in module._modules.keys() - {*children}):
         raise _UnknownError
