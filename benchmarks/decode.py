@@ -29,7 +29,10 @@ from bmforge.models import GPT2, AutoModel, GPT2Config, Llama, LlamaConfig
 from bmforge.models.formats.gguf_export import export_gguf
 from bmforge.models.pack import find_targets, quantize_
 from bmforge.native import load_native
+from bmforge.nn import product_kernels
+from bmforge.nn.packing import PackedMatrix
 from bmforge.nn.products import load_kernels
+from bmforge.nn.quantized import QuantizedHead, QuantizedLinear
 from bmforge.surgery import persistent_tensors
 
 SHAPE = {
@@ -97,6 +100,7 @@ class Ours:
         else:
             self.model = AutoModel.from_pretrained(path.with_suffix("")).eval()
         self._decoder: Decoder | None = None
+        self._kept: list[Any] = []
         self._at, self._ids = 0, torch.tensor([IDS[:LONGEST]])
         self.bytes = sum(t.nbytes for n, t in persistent_tensors(self.model).items())
         embed = {n: t for n, t in persistent_tensors(self.model).items() if n.startswith("embed")}
@@ -115,6 +119,31 @@ class Ours:
         start = now()
         for n in range(first, first + count):
             self._decoder.run(self._ids[:, n : n + 1])
+        return since(start)
+
+    def prepare_products(self) -> list[Any]:
+        """Describe every product of a token with packed weights, the head's too."""
+        kernels = load_kernels()
+        assert kernels is not None
+        found = []
+        for module in self.model.modules():
+            if isinstance(module, (QuantizedLinear, QuantizedHead)):
+                matrix, x = PackedMatrix(*module._tensors()), torch.randn(1, module.columns)
+                out, room = torch.empty(1, module.rows), torch.empty(1 << 16, dtype=torch.uint8)
+                product = product_kernels._describe(
+                    matrix, module.rows, module.columns, module.spec, out
+                )
+                product.x, product.room, product.tokens = x.data_ptr(), room.data_ptr(), 1
+                self._kept += [matrix, x, out, room]
+                found.append(ctypes.byref(product))
+        return found
+
+    def multiply(self, products: list[Any]) -> Seconds:
+        """Return the seconds of one token's products alone."""
+        kernels: Any = load_kernels()
+        start = now()
+        for product in products:
+            kernels._quantized(product)
         return since(start)
 
     @torch.no_grad()
@@ -214,6 +243,14 @@ def run_case(name: str, options: argparse.Namespace) -> None:
                 lambda peer=peer: peer.ask("prefill", 512),
             )
         peer.close()
+        if options.products:
+            products = ours.prepare_products()
+            _, _, wall, cores = compare(
+                lambda products=products: ours.multiply(products),
+                lambda: ours.decode(1),
+                2 * options.rounds,
+            )
+            print(table_row([f"{name}: token / products", threads, *[""] * 4, wall, cores, ""]))
 
 
 def table_row(cells: list[Any]) -> str:
@@ -233,6 +270,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--flash", type=int, default=1)
     parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--products", action="store_true")
     options = parser.parse_args()
     if options.what != "run":
         {"prepare": prepare, "pack": pack}[options.what](options.folder)

@@ -46,7 +46,8 @@ __all__ = ["Engine"]
 class Engine:
     """Runs a model whose weights need not fit: blocks that do not come and go, in order.
 
-    What it computes has the bits of the same model without a budget. One request at a time.
+    A call of the model has the bits of the same model without a budget; tokens are written from
+    scores that are the same to rounding (`native_step`). One request at a time.
 
     Args:
         model: directory, hub id or short name, which is opened; or any module with repeated blocks,
