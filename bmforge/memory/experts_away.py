@@ -23,13 +23,20 @@ from bmforge.memory.packed import PackedBlock, Slot, give_device_, packed_bytes
 from bmforge.records import note_
 from bmforge.surgery import wrap_forward_
 
-__all__ = ["ExpertStreamer", "ReadExpert", "expert_bytes", "stream_experts_"]
+__all__ = [
+    "LEAST_EXPERTS",
+    "ExpertStreamer",
+    "ReadExpert",
+    "expert_bytes",
+    "find_experts",
+    "stream_experts_",
+]
 
 ReadExpert = Callable[[str, int, Tensor], None]
 """Fills a contiguous host tensor with one expert's part of the stacked parameter of that name."""
 
 # One expert works while another is on its way.
-_LEAST_SLOTS = 2
+LEAST_EXPERTS = 2
 
 
 class _Key(NamedTuple):
@@ -49,6 +56,15 @@ class _Layer(NamedTuple):
 def expert_bytes(experts: nn.Module) -> int:
     """Return what one expert of a layer takes of a slot."""
     return sum(packed_bytes(parameter[0]) for parameter in experts.parameters())
+
+
+def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return name and module of a model's layers of experts, which are called `experts`."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts" and any(True for _ in module.parameters())
+    ]
 
 
 class ExpertStreamer:
@@ -80,10 +96,10 @@ class ExpertStreamer:
         self.read, self.read_bytes = read, 0
         largest = max(expert_bytes(module) for _, module in layers)
         count = min(budget_bytes // largest, sum(_count(module) for _, module in layers))
-        if count < _LEAST_SLOTS:
+        if count < LEAST_EXPERTS:
             raise ConfigError(
                 f"budget_bytes={budget_bytes} has no room for two experts of {largest} bytes each: "
-                f"at least {_LEAST_SLOTS * largest} are needed."
+                f"at least {LEAST_EXPERTS * largest} are needed."
             )
         self.engine = engine or make_copy_engine(device, "bmforge-experts")
         self._free = [Slot(largest, device, self.engine) for _ in range(count)]
@@ -251,11 +267,7 @@ def stream_experts_(
     Raises:
         ConfigError: the model has no experts, or the budget no room for two.
     """
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "experts" and any(True for _ in module.parameters())
-    ]
+    found = find_experts(model)
     if not found:
         raise ConfigError(f"{type(model).__name__} has no layer of experts.")
     return ExpertStreamer(found, read, device, budget_bytes, engine)

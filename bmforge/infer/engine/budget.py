@@ -17,6 +17,7 @@ from bmforge.errors import ConfigError
 from bmforge.host_memory import available_host_bytes, host_memory_bytes
 from bmforge.infer.engine.workspace import Workspace, find_workspace
 from bmforge.memory.direct_read import READ_THREADS
+from bmforge.memory.experts_away import LEAST_EXPERTS, expert_bytes, find_experts
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.resident import NUM_SLOTS, choose_resident, smallest_room
 from bmforge.memory.spill import format_bytes
@@ -46,11 +47,14 @@ class EngineConfig:
             each. None takes 1,024, or what the model has positions for where that is less.
         spill_directory: where weights of a model that is in memory already go; None takes the
             system's temporary directory.
+        stream_experts: experts of a directory are read when the router chooses them, and those that
+            were used last stay as far as the budget goes; everything else stays. No gradients.
     """
 
     max_rows: int = 1
     max_tokens: int | None = None
     spill_directory: Path | None = None
+    stream_experts: bool = False
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for numbers out of range."""
@@ -87,6 +91,7 @@ class MemoryPlan:
         on_host: names of blocks that wait in host memory.
         on_disk: names of blocks that are read whenever they run.
         moved_bytes: of all blocks that come and go.
+        experts_bytes: for experts that are here, where they are read when they are chosen.
     """
 
     budget_bytes: int
@@ -100,6 +105,7 @@ class MemoryPlan:
     on_host: tuple[str, ...]
     on_disk: tuple[str, ...]
     moved_bytes: int
+    experts_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
@@ -111,6 +117,7 @@ class MemoryPlan:
         return [
             ("weights that stay", self.weights_bytes),
             ("slots for blocks that move", self.slots_bytes),
+            *([("experts that are here", self.experts_bytes)] if self.experts_bytes else []),
             ("keys and values", self.cache_bytes),
             ("largest step", self.step_bytes),
             ("runtime", self.runtime_bytes),
@@ -185,7 +192,11 @@ def plan_memory(
         for t in (*model.parameters(), *model.buffers())
     )
     runtime = _RUNTIME_BYTES + is_half * is_host(device) * _HALF_BYTES
-    plan, smallest, fixed = _divide(model, blocks, device, budget, host_budget_bytes, work, runtime)
+    if config.stream_experts:
+        found = _plan_experts(model, blocks, budget, work, runtime)
+    else:
+        found = _divide(model, blocks, device, budget, host_budget_bytes, work, runtime)
+    plan, smallest, fixed = found
     if plan is None:
         raise ConfigError(_too_small(budget, smallest, fixed, work, tokens))
     return plan
@@ -219,6 +230,40 @@ def plan_weights(
             "are weights and buffers outside of the blocks."
         )
     return plan
+
+
+def _plan_experts(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    budget: int,
+    work: Workspace,
+    runtime: int,
+) -> tuple[MemoryPlan | None, int, int]:
+    """Return the same as `_divide` where experts come when they are chosen and all else stays.
+
+    Raises:
+        ConfigError: the model has no experts.
+    """
+    layers = find_experts(model)
+    if not layers:
+        raise ConfigError(
+            f"EngineConfig(stream_experts=True): a {type(model).__name__} has no layers of experts."
+        )
+    away = {id(t) for _, module in layers for t in module.parameters()}
+    everything = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    fixed = sum(packed_bytes(t) for key, t in everything.items() if key not in away)
+    one = max(expert_bytes(module) for _, module in layers)
+    count = sum(next(module.parameters()).shape[0] for _, module in layers)
+    rest = fixed + work.cache_bytes + work.step_bytes + runtime
+    room = min(count, (budget - rest) // one)
+    smallest = rest + LEAST_EXPERTS * one
+    if room < LEAST_EXPERTS:
+        return None, smallest, fixed
+    plan = MemoryPlan(
+        budget, smallest, fixed, 0, work.cache_bytes, work.step_bytes, runtime, tuple(blocks), (),
+        (), 0, room * one,
+    )  # fmt: skip
+    return plan, smallest, fixed
 
 
 def _divide(

@@ -29,6 +29,7 @@ from bmforge.infer.options import GenerationConfig
 from bmforge.infer.talk import Talk, open_talk
 from bmforge.logging import get_logger
 from bmforge.memory.direct_read import DirectReads
+from bmforge.memory.experts_away import ExpertStreamer
 from bmforge.memory.streaming import Streamer
 from bmforge.models import AutoModel
 from bmforge.models.base import Model
@@ -90,7 +91,7 @@ class Engine:
         self.config, self._tokenizer = config or EngineConfig(), tokenizer
         self._lock, self._is_closed = threading.Lock(), False
         self._directory: Path | None = None
-        self._streamer: Streamer | None = None
+        self._streamer: Streamer | ExpertStreamer | None = None
         self._give_back: Callable[[], None] = _nothing
         self.device = default_device()
         is_limited = device_budget_bytes is not None and is_host(self.device)
@@ -160,6 +161,11 @@ class Engine:
             )
         if options:
             raise ConfigError(f"{', '.join(options)}: for models that are opened, not for modules.")
+        if self.config.stream_experts:
+            raise ConfigError(
+                "EngineConfig(stream_experts=True) reads experts from files: save the model, and "
+                "give the engine the directory."
+            )
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise ConfigError(
                 f"the {type(model).__name__} is on meta and has no weights. Give the engine the "

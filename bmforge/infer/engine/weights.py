@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bmforge.device import is_host
 from bmforge.infer.engine.budget import MemoryPlan, stays
 from bmforge.memory.direct_read import READ_THREADS, DirectReads
+from bmforge.memory.experts_away import ExpertStreamer, stream_experts_
 from bmforge.memory.spill import SpillFile
 from bmforge.memory.streaming import ReadWeights, Streamer, stream_blocks_
 from bmforge.models import load_weights_, weight_reader
@@ -24,13 +25,20 @@ __all__ = ["place_", "read_weights_"]
 
 def read_weights_(
     model: Any, files: WeightFiles, plan: MemoryPlan, device: torch.device
-) -> Streamer | None:
+) -> Streamer | ExpertStreamer | None:
     """Give a model on meta its weights as planned; return what streams, if anything does.
 
     Raises:
         CheckpointError: the files do not fit the model.
     """
-    streamer = _stream_(model, weight_reader(model, files, READ_THREADS), plan, device)
+    read = weight_reader(model, files, READ_THREADS)
+    streamer: Streamer | ExpertStreamer | None
+    if plan.experts_bytes:
+        streamer = stream_experts_(
+            model, read.read_expert, device=device, budget_bytes=plan.experts_bytes
+        )
+    else:
+        streamer = _stream_(model, read, plan, device)
     load_weights_(model, files, device=device, threads=READ_THREADS)
     return streamer
 
