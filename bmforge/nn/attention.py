@@ -332,7 +332,10 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         given = (query, key, value, mask, bias, self.causal, self.scale, dropout)
         # Without one as before: a program's own `mix` need not know of prefixes.
-        return self.mix(*given) if self.prefix is None else self.mix(*given, self.prefix())
+        prefix = self.prefix
+        if prefix is None or getattr(prefix, "share", 1) == 0:
+            return self.mix(*given)
+        return self.mix(*given, prefix())
 
     def _keys_and_values(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None

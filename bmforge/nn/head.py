@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
+from bmforge.nn.channel import Shift
 from bmforge.nn.cuts import PickTokens, VocabCut
 from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
@@ -78,7 +79,7 @@ class LMHead(nn.Linear):
                 num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
             x, labels, num_items = self.pick_tokens(x, labels, num_items)
         x = x if vocab is None else vocab.enter(x)
-        weight, bias = self.matrix(x.dtype), self.bias
+        weight, bias = self.matrix(x.dtype), self._whole_bias(x.dtype)
         added = self._added(x)
         if more_rows is not None:
             if vocab is not None:
@@ -86,16 +87,31 @@ class LMHead(nn.Linear):
                 # gradient's sum over the processes alive.
                 more_rows = vocab.enter(more_rows)[: None if vocab.is_last else 0]
             weight = torch.cat((weight, more_rows))
+            bias = None if bias is None else F.pad(bias, (0, more_rows.shape[0]))
             added = [(low, _lengthen(up, weight)) for low, up in added]
         return linear_cross_entropy(x, weight, labels, bias, num_items, vocab, added)
 
     def _score(self, x: Tensor, more_rows: Tensor | None) -> Tensor:
         x = x if self.vocab is None else self.vocab.enter(x)
         logits = self.score(x)
+        for shift in self._shifts():
+            logits = logits + shift.to(logits.dtype)
         for low, up in self._added(x):
             logits = logits + F.linear(low, up)
         logits = logits if self.vocab is None else self.vocab.gather(logits)
         return logits if more_rows is None else torch.cat((logits, F.linear(x, more_rows)), -1)
+
+    def _whole_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the bias of the rows that are here, with what parts beside add to it."""
+        bias = self.bias
+        for shift in self._shifts():
+            bias = shift.to(dtype) if bias is None else bias + shift.to(bias.dtype)
+        return bias
+
+    def _shifts(self) -> list[Tensor]:
+        """Return the biases that parts beside add, (V,) each."""
+        found = [part for _, part in beside_parts(self) if isinstance(part, Shift) and part.share]
+        return [part() * part.share if part.share != 1 else part() for part in found]
 
     def _added(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the low-rank parts' own hidden states and rows: (..., R) and (V, R) of each.
@@ -105,12 +121,15 @@ class LMHead(nn.Linear):
         """
         found = []
         for name, part in beside_parts(self):
+            if isinstance(part, Shift) or part.share == 0:
+                continue
             if not isinstance(part, LowRank):
                 raise ConfigError(
                     f"{name!r} beside a language model's head is a {type(part).__name__}: the loss "
-                    "is made inside the head, which takes low-rank parts only."
+                    "is made inside the head, which takes low-rank parts and biases only."
                 )
             low, up = part.factors(x)
+            low = low if part.share == 1 else low * part.share
             found.append((low.to(x.dtype), up.to(x.dtype)))  # parts may be kept in a wider one
         return found
 

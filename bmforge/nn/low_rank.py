@@ -1,12 +1,14 @@
 """A low-rank part beside a linear layer: what it adds is ``scale * up(down(x))``.
 
-Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021).
+Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021); a scale that falls
+with the root of the rank: Kalajdzievski, "A rank stabilization scaling factor" (2023).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +18,70 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.part import BesidePart, TensorNote, find_like
+from bmforge.shards import local_tensor
+from bmforge.surgery import match_glob
 
-__all__ = ["ExpertsLowRank", "LowRank", "linear_sizes"]
+__all__ = [
+    "EmbeddingLowRank",
+    "ExpertsLowRank",
+    "LowRank",
+    "LowRankOptions",
+    "build_low_rank",
+    "linear_sizes",
+]
+
+
+@dataclass(frozen=True)
+class LowRankOptions:
+    """Options of "low_rank".
+
+    Args:
+        rank: R.
+        alpha: what is added is scaled by alpha / R; None is 1.
+        dropout: of what goes in, in training.
+        root_scale: scale by alpha / sqrt(R) instead (rsLoRA).
+        magnitude: train a length for every row of the changed weight (DoRA); linear layers only.
+        bias: train a bias beside `up`; linear layers only.
+        ranks: name glob of modules -> their R.
+        alphas: likewise their alpha.
+    """
+
+    rank: int
+    alpha: float | None = None
+    dropout: float = 0.0
+    root_scale: bool = False
+    magnitude: bool = False
+    bias: bool = False
+    ranks: dict[str, int] = field(default_factory=dict)
+    alphas: dict[str, float] = field(default_factory=dict)
+
+    def of(self, name: str) -> LowRankOptions:
+        """Return the options of one module, by its name."""
+        rank = next((r for g, r in self.ranks.items() if match_glob(name, g)), self.rank)
+        alpha = next((a for g, a in self.alphas.items() if match_glob(name, g)), self.alpha)
+        return replace(self, rank=rank, alpha=alpha, ranks={}, alphas={})
+
+    def scale_of(self, sizes: tuple[int, int]) -> float:
+        """Return the factor on what a part adds to a layer of (in, out).
+
+        Raises:
+            ConfigError: numbers that its part cannot have.
+        """
+        rank, alpha = self.rank, self.alpha
+        if not 1 <= rank <= min(sizes):
+            raise ConfigError(
+                f"rank={rank} must lie between 1 and {min(sizes)}, the smaller side of a layer "
+                f"from {sizes[0]} to {sizes[1]}."
+            )
+        if alpha is not None and not (alpha > 0 and math.isfinite(alpha)):
+            raise ConfigError(
+                f"alpha={alpha} must be finite and above 0, or nothing would be added."
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout} must be at least 0 and below 1.")
+        if alpha is None:
+            return 1.0
+        return alpha / (math.sqrt(rank) if self.root_scale else rank)
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -33,18 +97,23 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _check_numbers(sizes: tuple[int, int], rank: int, alpha: float | None, dropout: float) -> float:
-    """Return the factor on what a part adds to a layer of (in, out)."""
-    if not 1 <= rank <= min(sizes):
-        raise ConfigError(
-            f"rank={rank} must lie between 1 and {min(sizes)}, the smaller side of a layer "
-            f"from {sizes[0]} to {sizes[1]}."
-        )
-    if alpha is not None and not (alpha > 0 and math.isfinite(alpha)):
-        raise ConfigError(f"alpha={alpha} must be finite and above 0, or nothing would be added.")
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout={dropout} must be at least 0 and below 1.")
-    return 1.0 if alpha is None else alpha / rank
+def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> BesidePart:
+    """Return a part for a linear layer, a head, an embedding or stacked experts.
+
+    Args:
+        name: of the module.
+        module: it.
+        options: see there.
+
+    Raises:
+        ConfigError: no such module, or numbers that its part cannot have.
+    """
+    options = options.of(name)
+    if isinstance(module, nn.Embedding):
+        return EmbeddingLowRank.beside(module, options)
+    if hasattr(module, "stack_sizes"):
+        return ExpertsLowRank.beside(module, options)
+    return LowRank.beside(module, options)
 
 
 class LowRank(BesidePart):
@@ -53,9 +122,7 @@ class LowRank(BesidePart):
     Args:
         in_features: of the layer.
         out_features: of the layer.
-        rank: R.
-        scale: factor on what is added.
-        dropout: of what goes in, in training.
+        options: rank and the rest.
         like: gives dtype and device.
 
     Shape:
@@ -65,31 +132,29 @@ class LowRank(BesidePart):
     cut_styles: ClassVar[frozenset[str]] = frozenset({"", "column", "key_value", "row", "head"})
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        rank: int,
-        scale: float = 1.0,
-        dropout: float = 0.0,
-        like: Tensor | None = None,
+        self, in_features: int, out_features: int, options: LowRankOptions, like: Tensor
     ) -> None:
         super().__init__()
-        self.scale, self.dropout = scale, dropout
-        made = {} if like is None else {"dtype": like.dtype, "device": like.device}
-        self.down = nn.Parameter(torch.empty(rank, in_features, **made))
-        self.up = nn.Parameter(torch.empty(out_features, rank, **made))
+        self.scale, self.dropout = options.scale_of((in_features, out_features)), options.dropout
+        made: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        self.down = nn.Parameter(torch.empty(options.rank, in_features, **made))
+        self.up = nn.Parameter(torch.empty(out_features, options.rank, **made))
+        self.bias = self.magnitude = None
+        if options.bias:
+            self.bias = nn.Parameter(torch.empty(out_features, **made))
+        if options.magnitude:
+            self.magnitude = nn.Parameter(torch.empty(out_features, **made))
+        # Where the product is summed over processes no other tensors can be added.
+        if options.bias or options.magnitude:
+            self.cut_styles = frozenset({"", "column", "key_value"})  # type: ignore[misc]
 
     @classmethod
-    def beside(
-        cls, module: nn.Module, rank: int, alpha: float | None = None, dropout: float = 0.0
-    ) -> LowRank:
+    def beside(cls, module: nn.Module, options: LowRankOptions) -> LowRank:
         """Return a part for a layer; it is not attached and, on meta or not, not drawn.
 
         Args:
             module: a linear layer.
-            rank: R, from 1 to the layer's smaller side.
-            alpha: `scale` is alpha / R; None is 1.
-            dropout: of what goes in.
+            options: rank and the rest.
 
         Raises:
             ConfigError: no linear layer, or numbers that its part cannot have.
@@ -99,39 +164,119 @@ class LowRank(BesidePart):
             raise ConfigError(
                 f"a low-rank part stands beside a linear layer, not a {type(module).__name__}."
             )
-        scale = _check_numbers(sizes, rank, alpha, dropout)
-        return cls(*sizes, rank, scale, dropout, find_like(module))
+        if options.magnitude and getattr(module, "weight", None) is None:
+            raise ConfigError(
+                f"magnitude=True needs a plain weight, which a {type(module).__name__} has not."
+            )
+        if (options.magnitude or options.bias) and getattr(module, "asks_parts", False):
+            raise ConfigError("a language model's head takes neither magnitude nor bias.")
+        return cls(*sizes, options, find_like(module))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """`up` starts at zero, so nothing changes at first; the cut dim follows the layer's."""
         outs = {"column": 0, "key_value": 0, "head": 0}
         spread = 1 / math.sqrt(3 * self.down.shape[1])
-        return {
-            "down": TensorNote(spread, {"row": 1}),
-            "up": TensorNote("zeros", outs),
-        }
+        notes = {"down": TensorNote(spread, {"row": 1}), "up": TensorNote("zeros", outs)}
+        if self.bias is not None:
+            notes["bias"] = TensorNote("zeros", outs)
+        if self.magnitude is not None:
+            notes["magnitude"] = TensorNote("ones", outs)
+        return notes
 
-    def forward(self, x: Tensor, factors: bool = False) -> Any:
-        """Return what is added to the layer's result, or with `factors` the two that make it."""
+    def forward(self, x: Tensor, want: str = "added") -> Any:
+        """Return what is added to the layer's result, or what makes it.
+
+        It is the module's call, in which layouts show what is here of the tensors.
+
+        Args:
+            x: what goes into the layer.
+            want: "added", or "factors": low and up, or "all": these, the bias and the magnitude.
+        """
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         low = F.linear(x.to(self.down.dtype), self.down) * self.scale
-        return (low, self.up) if factors else F.linear(low, self.up)
+        if want == "all":
+            return low, self.up, self.down, self.bias, self.magnitude
+        return (low, self.up) if want == "factors" else F.linear(low, self.up, self.bias)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (..., R) and (out, R), whose product is what is added.
-
-        It goes through the module's call, where layouts show what is here of the tensors.
-        """
-        return self(x, factors=True)
+        """Return (..., R) and (out, R), whose product is what is added."""
+        return self(x, "factors")
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
         """Add it."""
         return out + self(inputs[0]).to(out.dtype)
 
+    def _joined(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        if self.magnitude is not None:
+            return join_with_magnitude(self, module, inputs[0], out)
+        if self.share != 1:
+            return out + self.share * self(inputs[0]).to(out.dtype)
+        return self.join(inputs, out)
+
     def extra_repr(self) -> str:
         """Show the sizes."""
         return f"rank={self.down.shape[0]}, scale={self.scale}, dropout={self.dropout}"
+
+
+def join_with_magnitude(part: LowRank, module: Any, x: Tensor, out: Tensor) -> Tensor:
+    """Return what the changed weight makes of x, its rows brought to lengths that are trained.
+
+    The lengths that the rows have are taken as constants, as the paper does (section 4.3).
+
+    Source: Liu et al., "DoRA: Weight-decomposed low-rank adaptation" (2024).
+    """
+    low, up, down, bias, magnitude = part(x, "all")
+    weight, layer_bias = view_weight(module)
+    with torch.no_grad():
+        if weight.shape[0] != up.shape[0]:
+            raise ConfigError(
+                f"magnitude=True beside a layer of {weight.shape[0]} rows, of which this process "
+                f"uses {up.shape[0]}: more processes than key-value heads. Use a smaller layout.tp."
+            )
+        whole = weight.to(down.dtype) + part.scale * (up @ down)
+        length = torch.linalg.vector_norm(whole, dim=1)
+    factor = magnitude / length
+    plain = out if layer_bias is None else out - layer_bias
+    turned = factor * (plain.to(low.dtype) + F.linear(low, up))
+    turned = turned if bias is None else turned + bias
+    changed = turned.to(out.dtype) if layer_bias is None else turned.to(out.dtype) + layer_bias
+    return changed if part.share == 1 else out + part.share * (changed - out)
+
+
+def view_weight(module: Any) -> tuple[Tensor, Tensor | None]:
+    """Return a linear layer's weight, (out, in), and its bias: what is here of them."""
+    weight, bias = module.weight, module.bias
+    weight = local_tensor(weight)
+    if not hasattr(module, "out_features"):  # transformers' Conv1D
+        weight = weight.t()
+    return weight, None if bias is None else local_tensor(bias)
+
+
+class EmbeddingLowRank(LowRank):
+    """The same beside a table: ``scale * down.T[ids] @ up.T``.
+
+    Shape:
+        ids: (...) -> (..., D)
+    """
+
+    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "embedding"})
+
+    @classmethod
+    def beside(cls, module: nn.Module, options: LowRankOptions) -> EmbeddingLowRank:
+        """Return a part for a table; see `LowRank.beside`."""
+        table: Any = module
+        if options.magnitude or options.bias or options.dropout:
+            raise ConfigError("an embedding takes neither magnitude nor bias nor dropout.")
+        return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Every process has all of it; `down`, one of whose columns is looked up, is zero."""
+        return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
+
+    def forward(self, x: Tensor, want: str = "added") -> Any:
+        """Return what is added to the rows of these ids."""
+        return F.linear(F.embedding(x, self.down.t()) * self.scale, self.up)
 
 
 class ExpertsLowRank(BesidePart):
@@ -139,10 +284,8 @@ class ExpertsLowRank(BesidePart):
 
     Args:
         sizes: name of a stack -> (E, out, in).
-        rank: R.
-        scale: factor on what is added.
+        options: rank and the rest.
         like: gives dtype and device.
-        dropout: of what goes into each, in training.
     """
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({"", "experts"})
@@ -150,13 +293,13 @@ class ExpertsLowRank(BesidePart):
     def __init__(
         self,
         sizes: Mapping[str, tuple[int, int, int]],
-        rank: int,
-        scale: float,
+        options: LowRankOptions,
         like: Tensor,
-        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.scale, self.dropout, self.keys = scale, dropout, tuple(sizes)
+        scales = {options.scale_of((ins, outs)) for _, outs, ins in sizes.values()}
+        self.scale, self.dropout, self.keys = scales.pop(), options.dropout, tuple(sizes)
+        rank = options.rank
         made = {"dtype": like.dtype, "device": like.device}
         for key, (experts, outs, ins) in sizes.items():
             down, up = (experts, rank, ins), (experts, outs, rank)
@@ -164,15 +307,12 @@ class ExpertsLowRank(BesidePart):
             self.register_parameter(f"{key}_up", nn.Parameter(torch.empty(up, **made)))
 
     @classmethod
-    def beside(
-        cls, experts: nn.Module, rank: int, alpha: float | None = None, dropout: float = 0.0
-    ) -> ExpertsLowRank:
+    def beside(cls, experts: nn.Module, options: LowRankOptions) -> ExpertsLowRank:
         """Return a part for stacked experts; see `LowRank.beside`."""
         module: Any = experts
-        sizes = module.stack_sizes()
-        for _, outs, ins in sizes.values():
-            scale = _check_numbers((ins, outs), rank, alpha, dropout)
-        return cls(sizes, rank, scale, find_like(experts), dropout)
+        if options.magnitude or options.bias:
+            raise ConfigError("stacked experts take neither magnitude nor bias.")
+        return cls(module.stack_sizes(), options, find_like(experts))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Each expert is cut by its width, and so are the sides of its parts that have it."""
@@ -186,7 +326,9 @@ class ExpertsLowRank(BesidePart):
 
     def forward(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
         """Return what is added to the rows that the stack `key` made of x."""
+        dtype = x.dtype
+        x = x.to(getattr(self, f"{key}_down").dtype)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        low = grouped_linear(x, getattr(self, f"{key}_down"), ends) * self.scale
-        return grouped_linear(low, getattr(self, f"{key}_up"), ends)
+        low = grouped_linear(x, getattr(self, f"{key}_down"), ends) * (self.scale * self.share)
+        return grouped_linear(low, getattr(self, f"{key}_up"), ends).to(dtype)

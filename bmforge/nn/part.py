@@ -90,10 +90,18 @@ class BesidePart(nn.Module):
     Attributes:
         cut_styles: how the module may be cut (a style of `models.TensorCut`); "" is not at all.
         saved_alone: whether its tensors make sense in a file without the model's.
+        enters: whether it changes what goes into the module, by `enter`.
+        is_delta: it came beside a finished model: files of that one need not have its tensors.
+        share: factor on what it changes; 0 leaves it out.
+        rows: numbers of the batch's rows that it works on; None is all.
     """
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({""})
     saved_alone: ClassVar[bool] = True
+    enters: ClassVar[bool] = False
+    is_delta: bool = False
+    share: float = 1.0
+    rows: Tensor | None = None
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Say what is to be known of the part's own tensors, by name."""
@@ -108,6 +116,24 @@ class BesidePart(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} defines no join")
 
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what goes into the module in the place of x; only where it `enters`."""
+        raise TypeError(f"{type(self).__name__} defines no enter")
+
+    def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        """Do `join` for the share and the rows that this part has; `module` is beside what."""
+        if self.share == 0:
+            return out
+        if self.rows is not None:
+            rows = self.rows
+            own = self._joined(module, (inputs[0][rows], *inputs[1:]), out[rows])
+            return out.index_copy(0, rows, own)
+        return self._joined(module, inputs, out)
+
+    def _joined(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        joined: Tensor = self.join(inputs, out)
+        return joined if self.share == 1 else out + self.share * (joined - out)
+
 
 def beside_parts(module: nn.Module) -> Iterator[tuple[str, BesidePart]]:
     """Yield name and part of all that stand beside a module, in the order in which they came."""
@@ -116,11 +142,34 @@ def beside_parts(module: nn.Module) -> Iterator[tuple[str, BesidePart]]:
             yield name, child
 
 
-def join_parts(module: nn.Module, inputs: tuple[Any, ...], out: Any) -> Any:
-    """The one hook: let every part beside a module add what it adds."""
+def join_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """The one hook: let every part beside a module add what it adds.
+
+    Of a result with several values (experts' logits, weights of attention) it is the first.
+    """
+    inputs = args or tuple(kwargs.values())
+    main, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
     for _, part in beside_parts(module):
-        out = part.join(inputs, out)
-    return out
+        main = part.join_to(module, inputs, main)
+    return main if rest is None else (main, *rest)
+
+
+def enter_parts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The hook before a module: let parts that enter it change its input."""
+    x, *more = args
+    for _, part in beside_parts(module):
+        if not part.enters or part.share == 0:
+            continue
+        if part.rows is None:
+            x = _shared(x, part.enter(x), part.share)
+        else:
+            own = x[part.rows]
+            x = x.index_copy(0, part.rows, _shared(own, part.enter(own), part.share))
+    return (x, *more)
+
+
+def _shared(x: Tensor, changed: Tensor, share: float) -> Tensor:
+    return changed if share == 1 else x + share * (changed - x)
 
 
 def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
@@ -137,18 +186,25 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
             f"a {type(module).__name__} already has {name!r}: give the change another name, or "
             "take the other part away first."
         )
-    is_first = not any(beside_parts(module))
+    known = list(beside_parts(module))
     module.add_module(name, part)
-    if is_first and not getattr(module, "asks_parts", False):
-        module.register_forward_hook(join_parts)
+    if getattr(module, "asks_parts", False):
+        return
+    if not known:
+        module.register_forward_hook(join_parts, with_kwargs=True)
+    if part.enters and not any(one.enters for _, one in known):
+        module.register_forward_pre_hook(enter_parts)
 
 
 def detach_part_(module: nn.Module, name: str) -> BesidePart:
     """Take a part away again and return it; the module is what it was."""
     part = module._modules.pop(name)
     assert isinstance(part, BesidePart)
-    if not any(beside_parts(module)):
-        _drop_hook_(module)
+    left = [one for _, one in beside_parts(module)]
+    if not left:
+        _drop_hook_(module, module._forward_hooks, join_parts)
+    if not any(one.enters for one in left):
+        _drop_hook_(module, module._forward_pre_hooks, enter_parts)
     return part
 
 
@@ -158,7 +214,7 @@ def move_parts_(old: nn.Module, new: nn.Module) -> None:
         attach_part_(new, name, detach_part_(old, name))
 
 
-def _drop_hook_(module: nn.Module) -> None:
-    hooks = module._forward_hooks
-    for key in [key for key, hook in hooks.items() if hook is join_parts]:
+def _drop_hook_(module: nn.Module, hooks: dict[int, Any], hook: Any) -> None:
+    for key in [key for key, found in hooks.items() if found is hook]:
         del hooks[key]
+        module._forward_hooks_with_kwargs.pop(key, None)

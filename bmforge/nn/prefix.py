@@ -30,29 +30,67 @@ class Prefix(nn.Module):
         length: P.
         head_dim: H.
         std: of freshly drawn ones.
+        inner: M, make them of P trained rows of M features by a layer, a tanh and another layer,
+            which train more easily than the keys and values themselves; 0 trains these.
+
+    Attributes:
+        is_delta: it came beside a finished model: files of that one need not have its tensors.
+        share: 0 leaves it out.
 
     Shape:
         returns two tensors (K, P, H)
     """
 
-    def __init__(self, num_kv_heads: int, length: int, head_dim: int, std: float = 0.02) -> None:
+    is_delta: bool = False
+    share: float = 1.0
+
+    def __init__(
+        self, num_kv_heads: int, length: int, head_dim: int, std: float = 0.02, inner: int = 0
+    ) -> None:
         super().__init__()
-        self.std = std
-        self.key = nn.Parameter(torch.zeros(num_kv_heads, length, head_dim))
-        self.value = nn.Parameter(torch.zeros(num_kv_heads, length, head_dim))
+        self.std, self.inner = std, inner
+        if not inner:
+            self.key = nn.Parameter(torch.zeros(num_kv_heads, length, head_dim))
+            self.value = nn.Parameter(torch.zeros(num_kv_heads, length, head_dim))
+            return
+        self.rows = nn.Parameter(torch.zeros(length, inner))
+        self.mid_weight = nn.Parameter(torch.zeros(inner, inner))
+        self.mid_bias = nn.Parameter(torch.zeros(inner))
+        for what in ("key", "value"):
+            up = nn.Parameter(torch.zeros(num_kv_heads, head_dim, inner))
+            self.register_parameter(f"{what}_weight", up)
+            bias = nn.Parameter(torch.zeros(num_kv_heads, head_dim))
+            self.register_parameter(f"{what}_bias", bias)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Heads are cut over processes as those of keys and values."""
-        return dict.fromkeys(("key", "value"), TensorNote(self.std, {"key_value": 0}))
+        cuts = {"key_value": 0}
+        if not self.inner:
+            return dict.fromkeys(("key", "value"), TensorNote(self.std, cuts))
+        spread = self.inner**-0.5
+        notes = {"rows": TensorNote(1.0), "mid_weight": TensorNote(spread)}
+        notes["mid_bias"] = TensorNote("zeros")
+        for what in ("key", "value"):
+            notes[f"{what}_weight"] = TensorNote(self.std * spread, cuts)
+            notes[f"{what}_bias"] = TensorNote("zeros", cuts)
+        return notes
 
     def forward(self) -> Pair:
         """Return the keys and values."""
-        return self.key, self.value
+        if not self.inner:
+            return self.key, self.value
+        mid = torch.tanh(F.linear(self.rows, self.mid_weight, self.mid_bias))
+
+        def up(weight: Tensor, bias: Tensor) -> Tensor:
+            return torch.einsum("pm,khm->kph", mid, weight) + bias[:, None]
+
+        return up(self.key_weight, self.key_bias), up(self.value_weight, self.value_bias)
 
     def extra_repr(self) -> str:
         """Show the sizes."""
-        heads, length, width = self.key.shape
-        return f"{length} keys of {heads} heads of {width}"
+        tensor = self.key_weight if self.inner else self.key
+        length = self.rows.shape[0] if self.inner else tensor.shape[1]
+        return f"{length} keys of {tensor.shape[0]} heads, inner={self.inner}"
 
 
 def put_before(

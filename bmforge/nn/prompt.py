@@ -24,9 +24,16 @@ class Prompt(nn.Module):
         width: features of a row, the table's.
         std: of freshly drawn rows.
 
+    Attributes:
+        is_delta: it came beside a finished model: files of that one need not have its tensors.
+        share: with 0 nobody puts its ids in front of a text.
+
     Shape:
         rows: any, integers below P -> (..., D)
     """
+
+    is_delta: bool = False
+    share: float = 1.0
 
     def __init__(self, length: int, width: int, std: float = 0.02) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmforge.models.init import draw_tensor_
+from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.part import BesidePart, Derived, tensor_notes
 from bmforge.parallel.tensor.cuts import CUT_DIMS
 

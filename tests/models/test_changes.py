@@ -26,7 +26,7 @@ from bmforge.models import (
     init_weights_,
 )
 from bmforge.models.changes import CHANGES_KEY, apply_change_
-from bmforge.nn.low_rank import ExpertsLowRank
+from bmforge.nn.low_rank import ExpertsLowRank, LowRankOptions
 from bmforge.nn.part import attach_part_, beside_parts, detach_part_
 from bmforge.parallel import Layout, parallelize, shutdown_distributed
 from bmforge.surgery import copy_to_meta, persistent_tensors
@@ -156,7 +156,7 @@ def test_numbers_of_parts_beside_experts() -> None:
         with pytest.raises(ConfigError, match=f"rank={rank} must lie between 1 and 32"):
             model.change_(Change("low_rank", "layers.0.mlp.experts", {"rank": rank}))
     experts = model.layers["0"].mlp.experts
-    part = ExpertsLowRank.beside(experts, 2, dropout=0.5)
+    part = ExpertsLowRank.beside(experts, LowRankOptions(2, dropout=0.5))
     for side in part.parameters():
         nn.init.normal_(side)
     x, ends = torch.ones(4, 32), torch.tensor([2, 4])

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from bmforge.nn import LMHead, MoESpec
+from bmforge.nn.bottleneck import Bottleneck, BottleneckOptions
+from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.int8 import store_int8
-from bmforge.nn.low_rank import ExpertsLowRank, LowRank
+from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank, LowRankOptions
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import PRESETS, QuantSpec
 from bmforge.nn.part import BesidePart, TensorNote, attach_part_
@@ -21,11 +23,21 @@ from bmforge.testing.part_suite import check_part
 from bmforge.testing.tolerance import assert_close
 
 EXPERTS = Experts(16, MoESpec(4, 2, 24))
+LIKE = torch.empty(0)
 STACKS = {key: tuple(stack.shape) for key, stack in EXPERTS.named_parameters()}
 PARTS = {
-    "low rank": LowRank(16, 24, 4),
-    "low rank of experts": ExpertsLowRank(STACKS, 2, 1.0, EXPERTS.up_proj),
+    "low rank": LowRank(16, 24, LowRankOptions(4), LIKE),
+    "low rank of experts": ExpertsLowRank(STACKS, LowRankOptions(2), EXPERTS.up_proj),
+    "low rank with lengths": LowRank(16, 24, LowRankOptions(4, magnitude=True, bias=True), LIKE),
+    "low rank of a table": EmbeddingLowRank(96, 16, LowRankOptions(4), LIKE),
+    "bottleneck": Bottleneck(16, 24, BottleneckOptions(8), LIKE),
+    "low-rank bottleneck": Bottleneck(16, 16, BottleneckOptions(8, "low_rank"), LIKE),
+    "kronecker bottleneck": Bottleneck(16, 16, BottleneckOptions(8, "kronecker", 0), LIKE),
+    "shift": Shift(16, LIKE),
+    "gain into": Gain(16, True, LIKE),
+    "gain out of": Gain(16, False, LIKE),
     "prefix": Prefix(2, 3, 8),
+    "prefix through layers": Prefix(2, 3, 8, inner=5),
     "prompt": Prompt(3, 16),
     "int8 linear": store_int8(nn.Linear(16, 24), {}),
     "int8 head": store_int8(LMHead(16, 96), {}),
@@ -83,7 +95,7 @@ def test_a_part_that_says_nothing_of_a_tensor() -> None:
 def test_parts_in_fp32_beside_a_head_in_bf16() -> None:
     """Both in the loss and in the logits, as beside any other layer."""
     head, x = LMHead(16, 24, bias=False).bfloat16(), torch.randn(5, 16).bfloat16()
-    part = LowRank(16, 24, 2)
+    part = LowRank(16, 24, LowRankOptions(2), LIKE)
     for side in part.parameters():
         nn.init.normal_(side)
     attach_part_(head, "low_rank", part)

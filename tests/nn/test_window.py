@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn import AttentionSpec
-from bmforge.nn.low_rank import LowRank
+from bmforge.nn.low_rank import LowRank, LowRankOptions
 from bmforge.nn.part import attach_part_
 from bmforge.nn.window import WindowAttention
 from bmforge.nn.window_mask import WindowMask, build_window_mask
@@ -227,7 +227,7 @@ def test_what_stands_beside_a_global_projection_counts() -> None:
     whole = copy.deepcopy(attn)
     for name in ("k_global_proj", "v_global_proj"):
         proj = getattr(attn, name)
-        part = LowRank.beside(proj, 2)
+        part = LowRank.beside(proj, LowRankOptions(2))
         for side in part.parameters():
             torch.nn.init.normal_(side, std=0.4)
         attach_part_(proj, "low_rank", part)

@@ -205,7 +205,12 @@ def _cut_parameters_(
     dims = _dims_of(module, cut)
     # A part beside what is whole behind its sum, as a whole MLP is, is used as its neighbours are.
     is_cut = cut is not None and bool(CUT_DIMS[cut.style])
-    follows = cut is not None and (cut.style == "head_norm" or (is_cut and is_beside(module)))
+    # So is what a prefix makes its keys of. Behind a table all processes have all of its result.
+    follows = cut is not None and (
+        cut.style == "head_norm"
+        or (is_cut and is_beside(module) and cut.style != "embedding")
+        or (cut.style == "key_value" and hasattr(module, "tensor_notes"))
+    )
     shared = cut is not None and cut.style == "key_value" and bool(cut.units % tensor.size)
     for key, parameter in list(module.named_parameters(recurse=False)):
         takes_share = shared and dims.get(key) == 0
@@ -219,7 +224,7 @@ def _cut_parameters_(
             yield key, view_here
         elif takes_share and cut is not None:
             yield key, partial(tensor.view_shared_head, cut.units)
-        elif follows:
+        elif follows and parameter.is_floating_point():
             # Whole, and used by each process for what it has: of its heads, or of its columns.
             yield key, tensor.view_of_heads
         elif cut is not None and cut.style == "row" and key == "bias":

@@ -1,0 +1,255 @@
+"""Bottlenecks beside modules: down to a few features, an activation, and up again.
+
+What they add is ``scale * up(act(down(h)))``, h being what the module made (an adapter), what went
+into it (a parallel adapter), or what went into another one. Their two matrices have one of three
+forms: plain, a product of two thin ones, or a sum of Kronecker products.
+
+Source: Houlsby et al., "Parameter-efficient transfer learning for NLP" (2019); He et al., "Towards
+a unified view of parameter-efficient transfer learning" (2022), for the parallel form; Karimi
+Mahabadi et al., "Compacter" (2021), for the sums of Kronecker products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.channel import out_width
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.mlp import get_activation
+from bmforge.nn.part import BesidePart, TensorNote, find_like
+
+__all__ = ["Bottleneck", "BottleneckOptions", "Reader", "build_bottleneck"]
+
+
+@dataclass(frozen=True)
+class BottleneckOptions:
+    """Options of "bottleneck".
+
+    Args:
+        width: W, features of the bottleneck.
+        form: of the two matrices: "plain", "low_rank" or "kronecker".
+        rank: of a low-rank matrix, or of the factors of a Kronecker product's right half; 0 leaves
+            that half whole.
+        division: n, how many Kronecker products are summed, with (n, n) left halves.
+        shared_rule: both matrices have the same left halves.
+        activation: a name in `nn.mlp.ACTIVATIONS`.
+        reads: "out": what the module made; "in": what went into it.
+        scale: factor on what is added.
+        reads_at: name of a module -> another one, whose input its bottleneck reads.
+    """
+
+    width: int = 24
+    form: Literal["plain", "low_rank", "kronecker"] = "plain"
+    rank: int = 1
+    division: int = 4
+    shared_rule: bool = False
+    activation: str = "gelu_new"
+    reads: Literal["out", "in"] = "out"
+    scale: float = 1.0
+    reads_at: dict[str, str] = field(default_factory=dict)
+
+    def check(self, name: str, ins: int, outs: int) -> None:
+        """Raise `ConfigError` for numbers that a bottleneck from `ins` to `outs` cannot have."""
+        get_activation(self.activation)
+        forms = ("plain", "low_rank", "kronecker")
+        if self.form not in forms or self.reads not in ("out", "in"):
+            raise ConfigError(
+                f"form={self.form!r} must be one of {forms}, and reads={self.reads!r} out or in."
+            )
+        if self.width < 1:
+            raise ConfigError(f"width={self.width} must be at least 1.")
+        if not math.isfinite(self.scale) or self.scale == 0:
+            raise ConfigError(f"scale={self.scale} must be finite and not 0.")
+        smallest = min(self.width, ins, outs)
+        if self.form == "low_rank" and not 1 <= self.rank <= smallest:
+            raise ConfigError(
+                f"rank={self.rank} of {name} must lie between 1 and {smallest}, the smallest side."
+            )
+        if self.form == "kronecker":
+            for what, size in (("input", ins), ("output", outs), ("bottleneck", self.width)):
+                if size % self.division:
+                    raise ConfigError(
+                        f"division={self.division} does not divide the {what} of {name}, {size}. "
+                        "Take a divisor of both."
+                    )
+            if not 0 <= self.rank <= smallest // self.division:
+                raise ConfigError(
+                    f"rank={self.rank} of {name} must lie between 0 (whole) and "
+                    f"{smallest // self.division}."
+                )
+
+
+Notes = dict[str, tuple[tuple[int, ...], float | str]]
+
+
+def _matrix_notes(options: BottleneckOptions, stem: str, ins: int, outs: int) -> Notes:
+    """Return what one matrix consists of: name -> shape and how it is drawn; `up` is zero."""
+    last: float | str = 0.01 if stem == "down" else "zeros"
+    bias: Notes = {f"{stem}_bias": ((outs,), "zeros")}
+    if options.form == "plain":
+        return {f"{stem}_weight": ((outs, ins), last), **bias}
+    rank, n = options.rank, options.division
+    if options.form == "low_rank":
+        first = math.sqrt(2 / (ins + rank))
+        last = math.sqrt(2 / (rank + outs)) if stem == "down" else last
+        return {f"{stem}_left": ((ins, rank), first), f"{stem}_right": ((rank, outs), last), **bias}
+    made: Notes = {}
+    if stem == "down" or not options.shared_rule:
+        made[f"{stem}_rule"] = ((n, n, n), 0.01)
+    spread = math.sqrt(2 * n / (ins + outs))
+    last = spread if stem == "down" else "zeros"
+    if rank == 0:
+        return {**made, f"{stem}_whole": ((n, ins // n, outs // n), last), **bias}
+    return {
+        **made,
+        f"{stem}_left": ((n, ins // n, rank), spread),
+        f"{stem}_right": ((n, rank, outs // n), last),
+        **bias,
+    }
+
+
+class Bottleneck(BesidePart):
+    """``out + scale * up(act(down(h)))``.
+
+    Args:
+        ins: features of h.
+        outs: features of the module's result.
+        options: the rest.
+        like: gives dtype and device.
+        reader: has h where another module than this part's gets it.
+
+    Shape:
+        h: (..., ins) -> (..., outs)
+    """
+
+    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "part"})
+
+    def __init__(
+        self,
+        ins: int,
+        outs: int,
+        options: BottleneckOptions,
+        like: Tensor,
+        reader: Reader | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        # In a tuple: the reader is a child of the module that it stands beside, not of this one.
+        self.reader = (reader,)
+        self.activation = get_activation(options.activation)
+        self.shapes = {
+            **_matrix_notes(options, "down", ins, options.width),
+            **_matrix_notes(options, "up", options.width, outs),
+        }
+        for key, (shape, _) in self.shapes.items():
+            made = torch.empty(shape, dtype=like.dtype, device=like.device)
+            self.register_parameter(key, nn.Parameter(made))
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Every process has all of it."""
+        return {key: TensorNote(draw) for key, (_, draw) in self.shapes.items()}
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Return what is added to the module's result."""
+        inner = self.activation(self._times(h.to(self.up_bias.dtype), "down"))
+        added = self._times(inner, "up")
+        return added if self.options.scale == 1 else added * self.options.scale
+
+    def _times(self, x: Tensor, stem: str) -> Tensor:
+        bias = getattr(self, f"{stem}_bias")
+        if self.options.form == "plain":
+            return F.linear(x, getattr(self, f"{stem}_weight"), bias)
+        if self.options.form == "low_rank":
+            low = x @ getattr(self, f"{stem}_left")
+            return low @ getattr(self, f"{stem}_right") + bias
+        return x @ self._kronecker(stem) + bias
+
+    def _kronecker(self, stem: str) -> Tensor:
+        """Return the sum of Kronecker products, (in, out)."""
+        rule = getattr(self, "down_rule" if self.options.shared_rule else f"{stem}_rule")
+        if self.options.rank:
+            right = getattr(self, f"{stem}_left") @ getattr(self, f"{stem}_right")
+        else:
+            right = getattr(self, f"{stem}_whole")
+        summed = torch.einsum("nab,ncd->acbd", rule, right)
+        return summed.flatten(2).flatten(0, 1)
+
+    def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        """Add it."""
+        (reader,) = self.reader
+        if reader is not None:
+            h = reader.take()
+        else:
+            h = out if self.options.reads == "out" else inputs[0]
+        return out + self(h).to(out.dtype)
+
+    def extra_repr(self) -> str:
+        """Show the sizes."""
+        o = self.options
+        return f"width={o.width}, form={o.form}, reads={o.reads}, scale={o.scale}"
+
+
+class Reader(BesidePart):
+    """Holds what goes into a module until the bottleneck behind another one takes it."""
+
+    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "part", "column", "key_value", "row"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Tensor] = []
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """It has none."""
+        return {}
+
+    def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        """Keep what went in."""
+        self.held[:] = [inputs[0]]
+        return out
+
+    def take(self) -> Tensor:
+        """Return it, once.
+
+        Raises:
+            ConfigError: the module beside which it stands has not run before.
+        """
+        if not self.held:
+            raise ConfigError(
+                "a parallel adapter writes behind a module that runs before the one it reads from."
+            )
+        return self.held.pop()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
+        """A copy holds nothing."""
+        made = memo[id(self)] = Reader()
+        made.is_delta, made.share, made.training = self.is_delta, self.share, self.training
+        return made
+
+
+def build_bottleneck(name: str, module: nn.Module, options: BottleneckOptions) -> Bottleneck:
+    """Return a part for a module of a known width; it is neither attached nor drawn.
+
+    Raises:
+        ConfigError: another module, or numbers that it cannot have.
+    """
+    outs = out_width(name, module)
+    ins = outs if options.reads == "out" else in_width(name, module)
+    options.check(name, ins, outs)
+    return Bottleneck(ins, outs, options, find_like(module))
+
+
+def in_width(name: str, module: nn.Module) -> int:
+    """Return how many features go into a module: those of its first linear layer, or its own."""
+    sizes = linear_sizes(module)
+    if sizes is not None:
+        return sizes[0]
+    linear = [s for one in module.modules() if (s := linear_sizes(one)) is not None]
+    return linear[0][0] if linear else out_width(name, module)

@@ -1,0 +1,240 @@
+"""The kinds of parts that come to stand in a model: what each is told, and where it may stand.
+
+A kind is a line in `PART_KINDS`, a dataclass of options and a function that builds a part for a
+module. They work on any module, transformers' included, but for prefixes and prompts, which need
+the slots of ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.attention import Attention
+from bmforge.nn.bottleneck import Bottleneck, BottleneckOptions, Reader, build_bottleneck, in_width
+from bmforge.nn.channel import GainOptions, build_gain, build_shift, out_width
+from bmforge.nn.low_rank import LowRankOptions, build_low_rank
+from bmforge.nn.part import BesidePart, attach_part_, detach_part_, find_like
+from bmforge.nn.prefix import Prefix
+from bmforge.nn.prompt import Prompt
+
+__all__ = ["PART_KINDS", "Kind", "NoOptions", "add_parts_", "refuse_name"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is to be known of one kind of change.
+
+    Args:
+        options: dataclass of its options.
+        apply: changes the modules of these names: (model, names, options, name of the parts).
+        about: what it does, for error messages and documentation.
+    """
+
+    options: type[Any]
+    apply: Callable[[nn.Module, Sequence[str], Any, str], None]
+    about: str
+
+
+@dataclass(frozen=True)
+class LengthOptions:
+    """Options of "prompt".
+
+    Args:
+        length: tokens.
+        std: standard deviation of freshly drawn ones.
+    """
+
+    length: int
+    std: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.length < 1:
+            raise ConfigError(f"length={self.length} must be at least 1.")
+        if not (self.std >= 0 and math.isfinite(self.std)):
+            raise ConfigError(f"std={self.std} must be finite and at least 0.")
+
+
+@dataclass(frozen=True)
+class PrefixOptions(LengthOptions):
+    """Options of "prefix".
+
+    Args:
+        length: keys and values of every layer.
+        std: standard deviation of freshly drawn ones.
+        inner: make them by two layers of this width while they are trained; 0 trains them
+            themselves.
+    """
+
+    inner: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        super().__post_init__()
+        if self.inner < 0:
+            raise ConfigError(f"inner={self.inner} must be at least 0.")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of a kind that has none."""
+
+
+def refuse_name(name: str) -> None:
+    """Raise `ConfigError` where a change of a kind without parts beside modules has a name."""
+    if name:
+        raise ConfigError(f"name={name!r} has no effect: nothing new stands beside a module.")
+
+
+def add_parts_(
+    model: nn.Module,
+    names: Sequence[str],
+    name: str,
+    build: Callable[[str, nn.Module], BesidePart],
+) -> None:
+    """Put a part beside each of these modules; nothing is changed where one of them cannot be.
+
+    Args:
+        model: any.
+        names: of its modules.
+        name: of the parts.
+        build: (name, module) -> its part.
+    """
+    modules = [model.get_submodule(n) for n in names]
+    if not name.isidentifier():
+        raise ConfigError(f"name={name!r} must be a word that an attribute can have.")
+    taken = [n for n, module in zip(names, modules, strict=True) if hasattr(module, name)]
+    if taken:
+        raise ConfigError(
+            f"{taken[0]} already has {name!r}: give the change another name, or leave it out."
+        )
+    parts = [build(n, module) for n, module in zip(names, modules, strict=True)]
+    for module, part in zip(modules, parts, strict=True):
+        part.train(module.training)
+        attach_part_(module, name, part)
+
+
+def _add_beside_(
+    build: Callable[[str, nn.Module, Any], BesidePart],
+    usual: str,
+    model: nn.Module,
+    names: Sequence[str],
+    options: Any,
+    name: str,
+) -> None:
+    """Put parts of a kind, whose usual name is `usual`, beside modules."""
+    add_parts_(model, names, name or usual, lambda n, module: build(n, module, options))
+
+
+def add_bottlenecks_(
+    model: nn.Module, names: Sequence[str], options: BottleneckOptions, name: str
+) -> None:
+    """Put bottlenecks beside modules, and readers beside those where they read instead."""
+    name = name or "bottleneck"
+    far = {n: at for n, at in options.reads_at.items() if n != at}
+    if unknown := sorted(set(far) - set(names)):
+        raise ConfigError(f"reads_at names {unknown[0]!r}, beside which nothing stands.")
+    readers = {n: Reader() for n in far}
+    add_parts_(
+        model,
+        list(far.values()),
+        f"{name}_reader",
+        lambda at, _: next(readers[n] for n in far if far[n] == at),
+    )
+
+    def build(n: str, module: nn.Module) -> BesidePart:
+        if n not in far:
+            return build_bottleneck(n, module, options)
+        ins, outs = in_width(far[n], model.get_submodule(far[n])), out_width(n, module)
+        options.check(n, ins, outs)
+        return Bottleneck(ins, outs, options, find_like(module), readers[n])
+
+    try:
+        add_parts_(model, names, name, build)
+    except ConfigError:
+        for at in far.values():
+            detach_part_(model.get_submodule(at), f"{name}_reader")
+        raise
+
+
+def put_prefixes_(
+    model: nn.Module, names: Sequence[str], options: PrefixOptions, name: str
+) -> None:
+    """Put trained keys and values before those of attentions."""
+
+    def build(attn: Any) -> Prefix:
+        heads = attn.k_proj.out_features // attn.head_dim
+        return Prefix(heads, options.length, attn.head_dim, options.std, options.inner)
+
+    _fill_slots_(model, names, "prefix", Attention, build, name)
+
+
+def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions, name: str) -> None:
+    """Put trained rows behind those of the token embedding."""
+
+    tokens: Any = getattr(model, "embed", None)
+
+    def build(table: Any) -> Prompt:
+        if table is not tokens:
+            raise ConfigError("rows of a prompt are looked up in a model's token embedding, embed.")
+        return Prompt(options.length, table.embedding_dim, options.std)
+
+    _fill_slots_(model, names, "prompt", nn.Embedding, build, name)
+
+
+def _fill_slots_(
+    model: nn.Module,
+    names: Sequence[str],
+    slot: str,
+    kind: type[nn.Module],
+    build: Callable[[Any], nn.Module],
+    name: str,
+) -> None:
+    """Put a part into a slot that modules of a kind have, one each."""
+    refuse_name(name)
+    modules = {n: model.get_submodule(n) for n in names}
+    for n, module in modules.items():
+        if not isinstance(module, kind):
+            raise ConfigError(
+                f"{n} is a {type(module).__name__}, which has no place for a {slot}: name modules "
+                f"of kind {kind.__name__}."
+            )
+        if getattr(module, slot, None) is not None:
+            raise ConfigError(f"{n} already has a {slot}.")
+    parts = []
+    for module in modules.values():
+        like = find_like(module)
+        with torch.device(like.device):
+            parts.append(build(module).to(like.dtype).train(module.training))
+    for module, part in zip(modules.values(), parts, strict=True):
+        setattr(module, slot, part)
+
+
+PART_KINDS: Mapping[str, Kind] = {
+    "low_rank": Kind(
+        LowRankOptions,
+        partial(_add_beside_, build_low_rank, "low_rank"),
+        "a low-rank part beside linear layers, embeddings and experts",
+    ),
+    "bottleneck": Kind(
+        BottleneckOptions, add_bottlenecks_, "a bottleneck behind modules, or beside them"
+    ),
+    "shift": Kind(
+        NoOptions, partial(_add_beside_, build_shift, "shift"), "a bias added to what modules make"
+    ),
+    "gain": Kind(
+        GainOptions,
+        partial(_add_beside_, build_gain, "gain"),
+        "a factor on every channel into or out of linear layers",
+    ),
+    "prefix": Kind(PrefixOptions, put_prefixes_, "trained keys and values before attention's own"),
+    "prompt": Kind(LengthOptions, put_prompts_, "trained rows behind the token embedding"),
+}
