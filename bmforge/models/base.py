@@ -210,6 +210,25 @@ class Model(nn.Module):
         self.config = self.config.replace(changes=(*self.config.changes, change))
         return self
 
+    def remember_part_(
+        self, kind: str, where: Sequence[str], options: Mapping[str, Any], name: str
+    ) -> None:
+        """Let the config say what has been put into the model, as a `Change` would.
+
+        Args:
+            kind, where, options, name: of the change.
+        """
+        change = Change(kind, tuple(where), dict(options), name)
+        self.config = self.config.replace(changes=(*self.config.changes, change))
+
+    def forget_part_(
+        self, kind: str, where: Sequence[str], options: Mapping[str, Any], name: str
+    ) -> None:
+        """Let the config no longer say what has been taken out of the model."""
+        gone = Change(kind, tuple(where), dict(options), name)
+        left = tuple(change for change in self.config.changes if change != gone)
+        self.config = self.config.replace(changes=left)
+
     def weight_rules(self) -> list[WeightRule]:
         """Return the name map of this family's body, with `{i}` for the layer number."""
         raise TypeError(f"{type(self).__name__} defines no weight_rules")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,7 +34,8 @@ class BottleneckOptions:
     """Options of "bottleneck".
 
     Args:
-        width: W, features of the bottleneck.
+        width: W, features of the bottleneck, or
+        reduction: how many times fewer it has than what it reads; 0 takes `width`.
         form: of the two matrices: "plain", "low_rank" or "kronecker".
         rank: of a low-rank matrix, or of the factors of a Kronecker product's right half; 0 leaves
             that half whole.
@@ -47,6 +48,7 @@ class BottleneckOptions:
     """
 
     width: int = 24
+    reduction: int = 0
     form: Literal["plain", "low_rank", "kronecker"] = "plain"
     rank: int = 1
     division: int = 4
@@ -56,8 +58,21 @@ class BottleneckOptions:
     scale: float = 1.0
     reads_at: dict[str, str] = field(default_factory=dict)
 
-    def check(self, name: str, ins: int, outs: int) -> None:
-        """Raise `ConfigError` for numbers that a bottleneck from `ins` to `outs` cannot have."""
+    def of(self, name: str, ins: int, outs: int) -> BottleneckOptions:
+        """Return the options of one bottleneck, from `ins` to `outs` features.
+
+        Raises:
+            ConfigError: numbers that it cannot have.
+        """
+        if self.reduction < 0:
+            raise ConfigError(f"reduction={self.reduction} must be at least 0.")
+        own = self
+        if self.reduction:
+            own = replace(self, width=max(ins // self.reduction, 1), reduction=0)
+        own._check(name, ins, outs)
+        return own
+
+    def _check(self, name: str, ins: int, outs: int) -> None:
         get_activation(self.activation)
         forms = ("plain", "low_rank", "kronecker")
         if self.form not in forms or self.reads not in ("out", "in"):
@@ -242,8 +257,7 @@ def build_bottleneck(name: str, module: nn.Module, options: BottleneckOptions) -
     """
     outs = out_width(name, module)
     ins = outs if options.reads == "out" else in_width(name, module)
-    options.check(name, ins, outs)
-    return Bottleneck(ins, outs, options, find_like(module))
+    return Bottleneck(ins, outs, options.of(name, ins, outs), find_like(module))
 
 
 def in_width(name: str, module: nn.Module) -> int:

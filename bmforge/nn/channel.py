@@ -96,10 +96,11 @@ class GainOptions:
     """Options of "gain".
 
     Args:
-        into: multiply what goes into a layer, not what comes out.
+        into: endings of names of layers: the factors are on what goes into these, not on what
+            comes out.
     """
 
-    into: bool = False
+    into: tuple[str, ...] = ()
 
 
 def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
@@ -113,7 +114,8 @@ def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
         raise ConfigError(
             f"factors stand beside a linear layer of a block; {name} is a {type(module).__name__}."
         )
-    return Gain(sizes[0] if options.into else sizes[1], options.into, find_like(module))
+    into = any(f".{name}".endswith(f".{ending}") for ending in options.into)
+    return Gain(sizes[0] if into else sizes[1], into, find_like(module))
 
 
 def build_shift(name: str, module: nn.Module, options: Any) -> Shift:

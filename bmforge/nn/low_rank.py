@@ -28,6 +28,8 @@ __all__ = [
     "LowRankOptions",
     "build_low_rank",
     "linear_sizes",
+    "settle_magnitude_",
+    "view_weight",
 ]
 
 
@@ -242,6 +244,23 @@ def join_with_magnitude(part: LowRank, module: Any, x: Tensor, out: Tensor) -> T
     turned = turned if bias is None else turned + bias
     changed = turned.to(out.dtype) if layer_bias is None else turned.to(out.dtype) + layer_bias
     return changed if part.share == 1 else out + part.share * (changed - out)
+
+
+@torch.no_grad()
+def settle_magnitude_(module: nn.Module, part: nn.Module) -> None:
+    """Set the lengths of a part to those of the layer's rows, so that nothing changes at first.
+
+    Only where the part trains lengths, and layer and part have memory.
+    """
+    magnitude = getattr(part, "magnitude", None)
+    if not isinstance(part, LowRank) or magnitude is None or magnitude.is_meta:
+        return
+    weight, _ = view_weight(module)
+    if not weight.is_meta:
+        whole = weight.to(magnitude.dtype) + part.scale * (
+            local_tensor(part.up) @ local_tensor(part.down)
+        )
+        local_tensor(magnitude).copy_(torch.linalg.vector_norm(whole, dim=1))
 
 
 def view_weight(module: Any) -> tuple[Tensor, Tensor | None]:

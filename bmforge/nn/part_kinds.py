@@ -154,8 +154,7 @@ def add_bottlenecks_(
         if n not in far:
             return build_bottleneck(n, module, options)
         ins, outs = in_width(far[n], model.get_submodule(far[n])), out_width(n, module)
-        options.check(n, ins, outs)
-        return Bottleneck(ins, outs, options, find_like(module), readers[n])
+        return Bottleneck(ins, outs, options.of(n, ins, outs), find_like(module), readers[n])
 
     try:
         add_parts_(model, names, name, build)

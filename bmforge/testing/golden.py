@@ -31,7 +31,8 @@ class Golden:
         self.atol = atol
         with np.load(path, allow_pickle=False) as arrays:
             self.config: dict[str, Any] = json.loads(str(arrays["config"]))
-            tensors = {n: torch.from_numpy(arrays[n]) for n in arrays.files if n != "config"}
+            found = {n: arrays[n] for n in arrays.files}
+            tensors = {n: torch.from_numpy(a) for n, a in found.items() if a.dtype.kind != "U"}
         self.weights, self.inputs, self.outputs, self.gradients = (
             {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
             for kind in ("weight:", "input:", "output:", "grad:")

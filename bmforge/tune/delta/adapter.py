@@ -1,0 +1,82 @@
+"""Adapters: bottlenecks behind modules, in three forms, and beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from bmforge.errors import ConfigError
+from bmforge.tune.delta.address import find_places
+from bmforge.tune.delta.delta import Delta
+
+__all__ = ["Adapter", "LowRankAdapter", "ParallelAdapter"]
+
+
+class Adapter(Delta):
+    """``h + up(act(down(h)))`` behind a module.
+
+    Options: those of `nn.bottleneck.BottleneckOptions`.
+
+    Source: Houlsby et al., "Parameter-efficient transfer learning for NLP" (2019).
+    """
+
+    kind = "bottleneck"
+    default_targets = ("attn.o", "mlp.down")
+    defaults = MappingProxyType({"width": 24})
+    stands_behind = True
+    peft_type = "BMFORGE_ADAPTER"
+
+
+class LowRankAdapter(Adapter):
+    """The same with matrices that are products of two thin ones, of any rank.
+
+    Options: as `Adapter`.
+    """
+
+    defaults = MappingProxyType({"form": "low_rank", "reduction": 32, "rank": 1})
+    peft_type = "BMFORGE_LOW_RANK_ADAPTER"
+
+
+class ParallelAdapter(Delta):
+    """Reads where a first module reads, adds to what a second one makes.
+
+    Args:
+        model: any.
+        pairs: (first, second) targets; each must mean as many modules. None takes each attention
+            and each MLP for both.
+        options: as `Adapter`, and those of every `Delta`.
+
+    Source: He et al., "Towards a unified view of parameter-efficient transfer learning" (2022).
+    """
+
+    kind = "bottleneck"
+    default_targets = ("attn", "mlp")
+    defaults = MappingProxyType({"width": 24, "reads": "in"})
+    peft_type = "BMFORGE_PARALLEL_ADAPTER"
+
+    def __init__(
+        self, model: nn.Module, pairs: Sequence[tuple[str, str]] | None = None, **options: Any
+    ) -> None:
+        self.pairs = pairs
+        targets = None if pairs is None else [second for _, second in pairs]
+        super().__init__(model, targets, **options)
+
+    def _settle_names(self) -> list[str]:
+        if self.pairs is None:
+            return super()._settle_names()
+        reads_at: dict[str, str] = {}
+        for first, second in self.pairs:
+            reads, writes = (
+                find_places(self.model, (target,), self.exclude) for target in (first, second)
+            )
+            if len(reads) != len(writes):
+                raise ConfigError(
+                    f"pair ({first!r}, {second!r}): the first means {len(reads)} modules, the "
+                    f"second {len(writes)}; each must have its other."
+                )
+            reads_at |= dict(zip(writes, reads, strict=True))
+        self.options["reads_at"] = reads_at
+        return list(reads_at)

@@ -1,0 +1,217 @@
+"""Which modules a target names: OpenDelta's rules, globs, common words, published names.
+
+A target is, in this order: a common word (`WORDS`), which means the same in every family; an ending
+of a module's name that begins at a dot; ``[r]`` and a regular expression that fits such an ending;
+a name glob (see `surgery`); or one of these among the names that the model has in published
+checkpoints, where a fused layer stands for all of its parts.
+
+Source: the rules of endings and regular expressions are OpenDelta's (Hu et al., 2023).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from bmforge.errors import ConfigError, suggest
+from bmforge.surgery import match_glob
+
+__all__ = ["WORDS", "find_places", "fits", "is_excluded", "published_names"]
+
+_REGEX = "[r]"
+
+# Common word -> groups of endings; the first group that a model has any of is meant. The first one
+# is of our names, the others of transformers' modules.
+WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "attn": (
+        ("attn",),
+        ("self_attn",),
+        ("SelfAttention",),
+        ("[r]layers?\\.\\d+\\.attention",),
+        ("attention",),
+        ("self_attention",),
+    ),
+    "attn.q": (
+        ("attn.q_proj",),
+        ("self_attn.q_proj",),
+        ("attention.self.query",),
+        ("SelfAttention.q",),
+        ("attn.c_attn",),
+        ("attention.q_lin",),
+        ("attention.attention.query",),
+        ("attention.query_key_value", "self_attention.query_key_value"),
+        ("self_attn.qkv_proj",),
+    ),
+    "attn.k": (
+        ("attn.k_proj",),
+        ("self_attn.k_proj",),
+        ("attention.self.key",),
+        ("SelfAttention.k",),
+        ("attn.c_attn",),
+        ("attention.k_lin",),
+        ("attention.attention.key",),
+        ("attention.query_key_value", "self_attention.query_key_value"),
+        ("self_attn.qkv_proj",),
+    ),
+    "attn.v": (
+        ("attn.v_proj",),
+        ("self_attn.v_proj",),
+        ("attention.self.value",),
+        ("SelfAttention.v",),
+        ("attn.c_attn",),
+        ("attention.v_lin",),
+        ("attention.attention.value",),
+        ("attention.query_key_value", "self_attention.query_key_value"),
+        ("self_attn.qkv_proj",),
+    ),
+    "attn.o": (
+        ("attn.o_proj",),
+        ("self_attn.o_proj",),
+        ("self_attn.out_proj",),
+        ("attention.output.dense",),
+        ("SelfAttention.o",),
+        ("attn.c_proj",),
+        ("attn.out_proj",),
+        ("attention.out_lin",),
+        ("attention.dense", "self_attention.dense"),
+    ),
+    "cross_attn": (("cross_attn",), ("EncDecAttention",), ("encoder_attn",), ("crossattention",)),
+    "mlp": (("mlp",), ("DenseReluDense",), ("ffn",), ("block_sparse_moe",)),
+    "mlp.gate": (
+        ("mlp.gate_proj", "mlp.experts", "shared_expert.gate_proj"),
+        ("DenseReluDense.wi_0",),
+    ),
+    "mlp.up": (
+        ("mlp.up_proj", "mlp.experts", "shared_expert.up_proj"),
+        ("intermediate.dense",),
+        ("DenseReluDense.wi", "DenseReluDense.wi_1"),
+        ("mlp.c_fc",),
+        ("fc1",),
+        ("ffn.lin1",),
+        ("mlp.dense_h_to_4h", "mlp.fc_in"),
+    ),
+    "mlp.down": (
+        ("mlp.down_proj", "mlp.experts", "shared_expert.down_proj"),
+        ("[r]\\d+\\.output\\.dense",),
+        ("DenseReluDense.wo",),
+        ("mlp.c_proj",),
+        ("fc2",),
+        ("ffn.lin2",),
+        ("mlp.dense_4h_to_h", "mlp.fc_out"),
+    ),
+    "norm": (
+        ("[r][^.]*norm",),
+        ("[r][^.]*(layernorm|layer_norm|LayerNorm)(_before|_after)?", "[r]ln_\\w+"),
+    ),
+    "embed": (
+        ("embed",),
+        ("embed_tokens", "shared"),
+        ("wte",),
+        ("word_embeddings",),
+    ),
+    "lm_head": (("lm_head", "mlm_head.decoder"), ("[r](cls\\.predictions|lm_head)\\.decoder",)),
+}
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Tell whether a module's name fits an ending or ``[r]`` with a regular expression.
+
+    Raises:
+        ConfigError: no valid regular expression.
+    """
+    if not pattern.startswith(_REGEX):
+        return name == pattern or name.endswith("." + pattern)
+    try:
+        match = re.search(pattern.removeprefix(_REGEX), name)
+    except re.error as error:
+        raise ConfigError(f"target {pattern!r} is no regular expression: {error}.") from error
+    if match is None or match.end() != len(name):
+        return False
+    return match.start() == 0 or name[match.start() - 1] == "."
+
+
+def is_excluded(name: str, exclude: Iterable[str]) -> bool:
+    """Tell whether a name begins with an excluded one, or fits it."""
+    return any(name.startswith(one) or _hits(name, one) for one in exclude)
+
+
+def published_names(model: Any) -> dict[str, list[str]]:
+    """Return what published checkpoints call modules of ours -> our names; {} for other models."""
+    rules = getattr(model, "active_rules", None)
+    found: dict[str, list[str]] = {}
+    for rule in rules() if callable(rules) else ():
+        theirs, ours = rule.theirs.rpartition(".")[0], rule.ours.rpartition(".")[0]
+        if theirs and ours and ours not in found.setdefault(theirs, []):
+            found[theirs].append(ours)
+    return found
+
+
+def find_places(
+    model: nn.Module,
+    targets: Sequence[str],
+    exclude: Sequence[str] = (),
+    needs_all: bool = True,
+) -> list[str]:
+    """Return the names of the modules that targets mean, in the model's order.
+
+    Args:
+        model: any.
+        targets: see the head of this file.
+        exclude: beginnings of names, or targets, that are left out.
+        needs_all: a target that means nothing is an error; else it is one only if all do.
+
+    Raises:
+        ConfigError: a target that matches nothing; near names are listed.
+    """
+    # Parts that were put into the model before are none of its modules.
+    names = [n for n, m in model.named_modules() if n and not hasattr(m, "tensor_notes")]
+    published = published_names(model)
+    chosen: set[str] = set()
+    for target in targets:
+        found = _find_one(names, published, target, exclude)
+        if not found and needs_all:
+            _refuse(model, target, names, published, bool(exclude))
+        chosen |= found
+    if not chosen:
+        _refuse(model, ", ".join(targets), names, published, bool(exclude))
+    return [name for name in names if name in chosen]
+
+
+def _find_one(
+    names: list[str], published: Mapping[str, list[str]], target: str, exclude: Sequence[str]
+) -> set[str]:
+    theirs = [name for name in published if not is_excluded(name, exclude)]
+    kept = {n for name in published if is_excluded(name, exclude) for n in published[name]}
+    kept = {n for n in names if is_excluded(n, exclude)} | kept
+    for group in WORDS.get(target, ()):
+        found = {n for n in names if any(fits(n, pattern) for pattern in group)}
+        if found:
+            return found - kept
+    found = {n for n in names if _hits(n, target)}
+    if not found:
+        found = {n for name in theirs if _hits(name, target) for n in published[name]}
+        found &= set(names)
+    return found - kept
+
+
+def _hits(name: str, target: str) -> bool:
+    return fits(name, target) or ("*" in target and match_glob(name, target))
+
+
+def _refuse(
+    model: nn.Module,
+    target: str,
+    names: list[str],
+    published: Mapping[str, list[str]],
+    has_exclude: bool,
+) -> None:
+    endings = {".".join(n.split(".")[-k:]) for n in (*names, *published) for k in (1, 2)}
+    hint = suggest(target, sorted(endings | set(WORDS)))
+    left = " Or all that it means is excluded." if has_exclude else ""
+    raise ConfigError(
+        f"target {target!r} matches no module of this {type(model).__name__}.{hint}{left} Targets "
+        f"are endings of names, globs, [r] with a regular expression, or {', '.join(WORDS)}."
+    )

@@ -1,0 +1,42 @@
+"""A trained bias beside linear layers and norms."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from bmforge.nn.moe import Experts
+from bmforge.tune.delta.delta import Delta
+
+__all__ = ["BitFit"]
+
+
+class BitFit(Delta):
+    """A bias added to what modules make: training moves it as it would move a bias of their own.
+
+    It has no options. Stacked experts, whose projections have no place for one, get the one bias
+    behind all of them.
+
+    Source: Ben Zaken et al., "BitFit" (2021).
+    """
+
+    kind = "shift"
+    default_targets = (
+        "attn.q",
+        "attn.k",
+        "attn.v",
+        "attn.o",
+        "cross_attn.q_proj",
+        "cross_attn.k_proj",
+        "cross_attn.v_proj",
+        "cross_attn.o_proj",
+        "mlp.gate",
+        "mlp.up",
+        "mlp.down",
+        "norm",
+        "lm_head",
+    )
+    stands_behind = True
+    peft_type = "BMFORGE_BITFIT"
+
+    def _is_usual(self, module: nn.Module) -> bool:
+        return True if isinstance(module, Experts) else any(True for _ in module.parameters())

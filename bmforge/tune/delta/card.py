@@ -1,0 +1,64 @@
+"""A delta's card: a README of what is known of it, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bmforge import __version__
+from bmforge.errors import ConfigError, suggest
+from bmforge.tune.delta.delta import Delta
+
+__all__ = ["CARD_FIELDS", "write_card"]
+
+CARD_FIELDS = ("base", "data", "license", "scores", "command")
+
+
+def write_card(delta: Delta, told: Mapping[str, Any]) -> str:
+    """Return a card in Markdown, with the head that hubs read.
+
+    Args:
+        delta: whose card it is.
+        told: of `CARD_FIELDS`, what is known; scores is a table name -> number.
+
+    Raises:
+        ConfigError: something else is told.
+    """
+    for key in told:
+        if key not in CARD_FIELDS:
+            raise ConfigError(
+                f"the card has no field {key!r}.{suggest(key, CARD_FIELDS)} Fields: "
+                f"{', '.join(CARD_FIELDS)}."
+            )
+    base = told.get("base")
+    head = ["---", *([f"base_model: {base}"] if base else []), "library_name: peft"]
+    head += [f"license: {told['license']}"] if told.get("license") else []
+    trained = delta.count_parameters()
+    all_of_it = sum(p.numel() for p in delta.model.parameters())
+    of_base = max(all_of_it - sum(p.numel() for p in delta.parameters()), 1)
+    options = ", ".join(f"{k}={v!r}" for k, v in delta.options.items() if v not in ({}, None))
+    rows = {
+        "type": f"{type(delta).__name__} ({options})" if options else type(delta).__name__,
+        "base": base or type(delta.model).__name__,
+        "data": told.get("data"),
+        "targets": _shorten(delta.places()),
+        "trained parameters": f"{trained:,} ({100 * trained / of_base:.3f} % of the base's)",
+        "scores": ", ".join(f"{k} {v}" for k, v in (told.get("scores") or {}).items()) or None,
+        "command": told.get("command"),
+        "made with": f"bmforge {__version__}, torch {torch.__version__}",
+    }
+    lines = [*head, "---", "", f"# {type(delta).__name__} for {rows['base']}", ""]
+    lines += ["| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows.items() if value]
+    lines += ["", "Open it with `bmforge.tune.delta.load_delta(model, directory)`.", ""]
+    return "\n".join(lines)
+
+
+def _shorten(places: list[str]) -> str:
+    """Return the kinds of places, layers left out."""
+    kinds = dict.fromkeys(
+        ".".join("*" if part.isdigit() else part for part in place.split(".")) for place in places
+    )
+    return ", ".join(f"`{kind}`" for kind in kinds)

@@ -1,0 +1,125 @@
+"""One delta made of several: weighed sums of what they add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.low_rank import LowRank
+from bmforge.tune.delta.delta import Delta, deltas_of
+from bmforge.tune.delta.lora import Lora
+from bmforge.tune.delta.switch import find_delta
+
+__all__ = ["combine_deltas"]
+
+
+def combine_deltas(
+    model: nn.Module,
+    weights: Mapping[str, float],
+    into: str,
+    how: str = "concatenate",
+    rank: int | None = None,
+) -> Delta:
+    """Put a new delta into a model that adds what others add, each times its weight.
+
+    The others stay, switched off.
+
+    Args:
+        model: with the deltas; not laid out.
+        weights: name of a delta -> its weight.
+        into: name of the new one.
+        how: "concatenate": ranks add up, nothing is lost; "svd": the best delta of `rank` for the
+            weighed sum; both for Loras. "sum": of every tensor, for deltas of one type, places and
+            options; of Loras it is no sum of what they add.
+        rank: of the new one, with "svd".
+
+    Raises:
+        ConfigError: deltas that cannot be combined so.
+    """
+    deltas = [find_delta(model, name) for name in weights]
+    if not deltas:
+        raise ConfigError("weights names no delta.")
+    if how not in ("concatenate", "svd", "sum"):
+        raise ConfigError(f"how={how!r} must be concatenate, svd or sum.")
+    if (rank is not None) != (how == "svd"):
+        raise ConfigError(f"rank={rank} goes with how='svd', and only with it; how={how!r}.")
+    if how == "sum":
+        made = _sum(model, deltas, weights, into)
+    else:
+        made = _concatenate(model, deltas, weights, into, rank)
+    for delta in deltas:
+        delta.weigh_(0.0)
+    return made
+
+
+def _sum(model: nn.Module, deltas: list[Delta], weights: Mapping[str, float], into: str) -> Delta:
+    first = deltas[0]
+    alike = all(
+        type(d) is type(first) and d.options == first.options and d.places() == first.places()
+        for d in deltas
+    )
+    if not alike or first.kind in ("prefix", "prompt"):
+        raise ConfigError(
+            "how='sum' is for deltas of one type that stand beside, at the same places with the "
+            "same options."
+        )
+    made = _like(model, first, into)
+    with torch.no_grad():
+        for number, target in enumerate(made.parameters()):
+            values = [list(d.parameters())[number] * weights[d.name] for d in deltas]
+            target.copy_(torch.stack(values).sum(0))
+    return made
+
+
+def _like(model: nn.Module, delta: Delta, name: str) -> Delta:
+    options = {**delta.options}
+    return type(delta)(model, list(dict.fromkeys(delta.places())), name=name, **options)
+
+
+Factors = tuple[Tensor, Tensor]
+
+
+def _concatenate(
+    model: nn.Module,
+    deltas: list[Delta],
+    weights: Mapping[str, float],
+    into: str,
+    rank: int | None,
+) -> Delta:
+    found: dict[str, list[Factors]] = {}
+    for delta in deltas:
+        for owner, _, part in delta.held:
+            if type(part) is not LowRank or part.magnitude is not None or part.bias is not None:
+                raise ConfigError(
+                    f"delta {delta.name!r} has at {owner} a {type(part).__name__}; Loras of linear "
+                    "layers, without magnitude and bias, can be combined so."
+                )
+            up = part.up.detach() * (weights[delta.name] * part.scale)
+            found.setdefault(owner, []).append((up, part.down.detach()))
+    made = {owner: _join(each, rank) for owner, each in found.items()}
+    ranks = {owner: down.shape[0] for owner, (_, down) in made.items()}
+    refused = into in deltas_of(model)
+    if refused:
+        raise ConfigError(f"the model already has a delta {into!r}: name another.")
+    usual = max(ranks.values())
+    differing = {owner: r for owner, r in ranks.items() if r != usual}
+    delta = Lora(model, list(made), name=into, rank=usual, alpha=None, ranks=differing)
+    with torch.no_grad():
+        for owner, _, part in delta.held:
+            part.up.copy_(made[owner][0])
+            part.down.copy_(made[owner][1])
+    return delta
+
+
+def _join(each: list[Factors], rank: int | None) -> Factors:
+    up, down = torch.cat([u for u, _ in each], 1), torch.cat([d for _, d in each])
+    if rank is None:
+        return up, down
+    left, sizes, right = torch.linalg.svd(up @ down, full_matrices=False)
+    if rank > len(sizes):
+        raise ConfigError(f"rank={rank} is above {len(sizes)}, the smaller side of a layer.")
+    root = sizes[:rank].sqrt()
+    return left[:, :rank] * root, root[:, None] * right[:rank]

@@ -1,0 +1,22 @@
+"""Adapters whose matrices are sums of Kronecker products."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from bmforge.tune.delta.adapter import Adapter
+
+__all__ = ["Compacter"]
+
+
+class Compacter(Adapter):
+    """``h + up(act(down(h)))`` with matrices ``sum over n of kron(rule[n], left[n] right[n])``.
+
+    Options: as `Adapter`; `rank` 0 leaves the right halves whole, and with `shared_rule` both
+    matrices of an adapter have the same left halves.
+
+    Source: Karimi Mahabadi et al., "Compacter" (2021).
+    """
+
+    defaults = MappingProxyType({"form": "kronecker", "reduction": 16, "division": 4, "rank": 1})
+    peft_type = "BMFORGE_COMPACTER"

@@ -1,0 +1,432 @@
+"""What every delta does: find its places, put its parts there, freeze, detach, save.
+
+A delta is parts of one kind (`nn.part_kinds`) under one name, which are trained and saved alone. A
+type is a class that says which kind, which options and which places where nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bmforge.config import config_from_dict
+from bmforge.errors import ConfigError, suggest
+from bmforge.nn.attention import Attention
+from bmforge.nn.draw import draw_tensor_
+from bmforge.nn.low_rank import settle_magnitude_
+from bmforge.nn.mlp import MLP
+from bmforge.nn.moe import MoE
+from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
+from bmforge.nn.part_kinds import PART_KINDS
+from bmforge.records import laid_out
+from bmforge.surgery import find_parameters, persistent_tensors
+from bmforge.tune.delta.address import find_places
+
+__all__ = ["Delta", "Held", "deltas_of", "init_deltas_", "refuse_laid_out"]
+
+_DELTAS = "_deltas"
+
+
+class Held(NamedTuple):
+    """Where a part of a delta stands, or stood.
+
+    Args:
+        owner: name of the module that has it.
+        slot: what it is called there.
+        part: it.
+    """
+
+    owner: str
+    slot: str
+    part: Any
+
+
+def deltas_of(model: nn.Module) -> dict[str, Delta]:
+    """Return the deltas of a model by name, detached ones included: its own record."""
+    found: dict[str, Delta] = model.__dict__.setdefault(_DELTAS, {})
+    return found
+
+
+def refuse_laid_out(model: nn.Module, what: str) -> None:
+    """Raise `ConfigError` where a model is laid out over processes, or streams."""
+    is_cut = any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values())
+    record = laid_out(model)
+    if is_cut or (record is not None and record.streamer is not None):
+        raise ConfigError(
+            f"{type(model).__name__} is laid out already: {what} before parallelize (or before its "
+            "blocks stream)."
+        )
+
+
+class Delta:
+    """Parts of one kind beside modules of a model, under one name; they are put there at once.
+
+    The rest of the model is frozen. A delta is fp32 beside a base of half precision or of integers,
+    and casts what comes and goes.
+
+    Args:
+        model: any `nn.Module`; on meta or not, not laid out.
+        targets: what it stands beside, see `address`; None takes the type's usual places.
+        name: of the delta, and of its parts in the model.
+        exclude: beginnings of names, or targets, that are left out.
+        train_also: modules that are trained whole and saved with the delta, such as a new head.
+        seed: of what is drawn; see `init_deltas_`.
+        options: of the kind; see `nn.part_kinds`.
+
+    Attributes:
+        default_targets: common words for where it stands; those that a model lacks are passed over.
+        defaults: of the options.
+        stands_behind: its parts need what a module made as a whole, so beside the last projection
+            of an attention or MLP of ours they stand beside that one, which makes the same.
+        peft_type: what PEFT calls files of it, or what we do.
+        origin: the config of the file of PEFT's that it came from, and
+        extra: tensors there that are none of it; both are written back.
+        base_weights: what weights were before it was merged into them.
+
+    Raises:
+        ConfigError: targets or options that do not fit the model, which is as it was then.
+    """
+
+    kind: ClassVar[str] = ""
+    default_targets: ClassVar[tuple[str, ...]] = ()
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    stands_behind: ClassVar[bool] = False
+    peft_type: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Sequence[str] | str | None = None,
+        *,
+        name: str = "default",
+        exclude: Sequence[str] = (),
+        train_also: Sequence[str] = (),
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        refuse_laid_out(model, f"attach a {type(self).__name__}")
+        self.model, self.name, self.seed = model, name, seed
+        self.targets = (targets,) if isinstance(targets, str) else targets
+        self.exclude, self.train_also = tuple(exclude), tuple(train_also)
+        if name in deltas_of(model):
+            raise ConfigError(
+                f"the model already has a delta {name!r}: give this one another name, or remove "
+                "that one."
+            )
+        self.options = self._settle_options({**self.defaults, **options})
+        self.weight, self.merged = 1.0, False
+        self.base_weights: dict[str, Tensor] = {}
+        self.origin: dict[str, Any] | None = None
+        self.extra: dict[str, Tensor] = {}
+        self.held: tuple[Held, ...] = ()
+        self._wholes = find_parameters(model, self._also_globs()) if train_also else {}
+        self._put_(self._settle_names())
+        deltas_of(model)[name] = self
+        self.init_(seed)
+        self.freeze_()
+
+    # What a type may say otherwise.
+
+    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return options that the kind has."""
+        known = PART_KINDS[self.kind].options.__dataclass_fields__
+        for key in options:
+            if key not in known:
+                raise ConfigError(
+                    f"{type(self).__name__} has no option {key!r}.{suggest(key, known)} It has "
+                    f"{', '.join(known)}; besides targets, name, exclude, train_also and seed."
+                )
+        return options
+
+    def _settle_names(self) -> list[str]:
+        """Return the names of the modules beside which parts come to stand."""
+        given = self.default_targets if self.targets is None else tuple(self.targets)
+        found = find_places(self.model, given, self.exclude, self.targets is not None)
+        if self.targets is None:
+            found = [name for name in found if self._is_usual(self.model.get_submodule(name))]
+        if self.stands_behind:
+            found = list(dict.fromkeys(_part_around(self.model, name) for name in found))
+        return found
+
+    def _is_usual(self, module: nn.Module) -> bool:
+        """Tell whether a module that a common word names can have a part where nothing is said."""
+        return True
+
+    # What all do.
+
+    def _put_(self, names: Sequence[str]) -> None:
+        kind = PART_KINDS[self.kind]
+        model = self.model
+        before = {id(module) for module in model.modules()}
+        is_slot = self.kind in ("prefix", "prompt")
+        options = config_from_dict(kind.options, dict(self.options), "options.")
+        try:
+            kind.apply(model, names, options, "" if is_slot else self.name)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{type(model).__name__} cannot have the {type(self).__name__} {self.name!r}: "
+                f"{error}"
+            ) from None
+        held = []
+        for name, module in model.named_modules():
+            owner, _, slot = name.rpartition(".")
+            if id(module) not in before and id(model.get_submodule(owner)) in before:
+                module.is_delta = True  # type: ignore[assignment]
+                held.append(Held(owner, slot, module))
+        self.held = tuple(held)
+        for parameter in self.parameters():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+        self._record_(True)
+
+    def _record_(self, is_there: bool) -> None:
+        """Let a model of ours remember the parts in its config, or forget them."""
+        tell = getattr(self.model, "remember_part_" if is_there else "forget_part_", None)
+        if callable(tell):
+            is_slot = self.kind in ("prefix", "prompt")
+            where = [held.owner for held in self.held if not held.slot.endswith("_reader")]
+            tell(self.kind, where, dict(self.options), "" if is_slot else self.name)
+
+    def _also_globs(self) -> list[str]:
+        names = find_places(self.model, self.train_also)
+        return [f"{name}.**" for name in names]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield name and parameter of all that its parts have."""
+        for owner, slot, part in self.held:
+            for key, parameter in part.named_parameters():
+                yield f"{owner}.{slot}.{key}", parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of its parts."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def names(self) -> list[str]:
+        """Return the names that its parts' tensors have in the model while it is attached."""
+        return [name for name, _ in self.named_parameters()]
+
+    def places(self) -> list[str]:
+        """Return the names of the modules beside which its parts stand."""
+        return [held.owner for held in self.held]
+
+    def init_(self, seed: int = 0) -> Self:
+        """Draw its tensors by their names, with the same result on every layout; return it."""
+        for owner, slot, part in self.held:
+            for key, note in tensor_notes(part).items():
+                tensor = getattr(part, key)
+                if not tensor.is_meta:
+                    draw_tensor_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
+            settle_magnitude_(self.model.get_submodule(owner), part)
+        return self
+
+    def freeze_(self, base: bool = True) -> Self:
+        """Train nothing of the model but deltas and what they train whole.
+
+        Args:
+            base: switch gradients of the base off; else on, for training all of it beside.
+        """
+        trained = {
+            id(parameter)
+            for delta in deltas_of(self.model).values()
+            for parameter in (*delta.parameters(), *delta.wholes().values())
+            if delta is self or parameter.requires_grad
+        }
+        for parameter in self.model.parameters():
+            wanted = id(parameter) in trained or (not base and parameter.is_floating_point())
+            parameter.requires_grad_(wanted)
+        return self
+
+    def requires_grad_(self, wanted: bool = True) -> Self:
+        """Say whether its parts are trained: False leaves it in the model, frozen."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(wanted)
+        return self
+
+    def wholes(self) -> dict[str, nn.Parameter]:
+        """Return the parameters, by name, that are trained and saved whole (`train_also`)."""
+        return (
+            self._wholes if not self.train_also else find_parameters(self.model, self._also_globs())
+        )
+
+    def is_attached(self) -> bool:
+        """Tell whether its parts stand in the model."""
+        return any(
+            self.model.get_submodule(owner)._modules.get(slot) is part
+            for owner, slot, part in self.held
+        )
+
+    def detach(self) -> Self:
+        """Take its parts out of the model, which is then what it was; `attach` puts them back.
+
+        Of a model that is laid out they stay where they are, switched off.
+        """
+        if not self.is_attached():
+            raise ConfigError(f"delta {self.name!r} is detached already.")
+        self._refuse_merged("detach")
+        if _is_laid_out(self.model):
+            self.weigh_(0.0)
+            return self
+        for owner, slot, part in self.held:
+            module = self.model.get_submodule(owner)
+            if isinstance(part, BesidePart):
+                detach_part_(module, slot)
+            else:
+                setattr(module, slot, None)
+        self._record_(False)
+        return self
+
+    def attach(self) -> Self:
+        """Put its parts back where they were."""
+        if _is_laid_out(self.model):
+            self.weigh_(1.0)
+            return self
+        if self.is_attached():
+            raise ConfigError(f"delta {self.name!r} is attached already.")
+        taken = [
+            held.owner
+            for held in self.held
+            if getattr(self.model.get_submodule(held.owner), held.slot, None) is not None
+        ]
+        if taken:
+            raise ConfigError(f"{taken[0]} has something else in the place of {self.name!r} now.")
+        for owner, slot, part in self.held:
+            module = self.model.get_submodule(owner)
+            if isinstance(part, BesidePart):
+                attach_part_(module, slot, part)
+            else:
+                setattr(module, slot, part)
+        self._record_(True)
+        return self
+
+    def remove(self) -> None:
+        """Detach it, where it is attached, and forget it."""
+        if self.is_attached():
+            self.detach()
+        deltas_of(self.model).pop(self.name, None)
+
+    def weigh_(self, weight: float) -> Self:
+        """Give what it changes a factor; 0 switches it off.
+
+        Raises:
+            ConfigError: keys and values, or rows, in front of a text cannot be weighed.
+        """
+        if self.kind in ("prefix", "prompt") and weight not in (0, 1):
+            raise ConfigError(
+                f"a {type(self).__name__} is there or not: weight={weight} must be 0 or 1."
+            )
+        self.weight = weight
+        for held in self.held:
+            held.part.share = float(weight)
+        return self
+
+    def _refuse_merged(self, what: str) -> None:
+        if self.merged:
+            raise ConfigError(f"delta {self.name!r} is merged: call unmerge() before {what}.")
+
+    def merge(self, dequantize: bool = False) -> Self:
+        """Put what it adds into the base's weights and take its parts out.
+
+        Args:
+            dequantize: weights of torchao's kinds become plain ones first.
+
+        Raises:
+            ConfigError: a type that no weight can hold, a weight that is stored otherwise, shared
+                or streamed, or a delta that is merged already.
+
+        Memory: a copy of every weight that it changes, until `unmerge` or `forget_base`.
+        """
+        from bmforge.tune.delta.merge import merge_
+
+        merge_(self, dequantize)
+        return self
+
+    def unmerge(self) -> Self:
+        """Give the base its weights back, to the bit, and attach the parts again."""
+        from bmforge.tune.delta.merge import unmerge_
+
+        unmerge_(self)
+        return self
+
+    def save(self, directory: str | Path, **card: Any) -> None:
+        """Write it to a directory: PEFT's two files, and a card.
+
+        Args:
+            directory: made when it does not exist.
+            card: what the card says besides what is known: base, data, license, scores, command.
+        """
+        from bmforge.tune.delta.files import save_delta
+
+        save_delta(self, Path(directory), card)
+
+    @classmethod
+    def load(cls, model: nn.Module, directory: str | Path, **options: Any) -> Self:
+        """Put a saved delta of this type into a model; see `files.load_delta`.
+
+        Raises:
+            ConfigError: the directory has a delta of another type.
+        """
+        from bmforge.tune.delta.files import load_delta
+
+        delta = load_delta(model, directory, **options, kind=cls)
+        assert isinstance(delta, cls)
+        return delta
+
+    def describe(self) -> dict[str, Any]:
+        """Return what files say of it, but for its tensors."""
+        kind = PART_KINDS[self.kind]
+        settled = asdict(config_from_dict(kind.options, dict(self.options), "options."))
+        return {"type": type(self).__name__, "kind": self.kind, "options": settled}
+
+    def count_parameters(self) -> int:
+        """Return how many numbers are trained: of parts, and of what is trained whole."""
+        return sum(p.numel() for p in (*self.parameters(), *self.wholes().values()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its tensors by name, and those that are trained whole."""
+        return {**dict(self.named_parameters()), **self.wholes()}
+
+    def __repr__(self) -> str:
+        """Show what it is and where."""
+        state = "merged" if self.merged else "attached" if self.is_attached() else "detached"
+        return (
+            f"{type(self).__name__}({self.name!r}, {len(self.held)} places, "
+            f"{self.count_parameters()} parameters, {state})"
+        )
+
+
+def init_deltas_(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Draw the tensors of all deltas of a model, with the same result on every layout.
+
+    Args:
+        model: with memory: after `load_weights_` where deltas were attached on meta.
+        seed: decides all of them.
+    """
+    for delta in deltas_of(model).values():
+        delta.init_(seed)
+    return model
+
+
+def _is_laid_out(model: nn.Module) -> bool:
+    return any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values())
+
+
+# Last projection of a part of a block -> classes of that part.
+_LAST: dict[str, tuple[type[nn.Module], ...]] = {
+    "o_proj": (Attention,),
+    "down_proj": (MLP,),
+    "experts": (MoE,),
+}
+
+
+def _part_around(model: nn.Module, name: str) -> str:
+    """Return the part of a block whose result is that of its last projection `name`, or `name`."""
+    owner, _, last = name.rpartition(".")
+    is_last = last in _LAST and isinstance(model.get_submodule(owner), _LAST[last])
+    return owner if is_last else name

@@ -1,0 +1,334 @@
+"""Deltas on disk: ``adapter_config.json``, ``adapter_model.safetensors`` and a card.
+
+What PEFT has is written in PEFT's form; other types are the same two files with a `peft_type` of
+ours and our names. Nothing is a pickle; OpenDelta's is read, with ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.nn.part_kinds import PART_KINDS
+from bmforge.shards import local_box, local_tensor, whole_tensor
+from bmforge.tune.delta import peft_format
+from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
+from bmforge.tune.delta.bitfit import BitFit
+from bmforge.tune.delta.card import write_card
+from bmforge.tune.delta.compacter import Compacter
+from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.fingerprint import fingerprint_of
+from bmforge.tune.delta.ia3 import IA3
+from bmforge.tune.delta.lora import Lora
+from bmforge.tune.delta.opendelta_format import is_opendelta, load_opendelta
+from bmforge.tune.delta.prefix import Prefix
+from bmforge.tune.delta.soft_prompt import SoftPrompt
+
+__all__ = ["CONFIG_NAME", "TYPES", "WEIGHTS_NAME", "is_delta_dir", "load_delta", "save_delta"]
+
+CONFIG_NAME, WEIGHTS_NAME, CARD_NAME = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "README.md",
+)
+_OURS, _VERSION = "bmforge", 1
+
+TYPES: Mapping[str, type[Delta]] = {
+    t.__name__: t
+    for t in (
+        Lora,
+        Adapter,
+        LowRankAdapter,
+        Compacter,
+        ParallelAdapter,
+        BitFit,
+        IA3,
+        Prefix,
+        SoftPrompt,
+    )
+}
+_PEFT = {t.peft_type: t for t in TYPES.values()}
+
+
+def is_delta_dir(directory: str | Path) -> bool:
+    """Tell a directory that holds a delta: ours, PEFT's or OpenDelta's."""
+    return (Path(directory) / CONFIG_NAME).exists()
+
+
+def save_delta(delta: Delta, directory: Path, told: Mapping[str, Any]) -> None:
+    """Write a delta; see `Delta.save`. On a layout every process must call this."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    mark: dict[str, Any] = {"version": _VERSION}
+    whole = _Whole(delta)
+    if delta.origin is not None:
+        config, tensors, mark = dict(delta.origin), whole.peft()[0], {}
+    elif peft_format.can_write(delta):
+        tensors, blocks, patterns = whole.peft()
+        config = peft_format.write_config(delta, patterns)
+        mark |= {"blocks": blocks} if blocks else {}
+    else:
+        tensors = whole.own()
+        kind = delta.peft_type if delta.peft_type.startswith("BMFORGE") else "BMFORGE_OTHER"
+        config = {"peft_type": kind, _OURS: whole.describe()}
+    if mark:
+        mark["base"] = fingerprint_of(delta.model, delta.wholes())
+    if not is_first:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    more = {_OURS: json.dumps(mark)} if mark else {}
+    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    found.update(delta.extra)
+    save_file(found, directory / WEIGHTS_NAME, metadata={"format": "pt", **more})
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
+    (directory / CARD_NAME).write_text(write_card(delta, told), encoding="utf-8")
+
+
+class _Whole:
+    """A delta's tensors gathered whole from a layout while they are written."""
+
+    def __init__(self, delta: Delta) -> None:
+        self.delta = delta
+
+    def peft(self) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
+        """Return what `peft_format.write_tensors` does, of whole tensors."""
+        own = dict(self.delta.named_parameters())
+        kept = {name: parameter.data for name, parameter in own.items()}
+        sharded = {
+            name for name, parameter in own.items() if local_tensor(parameter) is not parameter
+        }
+        if not sharded:
+            return peft_format.write_tensors(self.delta)
+        owners = {}
+        for name in sharded:
+            owner, _, key = name.rpartition(".")
+            module = self.delta.model.get_submodule(owner)
+            owners[name] = module, key, module._parameters[key]
+            module._parameters[key] = nn.Parameter(whole_tensor(kept[name]), requires_grad=False)
+        try:
+            return peft_format.write_tensors(self.delta)
+        finally:
+            for module, key, parameter in owners.values():
+                module._parameters[key] = parameter
+
+    def own(self) -> dict[str, Tensor]:
+        """Return tensors by our names, without the delta's; a prefix is folded."""
+        delta = self.delta
+        found: dict[str, Tensor] = {}
+        for owner, slot, part in delta.held:
+            named = dict(part.named_parameters())
+            if getattr(part, "inner", 0):
+                named = dict(zip(("key", "value"), part(), strict=True))
+            for key, tensor in named.items():
+                start = (
+                    owner if slot == delta.name or slot.endswith("_reader") else f"{owner}.{slot}"
+                )
+                found[f"{start}.{key}"] = whole_tensor(tensor)
+        return found | {n: whole_tensor(p) for n, p in delta.wholes().items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is needed to build the delta again."""
+        delta, told = self.delta, self.delta.describe()
+        if delta.kind == "prefix":
+            told["options"]["inner"] = 0
+        places = [h.owner for h in delta.held if not h.slot.endswith("_reader")]
+        return {**told, "version": _VERSION, "places": places, "train_also": list(delta.train_also)}
+
+
+def load_delta(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    name: str = "default",
+    allow_other_base: bool = False,
+    kind: type[Delta] | None = None,
+    trainable: bool = True,
+) -> Delta:
+    """Put a saved delta of whatever type into a model.
+
+    Args:
+        model: the base, with its weights; not laid out.
+        directory: that ours, PEFT or OpenDelta has written.
+        name: of the delta here.
+        allow_other_base: take it on another base than it was trained on.
+        kind: refuse another type than this.
+        trainable: whether it is trained on; else it is frozen with the base.
+
+    Raises:
+        CheckpointError: no delta, or one that does not fit: of another base, with tensors that are
+            missing, unexpected, of a wrong shape or not finite, all listed. The model is as it was.
+        ConfigError: a type, a version or a setting that is not known here.
+    """
+    directory = Path(directory)
+    if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
+        delta = load_opendelta(model, directory, name)
+    else:
+        delta = _load(model, directory, name, allow_other_base, kind)
+    if kind is not None and not isinstance(delta, kind):
+        delta.remove()
+        raise ConfigError(
+            f"{str(directory)!r} has a {type(delta).__name__}, not a {kind.__name__}. Use "
+            "load_delta, which takes any."
+        )
+    return delta if trainable else delta.requires_grad_(False)
+
+
+def _load(
+    model: nn.Module,
+    directory: Path,
+    name: str,
+    allow_other_base: bool,
+    kind: type[Delta] | None,
+) -> Delta:
+    config, tensors, mark = _read(directory)
+    ours = config.get(_OURS)
+    for version in (mark.get("version", 0), (ours or {}).get("version", 0)):
+        if version > _VERSION:
+            raise ConfigError(
+                f"{str(directory)!r} is of version {version}; this bmforge reads {_VERSION}. "
+                "Update bmforge."
+            )
+    delta_type = TYPES.get(ours["type"]) if ours else _PEFT.get(config.get("peft_type"))
+    if delta_type is None:
+        known = ", ".join(t for t in _PEFT if not t.startswith("BMFORGE"))
+        raise ConfigError(
+            f"{str(directory)!r} is a {config.get('peft_type')!r}, which is not known to this "
+            f"version of bmforge. Of PEFT's methods it knows {known}."
+        )
+    if kind is not None and not issubclass(delta_type, kind):
+        raise ConfigError(
+            f"{str(directory)!r} has a {delta_type.__name__}, not a {kind.__name__}. Use "
+            "load_delta, which takes any."
+        )
+    told = _told(ours) if ours else peft_format.options_of(model, config, tensors)
+    blocks = mark.get("blocks", {})
+    if blocks:
+        _ranks_of_blocks(model, told, blocks)
+    requires = {n: p.requires_grad for n, p in model.named_parameters()}
+    delta = _build(model, delta_type, name, told)
+    try:
+        _check_base(delta, mark, directory, allow_other_base)
+        found = (
+            _own_names(delta, tensors) if ours else peft_format.read_tensors(delta, tensors, blocks)
+        )
+        _fill(delta, found, directory)
+    except BaseException:
+        delta.remove()
+        for n, parameter in model.named_parameters():
+            parameter.requires_grad_(requires.get(n, parameter.requires_grad))
+        raise
+    if not ours and not mark:
+        delta.origin = config
+        delta.extra = {n: t for n, t in tensors.items() if n.endswith(".base_layer.weight")}
+    return delta
+
+
+def _build(model: nn.Module, kind: type[Delta], name: str, told: dict[str, Any]) -> Delta:
+    reads_at = told.pop("reads_at", {})
+    if kind is ParallelAdapter:
+        pairs = [(reads_at.get(n, n), n) for n in told.pop("targets")]
+        return ParallelAdapter(model, pairs, name=name, **told)
+    if kind is SoftPrompt:
+        told.pop("targets", None)
+    return kind(model, name=name, **told)
+
+
+def _told(ours: Mapping[str, Any]) -> dict[str, Any]:
+    options = dict(ours["options"])
+    known = {field.name for field in fields(PART_KINDS[ours["kind"]].options)}
+    return {
+        **{key: value for key, value in options.items() if key in known},
+        "targets": list(ours["places"]),
+        "train_also": tuple(ours.get("train_also", ())),
+    }
+
+
+def _ranks_of_blocks(
+    model: nn.Module, told: dict[str, Any], blocks: Mapping[str, list[int]]
+) -> None:
+    """Give parts that were written block by block their own ranks, and leave those without out."""
+    names = peft_format.Names(model)
+    scale = told["alpha"] / told["rank"]
+    for theirs, ranks in blocks.items():
+        total = told["ranks"].get(names.ours[theirs][0], told["rank"])
+        alpha = told["alphas"].get(names.ours[theirs][0], told["alpha"])
+        scale = alpha / (total**0.5 if told["root_scale"] else total)
+        for ours, rank in zip(names.ours[theirs], ranks, strict=True):
+            if rank == 0:
+                told["targets"].remove(ours)
+                continue
+            told["ranks"][ours] = rank
+            told["alphas"][ours] = scale * (rank**0.5 if told["root_scale"] else rank)
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    """Return config, tensors and what we noted beside them."""
+    if not (directory / CONFIG_NAME).exists() or not (directory / WEIGHTS_NAME).exists():
+        raise CheckpointError(
+            f"{str(directory)!r} holds no delta: {CONFIG_NAME} and {WEIGHTS_NAME} are needed."
+        )
+    try:
+        config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
+        with safe_open(directory / WEIGHTS_NAME, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            mark = json.loads((file.metadata() or {}).get(_OURS, "{}"))
+    except (ValueError, SafetensorError, OSError) as error:
+        raise CheckpointError(f"the delta in {str(directory)!r} is damaged: {error}.") from error
+    if not isinstance(config, dict) or not isinstance(mark, dict):
+        raise CheckpointError(f"{CONFIG_NAME} in {str(directory)!r} is no table.")
+    return config, tensors, mark
+
+
+def _check_base(delta: Delta, mark: Mapping[str, Any], directory: Path, allowed: bool) -> None:
+    base = mark.get("base")
+    here = None if base is None or allowed else fingerprint_of(delta.model, delta.wholes())
+    if here is not None and here != base:
+        raise CheckpointError(
+            f"the delta in {str(directory)!r} was trained on another base: fingerprint {base}, "
+            f"this one's {here}. allow_other_base=True takes it all the same."
+        )
+
+
+def _own_names(delta: Delta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put the delta's name in, which files leave out."""
+    owners = {held.owner: held for held in delta.held if held.slot == delta.name}
+    found = {}
+    for name, tensor in tensors.items():
+        owner, _, key = name.rpartition(".")
+        is_part = owner in owners and key in dict(owners[owner].part.named_parameters())
+        found[f"{owner}.{delta.name}.{key}" if is_part else name] = tensor
+    return found
+
+
+def _fill(delta: Delta, found: Mapping[str, Tensor], directory: Path) -> None:
+    """Check tensors against those of the delta, and put them in."""
+    own = delta.tensors()
+    problems = [f"missing: {name}" for name in own if name not in found]
+    problems += [f"unexpected: {name}" for name in found if name not in own]
+    for name, tensor in own.items():
+        if name in found and found[name].shape != tensor.shape:
+            problems.append(
+                f"wrong shape: {name} is {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
+            )
+        elif name in found and not bool(found[name].isfinite().all()):
+            problems.append(f"not finite: {name}")
+    if problems:
+        more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise CheckpointError(
+            f"the delta in {str(directory)!r} does not fit: {'; '.join(problems[:20])}{more}."
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if not tensor.is_meta:
+                value = found[name][local_box(tensor).slices]
+                local_tensor(tensor.detach()).copy_(value)

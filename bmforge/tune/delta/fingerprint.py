@@ -1,0 +1,57 @@
+"""What tells one base from another, on any layout and in any float dtype."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from bmforge.shards import is_streamed, whole_tensor
+
+__all__ = ["fingerprint_of"]
+
+_PLACES = 64
+
+
+def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
+    """Return a hash of some numbers of every parameter of a model, its deltas left out.
+
+    Args:
+        model: any; laid out or not, on every process then.
+        but: names of parameters that are trained whole.
+
+    Returns:
+        16 hexadecimal digits; None where parameters are on meta, streamed, or elsewhere in a
+        pipeline.
+
+    Comm: of a model that is laid out, a gather of each parameter.
+    """
+    whole = getattr(model, "whole", None)
+    if callable(whole) and whole() is not model:
+        return None
+    ours = {
+        id(parameter)
+        for module in model.modules()
+        if getattr(module, "is_delta", False)
+        for parameter in module.parameters()
+    }
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if id(parameter) in ours or name in but:
+            continue
+        if parameter.is_meta or is_streamed(parameter):
+            return None
+        values = whole_tensor(parameter.detach()).flatten()
+        seed = hashlib.sha256(name.encode()).digest()
+        numbers = [
+            int.from_bytes(hashlib.blake2b(seed, digest_size=8, salt=bytes([i])).digest(), "little")
+            for i in range(_PLACES)
+        ]
+        index = torch.tensor([n % values.numel() for n in numbers], device=values.device)
+        picked = values[index]
+        picked = picked.to(torch.bfloat16) if picked.is_floating_point() else picked
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(picked.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

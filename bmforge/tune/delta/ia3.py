@@ -1,0 +1,34 @@
+"""A learned factor per channel on keys, values and the MLP's inside."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.tune.delta.delta import Delta
+
+__all__ = ["IA3"]
+
+
+class IA3(Delta):
+    """Factors on what linear layers make, and on what goes into those that `into` names.
+
+    Options: `into`, endings of names; stacked experts have no place for factors.
+
+    Source: Liu et al., "Few-shot parameter-efficient fine-tuning is better and cheaper than
+    in-context learning" (2022).
+    """
+
+    kind = "gain"
+    default_targets = ("attn.k", "attn.v", "mlp.down")
+    peft_type = "IA3"
+
+    def _settle_names(self) -> list[str]:
+        names = super()._settle_names()
+        if "into" not in self.options:
+            last = ("down_proj", "output.dense", "wo", "mlp.c_proj", "fc2", "lin2", "fc_out")
+            self.options["into"] = [n for n in names if n.endswith(last)]
+        return names
+
+    def _is_usual(self, module: nn.Module) -> bool:
+        return linear_sizes(module) is not None

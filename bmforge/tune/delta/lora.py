@@ -1,0 +1,24 @@
+"""Low-rank parts beside linear layers, embeddings, heads and stacked experts."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from bmforge.tune.delta.delta import Delta
+
+__all__ = ["Lora"]
+
+
+class Lora(Delta):
+    """``alpha / rank * B A x`` beside a layer.
+
+    Options: those of `nn.low_rank.LowRankOptions`; `root_scale` is rsLoRA, `magnitude` DoRA, `bias`
+    a bias of B; `ranks` and `alphas` say by glob what differs.
+
+    Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021).
+    """
+
+    kind = "low_rank"
+    default_targets = ("attn.q", "attn.v")
+    defaults = MappingProxyType({"rank": 8, "alpha": 16.0})
+    peft_type = "LORA"

@@ -1,0 +1,312 @@
+"""OpenDelta's files: ``config.json`` and ``pytorch_model.bin``, read into deltas of ours.
+
+Names in them are those of transformers' modules and of OpenDelta's own inside; the pickle is read
+with ``weights_only``. Nothing is written in this form.
+
+Source: opendelta 0.3.2, `utils/` and `delta_models/`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.nn.attention import Attention
+from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
+from bmforge.tune.delta.address import published_names
+from bmforge.tune.delta.bitfit import BitFit
+from bmforge.tune.delta.compacter import Compacter
+from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.lora import Lora
+from bmforge.tune.delta.prefix import Prefix
+from bmforge.tune.delta.soft_prompt import SoftPrompt
+
+__all__ = ["is_opendelta", "load_opendelta", "opendelta_type", "to_our_names"]
+
+_FILE = "pytorch_model.bin"
+
+# Names of its common structure -> our common words.
+_COMMON = {
+    "attn@": "attn",
+    "attn@.q@": "attn.q",
+    "attn@.k@": "attn.k",
+    "attn@.v@": "attn.v",
+    "attn@.proj@": "attn.o",
+    "ff@": "mlp",
+    "ff@.w1@": "mlp.up",
+    "ff@.w2@": "mlp.down",
+    "layer_norm@": "norm",
+    "lm_head@.proj@": "lm_head",
+}
+_TYPES: Mapping[str, type[Delta]] = {
+    "lora": Lora,
+    "adapter": Adapter,
+    "low_rank_adapter": LowRankAdapter,
+    "compacter": Compacter,
+    "parallel_adapter": ParallelAdapter,
+    "bitfit": BitFit,
+    "prefix": Prefix,
+    "soft_prompt": SoftPrompt,
+}
+_INSIDE = re.compile(
+    r"(.*?)\.?(lora|adapter|low_rank_adapter|compactor|parallel_adapter|prefix|soft_prompt_layer)"
+    r"\.([\w.]+)"
+)
+_LEAVES = {
+    "lora_A": "down",
+    "lora_B": "up",
+    "past_key": "key",
+    "past_value": "value",
+    "soft_embeds": "weight",
+    "modulelist.down_proj.weight": "down_weight",
+    "modulelist.down_proj.bias": "down_bias",
+    "modulelist.up_proj.weight": "up_weight",
+    "modulelist.up_proj.bias": "up_bias",
+    **{
+        f"{stem}_sampler.{theirs}": f"{stem}_{ours}"
+        for stem in ("down", "up")
+        for theirs, ours in (
+            ("W_left", "left"),
+            ("W_right", "right"),
+            ("W", "whole"),
+            ("phm_rule", "rule"),
+            ("b", "bias"),
+        )
+    },
+}
+
+
+def is_opendelta(directory: Path) -> bool:
+    """Tell a directory that OpenDelta's `save_finetuned` has written."""
+    return (directory / _FILE).exists() and (directory / "config.json").exists()
+
+
+def opendelta_type(config: Mapping[str, Any]) -> tuple[type[Delta], dict[str, Any]]:
+    """Return the type of a delta and what it is told, of OpenDelta's config.
+
+    Raises:
+        ConfigError: a type that we do not have.
+    """
+    kind = config.get("delta_type")
+    if kind not in _TYPES:
+        raise ConfigError(f"delta_type={kind!r} is unknown. Known: {', '.join(_TYPES)}.")
+    told: dict[str, Any] = {}
+    names = config.get("modified_modules") or []
+    if kind == "soft_prompt":
+        told["length"] = config.get("soft_token_num", 100)
+        return SoftPrompt, told
+    if kind == "parallel_adapter":
+        told["pairs"] = _pairs(config)
+    elif not (config.get("common_structure") and kind == "bitfit"):
+        told["targets"] = [_COMMON.get(name, name) for name in names]
+        told["exclude"] = tuple(config.get("exclude_modules") or ())
+    told |= _OPTIONS[kind](config)
+    return _TYPES[kind], told
+
+
+def _pairs(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where a parallel adapter reads and writes; its attention begins and ends with the norm."""
+    backbone = str(config.get("backbone_class", ""))
+    names = [_COMMON.get(name, name) for name in config.get("modified_modules") or ()]
+    if names[::2] == ["attn", "mlp.up"]:
+        if backbone.startswith("T5"):
+            return [("attn_norm", "attn"), ("mlp", "mlp")]
+        if backbone.startswith(("Bert", "Roberta")):
+            return [("attn", "attn_norm"), ("mlp", "mlp")]
+        return [("attn", "attn"), ("mlp", "mlp")]
+    return list(zip(names[::2], names[1::2], strict=True))
+
+
+_ACT = {"gelu_new": "gelu_new", "gelu_orig": "gelu", "gelu": "gelu"}
+
+
+def _bottleneck(config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    act = config.get("non_linearity") or "gelu_new"
+    return {"activation": _ACT.get(act, act), **more}
+
+
+def _reduced(config: Mapping[str, Any], usual: int) -> dict[str, Any]:
+    return _bottleneck(config, reduction=config.get("reduction_factor") or usual)
+
+
+def _compacter(config: Mapping[str, Any]) -> dict[str, Any]:
+    rank = config.get("phm_rank", 1) if config.get("factorized_phm", True) else 0
+    division = config.get("hypercomplex_division", 4)
+    return {**_reduced(config, 16), "rank": rank, "division": division}
+
+
+_OPTIONS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "lora": lambda c: {
+        "rank": c.get("lora_r", 8),
+        "alpha": float(c.get("lora_alpha", 16)),
+        "dropout": float(c.get("lora_dropout", 0.0)),
+    },
+    "adapter": lambda c: _bottleneck(c, width=c.get("bottleneck_dim") or 24),
+    "low_rank_adapter": lambda c: {**_reduced(c, 32), "rank": c.get("low_rank_rank", 1)},
+    "compacter": _compacter,
+    "parallel_adapter": lambda c: _bottleneck(
+        c, width=c.get("bottleneck_dim") or 24, scale=float(c.get("scaled") or 1.0)
+    ),
+    "bitfit": lambda c: {},
+    "prefix": lambda c: {"length": c.get("prefix_token_num", 6)},
+}
+
+
+def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) -> Delta:
+    """Put a delta that OpenDelta has saved into a model of ours.
+
+    Args:
+        model: of ours, whose published names are those that OpenDelta saw.
+        directory: with both files.
+        name: of the delta.
+        told: of every `Delta`.
+
+    Raises:
+        CheckpointError: tensors that are missing, unexpected or of a wrong shape, all listed.
+        ConfigError: a type or a place that the model has not.
+    """
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    tensors = torch.load(directory / _FILE, map_location="cpu", weights_only=True)
+    kind, options = opendelta_type(config)
+    if kind is BitFit:  # which biases there were depended on the backbone
+        known = published_names(model)
+        owners = (name.rpartition(".")[0] for name in tensors)
+        options = {"targets": [ours for theirs in owners for ours in known.get(theirs, [theirs])]}
+    delta = kind(model, name=name, **options, **told)
+    try:
+        found = to_our_names(model, delta, tensors)
+        own = dict(delta.named_parameters())
+        problems = [f"missing: {n}" for n in own if n not in found]
+        problems += [f"unexpected: {n}" for n in found if n not in own]
+        problems += [
+            f"wrong shape: {n} is {tuple(found[n].shape)}, not {tuple(own[n].shape)}"
+            for n in own
+            if n in found and found[n].shape != own[n].shape
+        ]
+        if problems:
+            raise CheckpointError(f"the delta in {str(directory)!r}: {'; '.join(problems[:20])}.")
+    except (CheckpointError, ConfigError):
+        delta.remove()
+        raise
+    with torch.no_grad():
+        for n, parameter in own.items():
+            parameter.copy_(found[n])
+    return delta
+
+
+def to_our_names(
+    model: nn.Module, delta: Delta, tensors: Mapping[str, Tensor], minus_base: bool = True
+) -> dict[str, Tensor]:
+    """Bring tensors, or their gradients, of OpenDelta's names into ours.
+
+    Args:
+        model: of ours, with the delta.
+        delta: made of OpenDelta's config.
+        tensors: by its names.
+        minus_base: its biases stand in the place of the model's own, ours are added to them.
+    """
+    published = published_names(model)
+    found: dict[str, Tensor] = {}
+    reparams = {n.partition("reparams.")[2]: t for n, t in tensors.items() if "reparams." in n}
+    if reparams:
+        return _fold(delta, reparams)
+    for name, tensor in tensors.items():
+        match = _INSIDE.fullmatch(name)
+        if match is None:
+            found |= _biases(model, delta, published, name, tensor, minus_base)
+            continue
+        theirs, what, leaf = match.groups()
+        key = _LEAVES.get(leaf)
+        if key is None:
+            raise CheckpointError(f"{name} is no tensor of OpenDelta that is known.")
+        if what == "soft_prompt_layer":
+            found[f"{_place(delta, 'embed')}.{key}"] = tensor
+        elif what == "lora":
+            found |= _low_rank(model, delta, published.get(theirs, [theirs]), key, tensor)
+        else:
+            place = _place(delta, _side(model, published, theirs))
+            found[f"{place}.{key}"] = _as_heads(delta, tensor) if what == "prefix" else tensor
+    return found
+
+
+def _place(delta: Delta, beginning: str) -> str:
+    """Return the name of the part whose module's name begins so."""
+    for owner, slot, part in delta.held:
+        if owner.startswith(beginning) and list(part.parameters()):
+            return f"{owner}.{slot}"
+    raise CheckpointError(f"the delta has no part at {beginning}.")
+
+
+def _side(model: nn.Module, published: Mapping[str, list[str]], theirs: str) -> str:
+    """Return the part of a block, attention or MLP, that a published module is or is in."""
+    inside = [
+        n for t in published if t == theirs or t.startswith(f"{theirs}.") for n in published[t]
+    ]
+    for name in inside:
+        owner = name.rpartition(".")[0]
+        if isinstance(model.get_submodule(owner), Attention):
+            return owner
+    for name in inside:
+        if ".mlp." in name:
+            return name[: name.index(".mlp.") + 4]
+    raise CheckpointError(f"{theirs} is no module of this {type(model).__name__}.")
+
+
+def _low_rank(
+    model: nn.Module, delta: Delta, names: list[str], key: str, tensor: Tensor
+) -> dict[str, Tensor]:
+    parts = [f"{n}.{delta.name}" for n in names]
+    if key == "down":
+        return {f"{part}.down": tensor for part in parts}
+    rows = [model.get_submodule(part).up.shape[0] for part in parts]  # type: ignore[union-attr]
+    return {f"{p}.up": t for p, t in zip(parts, tensor.split(rows), strict=True)}  # type: ignore[arg-type]
+
+
+def _biases(
+    model: nn.Module,
+    delta: Delta,
+    published: Mapping[str, list[str]],
+    name: str,
+    tensor: Tensor,
+    minus_base: bool,
+) -> dict[str, Tensor]:
+    theirs, _, leaf = name.rpartition(".")
+    modules: list[Any] = [model.get_submodule(n) for n in published.get(theirs, ())]
+    if leaf != "bias" or not modules:
+        raise CheckpointError(f"{name} is no tensor of OpenDelta that is known.")
+    rows = [len(module.bias) for module in modules]
+    found = {}
+    for ours, module, own in zip(published[theirs], modules, tensor.split(rows), strict=True):
+        owner, _, last = ours.rpartition(".")
+        place = owner if last in ("o_proj", "down_proj") else ours
+        value = own - module.bias.detach() if minus_base else own
+        found[f"{place}.{delta.name}.bias"] = value
+    return found
+
+
+def _as_heads(delta: Delta, tensor: Tensor) -> Tensor:
+    """Bring (P, heads * H) into (K, P, H)."""
+    heads, _, width = delta.held[0].part.key.shape
+    return tensor.unflatten(1, (heads, width)).transpose(0, 1)
+
+
+def _fold(delta: Delta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the keys and values that its MLP makes of its embedding, for all layers."""
+    mid = torch.tanh(
+        tensors["wte.weight"] @ tensors["control_trans.0.weight"].T
+        + tensors["control_trans.0.bias"]
+    )
+    made = mid @ tensors["control_trans.2.weight"].T + tensors["control_trans.2.bias"]
+    found = {}
+    for number, each in enumerate(made.chunk(len(delta.held), 1)):
+        owner, slot, _ = delta.held[number]
+        for key, one in zip(("key", "value"), each.chunk(2, 1), strict=True):
+            found[f"{owner}.{slot}.{key}"] = _as_heads(delta, one)
+    return found

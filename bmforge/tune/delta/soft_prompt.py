@@ -1,0 +1,139 @@
+"""Trained rows in front of the text; of an encoder-decoder, of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.errors import ConfigError
+from bmforge.shards import local_box, local_tensor, whole_tensor
+from bmforge.tune.delta.delta import Delta
+
+__all__ = ["SoftPrompt"]
+
+# Arguments that say something of every token -> what they say of the prompt's.
+_OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0}
+# Arguments that need not know of it.
+_OTHERS = {
+    *("labels", "decoder_input_ids", "decoder_attention_mask", "past_key_values", "use_cache"),
+    *("cache", "num_items_in_batch", "output_hidden_states", "return_dict", "num_items"),
+    *("start_positions", "end_positions", "output_attentions", "output_router_logits"),
+    *("encoder_outputs", "logits_to_keep", "encoder_last_hidden_state", "decoder_inputs_embeds"),
+}
+
+
+class SoftPrompt(Delta):
+    """Rows that stand in front of every text, as ids from the vocabulary's size on.
+
+    A model of ours is called as before: the ids come in front of `input_ids`, and masks and labels
+    are lengthened. Logits are those of all positions, the prompt's included; the loss is of the
+    text alone.
+
+    Args:
+        model: of ours, that reads tokens.
+        words: ids of tokens whose rows are taken at the start, repeated as needed; () draws them.
+        options: `length` and `std`, and those of every `Delta`.
+
+    Source: Lester et al., "The power of scale for parameter-efficient prompt tuning" (2021).
+    """
+
+    kind = "prompt"
+    default_targets = ("embed",)
+    defaults = MappingProxyType({"length": 100, "std": 0.5})
+    peft_type = "PROMPT_TUNING"
+
+    def __init__(self, model: nn.Module, *, words: Sequence[int] = (), **options: Any) -> None:
+        self.words = tuple(words)
+        length = options.get("length", self.defaults["length"])
+        limit = getattr(model, "position_limit", None)
+        if limit is not None and length >= limit:
+            raise ConfigError(
+                f"a prompt of length={length} leaves no room for text: the model has {limit} "
+                "positions."
+            )
+        super().__init__(model, **options)
+
+    def init_(self, seed: int = 0) -> SoftPrompt:
+        """Draw the rows, or take those of words."""
+        super().init_(seed)
+        table: Any = getattr(self.model, "embed", None)
+        prompt: Any = self.held[0].part
+        if self.words and not prompt.weight.is_meta and table is not None:
+            rows = whole_tensor(table.weight)
+            ids = torch.tensor(self.words, device=rows.device)
+            ids = ids.repeat(-(-prompt.weight.shape[0] // len(ids)))[: prompt.weight.shape[0]]
+            with torch.no_grad():
+                local_tensor(prompt.weight).copy_(rows[ids][local_box(prompt.weight).slices])
+        return self
+
+    def _record_(self, is_there: bool) -> None:
+        super()._record_(is_there)
+        hooks = self.model._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is put_prompt_first]:
+            del hooks[key]
+            self.model._forward_pre_hooks_with_kwargs.pop(key, None)
+        if is_there:
+            self.model.register_forward_pre_hook(put_prompt_first, with_kwargs=True)
+
+
+def put_prompt_first(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The hook before a model with a soft prompt: bring it in front of what is read.
+
+    Raises:
+        ConfigError: an argument that says something of every token, of which it is not known what
+            it would say of the prompt's.
+    """
+    table = model.whole().embed
+    prompt = getattr(table, "prompt", None)
+    if prompt is None or prompt.share == 0:
+        return None
+    if args:
+        kwargs, args = {"input_ids": args[0], **kwargs}, args[1:]
+    ids = kwargs.get("input_ids")
+    cache = kwargs.get("past_key_values", kwargs.get("cache"))
+    if ids is None or (cache is not None and cache.length) or _has_prompt(ids, table):
+        return args, kwargs
+    unknown = [k for k, v in kwargs.items() if v is not None and k not in _KNOWN]
+    if args or unknown:
+        raise ConfigError(
+            f"a soft prompt does not know what {', '.join(unknown) or 'a second argument'} would "
+            "say of its rows. Put ids from vocab_size on into input_ids yourself."
+        )
+    length = prompt.weight.shape[0]
+    new = {**kwargs, "input_ids": prompt_ids(table, ids, length)}
+    for name, value in _OF_TOKENS.items():
+        if kwargs.get(name) is not None:
+            new[name] = F.pad(kwargs[name], (length, 0), value=value)
+    labels = kwargs.get("labels")
+    if labels is not None and labels.shape == ids.shape and not _is_apart(model):
+        if model.config.head == "language_model" and model.shifts_labels:
+            labels = labels.index_fill(1, labels.new_zeros(1), IGNORE_INDEX)
+        new["labels"] = F.pad(labels, (length, 0), value=IGNORE_INDEX)
+    return args, new
+
+
+_KNOWN = {"input_ids", *_OF_TOKENS, *_OTHERS}
+
+
+def _is_apart(model: Any) -> bool:
+    """Tell whether what is read and what is written are different rows."""
+    return bool(model.traits.reads == "apart")
+
+
+def _has_prompt(ids: Tensor, table: nn.Embedding) -> bool:
+    return bool((ids >= table.num_embeddings).any())
+
+
+def prompt_ids(table: nn.Embedding, ids: Tensor, length: int) -> Tensor:
+    """Return ids with those of a prompt's rows in front: (B, T) -> (B, P + T)."""
+    first = table.num_embeddings
+    rows = torch.arange(first, first + length, device=ids.device, dtype=ids.dtype)
+    return torch.cat((rows.expand(ids.shape[0], -1), ids), 1)
