@@ -67,7 +67,7 @@ def load_weights_(
             model is not touched then.
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
-    pairs, fresh = _match_sources(model, files, new_head)
+    pairs, fresh, beside = _match_sources(model, files, new_head)
     unborn = {name for name, tensor in persistent_tensors(model).items() if tensor.is_meta}
     materialize_(model, device)
     tensors = persistent_tensors(model)
@@ -83,8 +83,9 @@ def load_weights_(
         if not (may_map and _map_(tensor, name, files)):
             reads += _plan_reads(tensor, rule, name, files)
     run_reads(reads, "load weights", threads)
-    for name in fresh:
-        init_tensor_(model, tensors[name], name, seed=0)
+    for name in fresh + beside:
+        if name in fresh or name in unborn:
+            init_tensor_(model, tensors[name], name, seed=0)
     if fresh:
         get_logger().info("new head, drawn at random: %s", ", ".join(fresh))
     return model
@@ -207,10 +208,10 @@ def weight_reader(
         CheckpointError: as `load_weights_` does.
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
-    pairs, fresh = _match_sources(model, files, new_head)
+    pairs, fresh, beside = _match_sources(model, files, new_head)
     if fresh:
         get_logger().info("new head, drawn at random: %s", ", ".join(fresh))
-    return WeightReader(model, files, pairs, set(fresh), threads)
+    return WeightReader(model, files, pairs, {*fresh, *beside}, threads)
 
 
 def _map_(tensor: Tensor, name: str, files: WeightFiles) -> bool:
@@ -235,19 +236,26 @@ def _plan_reads(tensor: Tensor, rule: WeightRule, name: str, files: WeightFiles)
 
 def _match_sources(
     model: Any, files: WeightFiles, new_head: bool
-) -> tuple[list[tuple[WeightRule, str]], list[str]]:
-    """Pair every rule with a name in the files; raise with all that does not fit."""
+) -> tuple[list[tuple[WeightRule, str]], list[str], list[str]]:
+    """Pair every rule with a name in the files; raise with all that does not fit.
+
+    Returns:
+        the pairs; names of the head's tensors that are to be drawn; and those of deltas, of which
+        a file of the base has none.
+    """
     shapes = {n: s for n, s in files.shapes.items() if not _is_dead(n)}
     here = set(persistent_tensors(model))
     # Of a pipeline each process has a part, but what does not fit must be the same on all.
     model = model.whole()
     tensors = persistent_tensors(model)
     head = model.config.heads[model.config.head]
-    pairs, missing, wrong, fresh, replaced = [], [], [], [], set()
+    pairs, missing, wrong, fresh, beside, replaced = [], [], [], [], [], set()
     for rule in files.rules_for(model, shapes):
         source = _find_name(model, rule, shapes)
         if source is None:
-            if rule.ours in head.optional or (new_head and _is_in(rule.ours, head)):
+            if _is_of_delta(model, rule.ours):
+                beside.append(rule.ours)
+            elif rule.ours in head.optional or (new_head and _is_in(rule.ours, head)):
                 fresh.append(rule.ours)
             else:
                 missing.append(rule.theirs)
@@ -263,7 +271,13 @@ def _match_sources(
     extra = _find_extra(model, files, shapes, {source for _, source in pairs} | replaced)
     if missing or wrong or extra:
         _refuse(model, files, missing, extra, wrong)
-    return [(r, n) for r, n in pairs if r.ours in here], [name for name in fresh if name in here]
+    mine = ([name for name in names if name in here] for names in (fresh, beside))
+    return [(r, n) for r, n in pairs if r.ours in here], *mine  # type: ignore[return-value]
+
+
+def _is_of_delta(model: Any, name: str) -> bool:
+    """Tell whether a tensor is of a part that came beside a finished model."""
+    return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_delta", False))
 
 
 def _is_in(name: str, head: Head) -> bool:

@@ -43,7 +43,7 @@ class LowRankOptions:
         dropout: of what goes in, in training.
         root_scale: scale by alpha / sqrt(R) instead (rsLoRA).
         magnitude: train a length for every row of the changed weight (DoRA); linear layers only.
-        bias: train a bias beside `up`; linear layers only.
+        bias: train a bias beside `up`, scaled as the rest; linear layers only, without `magnitude`.
         ranks: name glob of modules -> their R.
         alphas: likewise their alpha.
     """
@@ -170,6 +170,8 @@ class LowRank(BesidePart):
             raise ConfigError(
                 f"magnitude=True needs a plain weight, which a {type(module).__name__} has not."
             )
+        if options.magnitude and options.bias:
+            raise ConfigError("magnitude and bias do not go together: leave one out.")
         if (options.magnitude or options.bias) and getattr(module, "asks_parts", False):
             raise ConfigError("a language model's head takes neither magnitude nor bias.")
         return cls(*sizes, options, find_like(module))
@@ -192,14 +194,16 @@ class LowRank(BesidePart):
 
         Args:
             x: what goes into the layer.
-            want: "added", or "factors": low and up, or "all": these, the bias and the magnitude.
+            want: "added", or "factors": low and up, or "all": these, down and the magnitude.
         """
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         low = F.linear(x.to(self.down.dtype), self.down) * self.scale
         if want == "all":
-            return low, self.up, self.down, self.bias, self.magnitude
-        return (low, self.up) if want == "factors" else F.linear(low, self.up, self.bias)
+            return low, self.up, self.down, self.magnitude
+        if want == "factors":
+            return low, self.up
+        return F.linear(low, self.up, None if self.bias is None else self.bias * self.scale)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (..., R) and (out, R), whose product is what is added."""
@@ -228,8 +232,8 @@ def join_with_magnitude(part: LowRank, module: Any, x: Tensor, out: Tensor) -> T
 
     Source: Liu et al., "DoRA: Weight-decomposed low-rank adaptation" (2024).
     """
-    low, up, down, bias, magnitude = part(x, "all")
-    weight, layer_bias = view_weight(module)
+    low, up, down, magnitude = part(x, "all")
+    weight, bias = view_weight(module)
     with torch.no_grad():
         if weight.shape[0] != up.shape[0]:
             raise ConfigError(
@@ -239,10 +243,9 @@ def join_with_magnitude(part: LowRank, module: Any, x: Tensor, out: Tensor) -> T
         whole = weight.to(down.dtype) + part.scale * (up @ down)
         length = torch.linalg.vector_norm(whole, dim=1)
     factor = magnitude / length
-    plain = out if layer_bias is None else out - layer_bias
-    turned = factor * (plain.to(low.dtype) + F.linear(low, up))
-    turned = turned if bias is None else turned + bias
-    changed = turned.to(out.dtype) if layer_bias is None else turned.to(out.dtype) + layer_bias
+    plain = out if bias is None else out - bias
+    changed = (factor * (plain.to(low.dtype) + F.linear(low, up))).to(out.dtype)
+    changed = changed if bias is None else changed + bias
     return changed if part.share == 1 else out + part.share * (changed - out)
 
 

@@ -167,7 +167,7 @@ def find_places(
         ConfigError: a target that matches nothing; near names are listed.
     """
     # Parts that were put into the model before are none of its modules.
-    names = [n for n, m in model.named_modules() if n and not hasattr(m, "tensor_notes")]
+    names = [n for n, m in model.named_modules() if n and not hasattr(m, "is_delta")]
     published = published_names(model)
     chosen: set[str] = set()
     for target in targets:

@@ -9,59 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.attention import Attention
 from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.low_rank import settle_magnitude_
-from bmforge.nn.mlp import MLP
-from bmforge.nn.moe import MoE
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
-from bmforge.records import laid_out
-from bmforge.surgery import find_parameters, persistent_tensors
+from bmforge.surgery import find_parameters
 from bmforge.tune.delta.address import find_places
+from bmforge.tune.delta.held import (
+    Held,
+    deltas_of,
+    is_laid_out,
+    part_around,
+    refuse_laid_out,
+)
 
-__all__ = ["Delta", "Held", "deltas_of", "init_deltas_", "refuse_laid_out"]
-
-_DELTAS = "_deltas"
-
-
-class Held(NamedTuple):
-    """Where a part of a delta stands, or stood.
-
-    Args:
-        owner: name of the module that has it.
-        slot: what it is called there.
-        part: it.
-    """
-
-    owner: str
-    slot: str
-    part: Any
-
-
-def deltas_of(model: nn.Module) -> dict[str, Delta]:
-    """Return the deltas of a model by name, detached ones included: its own record."""
-    found: dict[str, Delta] = model.__dict__.setdefault(_DELTAS, {})
-    return found
-
-
-def refuse_laid_out(model: nn.Module, what: str) -> None:
-    """Raise `ConfigError` where a model is laid out over processes, or streams."""
-    is_cut = any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values())
-    record = laid_out(model)
-    if is_cut or (record is not None and record.streamer is not None):
-        raise ConfigError(
-            f"{type(model).__name__} is laid out already: {what} before parallelize (or before its "
-            "blocks stream)."
-        )
+__all__ = ["Delta", "init_deltas_"]
 
 
 class Delta:
@@ -151,7 +120,7 @@ class Delta:
         if self.targets is None:
             found = [name for name in found if self._is_usual(self.model.get_submodule(name))]
         if self.stands_behind:
-            found = list(dict.fromkeys(_part_around(self.model, name) for name in found))
+            found = list(dict.fromkeys(part_around(self.model, name) for name in found))
         return found
 
     def _is_usual(self, module: nn.Module) -> bool:
@@ -198,10 +167,13 @@ class Delta:
         return [f"{name}.**" for name in names]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name and parameter of all that its parts have."""
+        """Yield name and parameter of all that its parts have; one that several have comes once."""
+        seen: set[int] = set()
         for owner, slot, part in self.held:
             for key, parameter in part.named_parameters():
-                yield f"{owner}.{slot}.{key}", parameter
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{owner}.{slot}.{key}", parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of its parts."""
@@ -210,7 +182,11 @@ class Delta:
 
     def names(self) -> list[str]:
         """Return the names that its parts' tensors have in the model while it is attached."""
-        return [name for name, _ in self.named_parameters()]
+        return [
+            f"{owner}.{slot}.{key}"
+            for owner, slot, part in self.held
+            for key, _ in part.named_parameters()
+        ]
 
     def places(self) -> list[str]:
         """Return the names of the modules beside which its parts stand."""
@@ -270,7 +246,7 @@ class Delta:
         if not self.is_attached():
             raise ConfigError(f"delta {self.name!r} is detached already.")
         self._refuse_merged("detach")
-        if _is_laid_out(self.model):
+        if is_laid_out(self.model):
             self.weigh_(0.0)
             return self
         for owner, slot, part in self.held:
@@ -284,7 +260,7 @@ class Delta:
 
     def attach(self) -> Self:
         """Put its parts back where they were."""
-        if _is_laid_out(self.model):
+        if is_laid_out(self.model):
             self.weigh_(1.0)
             return self
         if self.is_attached():
@@ -411,22 +387,3 @@ def init_deltas_(model: nn.Module, seed: int = 0) -> nn.Module:
     for delta in deltas_of(model).values():
         delta.init_(seed)
     return model
-
-
-def _is_laid_out(model: nn.Module) -> bool:
-    return any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values())
-
-
-# Last projection of a part of a block -> classes of that part.
-_LAST: dict[str, tuple[type[nn.Module], ...]] = {
-    "o_proj": (Attention,),
-    "down_proj": (MLP,),
-    "experts": (MoE,),
-}
-
-
-def _part_around(model: nn.Module, name: str) -> str:
-    """Return the part of a block whose result is that of its last projection `name`, or `name`."""
-    owner, _, last = name.rpartition(".")
-    is_last = last in _LAST and isinstance(model.get_submodule(owner), _LAST[last])
-    return owner if is_last else name

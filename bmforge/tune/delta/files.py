@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.shards import local_box, local_tensor, whole_tensor
-from bmforge.tune.delta import peft_format
+from bmforge.tune.delta import peft_format, peft_write
 from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
 from bmforge.tune.delta.bitfit import BitFit
 from bmforge.tune.delta.card import write_card
@@ -72,9 +72,9 @@ def save_delta(delta: Delta, directory: Path, told: Mapping[str, Any]) -> None:
     whole = _Whole(delta)
     if delta.origin is not None:
         config, tensors, mark = dict(delta.origin), whole.peft()[0], {}
-    elif peft_format.can_write(delta):
+    elif peft_write.can_write(delta):
         tensors, blocks, patterns = whole.peft()
-        config = peft_format.write_config(delta, patterns)
+        config = peft_write.write_config(delta, patterns)
         mark |= {"blocks": blocks} if blocks else {}
     else:
         tensors = whole.own()
@@ -101,14 +101,14 @@ class _Whole:
         self.delta = delta
 
     def peft(self) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
-        """Return what `peft_format.write_tensors` does, of whole tensors."""
+        """Return what `peft_write.write_tensors` does, of whole tensors."""
         own = dict(self.delta.named_parameters())
         kept = {name: parameter.data for name, parameter in own.items()}
         sharded = {
             name for name, parameter in own.items() if local_tensor(parameter) is not parameter
         }
         if not sharded:
-            return peft_format.write_tensors(self.delta)
+            return peft_write.write_tensors(self.delta)
         owners = {}
         for name in sharded:
             owner, _, key = name.rpartition(".")
@@ -116,7 +116,7 @@ class _Whole:
             owners[name] = module, key, module._parameters[key]
             module._parameters[key] = nn.Parameter(whole_tensor(kept[name]), requires_grad=False)
         try:
-            return peft_format.write_tensors(self.delta)
+            return peft_write.write_tensors(self.delta)
         finally:
             for module, key, parameter in owners.values():
                 module._parameters[key] = parameter
@@ -221,6 +221,8 @@ def _load(
         found = (
             _own_names(delta, tensors) if ours else peft_format.read_tensors(delta, tensors, blocks)
         )
+        if not ours:
+            peft_format.tie_factors_(delta, blocks)
         _fill(delta, found, directory)
     except BaseException:
         delta.remove()
@@ -312,9 +314,9 @@ def _own_names(delta: Delta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def _fill(delta: Delta, found: Mapping[str, Tensor], directory: Path) -> None:
     """Check tensors against those of the delta, and put them in."""
-    own = delta.tensors()
+    own, known = delta.tensors(), set(delta.names())
     problems = [f"missing: {name}" for name in own if name not in found]
-    problems += [f"unexpected: {name}" for name in found if name not in own]
+    problems += [f"unexpected: {name}" for name in found if name not in own.keys() | known]
     for name, tensor in own.items():
         if name in found and found[name].shape != tensor.shape:
             problems.append(

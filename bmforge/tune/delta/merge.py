@@ -14,7 +14,8 @@ from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.shards import is_streamed, local_box, local_tensor, whole_tensor
 from bmforge.surgery import shared_tensors
-from bmforge.tune.delta.delta import Delta, Held
+from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.held import Held
 
 __all__ = ["merge_", "unmerge_"]
 
@@ -126,7 +127,9 @@ def _changes(delta: Delta, held: Held, plain: Tensor | None) -> Iterator[Change]
     elif isinstance(part, LowRank):
         yield f"{owner}.weight", module.weight, lambda: _low_rank(part, module, plain)
         if part.bias is not None:
-            yield from _bias(owner, module, lambda: part.share * whole_tensor(part.bias))
+            yield from _bias(
+                owner, module, lambda: part.scale * part.share * whole_tensor(part.bias)
+            )
     elif isinstance(part, Shift):
         last = _last_of(module)
         name = owner if last is None else f"{owner}.{last}"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, ShapeError, suggest
 from bmforge.nn.part import BesidePart
-from bmforge.tune.delta.delta import Delta, deltas_of
+from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.held import deltas_of
 
 __all__ = ["delta_rows", "find_delta", "list_deltas", "use_deltas"]
 
