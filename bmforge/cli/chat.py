@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,29 @@ __all__ = ["OWN_FORMS", "TalkConfig", "answer_once", "run_chat", "talk"]
 
 def run_chat(command: ChatCommand) -> None:
     """Talk to a model in the terminal."""
-    talk(command.model, command.config, command.memory)
+    talk(command.model, command.config, command.memory, command.delta)
 
 
-def talk(model: str, config: TalkConfig, memory: MemoryOptions | None = None) -> None:
+def talk(
+    model: str,
+    config: TalkConfig,
+    memory: MemoryOptions | None = None,
+    deltas: Sequence[str] = (),
+) -> None:
     """Answer what is typed until the input ends.
 
     Args:
         model: directory, hub id or short name of a model that writes text, with its tokenizer.
         config: how to answer.
         memory: how much the model may take; None takes what it needs.
+        deltas: directories of deltas that are put beside it, with ``=WEIGHT`` behind or not.
 
     Raises:
         ConfigError: the model writes no text, or an option that it has not.
     """
     directory, memory = find_model(model), memory or MemoryOptions()
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    with opened_model(directory, memory, config.num_beams or 3) as opened:
+    with opened_model(directory, memory, config.num_beams or 3, deltas) as opened:
         limit = None
         if memory.device_budget is not None:
             limit = EngineConfig(max_tokens=memory.max_tokens).tokens_of(opened)

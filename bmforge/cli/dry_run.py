@@ -7,6 +7,7 @@ from typing import Any
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.planner.dry_run import DryRun, dry_run
+from bmforge.recipes.deltas import attach_delta
 from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.start import family_of, with_changes
 
@@ -39,8 +40,14 @@ def show_dry_run(config: Any, world_size: int) -> str:
     if not config.layout.problems(world_size):  # else they are said with all that does not fit
         settle_batch(config, world_size)
     family = family_of(config.model)
+
+    def build() -> Any:
+        model = family.from_config(with_changes(config), device="meta")
+        attach_delta(model, config)
+        return model
+
     found = dry_run(
-        lambda: family.from_config(with_changes(config), device="meta"),
+        build,
         config.layout,
         world_size,
         precision=config.train.precision,

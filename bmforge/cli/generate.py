@@ -30,7 +30,7 @@ def run_generate(command: GenerateCommand) -> None:
         return
     directory = find_model(command.model)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    with opened_model(directory, command.memory, rows) as model:
+    with opened_model(directory, command.memory, rows, command.delta) as model:
         prompt = command.prompt if command.prompt is not None else sys.stdin.read()
         torch.manual_seed(command.seed)
         if command.chat and model.traits.objective not in OWN_FORMS:

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from bmforge.cli.options import InfoCommand
 from bmforge.config import config_to_dict
 from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
 from bmforge.surgery import persistent_tensors
+from bmforge.tune.delta.files import is_delta_dir
 
-__all__ = ["describe_model", "run_info"]
+__all__ = ["describe_delta", "describe_model", "run_info"]
 
 
 def run_info(command: InfoCommand) -> None:
-    """Parameters, FLOPs and cache size of a model."""
+    """Parameters, FLOPs and cache size of a model, or the card of a delta."""
+    if is_delta_dir(command.name):
+        print(describe_delta(Path(command.name)))
+        return
     print(describe_model(command.name, command.seq_len))
+
+
+def describe_delta(directory: Path) -> str:
+    """Return a delta's card, or what its config says where it has none."""
+    card = directory / "README.md"
+    if card.exists():
+        return card.read_text(encoding="utf-8").strip()
+    return (directory / "adapter_config.json").read_text(encoding="utf-8").strip()
 
 
 def describe_model(name: str, seq_len: int | None = None) -> str:

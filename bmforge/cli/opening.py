@@ -3,32 +3,75 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from bmforge.errors import ConfigError
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
 from bmforge.settings import MemoryOptions, parse_size
+from bmforge.tune.delta import load_delta
 
-__all__ = ["opened_model"]
+__all__ = ["opened_model", "put_deltas_"]
+
+
+def put_deltas_(model: Any, deltas: Sequence[str], allow_other_base: bool = False) -> None:
+    """Put saved deltas beside a model, frozen.
+
+    Args:
+        model: the base.
+        deltas: directories, with ``=WEIGHT`` behind or not.
+        allow_other_base: its weights need not be those that the deltas were trained on.
+
+    Raises:
+        ConfigError: a weight that is no number; or see `load_delta`.
+    """
+    for number, given in enumerate(deltas):
+        where, is_weighed, weight = given.rpartition("=")
+        where = where if is_weighed else given
+        delta = load_delta(
+            model,
+            where,
+            name=f"delta{number}",
+            allow_other_base=allow_other_base,
+            trainable=False,
+        )
+        if is_weighed:
+            try:
+                delta.weigh_(float(weight))
+            except ValueError:
+                raise ConfigError(f"--delta {given!r}: {weight!r} is no number.") from None
 
 
 @contextmanager
-def opened_model(directory: Path, memory: MemoryOptions, max_rows: int = 1) -> Iterator[Any]:
+def opened_model(
+    directory: Path, memory: MemoryOptions, max_rows: int = 1, deltas: Sequence[str] = ()
+) -> Iterator[Any]:
     """Have a model for as long as it is needed; of a budget the plan is shown.
 
     Args:
         directory: of the model.
         memory: how much it may take.
         max_rows: rows that are planned for.
+        deltas: directories of deltas that are put beside it, with ``=WEIGHT`` behind or not.
+
+    Raises:
+        ConfigError: deltas on a model within a budget, which streams.
     """
     if memory.device_budget is None:
-        yield AutoModel.from_pretrained(directory, quantize=memory.quantize)
+        model = AutoModel.from_pretrained(directory, quantize=memory.quantize)
+        put_deltas_(model, deltas, allow_other_base=memory.quantize is not None)
+        yield model.eval()
         return
+    if deltas:
+        raise ConfigError(
+            "--delta does not go with --device-budget: export the run with --delta.merge, or leave "
+            "the budget out."
+        )
     config = EngineConfig(max_rows=max_rows, max_tokens=memory.max_tokens)
     budget = parse_size(memory.device_budget)
     with Engine(

@@ -152,6 +152,7 @@ class GenerateCommand:
         top_p: draw among the likeliest that make up this probability; none is 1, of CPM-Ant 0.9.
         repetition_penalty: above 1, what was written becomes less likely.
         seed: of the drawing.
+        delta: directories of deltas that are put beside the model; DIR=0.5 gives one a weight.
         memory: how much the model may take.
     """
 
@@ -167,6 +168,7 @@ class GenerateCommand:
     top_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int = 0
+    delta: tuple[str, ...] = ()
     memory: Memory = field(default_factory=MemoryOptions)
 
     def options(self) -> dict[str, Any]:
@@ -183,11 +185,13 @@ class ChatCommand:
     Args:
         model: directory, hub id or short name of a model that writes text, with its tokenizer.
         config: how it answers.
+        delta: directories of deltas that are put beside the model; DIR=0.5 gives one a weight.
         memory: how much the model may take.
     """
 
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
+    delta: tuple[str, ...] = ()
     memory: Memory = field(default_factory=MemoryOptions)
 
 

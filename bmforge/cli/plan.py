@@ -21,7 +21,8 @@ from bmforge.parallel.planner.estimate import Request, Row
 from bmforge.parallel.planner.hardware import FULL_SOURCE, Cluster, find_device, parse_interconnect
 from bmforge.parallel.planner.kept import default_directory
 from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
-from bmforge.recipes.start import read_changes, with_changes
+from bmforge.recipes.deltas import with_delta
+from bmforge.recipes.start import family_of, read_changes, with_changes
 
 __all__ = [
     "auto_layout",
@@ -258,12 +259,11 @@ def auto_layout(
         ConfigError: nothing fits.
     """
     trained = None
-    if config.freeze_base:
+    if config.freeze_base or config.delta.kind is not None:
         trained = config.model.heads[config.model.head].names if config.new_head else ()
+    sizes = with_delta(family_of(config.model), with_changes(config), config)
     request = Request(
-        workload_of(
-            type(config.model).__name__, with_changes(config), config.data.seq_len, trained
-        ),
+        workload_of(type(config.model).__name__, sizes, config.data.seq_len, trained),
         cluster,
         config.data.global_batch_size,
         config.train.precision,

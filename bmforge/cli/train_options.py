@@ -9,33 +9,35 @@ changes compile data.dev-split data.eos-id data.fields data.global-batch-size
 data.grad-accum-steps data.labels data.mean data.micro-batch-size data.mirror data.paths
 data.prefetch-steps data.reset-at-documents data.seed data.seq-len data.skip-bad
 data.smallest-crop data.split data.std data.task data.tokenizer data.train-split data.validation
-data.validation-batches data.weights export family freeze-base init-from layout.cp
-layout.cp-method layout.dp-replicate layout.ep layout.pp layout.pp-balance layout.pp-cut
-layout.pp-schedule layout.pp-stages-per-rank layout.sequence-parallel layout.tp layout.zero
-long-ratio loss-scale.fixed loss-scale.growth-interval-steps loss-scale.hysteresis
-loss-scale.init-scale loss-scale.min-scale mask-ratio max-new-tokens mean-span-length mlm-ratio
-model-changes model.activation model.add-pooling-layer model.attn-bias model.attn-dropout
-model.attn-scale model.balance-experts model.base-hidden-size model.bias model.changes
-model.classifier-dropout model.decoder-start-token-id model.dense-layers model.depth-scale
-model.dropout model.embed-dropout model.embed-scale model.embed-size model.eos-token-id
-model.expert-size model.experts-per-token model.feed-forward model.folded model.head
-model.head-dim model.hidden-size model.image-size model.init-std model.intermediate-size
-model.layer-drop model.mask-modules model.mask-token-id model.max-distance model.max-seq-len
-model.mlp-bias model.model-type model.norm-affine model.norm-eps model.norm-first
-model.normalize-weights model.num-buckets model.num-channels model.num-decoder-layers
-model.num-experts model.num-heads model.num-kv-heads model.num-labels model.num-layers
-model.num-relations model.num-segments model.output-router-logits model.pad-token-id
-model.patch-size model.pooler-activation model.pooler-size model.problem-type
-model.prompt-length model.prompt-types model.prompts-in-vocabulary model.qkv-bias model.raw
-model.remove-final-norm model.rope-scaling model.rope-theta model.rotary-dim
-model.router-aux-loss-coef model.scale-head model.segment-types model.sep-token-id
-model.shared-size model.sop-token-id model.sparse-step model.sum-scale model.task-id
-model.tie-word-embeddings model.vocab-size model.window model.window-layers model.windows
-new-head noise-density offload.activations offload.directory offload.fraction offload.gradients
-offload.states offload.target offload.weights prefetch recompute run-dir seed shortest
-target-len template train.eval-every-steps train.grad-clip train.keep-every-steps
-train.keep-last train.log-every-steps train.optim.betas train.optim.eps train.optim.lr
-train.optim.momentum train.optim.muon-lr train.optim.name train.optim.ns-steps
+data.validation-batches data.weights delta.activation delta.alpha delta.division delta.dropout
+delta.exclude delta.inner delta.kind delta.length delta.magnitude delta.merge delta.rank
+delta.reduction delta.root-scale delta.scale delta.std delta.targets delta.train-also
+delta.width export family freeze-base init-from layout.cp layout.cp-method layout.dp-replicate
+layout.ep layout.pp layout.pp-balance layout.pp-cut layout.pp-schedule layout.pp-stages-per-rank
+layout.sequence-parallel layout.tp layout.zero long-ratio loss-scale.fixed
+loss-scale.growth-interval-steps loss-scale.hysteresis loss-scale.init-scale
+loss-scale.min-scale mask-ratio max-new-tokens mean-span-length mlm-ratio model-changes
+model.activation model.add-pooling-layer model.attn-bias model.attn-dropout model.attn-scale
+model.balance-experts model.base-hidden-size model.bias model.changes model.classifier-dropout
+model.decoder-start-token-id model.dense-layers model.depth-scale model.dropout
+model.embed-dropout model.embed-scale model.embed-size model.eos-token-id model.expert-size
+model.experts-per-token model.feed-forward model.folded model.head model.head-dim
+model.hidden-size model.image-size model.init-std model.intermediate-size model.layer-drop
+model.mask-modules model.mask-token-id model.max-distance model.max-seq-len model.mlp-bias
+model.model-type model.norm-affine model.norm-eps model.norm-first model.normalize-weights
+model.num-buckets model.num-channels model.num-decoder-layers model.num-experts model.num-heads
+model.num-kv-heads model.num-labels model.num-layers model.num-relations model.num-segments
+model.output-router-logits model.pad-token-id model.patch-size model.pooler-activation
+model.pooler-size model.problem-type model.prompt-length model.prompt-types
+model.prompts-in-vocabulary model.qkv-bias model.raw model.remove-final-norm model.rope-scaling
+model.rope-theta model.rotary-dim model.router-aux-loss-coef model.scale-head
+model.segment-types model.sep-token-id model.shared-size model.sop-token-id model.sparse-step
+model.sum-scale model.task-id model.tie-word-embeddings model.vocab-size model.window
+model.window-layers model.windows new-head noise-density offload.activations offload.directory
+offload.fraction offload.gradients offload.states offload.target offload.weights prefetch
+recompute run-dir seed shortest target-len template train.eval-every-steps train.grad-clip
+train.keep-every-steps train.keep-last train.log-every-steps train.optim.betas train.optim.eps
+train.optim.lr train.optim.momentum train.optim.muon-lr train.optim.name train.optim.ns-steps
 train.optim.weight-decay train.precision train.profile-steps train.save-every-steps
 train.schedule.decay-kind train.schedule.decay-steps train.schedule.kind
 train.schedule.min-lr-ratio train.schedule.total-steps train.schedule.warmup-steps train.seed

@@ -36,6 +36,7 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
+from bmforge.recipes.deltas import DeltaConfig, attach_delta, export_delta
 from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.run_dir import add_results, claim_run_dir, occupy_run_dir
 from bmforge.recipes.start import family_of, need_fields, settle_model, with_changes
@@ -70,6 +71,7 @@ _FREE_FIELDS = """
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
     train.log_every_steps train.profile_steps data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
+    delta.merge
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -88,6 +90,7 @@ class RunConfig:
         family: of `model`; the command line fills it in, so that `run.toml` says it.
         changes: what is changed in the model before it is laid out; see `models.changes`. What they
             add is drawn with `seed`. The command line takes them as JSON, or as a file with it.
+        delta: train few parameters beside the model in its place; see `deltas.DeltaConfig`.
         freeze_base: train nothing but what changes have put beside layers, and with `new_head` the
             head.
         seed: of the drawn weights.
@@ -108,6 +111,7 @@ class RunConfig:
     new_head: bool = False
     family: str | None = None
     changes: tuple[Change, ...] = ()
+    delta: DeltaConfig = field(default_factory=DeltaConfig)
     freeze_base: bool = False
     seed: int = 0
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -255,6 +259,7 @@ def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
     is_loaded = start is not None and bool(config.changes)
     if is_loaded:
         _load_and_change_(model, start, config)
+    delta = attach_delta(model, config)
     if config.freeze_base:
         head = sizes.heads[sizes.head].names if config.new_head else ()
         _freeze_(model, head)
@@ -271,11 +276,13 @@ def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
         prefetch=config.prefetch,
         offload_activations=config.offload.activations,
     )
-    if is_loaded:
-        return model
-    if start is not None:
-        return load_weights_(model, start, device=world.device, new_head=config.new_head)
-    return init_weights_(model, config.seed, device=world.device)
+    if start is None:
+        init_weights_(model, config.seed, device=world.device)
+    elif not is_loaded:
+        load_weights_(model, start, device=world.device, new_head=config.new_head)
+    if delta is not None:
+        delta.init_(config.seed)
+    return model
 
 
 def _freeze_(model: Model, head: Collection[str]) -> None:
@@ -311,7 +318,7 @@ def _stream_(model: Model, config: Any, world: World, start: Path | None) -> Non
             f"processes and {config.train.precision}. Use layout.zero=3, which divides weights."
         )
     drawn = weight_drawer(model, config.seed)
-    read = drawn if start is None else weight_reader(model, start)
+    read = drawn if start is None else weight_reader(model, start, new_head=config.new_head)
     stream_blocks_(model, read, device=world.device)
 
 
@@ -357,11 +364,15 @@ def _finish(
         if world.rank == 0:
             add_results(config.run_dir, {"validation loss": losses, **more})
     if config.export:
-        _export(model, config.run_dir / "export", data, world)
+        _export(model, config, data, world)
     return evaluation
 
 
-def _export(model: Model, directory: Path, data: TrainingData, world: World) -> None:
+def _export(model: Model, config: Any, data: TrainingData, world: World) -> None:
+    directory = config.run_dir / "export"
+    if export_delta(model, config, directory):
+        get_logger().info("exported the delta to %s", directory)
+        return
     if data.special_ids:
         raw = {**model.config.raw, **data.special_ids}
         model.config = model.config.replace(raw=raw)

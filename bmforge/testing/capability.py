@@ -49,6 +49,23 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "changed: combined",
     ),
     "train": ("changed: checkpoint",),
+    "tune": (
+        "lora",
+        "adapter",
+        "low-rank-adapter",
+        "compacter",
+        "parallel-adapter",
+        "bitfit",
+        "ia3",
+        "prefix",
+        "soft-prompt",
+        "delta rows",
+        "deltas: zero-3",
+        "deltas: tensor",
+        "deltas: pipeline",
+        "deltas: context",
+        "deltas: stream",
+    ),
 }
 CAPABILITIES = tuple(name for names in ROOMS.values() for name in names)
 _Test = TypeVar("_Test", bound=Callable[..., None])

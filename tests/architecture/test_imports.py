@@ -42,7 +42,7 @@ ALLOWED = {
     "compress": {"nn", "models"},
     "infer": {"nn", "memory", "parallel", "models", "tune", "compress", "data", "tokenizers"},
     "serve": {"infer", "models", "tokenizers"},
-    "testing": {"nn", "memory", "models", "parallel", "data", "train", "infer"},
+    "testing": {"nn", "memory", "models", "parallel", "data", "train", "tune", "infer"},
     "compat": {"*"},
     "recipes": {"*"},
     "cli": {"*"},

@@ -146,6 +146,7 @@ class TestCPMAntSegments(FamilySuite, FileSuite):
     """CPM-Ant as CPM-Live has it: segments, parts missing, the residual divided."""
 
     model_class = CPMAnt
+    takes_prompts = False  # segments, spans: more is said of every token
     # Four blocks of which some move: what is missing makes all of them as large as two slots else.
     deep_options = {"mask_modules": ((False, False), (False, False), (True, True), (False, True))}  # noqa: RUF012
 

@@ -228,6 +228,7 @@ class TestCPMBeeDocuments(FamilySuite):
     """The same battery on documents: segments, relations, spans, padding."""
 
     model_class = CPMBee
+    takes_prompts = False  # segments, spans: more is said of every token
     # Four blocks of which some move: what is missing makes all of them as large as two slots else.
     deep_options = {"mask_modules": ((False, False), (False, False), (True, True), (False, True))}  # noqa: RUF012
 

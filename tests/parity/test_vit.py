@@ -56,7 +56,9 @@ class TestViT(ModelSuite, FileSuite):
     not_applicable = {  # noqa: RUF012
         "generate": "has no next token",
         "native step": "writes no text",
+        "soft-prompt": "reads no tokens",
     }
+    takes_prompts = False
     cases = {  # noqa: RUF012
         "default": VIT_TINY,
         "no_bias": {**VIT_TINY, "qkv_bias": False, "hidden_act": "gelu_new"},

@@ -10,6 +10,7 @@ import torch
 from bmforge import __version__
 from bmforge.errors import ConfigError, suggest
 from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.held import whole_model
 
 __all__ = ["CARD_FIELDS", "write_card"]
 
@@ -35,16 +36,19 @@ def write_card(delta: Delta, told: Mapping[str, Any]) -> str:
     base = told.get("base")
     head = ["---", *([f"base_model: {base}"] if base else []), "library_name: peft"]
     head += [f"license: {told['license']}"] if told.get("license") else []
-    trained = delta.count_parameters()
-    all_of_it = sum(p.numel() for p in delta.model.parameters())
-    of_base = max(all_of_it - sum(p.numel() for p in delta.parameters()), 1)
+    model = whole_model(delta.model)
+    parts = [p for held in delta.held for p in held.part.parameters()]
+    trained = sum(p.numel() for p in {id(p): p for p in parts}.values())
+    trained += sum(p.numel() for p in delta.wholes().values())
+    of_base = sum(p.numel() for n, p in model.named_parameters() if n not in set(delta.names()))
+    share = 100 * trained / max(of_base, 1)
     options = ", ".join(f"{k}={v!r}" for k, v in delta.options.items() if v not in ({}, None))
     rows = {
         "type": f"{type(delta).__name__} ({options})" if options else type(delta).__name__,
         "base": base or type(delta.model).__name__,
         "data": told.get("data"),
         "targets": _shorten(delta.places()),
-        "trained parameters": f"{trained:,} ({100 * trained / of_base:.3f} % of the base's)",
+        "trained parameters": f"{trained:,} ({share:.3f} % of the base's)",
         "scores": ", ".join(f"{k} {v}" for k, v in (told.get("scores") or {}).items()) or None,
         "command": told.get("command"),
         "made with": f"bmforge {__version__}, torch {torch.__version__}",

@@ -152,9 +152,9 @@ class Delta:
         for parameter in self.parameters():
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
-        self._record_(True)
+        self.record_(True)
 
-    def _record_(self, is_there: bool) -> None:
+    def record_(self, is_there: bool) -> None:
         """Let a model of ours remember the parts in its config, or forget them."""
         tell = getattr(self.model, "remember_part_" if is_there else "forget_part_", None)
         if callable(tell):
@@ -169,7 +169,7 @@ class Delta:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter of all that its parts have; one that several have comes once."""
         seen: set[int] = set()
-        for owner, slot, part in self.held:
+        for owner, slot, part in self.here():
             for key, parameter in part.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
@@ -188,13 +188,18 @@ class Delta:
             for key, _ in part.named_parameters()
         ]
 
+    def here(self) -> list[Held]:
+        """Return what stands, or stood, in the part of the model on this process (a pipeline's)."""
+        names = {name for name, _ in self.model.named_modules()}
+        return [held for held in self.held if held.owner in names]
+
     def places(self) -> list[str]:
         """Return the names of the modules beside which its parts stand."""
         return [held.owner for held in self.held]
 
     def init_(self, seed: int = 0) -> Self:
         """Draw its tensors by their names, with the same result on every layout; return it."""
-        for owner, slot, part in self.held:
+        for owner, slot, part in self.here():
             for key, note in tensor_notes(part).items():
                 tensor = getattr(part, key)
                 if not tensor.is_meta:
@@ -235,7 +240,7 @@ class Delta:
         """Tell whether its parts stand in the model."""
         return any(
             self.model.get_submodule(owner)._modules.get(slot) is part
-            for owner, slot, part in self.held
+            for owner, slot, part in self.here()
         )
 
     def detach(self) -> Self:
@@ -255,7 +260,7 @@ class Delta:
                 detach_part_(module, slot)
             else:
                 setattr(module, slot, None)
-        self._record_(False)
+        self.record_(False)
         return self
 
     def attach(self) -> Self:
@@ -278,7 +283,7 @@ class Delta:
                 attach_part_(module, slot, part)
             else:
                 setattr(module, slot, part)
-        self._record_(True)
+        self.record_(True)
         return self
 
     def remove(self) -> None:

@@ -7,7 +7,8 @@ ours and our names. Nothing is a pickle; OpenDelta's is read, with ``weights_onl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from bmforge.tune.delta.card import write_card
 from bmforge.tune.delta.compacter import Compacter
 from bmforge.tune.delta.delta import Delta
 from bmforge.tune.delta.fingerprint import fingerprint_of
+from bmforge.tune.delta.held import is_laid_out, whole_model
 from bmforge.tune.delta.ia3 import IA3
 from bmforge.tune.delta.lora import Lora
 from bmforge.tune.delta.opendelta_format import is_opendelta, load_opendelta
@@ -69,19 +71,21 @@ def save_delta(delta: Delta, directory: Path, told: Mapping[str, Any]) -> None:
     """Write a delta; see `Delta.save`. On a layout every process must call this."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     mark: dict[str, Any] = {"version": _VERSION}
-    whole = _Whole(delta)
-    if delta.origin is not None:
-        config, tensors, mark = dict(delta.origin), whole.peft()[0], {}
-    elif peft_write.can_write(delta):
-        tensors, blocks, patterns = whole.peft()
-        config = peft_write.write_config(delta, patterns)
-        mark |= {"blocks": blocks} if blocks else {}
-    else:
-        tensors = whole.own()
-        kind = delta.peft_type if delta.peft_type.startswith("BMFORGE") else "BMFORGE_OTHER"
-        config = {"peft_type": kind, _OURS: whole.describe()}
-    if mark:
-        mark["base"] = fingerprint_of(delta.model, delta.wholes())
+    base = None if delta.origin is not None else fingerprint_of(delta.model, delta.wholes())
+    with _gathered(delta) as wholes:
+        if delta.origin is not None:
+            config, mark = dict(delta.origin), {}
+            tensors = peft_write.write_tensors(delta, wholes)[0]
+        elif peft_write.can_write(delta):
+            tensors, blocks, patterns = peft_write.write_tensors(delta, wholes)
+            config = peft_write.write_config(delta, patterns, wholes)
+            mark |= {"base": base} | ({"blocks": blocks} if blocks else {})
+        else:
+            tensors = _own_tensors(delta) | wholes
+            kind = delta.peft_type if delta.peft_type.startswith("BMFORGE") else "BMFORGE_OTHER"
+            config = {"peft_type": kind, _OURS: _describe(delta)}
+            mark["base"] = base
+        card = write_card(delta, told)
     if not is_first:
         return
     directory.mkdir(parents=True, exist_ok=True)
@@ -91,58 +95,63 @@ def save_delta(delta: Delta, directory: Path, told: Mapping[str, Any]) -> None:
     save_file(found, directory / WEIGHTS_NAME, metadata={"format": "pt", **more})
     text = json.dumps(config, indent=2, sort_keys=True)
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
-    (directory / CARD_NAME).write_text(write_card(delta, told), encoding="utf-8")
+    (directory / CARD_NAME).write_text(card, encoding="utf-8")
 
 
-class _Whole:
-    """A delta's tensors gathered whole from a layout while they are written."""
+@contextmanager
+def _gathered(delta: Delta) -> Iterator[dict[str, Tensor]]:
+    """Have a delta's parts whole and plain on every process; give what is trained whole.
 
-    def __init__(self, delta: Delta) -> None:
-        self.delta = delta
+    Comm: a gather of each tensor; of a pipeline an exchange of all of them.
+    """
+    own = {
+        f"{owner}.{slot}.{key}": whole_tensor(parameter).detach()
+        for owner, slot, part in delta.here()
+        for key, parameter in part.named_parameters()
+    }
+    wholes = {name: whole_tensor(p).detach() for name, p in delta.wholes().items()}
+    if not is_laid_out(delta.model):
+        yield wholes
+        return
+    if whole_model(delta.model) is not delta.model:
+        everybody: list[Any] = [None] * dist.get_world_size()
+        mine = [{n: t.cpu() for n, t in found.items()} for found in (own, wholes)]
+        dist.all_gather_object(everybody, mine)
+        own = {n: t for parts, _ in everybody for n, t in parts.items()}
+        wholes = {n: t for _, more in everybody for n, t in more.items()}
+    kept = []
+    for owner, slot, part in delta.held:
+        for key, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                kept.append((part, key, parameter))
+                plain = own[f"{owner}.{slot}.{key}"]
+                part._parameters[key] = nn.Parameter(plain, requires_grad=False)
+    try:
+        yield wholes
+    finally:
+        for part, key, parameter in kept:
+            part._parameters[key] = parameter
 
-    def peft(self) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
-        """Return what `peft_write.write_tensors` does, of whole tensors."""
-        own = dict(self.delta.named_parameters())
-        kept = {name: parameter.data for name, parameter in own.items()}
-        sharded = {
-            name for name, parameter in own.items() if local_tensor(parameter) is not parameter
-        }
-        if not sharded:
-            return peft_write.write_tensors(self.delta)
-        owners = {}
-        for name in sharded:
-            owner, _, key = name.rpartition(".")
-            module = self.delta.model.get_submodule(owner)
-            owners[name] = module, key, module._parameters[key]
-            module._parameters[key] = nn.Parameter(whole_tensor(kept[name]), requires_grad=False)
-        try:
-            return peft_write.write_tensors(self.delta)
-        finally:
-            for module, key, parameter in owners.values():
-                module._parameters[key] = parameter
 
-    def own(self) -> dict[str, Tensor]:
-        """Return tensors by our names, without the delta's; a prefix is folded."""
-        delta = self.delta
-        found: dict[str, Tensor] = {}
-        for owner, slot, part in delta.held:
-            named = dict(part.named_parameters())
-            if getattr(part, "inner", 0):
-                named = dict(zip(("key", "value"), part(), strict=True))
-            for key, tensor in named.items():
-                start = (
-                    owner if slot == delta.name or slot.endswith("_reader") else f"{owner}.{slot}"
-                )
-                found[f"{start}.{key}"] = whole_tensor(tensor)
-        return found | {n: whole_tensor(p) for n, p in delta.wholes().items()}
+def _own_tensors(delta: Delta) -> dict[str, Tensor]:
+    """Return the parts' tensors by our names, without the delta's; a prefix is folded."""
+    found: dict[str, Tensor] = {}
+    for owner, slot, part in delta.held:
+        named = dict(part.named_parameters())
+        if getattr(part, "inner", 0):
+            named = dict(zip(("key", "value"), type(part).forward(part), strict=True))
+        start = owner if slot == delta.name else f"{owner}.{slot}"
+        found |= {f"{start}.{key}": tensor for key, tensor in named.items()}
+    return found
 
-    def describe(self) -> dict[str, Any]:
-        """Return what is needed to build the delta again."""
-        delta, told = self.delta, self.delta.describe()
-        if delta.kind == "prefix":
-            told["options"]["inner"] = 0
-        places = [h.owner for h in delta.held if not h.slot.endswith("_reader")]
-        return {**told, "version": _VERSION, "places": places, "train_also": list(delta.train_also)}
+
+def _describe(delta: Delta) -> dict[str, Any]:
+    """Return what is needed to build the delta again."""
+    told = delta.describe()
+    if delta.kind == "prefix":
+        told["options"]["inner"] = 0
+    places = [h.owner for h in delta.held if not h.slot.endswith("_reader")]
+    return {**told, "version": _VERSION, "places": places, "train_also": list(delta.train_also)}
 
 
 def load_delta(

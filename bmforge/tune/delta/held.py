@@ -17,7 +17,15 @@ from bmforge.surgery import persistent_tensors
 if TYPE_CHECKING:
     from bmforge.tune.delta.delta import Delta
 
-__all__ = ["Held", "deltas_of", "is_laid_out", "part_around", "refuse_laid_out"]
+__all__ = [
+    "is_in_mixture",
+    "Held",
+    "deltas_of",
+    "is_laid_out",
+    "part_around",
+    "refuse_laid_out",
+    "whole_model",
+]
 
 _DELTAS = "_deltas"
 
@@ -53,7 +61,10 @@ def refuse_laid_out(model: nn.Module, what: str) -> None:
 
 
 def is_laid_out(model: nn.Module) -> bool:
-    """Tell whether tensors of a model are divided over processes, or could be."""
+    """Tell whether a model is laid out over processes, be it one."""
+    record = laid_out(model)
+    if record is not None and record.layout is not None:
+        return True
     return any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values())
 
 
@@ -66,7 +77,27 @@ _LAST: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def part_around(model: nn.Module, name: str) -> str:
-    """Return the part of a block whose result is that of its last projection `name`, or `name`."""
+    """Return the part of a block whose result is that of its last projection `name`, or `name`.
+
+    Of an expert for all tokens it is the mixture that it is in.
+    """
     owner, _, last = name.rpartition(".")
-    is_last = last in _LAST and isinstance(model.get_submodule(owner), _LAST[last])
-    return owner if is_last else name
+    if last not in _LAST or not isinstance(model.get_submodule(owner), _LAST[last]):
+        return name
+    around = owner.rpartition(".")[0]
+    return around if isinstance(model.get_submodule(around), MoE) else owner
+
+
+def is_in_mixture(model: nn.Module, name: str) -> bool:
+    """Tell whether a module is inside a mixture of experts, where rows are tokens of any row."""
+    parts = name.split(".")
+    return any(
+        isinstance(model.get_submodule(".".join(parts[:count])), MoE)
+        for count in range(1, len(parts))
+    )
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """Return a description of the whole model where this is a stage of it, or the model."""
+    whole = getattr(model, "whole", None)
+    return whole() if callable(whole) else model

@@ -12,10 +12,11 @@ from bmforge.errors import ConfigError
 from bmforge.nn.bottleneck import Bottleneck
 from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
+from bmforge.nn.part import detach_part_
 from bmforge.shards import is_streamed, local_box, local_tensor, whole_tensor
 from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.delta import Delta
-from bmforge.tune.delta.held import Held
+from bmforge.tune.delta.held import Held, is_laid_out, whole_model
 
 __all__ = ["merge_", "unmerge_"]
 
@@ -26,8 +27,8 @@ def merge_(delta: Delta, dequantize: bool = False) -> None:
         raise ConfigError(f"delta {delta.name!r} is merged already.")
     if not delta.is_attached():
         raise ConfigError(f"delta {delta.name!r} is detached: attach it before merging.")
-    plain = {held.owner: _dequantized(delta, held, dequantize) for held in delta.held}
-    changed = [pair for held in delta.held for pair in _changes(delta, held, plain[held.owner])]
+    plain = {held.owner: _dequantized(delta, held, dequantize) for held in delta.here()}
+    changed = [pair for held in delta.here() for pair in _changes(delta, held, plain[held.owner])]
     shared = shared_tensors(delta.model)
     for name, tensor, _ in changed:
         if id(tensor) in shared:
@@ -51,17 +52,31 @@ def merge_(delta: Delta, dequantize: bool = False) -> None:
             kept.setdefault(name, local_tensor(tensor.detach()).clone())
             box = local_box(tensor)
             local_tensor(tensor.detach()).copy_(value[box.slices])
-    if any(local_tensor(t) is not t for t in delta.parameters()):
-        delta.weigh_(0.0)
-    else:
-        delta.detach()
+    _take_out_(delta)
     delta.base_weights, delta.merged = kept, True
+
+
+def _take_out_(delta: Delta) -> None:
+    """Take the parts out of the model, also where it is laid out, and of its description."""
+    if not is_laid_out(delta.model):
+        delta.detach()
+        return
+    described: Any = whole_model(delta.model)
+    for model in (delta.model, described) if described is not delta.model else (delta.model,):
+        known = {name for name, _ in model.named_modules()}
+        for owner, slot, _ in delta.held:
+            if owner in known:
+                detach_part_(model.get_submodule(owner), slot)
+    delta.record_(False)
+    described.config = delta.model.config
 
 
 def unmerge_(delta: Delta) -> None:
     """Undo `merge_`."""
     if not delta.merged:
         raise ConfigError(f"delta {delta.name!r} is not merged.")
+    if is_laid_out(delta.model):
+        raise ConfigError("a model that is laid out is merged for good: load it again.")
     if not delta.base_weights:
         raise ConfigError(f"delta {delta.name!r} has forgotten the base's weights.")
     with torch.no_grad():
@@ -72,7 +87,7 @@ def unmerge_(delta: Delta) -> None:
             else:
                 local_tensor(_find(delta.model, name).detach()).copy_(value)
     delta.base_weights, delta.merged = {}, False
-    delta.weigh_(1.0) if delta.is_attached() else delta.attach()
+    delta.attach()
 
 
 def _find(model: nn.Module, name: str) -> Any:

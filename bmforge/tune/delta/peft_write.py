@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.low_rank import EmbeddingLowRank, LowRank
 from bmforge.tune.delta.delta import Delta
-from bmforge.tune.delta.held import Held
+from bmforge.tune.delta.held import Held, whole_model
 from bmforge.tune.delta.peft_format import PREFIX, Names, rows_of
 
 __all__ = ["can_write", "write_config", "write_tensors"]
@@ -27,21 +27,27 @@ def can_write(delta: Delta) -> bool:
     if delta.peft_type in ("PREFIX_TUNING", "PROMPT_TUNING"):
         traits = getattr(delta.model, "traits", None)
         return delta.peft_type == "PROMPT_TUNING" or getattr(traits, "reads", "") != "apart"
-    theirs = Names(delta.model).theirs
+    theirs = Names(whole_model(delta.model)).theirs
     return all(held.owner in theirs and not hasattr(held.part, "keys") for held in delta.held)
 
 
-def write_tensors(delta: Delta) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
+def write_tensors(
+    delta: Delta, wholes: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
     """Return PEFT's tensors of a delta, what was written block by block, and patterns of ranks.
 
     The patterns are fields of the config: `rank_pattern` and `alpha_pattern`.
+
+    Args:
+        delta: with all its parts, whole.
+        wholes: what is trained whole.
     """
     if delta.kind == "prompt":
         return {"prompt_embeddings": _prompt_rows(delta)}, {}, {}
     if delta.kind == "prefix":
-        columns = [_columns(t) for held in delta.held for t in held.part()]
+        columns = [_columns(t) for held in delta.held for t in type(held.part).forward(held.part)]
         return {"prompt_embeddings": torch.cat(columns, 1).contiguous()}, {}, {}
-    names = Names(delta.model)
+    names = Names(whole_model(delta.model))
     groups: dict[str, list[Held]] = {}
     for held in delta.held:
         groups.setdefault(names.of(held.owner), []).append(held)
@@ -52,18 +58,18 @@ def write_tensors(delta: Delta) -> tuple[dict[str, Tensor], dict[str, list[int]]
         whole = [next((h.part for h in parts if h.owner == n), None) for n in names.ours[theirs]]
         start = f"{PREFIX}{theirs}."
         if delta.kind == "gain":
-            found |= _join_gain(delta.model, names.ours[theirs], whole, start)
+            found |= _join_gain(whole_model(delta.model), names.ours[theirs], whole, start)
             continue
-        made, split = _join_low_rank(delta.model, names.ours[theirs], whole, start)
+        made, split = _join_low_rank(whole_model(delta.model), names.ours[theirs], whole, start)
         found |= made
         if split:
             blocks[theirs] = split
         part = parts[0].part
         rank = next(t for n, t in made.items() if n.endswith(("lora_A.weight", "embedding_A")))
         ranks[theirs] = (rank.shape[0], _alpha(part.scale, rank.shape[0], delta))
-    for name, parameter in delta.wholes().items():
+    for name, tensor in wholes.items():
         owner, _, leaf = name.rpartition(".")
-        found[f"{PREFIX}{names.of(owner)}.{leaf}"] = parameter.detach()
+        found[f"{PREFIX}{names.of(owner)}.{leaf}"] = tensor
     return found, blocks, _patterns(ranks)
 
 
@@ -145,7 +151,9 @@ def _join_low_rank(
     return {f"{start}{leaf}": tensor.contiguous() for leaf, tensor in made.items()}, split
 
 
-def write_config(delta: Delta, patterns: Mapping[str, Any]) -> dict[str, Any]:
+def write_config(
+    delta: Delta, patterns: Mapping[str, Any], wholes: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Return what PEFT's adapter_config.json says of a delta."""
     config: dict[str, Any] = {
         "peft_type": delta.peft_type,
@@ -154,20 +162,18 @@ def write_config(delta: Delta, patterns: Mapping[str, Any]) -> dict[str, Any]:
         "modules_to_save": None,
         "task_type": _task(delta.model),
     }
-    names = Names(delta.model)
-    if delta.train_also:
-        owners = [n.rpartition(".")[0] for n in delta.wholes()]
+    names = Names(whole_model(delta.model))
+    if wholes:
+        owners = [n.rpartition(".")[0] for n in wholes]
         config["modules_to_save"] = sorted({names.of(owner) for owner in owners})
     if delta.kind in ("prefix", "prompt"):
         return {**config, **_prompt_config(delta)}
     config["target_modules"] = sorted({names.of(place) for place in delta.places()})
     first: Any = delta.held[0]
-    turned = any(
-        rule.transpose
-        for rule in (delta.model.active_rules() if hasattr(delta.model, "active_rules") else ())  # type: ignore[operator]
-        if rule.ours == f"{first.owner}.weight"
-    )
-    module = delta.model.get_submodule(first.owner)
+    model: Any = whole_model(delta.model)
+    rules = model.active_rules() if hasattr(model, "active_rules") else ()
+    turned = any(rule.transpose for rule in rules if rule.ours == f"{first.owner}.weight")
+    module = model.get_submodule(first.owner)
     config["fan_in_fan_out"] = turned or hasattr(module, "nf")
     if delta.kind == "gain":
         into = [h.owner for h in delta.held if h.part.enters]
@@ -199,7 +205,7 @@ def _prompt_config(delta: Delta) -> dict[str, Any]:
         traits = getattr(delta.model, "traits", None)
         config["num_transformer_submodules"] = 2 if getattr(traits, "reads", "") == "apart" else 1
         return config
-    heads, _, width = part()[0].shape
+    heads, _, width = type(part).forward(part)[0].shape
     config |= {"num_attention_heads": heads, "token_dim": heads * width}
     return {**config, "encoder_hidden_size": heads * width, "prefix_projection": False}
 

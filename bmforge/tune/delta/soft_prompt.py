@@ -18,12 +18,25 @@ from bmforge.tune.delta.delta import Delta
 __all__ = ["SoftPrompt"]
 
 # Arguments that say something of every token -> what they say of the prompt's.
-_OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0}
+_OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0, "role_ids": 0}
 # Arguments that need not know of it.
 _OTHERS = {
     *("labels", "decoder_input_ids", "decoder_attention_mask", "past_key_values", "use_cache"),
-    *("cache", "num_items_in_batch", "output_hidden_states", "return_dict", "num_items"),
-    *("start_positions", "end_positions", "output_attentions", "output_router_logits"),
+    *(
+        "decoder_role_ids",
+        "cache",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "return_dict",
+        "num_items",
+    ),
+    *(
+        "decoder_role_ids",
+        "start_positions",
+        "end_positions",
+        "output_attentions",
+        "output_router_logits",
+    ),
     *("encoder_outputs", "logits_to_keep", "encoder_last_hidden_state", "decoder_inputs_embeds"),
 }
 
@@ -50,6 +63,11 @@ class SoftPrompt(Delta):
 
     def __init__(self, model: nn.Module, *, words: Sequence[int] = (), **options: Any) -> None:
         self.words = tuple(words)
+        if not isinstance(getattr(model, "embed", None), nn.Embedding):
+            raise ConfigError(
+                f"a {type(model).__name__} has no token embedding of ours in front of which a "
+                "prompt could stand."
+            )
         length = options.get("length", self.defaults["length"])
         limit = getattr(model, "position_limit", None)
         if limit is not None and length >= limit:
@@ -72,8 +90,8 @@ class SoftPrompt(Delta):
                 local_tensor(prompt.weight).copy_(rows[ids][local_box(prompt.weight).slices])
         return self
 
-    def _record_(self, is_there: bool) -> None:
-        super()._record_(is_there)
+    def record_(self, is_there: bool) -> None:
+        super().record_(is_there)
         hooks = self.model._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is put_prompt_first]:
             del hooks[key]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError, ShapeError, suggest
 from bmforge.nn.part import BesidePart
 from bmforge.tune.delta.delta import Delta
-from bmforge.tune.delta.held import deltas_of
+from bmforge.tune.delta.held import Held, deltas_of, is_in_mixture
 
 __all__ = ["delta_rows", "find_delta", "list_deltas", "use_deltas"]
 
@@ -85,7 +85,7 @@ def delta_rows(model: nn.Module, rows: Sequence[str | None]) -> Iterator[None]:
     """
     for name in dict.fromkeys(name for name in rows if name is not None):
         delta = find_delta(model, name)
-        if not all(_has_rows(held.part) for held in delta.held):
+        if not all(_has_rows(model, held) for held in delta.held):
             raise ConfigError(
                 f"delta {name!r}, a {type(delta).__name__}, is for all rows of a batch: what it "
                 "changes has no rows of its own. Use use_deltas."
@@ -114,8 +114,11 @@ def delta_rows(model: nn.Module, rows: Sequence[str | None]) -> Iterator[None]:
                     held.part.rows = None
 
 
-def _has_rows(part: Any) -> bool:
-    return isinstance(part, BesidePart) and not hasattr(part, "keys")
+def _has_rows(model: nn.Module, held: Held) -> bool:
+    """Tell whether what a part sees has the batch's rows first."""
+    if not isinstance(held.part, BesidePart) or is_in_mixture(model, held.owner):
+        return False
+    return not getattr(model.get_submodule(held.owner), "asks_parts", False)
 
 
 def _check_rows(count: int) -> Any:

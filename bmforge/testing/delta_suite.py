@@ -1,0 +1,268 @@
+"""What every family must do with deltas: each type on it, several at once, on every layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from bmforge.memory.streaming import stream_blocks_
+from bmforge.models import Model, ModelConfig
+from bmforge.parallel import Layout
+from bmforge.surgery import find_modules, persistent_tensors
+from bmforge.testing.batches import Batch, make_labels
+from bmforge.testing.capability import capability
+from bmforge.testing.changed import run_step_of, widen
+from bmforge.testing.layouts import check_layout
+from bmforge.testing.tolerance import assert_close, assert_equal_trees
+from bmforge.tune.delta import (
+    IA3,
+    Adapter,
+    BitFit,
+    Compacter,
+    Delta,
+    Lora,
+    LowRankAdapter,
+    ParallelAdapter,
+    Prefix,
+    SoftPrompt,
+    delta_rows,
+    load_delta,
+    use_deltas,
+)
+
+__all__ = ["DeltaSuite", "put_all_deltas_"]
+
+Build = Callable[..., Delta]
+
+
+def _stir_(delta: Delta, seed: int = 5) -> Delta:
+    """Let a delta do something, where it stands."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in delta.parameters():
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.1)
+    return delta
+
+
+def put_all_deltas_(model: Any) -> None:
+    """Put a delta of every type that stands beside into a model, at once."""
+    Lora(model, name="lora", rank=2)
+    Adapter(model, name="adapter", width=3)
+    LowRankAdapter(model, name="low_rank_adapter", reduction=4, rank=2)
+    Compacter(model, name="compacter", reduction=4, division=2)
+    ParallelAdapter(model, name="parallel", width=3)
+    BitFit(model, name="bitfit")
+    IA3(model, name="ia3")
+    Prefix(model, name="prefix", length=3, inner=4)
+
+
+class DeltaSuite:
+    """Deltas on a family; `FamilySuite` inherits this.
+
+    Attributes:
+        takes_prompts: whether the model's arguments leave a place for a soft prompt's rows.
+    """
+
+    model_class: ClassVar[type[Model]]
+    takes_prompts: ClassVar[bool] = True
+
+    def tiny_config(self) -> ModelConfig:
+        """Return a tiny config of the family."""
+        raise TypeError(f"{type(self).__name__} defines no tiny_config")
+
+    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
+        """Return the model's arguments besides labels."""
+        raise TypeError(f"{type(self).__name__} defines no make_inputs")
+
+    def check_delta(
+        self, tiny: Model, folder: Path, build: Build, starts_alike: bool = True
+    ) -> Model:
+        """Start, train, detach and save a delta of a type; return the model with it."""
+        model: Any = copy.deepcopy(tiny).double()
+        batch = widen(self.make_inputs(model))
+        batch |= make_labels(model, batch)
+        before = run_step_of(model, batch)["loss"]
+        delta = build(model)
+        names = {name for name, _ in delta.named_parameters()}
+        start = run_step_of(model, batch)
+        if starts_alike:
+            assert_close(start["loss"], before)
+        assert {n.removeprefix("grad/") for n in start if n != "loss"} <= names
+        _stir_(delta)
+        trained = run_step_of(model, batch)
+        assert {n for n, g in trained.items() if n != "loss" and not g.any()} == set()
+        assert not torch.equal(trained["loss"], before)
+        _check_slope(model, delta, batch, trained)
+        delta.save(folder)
+        delta.detach()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        assert torch.equal(run_step_of(model, batch)["loss"], before)
+        load_delta(model, folder, name="again")
+        assert_close(run_step_of(model, batch)["loss"], trained["loss"])
+        return model
+
+    @capability("lora")
+    def test_lora(self, tiny: Model, tmp_path: Path) -> None:
+        """Low-rank parts beside queries, values, last projections and experts."""
+        targets = ["attn.q", "attn.v", "mlp.up", "mlp.down"]
+        self.check_delta(tiny, tmp_path, lambda m: Lora(m, targets, rank=2))
+
+    @capability("adapter")
+    def test_adapter(self, tiny: Model, tmp_path: Path) -> None:
+        """Bottlenecks behind attention and MLP."""
+        self.check_delta(tiny, tmp_path, lambda m: Adapter(m, width=3))
+
+    @pytest.mark.long
+    @capability("low-rank-adapter")
+    def test_low_rank_adapter(self, tiny: Model, tmp_path: Path) -> None:
+        """The same with thin factors."""
+        build: Build = lambda m: LowRankAdapter(m, reduction=4, rank=2)  # noqa: E731
+        self.check_delta(tiny, tmp_path, build)
+
+    @pytest.mark.long
+    @capability("compacter")
+    def test_compacter(self, tiny: Model, tmp_path: Path) -> None:
+        """The same with sums of Kronecker products."""
+        build: Build = lambda m: Compacter(m, reduction=4, division=2)  # noqa: E731
+        self.check_delta(tiny, tmp_path, build)
+
+    @pytest.mark.long
+    @capability("parallel-adapter")
+    def test_parallel_adapter(self, tiny: Model, tmp_path: Path) -> None:
+        """Bottlenecks beside attention and MLP."""
+        self.check_delta(tiny, tmp_path, lambda m: ParallelAdapter(m, width=3))
+
+    @pytest.mark.long
+    @capability("bitfit")
+    def test_bitfit(self, tiny: Model, tmp_path: Path) -> None:
+        """Added biases."""
+        self.check_delta(tiny, tmp_path, BitFit)
+
+    @pytest.mark.long
+    @capability("ia3")
+    def test_ia3(self, tiny: Model, tmp_path: Path) -> None:
+        """Factors on keys, values and the MLP's inside."""
+        self.check_delta(tiny, tmp_path, IA3)
+
+    @capability("prefix")
+    def test_prefix(self, tiny: Model, tmp_path: Path) -> None:
+        """Keys and values in front."""
+        build: Build = lambda m: Prefix(m, length=3)  # noqa: E731
+        self.check_delta(tiny, tmp_path, build, starts_alike=False)
+
+    @capability("soft-prompt")
+    def test_soft_prompt(self, tiny: Model, tmp_path: Path) -> None:
+        """Rows in front of the text."""
+        if not self.takes_prompts:
+            pytest.skip("its arguments say something of every token")
+        build: Build = lambda m: SoftPrompt(m, length=2)  # noqa: E731
+        self.check_delta(tiny, tmp_path, build, starts_alike=False)
+
+    @pytest.mark.long
+    @capability("delta rows")
+    def test_delta_rows(self, tiny: Model) -> None:
+        """Each row of a batch has the delta that it names."""
+        model: Any = copy.deepcopy(tiny).double()
+        inputs = widen(self.make_inputs(model))
+        for seed, name in enumerate("ab"):
+            _stir_(Adapter(model, name=name, width=3), seed)
+        want = []
+        for name in ("a", "b"):
+            use_deltas(model, [name])
+            want.append(_first(model(**inputs)))
+        use_deltas(model, ["a", "b"])
+        with delta_rows(model, ["a", "b"]):
+            got = _first(model(**inputs))
+        assert_close(got[0], want[0][0])
+        assert_close(got[1], want[1][1])
+
+    def deltas_config(self, tiny: Model) -> ModelConfig:
+        """Return a model's config with every delta that stands beside, at once."""
+        model: Any = copy.deepcopy(tiny)
+        put_all_deltas_(model)
+        return model.config
+
+    def check_deltas(self, tiny: Model, **options: Any) -> None:
+        """Compare three steps of all deltas on a layout with one process."""
+        config = self.deltas_config(tiny)
+        model = self.model_class.from_config(config)
+        inputs = self.make_inputs(model, batch=4)
+        labels = make_labels(model, inputs)
+        check_layout(self.model_class, config, inputs, labels, frozen=True, **options)
+
+    @pytest.mark.long
+    @capability("deltas: zero-3")
+    def test_deltas_zero_3(self, tiny: Model) -> None:
+        """Every delta under ZeRO-3, with recompute."""
+        self.check_deltas(tiny, world=2, layout=Layout(), recompute=True)
+
+    @pytest.mark.long
+    @capability("deltas: tensor")
+    def test_deltas_tensor_parallel(self, tiny: Model) -> None:
+        """Every delta on a model that is cut, tokens divided, with recompute."""
+        layout = Layout(tp=2, sequence_parallel=True)
+        self.check_deltas(tiny, world=2, layout=layout, recompute=True)
+
+    @pytest.mark.long
+    @capability("deltas: pipeline")
+    def test_deltas_pipeline(self, tiny: Model) -> None:
+        """Every delta on two stages."""
+        self.check_deltas(tiny, world=2, layout=Layout(pp=2), micro_batches=2)
+
+    @pytest.mark.long
+    @capability("deltas: context")
+    def test_deltas_context_parallel(self, tiny: Model) -> None:
+        """Every delta on rows that are divided."""
+        self.check_deltas(tiny, world=2, layout=Layout(cp=2))
+
+    @pytest.mark.long
+    @capability("deltas: stream")
+    def test_deltas_stream(self, tiny: Model) -> None:
+        """Every delta beside blocks that stream in."""
+        model: Any = copy.deepcopy(tiny)
+        put_all_deltas_(model)
+        batch = self.make_inputs(model)
+        batch |= make_labels(model, batch)
+        want = run_step_of(model, batch)
+        kept = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
+        blocks = find_modules(model, globs=model.layout_rules().recompute_units)
+        streamer = stream_blocks_(
+            model,
+            lambda name, out: out.copy_(kept[name]),
+            device=torch.device("cpu"),
+            blocks=list(blocks),
+        )
+        assert_equal_trees(run_step_of(model, batch), want)
+        streamer.close()
+
+
+def _check_slope(model: Any, delta: Delta, batch: Batch, found: dict[str, Tensor]) -> None:
+    """Compare the gradient along a random direction with what the loss does there."""
+    generator = torch.Generator().manual_seed(11)
+    ways = {
+        n: torch.randn(p.shape, generator=generator).double() for n, p in delta.named_parameters()
+    }
+    slope = sum((found[f"grad/{n}"] * way).sum() for n, way in ways.items() if f"grad/{n}" in found)
+    step, losses = 1e-7, []  # so short that no activation's kink is crossed
+    with torch.no_grad():
+        for sign in (1, -2):
+            for n, p in delta.named_parameters():
+                p.add_(ways[n], alpha=sign * step)
+            losses.append(model(**batch).loss)
+        for n, p in delta.named_parameters():
+            p.add_(ways[n], alpha=step)
+    want = (losses[0] - losses[1]) / (2 * step)
+    assert abs(float(slope) - float(want)) <= 1e-4 * abs(float(want)) + 1e-7
+
+
+def _first(out: Any) -> Tensor:
+    """Return the logits of a model's output, or what it has in their place."""
+    found = out.logits if getattr(out, "logits", None) is not None else out[0]
+    return found.detach()

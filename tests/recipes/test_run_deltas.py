@@ -1,0 +1,124 @@
+"""Runs that train a delta: exported alone or merged, killed and gone on with, on layouts."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import settings
+
+from bmforge.cli import main
+from bmforge.data import TokenStoreWriter
+from bmforge.errors import ConfigError
+from bmforge.models import GPT2, AutoModel, GPT2Config
+from bmforge.parallel import Layout
+from bmforge.recipes.deltas import DeltaConfig
+from bmforge.recipes.inputs.corpus import CorpusConfig
+from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
+from bmforge.testing import assert_close, run_distributed
+from bmforge.tune.delta import Lora, load_delta
+
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
+IDS = torch.arange(12)[None]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("start")
+    GPT2.from_config(GPT2Config(**SIZES)).save_pretrained(root / "model")
+    with TokenStoreWriter(root / "tokens", vocab_size=50) as writer:
+        for number in range(8):
+            writer.add_item([(number + i) % 50 for i in range(40)])
+            writer.end_document()
+    return root
+
+
+def command(start: Path, run_dir: Path, *more: str) -> list[str]:
+    return [
+        *("train", "pretrain", "--run-dir", str(run_dir), "--data.paths", str(start / "tokens")),
+        *("--data.seq-len", "16", "--data.global-batch-size", "2", "--train.optim.lr", "0.01"),
+        *("--model", str(start / "model"), "--delta.kind", "lora", "--delta.rank", "2"),
+        *more,
+    ]
+
+
+def test_a_delta_is_trained_and_exported(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(command(start, run, "--train.steps", "2")) == 0
+    model = GPT2.from_pretrained(start / "model")
+    before = model(IDS).logits
+    delta = load_delta(model, run / "export")
+    assert isinstance(delta, Lora)
+    assert {part.down.shape[0] for _, _, part in delta.held} == {2}
+    assert not torch.equal(model(IDS).logits, before)
+    assert all(part.up.abs().sum() > 0 for _, _, part in delta.held)
+    told = tomllib.loads((run / "run.toml").read_text())
+    assert told["delta"]["kind"] == "lora"
+    step = max((run / "checkpoints").glob("step-*"))
+    kept = sum(f.stat().st_size for f in step.iterdir() if f.suffix == ".safetensors")
+    trained = delta.count_parameters()
+    assert kept < 3 * 4 * trained + 30_000  # two states of the optimizer, and no frozen weight
+    capsys.readouterr()
+    assert main(["info", str(run / "export")]) == 0
+    assert "# Lora for" in capsys.readouterr().out
+    assert main(command(start, run, "--train.steps", "3")) == 0  # goes on
+    other = command(start, run, "--train.steps", "4", "--delta.alpha", "3")
+    assert main(other) != 0
+
+
+def test_merged_exports_are_models(start: Path, tmp_path: Path) -> None:
+    for run, more in (("alone", ()), ("merged", ("--delta.merge",))):
+        assert main(command(start, tmp_path / run, "--train.steps", "2", *more)) == 0
+    base = GPT2.from_pretrained(start / "model")
+    load_delta(base, tmp_path / "alone" / "export")
+    merged = AutoModel.from_pretrained(tmp_path / "merged" / "export")
+    assert not merged.config.changes
+    assert_close(merged(IDS).logits, base(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+def run_on(start: Path, run_dir: Path, layout: Layout, merge: bool) -> int:
+    config = GPT2PretrainConfig(
+        run_dir=run_dir,
+        init_from=str(start / "model"),
+        model_changes=(),
+        model=GPT2Config(**SIZES),
+        delta=DeltaConfig(kind="lora", rank=2, targets=("attn.q", "mlp.down"), merge=merge),
+        layout=layout,
+        data=CorpusConfig(
+            paths=(str(start / "tokens"),), seq_len=16, global_batch_size=4, micro_batch_size=1
+        ),
+        train=settings(2),
+    )
+    return pretrain(config).step
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout()])
+def test_layouts_export_what_one_process_does(
+    start: Path, tmp_path: Path, layout: Layout, merge: bool
+) -> None:
+    assert run_distributed(run_on, 1, start, tmp_path / "one", Layout(), merge) == [2]
+    assert run_distributed(run_on, 2, start, tmp_path / "two", layout, merge) == [2, 2]
+    exports = [tmp_path / run / "export" for run in ("two", "one")]
+    if merge:
+        got, want = (AutoModel.from_pretrained(export).state_dict() for export in exports)
+    else:
+        got, want = (load_file(export / "adapter_model.safetensors") for export in exports)
+    assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_has_no_effect_is_said(start: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"delta\.rank has no effect without"):
+        DeltaConfig(rank=3)
+    with pytest.raises(ConfigError, match="Did you mean 'lora'"):
+        DeltaConfig(kind="lroa")
+    config = json.dumps({"kind": "int8", "where": ["layers.*.mlp.up_proj"]})
+    given = command(start, tmp_path / "x", "--train.steps", "1", "--changes", config)
+    assert main([*given, "--delta.merge"]) == 0  # beside a packed layer, not on it
