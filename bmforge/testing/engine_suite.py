@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +72,20 @@ class EngineSuite:
         batch = self.make_inputs(deep)
         batch |= make_labels(deep, batch)
         want = run_step_of(copy.deepcopy(deep), batch)
-        held = sum(t.numel() * t.element_size() for t in persistent_tensors(deep).values())
-        budget = _smallest(deep) + int(share * held)
+        least, held = _smallest(deep), _bytes_of(persistent_tensors(deep).values())
+        with Engine(copy.deepcopy(deep), device_budget_bytes=least + held, config=_CONFIG) as whole:
+            budget = least + int(share * (whole.plan.used_bytes - least))
         with Engine(deep, device_budget_bytes=budget, config=_CONFIG) as engine:
             plan = engine.plan
             assert plan.used_bytes <= budget
             assert bool(plan.moved_bytes) == (share < 1.0)
             here = [t for t in persistent_tensors(deep).values() if not is_streamed(t)]
-            assert sum(t.numel() * t.element_size() for t in here) <= plan.weights_bytes
+            assert _bytes_of(here) <= plan.weights_bytes
             assert_equal_trees(run_step_of(deep, batch), want)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _smallest(source: Any) -> int:
