@@ -7,7 +7,7 @@ a slot that a layout has filled) is not described, and runs through torch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import chain
 from operator import attrgetter, eq, is_
@@ -184,9 +184,10 @@ def describe_block(block: nn.Module, watch: Watch) -> Any:
 def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[str] = ()) -> None:
     """Go on only with a module of these classes that has these children and nothing beside."""
     attributes = vars(module)
-    known = type(module) in kinds and not _forwards_changed()
+    kind: Any = type(module)
+    known = kind in kinds and not _forwards_changed()
     # Nothing stands before what the class defines: no method that was replaced, nothing compiled.
-    known = known and not module.training and not attributes.keys() & _defined_by(module.__class__)
+    known = known and not module.training and not attributes.keys() & _defined_by(kind)
     known = known and not any(attributes.get(key) for key in _HOOKS)
     if not known or any(module._modules[name] for name in module._modules.keys() - {*children}):
         raise _UnknownError
@@ -194,7 +195,7 @@ def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[s
 
 
 @cache
-def _defined_by(kind: Hashable) -> frozenset[str]:
+def _defined_by(kind: type) -> frozenset[str]:
     return frozenset(dir(kind))
 
 
