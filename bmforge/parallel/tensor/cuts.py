@@ -180,8 +180,9 @@ def apply_tensor_parallel_(
     new: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
         cut = _cut_around(name, module, styles)
-        # Inside a mixture of experts all processes have all tokens.
-        inside = name.startswith(mixtures)
+        # Inside a mixture of experts all processes have all tokens; beside it each has its own.
+        is_next_to = is_beside(module) and f"{name.rpartition('.')[0]}." in mixtures
+        inside = name.startswith(mixtures) and not is_next_to
         here = whole if inside else tensor
         between = here.view_between if id(module) in blocks and not inside else view_here
         views = dict(_cut_parameters_(module, cut, here, between, new))

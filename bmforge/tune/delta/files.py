@@ -207,7 +207,7 @@ def _load(
                 f"{str(directory)!r} is of version {version}; this bmforge reads {_VERSION}. "
                 "Update bmforge."
             )
-    delta_type = TYPES.get(ours["type"]) if ours else _PEFT.get(config.get("peft_type"))
+    delta_type = TYPES.get(ours["type"]) if ours else _PEFT.get(str(config.get("peft_type")))
     if delta_type is None:
         known = ", ".join(t for t in _PEFT if not t.startswith("BMFORGE"))
         raise ConfigError(

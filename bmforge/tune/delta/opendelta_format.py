@@ -94,7 +94,7 @@ def opendelta_type(config: Mapping[str, Any]) -> tuple[type[Delta], dict[str, An
     Raises:
         ConfigError: a type that we do not have.
     """
-    kind = config.get("delta_type")
+    kind = str(config.get("delta_type"))
     if kind not in _TYPES:
         raise ConfigError(f"delta_type={kind!r} is unknown. Known: {', '.join(_TYPES)}.")
     told: dict[str, Any] = {}

@@ -24,7 +24,7 @@ __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_fact
 
 PREFIX = "base_model.model."
 # Fields of a LORA config that would change numbers, and the values that we know.
-_LORA_PLAIN = {
+_LORA_PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "target_parameters": (None, []),
     "layer_replication": (None,),
