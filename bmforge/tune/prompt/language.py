@@ -1,0 +1,202 @@
+"""The template language: text, and pieces in braces whose inside is a literal dict or set.
+
+The text is never evaluated. A scanner that knows quotes and braces finds the pieces, and each is
+read as a literal; whatever is wrong is a `TemplateError` with its place.
+
+Source: the language is OpenPrompt's (Ding et al., "OpenPrompt: An Open-source Framework for
+Prompt-learning", 2022).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bmforge.tune.prompt.pieces import SPECIALS, Piece, TemplateError
+from bmforge.tune.prompt.post_processing import (
+    list_post_processing,
+    read_lambda,
+    take_post_processing,
+)
+
+__all__ = ["parse_template"]
+
+_KINDS = ("placeholder", "meta", "mask", "special", "text", "soft", "soft_id")
+_KEYS = {*_KINDS, "shortenable", "post_processing", "duplicate", "same", "add_prefix_space"}
+# Keys that belong to some kinds only.
+_ONLY = {
+    "duplicate": ("soft",),
+    "same": ("soft",),
+    "soft_id": ("soft",),
+    "post_processing": ("placeholder", "meta"),
+}
+_MAX_CHARS, _MAX_DEPTH, _MAX_DUPLICATE = 100_000, 16, 10_000
+
+
+def parse_template(text: str) -> tuple[Piece, ...]:
+    """Return the pieces of a template.
+
+    Raises:
+        TemplateError: it is none; with line, column and what is needed.
+    """
+    _check_characters(text)
+    pieces: list[Piece] = []
+    at, spaced = 0, False
+    while at < len(text):
+        if text[at] == " ":
+            spaced, at = True, at + 1
+            continue
+        if text[at] == "{":
+            end = _find_end(text, at)
+            pieces.append(_read_piece(text, at, end, spaced))
+        else:
+            end = text.find("{", at)
+            end = len(text) if end < 0 else end
+            plain = text[at:end]
+            pieces.append(Piece("text", plain.rstrip(" "), spaced, at=at))
+            end = at + len(plain.rstrip(" "))
+        at, spaced = end, False
+    if not any(piece.kind == "mask" for piece in pieces):
+        raise TemplateError('there is no {"mask"}; one is needed', text, len(text))
+    return tuple(pieces)
+
+
+def _check_characters(text: str) -> None:
+    if not isinstance(text, str):
+        raise TemplateError(f"a text is needed, not a {type(text).__name__}", "", 0)
+    if len(text) > _MAX_CHARS:
+        raise TemplateError(f"{len(text)} characters; at most {_MAX_CHARS} are read", text, 0)
+    for at, character in enumerate(text):
+        if character == "\0" or "\ud800" <= character <= "\udfff":
+            raise TemplateError(f"character {ord(character):#x} is not text", text, at)
+
+
+def _find_end(text: str, begin: int) -> int:
+    """Return the place behind the brace that closes the one at `begin`."""
+    depth, quote, at = 0, "", begin
+    while at < len(text):
+        character = text[at]
+        if quote:
+            if character == "\\":
+                at += 1
+            elif character == quote:
+                quote = ""
+        elif character in "\"'":
+            quote = character
+        elif character in "{[(":
+            depth += 1
+            if depth > _MAX_DEPTH:
+                raise TemplateError(f"braces nest deeper than {_MAX_DEPTH}", text, at)
+        elif character in "}])":
+            depth -= 1
+            if depth == 0:
+                return at + 1
+        at += 1
+    kind = f"the quote {quote}" if quote else "the brace that opens here"
+    raise TemplateError(f"{kind} is never closed: add {quote or '}'}", text, begin)
+
+
+def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
+    """Read one piece."""
+
+    def fail(problem: str) -> TemplateError:
+        return TemplateError(f"{text[begin:end]!r:.80}: {problem}", text, begin)
+
+    found = _read_literal(text[begin:end], fail)
+    unknown = [key for key in found if key not in _KEYS]
+    if unknown:
+        near = difflib.get_close_matches(str(unknown[0]), _KEYS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(sorted(_KEYS))
+        raise fail(f"unknown key {unknown[0]!r}{hint} Known: {known}")
+    kinds = [key for key in _KINDS if key in found]
+    kinds = [key for key in kinds if key != "soft_id"] or ["soft"] * ("soft_id" in found)
+    if len(kinds) != 1:
+        raise fail(f"one of {', '.join(_KINDS)} is needed, not {', '.join(kinds) or 'none'}")
+    kind: Any = kinds[0]
+    for key, allowed in _ONLY.items():
+        if key in found and kind not in allowed:
+            raise fail(f"{key} is for {' and '.join(allowed)} pieces, this is {kind}")
+    _check_value(kind, found.get(kind), fail)
+    soft_id, duplicate = found.get("soft_id", 0), found.get("duplicate", 1)
+    if "soft_id" in found and (not _is_count(soft_id)):
+        raise fail(f"soft_id={soft_id!r} must be a whole number from 1")
+    if not _is_count(duplicate) or duplicate > _MAX_DUPLICATE:
+        raise fail(f"duplicate={duplicate!r} must be a whole number from 1 to {_MAX_DUPLICATE}")
+    for key in ("shortenable", "same"):
+        if not isinstance(found.get(key, False), bool):
+            raise fail(f"{key}={found[key]!r} must be True or False")
+    return Piece(
+        kind,
+        found.get(kind),
+        bool(found["add_prefix_space"]) if "add_prefix_space" in found else spaced,
+        found.get("shortenable", kind == "placeholder"),
+        soft_id,
+        duplicate,
+        found.get("same", False),
+        _read_process(found.get("post_processing"), fail),
+        begin,
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[Any, Any]:
+    """Return a piece as a dict; a lambda in it stays a node."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes in the text
+            node = ast.parse(piece, mode="eval").body
+            if isinstance(node, ast.Set):
+                return {ast.literal_eval(item): None for item in node.elts}
+            if isinstance(node, ast.Dict) and None not in node.keys:
+                keys = [ast.literal_eval(key) for key in node.keys if key is not None]
+                pairs = list(zip(keys, node.values, strict=True))
+                return {
+                    key: value if isinstance(value, ast.Lambda) else ast.literal_eval(value)
+                    for key, value in pairs
+                }
+    except SyntaxError as error:
+        raise fail(f"this is no literal ({error.msg}); values stand in quotes") from None
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise fail(f"only literals can stand here ({error!s:.60})") from None
+    raise fail('needed is {"key": value, ...} or {"key"}')
+
+
+def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) -> None:
+    """Check what stands behind the key that says the kind."""
+    if kind in ("placeholder", "meta", "special", "text") and not isinstance(value, str):
+        raise fail(f"{kind}={value!r} must be a text")
+    if kind == "soft" and not isinstance(value, (str, type(None))):
+        raise fail(f"soft={value!r} must be words to begin as, or None")
+    if kind == "mask" and value is not None:
+        raise fail(f"mask={value!r}: a mask has no value")
+    if kind == "special" and value not in SPECIALS:
+        near = difflib.get_close_matches(value, SPECIALS, 1)
+        hint = f" did you mean {near[0]!r}?" if near else ""
+        raise fail(f"unknown special token {value!r};{hint} Known: {', '.join(SPECIALS)}")
+
+
+def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[[str], str] | None:
+    """Return what `post_processing` asks for."""
+    if value is None:
+        return None
+    if isinstance(value, ast.Lambda):
+        try:
+            return read_lambda(value)
+        except ValueError as error:
+            raise fail(
+                f"this lambda cannot be read ({error}). Register the function with "
+                "register_post_processing and write its name"
+            ) from None
+    process = take_post_processing(value) if isinstance(value, str) else None
+    if process is None:
+        raise fail(
+            f"post_processing={value!r:.40} is unknown. Known: {', '.join(list_post_processing())}"
+        )
+    return process

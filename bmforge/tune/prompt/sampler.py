@@ -1,0 +1,66 @@
+"""Few examples of many, drawn as OpenPrompt draws them, so that its seeds mean the same here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from bmforge.errors import ConfigError
+
+__all__ = ["draw_few"]
+
+
+def draw_few(
+    labels: Sequence[Hashable],
+    *,
+    per_label: int = 0,
+    total: int = 0,
+    seed: int = 0,
+    with_dev: bool = False,
+    allow_fewer: bool = False,
+) -> tuple[list[int], list[int]]:
+    """Return places of a few examples to learn from, and of as many others to choose by.
+
+    Args:
+        labels: of all examples.
+        per_label: examples of every label; or
+        total: examples of all labels together.
+        seed: of the draw.
+        with_dev: draw the others too; without, the second list is empty.
+        allow_fewer: a label with fewer examples gives all that it has.
+
+    Raises:
+        ConfigError: neither or both counts, or more than a label has.
+    """
+    if (per_label > 0) == (total > 0):
+        raise ConfigError(f"per_label={per_label}, total={total}: give one of them, from 1 on.")
+    generator = np.random.RandomState(seed)
+    everything = list(range(len(labels)))
+
+    def draw(places: list[int]) -> list[int]:
+        if total:
+            if total > len(places):
+                raise ConfigError(f"total={total}, but there are {len(places)} examples.")
+            shuffled = list(places)
+            generator.shuffle(shuffled)
+            return shuffled[:total]
+        groups: dict[Hashable, list[int]] = {}
+        for place in places:
+            groups.setdefault(labels[place], []).append(place)
+        chosen: list[int] = []
+        for label, group in groups.items():
+            if len(group) < per_label and not allow_fewer:
+                raise ConfigError(
+                    f"per_label={per_label}, but label {label!r} has {len(group)} examples."
+                )
+            own = np.array(group)
+            generator.shuffle(own)
+            chosen += own[:per_label].tolist()
+        mixed = np.array(chosen)
+        generator.shuffle(mixed)
+        return mixed.tolist()
+
+    train = draw(everything)
+    taken = set(train)
+    return train, draw([n for n in everything if n not in taken]) if with_dev else []

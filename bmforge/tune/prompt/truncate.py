@@ -1,0 +1,63 @@
+"""Cutting what may be cut until a prompt has its longest length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from bmforge.errors import ConfigError
+
+__all__ = ["CUTS", "Cut", "cut_parts"]
+
+Cut = Literal["tail", "head", "balanced"]
+CUTS = ("tail", "head", "balanced")
+
+
+def cut_parts(
+    parts: Sequence[tuple[list[int], bool]], room: int, cut: Cut, name: str
+) -> list[list[int]]:
+    """Return parts of which the shortenable ones lost just enough tokens.
+
+    Args:
+        parts: ids of every part, and whether it may be cut.
+        room: tokens that all of them may have.
+        cut: "tail" takes ends, from the last part on; "head" beginnings, from the first on;
+            "balanced" takes ends of all, in proportion.
+        name: of the example, for messages.
+
+    Raises:
+        ConfigError: an unknown `cut`, or what must stay is longer than the room.
+    """
+    if cut not in CUTS:
+        raise ConfigError(f"cut={cut!r} is unknown. Known: {', '.join(CUTS)}.")
+    lengths = [len(ids) if shortenable else 0 for ids, shortenable in parts]
+    excess = sum(len(ids) for ids, _ in parts) - room
+    if excess > sum(lengths):
+        kept = sum(len(ids) for ids, _ in parts) - sum(lengths)
+        raise ConfigError(
+            f"{name} does not fit: what may not be cut has {kept} tokens, and there is room for "
+            f"{max(room, 0)}. Give a longer max_seq_len, or make a piece shortenable."
+        )
+    if excess <= 0:
+        return [list(ids) for ids, _ in parts]
+    if cut == "balanced":
+        losses = _share(lengths, excess)
+    else:
+        losses = [0] * len(parts)
+        order = range(len(parts)) if cut == "head" else reversed(range(len(parts)))
+        for number in order:
+            losses[number] = min(lengths[number], excess)
+            excess -= losses[number]
+    if cut == "head":
+        return [ids[loss:] for (ids, _), loss in zip(parts, losses, strict=True)]
+    return [ids[: len(ids) - loss] for (ids, _), loss in zip(parts, losses, strict=True)]
+
+
+def _share(lengths: Sequence[int], excess: int) -> list[int]:
+    """Return how much of `excess` every part loses, in proportion; the sum is exact."""
+    total, losses = sum(lengths), []
+    for length in lengths:  # of what is left to lose, the part's share, rounded up
+        loss = 0 if not total else -(-excess * length // total)
+        losses.append(loss)
+        total, excess = total - length, excess - loss
+    return losses

@@ -1,0 +1,100 @@
+"""The template language against OpenPrompt's own answers, and against any text."""
+
+from __future__ import annotations
+
+import pytest
+from golden_prompts import CASES, TEXTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bmforge.errors import ConfigError
+from bmforge.tune.prompt import (
+    TemplateError,
+    parse_template,
+    read_template,
+    register_post_processing,
+)
+
+KINDS = ("placeholder", "meta", "mask", "special", "text", "soft")
+
+
+@pytest.mark.parametrize("case", CASES["parse"], ids=lambda case: case["text"][:24])
+def test_pieces_are_those_of_the_original(case):
+    pieces = parse_template(case["text"])
+    assert len(pieces) == len(case["pieces"])
+    for ours, theirs in zip(pieces, case["pieces"], strict=True):
+        kind = next((kind for kind in KINDS if kind in theirs), "soft")
+        assert (ours.kind, ours.value) == (kind, theirs.get(kind))
+        assert ours.spaced == (theirs["add_prefix_space"] == " ")
+        assert ours.soft_id == theirs.get("soft_id", 0)
+        assert ours.duplicate == theirs.get("duplicate", 1)
+        assert ours.shortenable == theirs.get("shortenable", kind == "placeholder")
+
+
+@pytest.mark.parametrize("text", CASES["refused"])
+def test_what_the_original_stumbles_over_is_refused_with_its_place(text):
+    with pytest.raises(TemplateError, match=r"line 1, column \d+") as caught:
+        parse_template(text)
+    assert 0 <= caught.value.at <= len(text)
+
+
+@pytest.mark.parametrize(
+    ("piece", "says", "column"),
+    [
+        ('{"plceholder":"text_a"}', "did you mean 'placeholder'", 3),
+        ('{"special":"<eoz>"}', "did you mean '<eos>'", 3),
+        ('{"text":"a","duplicate":2}', "duplicate is for soft", 3),
+        ('{"soft_id":-1}', "whole number from 1", 3),
+        ('{"soft_id":"one"}', "whole number from 1", 3),
+        ('{"soft":None,"duplicate":0}', "duplicate=0", 3),
+        ('{"mask":"x"}', "a mask has no value", 3),
+        ('{"meta":"a","placeholder":"b"}', "one of", 3),
+        ('{"text":open("f")}', "only literals", 3),
+        ('{"placeholder":"a","post_processing":"nothing"}', "Known: .*strip", 3),
+        ('{"meta":"a","post_processing":lambda x: eval(x)}', "cannot be read", 3),
+        ("{" * 40 + "}" * 40, "nest deeper", 19),
+    ],
+)
+def test_faults_say_what_and_where(piece, says, column):
+    with pytest.raises(TemplateError, match=says) as caught:
+        parse_template(f'first {{"mask"}}\nb {piece}')
+    assert (caught.value.line, caught.value.column) == (2, column)
+    assert str(caught.value).splitlines()[-1].index("^") == column + 1
+
+
+def test_post_processing_is_read_or_registered_and_never_evaluated():
+    chain = '{"meta":"m","post_processing":lambda s: s.rstrip(string.punctuation).lower()} {"mask"}'
+    process = parse_template(chain)[0].process
+    assert process is not None
+    assert process("A b.!?") == "a b"
+    register_post_processing("test_backwards", lambda text: text[::-1])
+    text = '{"placeholder":"t","post_processing":"test_backwards"} {"mask"}'
+    assert parse_template(text)[0].process("abc") == "cba"
+    with pytest.raises(ConfigError, match="taken"):
+        register_post_processing("strip", str.upper)
+
+
+def test_a_line_of_a_file_is_a_template(tmp_path):
+    path = tmp_path / "templates.txt"
+    path.write_text("\n".join((TEXTS[0], "", TEXTS[9])), "utf-8")
+    assert read_template(path, 1) == TEXTS[9]
+    with pytest.raises(ConfigError, match="2 templates; choice=2"):
+        read_template(path, 2)
+
+
+PARTS = st.sampled_from(
+    ['{"mask"}', '{"', "}", "{", "'", '"', "placeholder", ":", ",", "lambda x: x", "\\", "\n",
+     '{"soft":', "None", "(" * 9, "-" * 9, "__import__('os')", "\0", "\ud800", "真"]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PARTS | st.text(max_size=6), max_size=12).map("".join))
+def test_any_text_is_a_template_or_says_where_it_is_not(text):
+    pieces, place = (), 0
+    try:
+        pieces = parse_template(text)
+    except TemplateError as error:
+        place = error.at
+    assert 0 <= place <= len(text)
+    assert not pieces or any(piece.kind == "mask" for piece in pieces)
