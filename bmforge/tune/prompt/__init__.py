@@ -6,6 +6,7 @@ ids), `verbalizer.py` (scores of tokens to scores of classes) and `classifier.py
 
 from bmforge.tune.prompt.automatic import find_label_tokens
 from bmforge.tune.prompt.classifier import ClassOutput, PromptClassifier, calibrate
+from bmforge.tune.prompt.ensemble import classify_together
 from bmforge.tune.prompt.language import parse_template
 from bmforge.tune.prompt.pieces import Piece, TemplateError
 from bmforge.tune.prompt.post_processing import register_post_processing
@@ -23,6 +24,7 @@ __all__ = [
     "ClassOutput",
     "PromptClassifier",
     "calibrate",
+    "classify_together",
     "Encoded",
     "KnowledgeableVerbalizer",
     "ManualVerbalizer",

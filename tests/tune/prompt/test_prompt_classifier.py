@@ -12,7 +12,13 @@ from safetensors.torch import save_file
 
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, T5, Bert
-from bmforge.tune.prompt import ManualVerbalizer, PromptClassifier, Template, calibrate
+from bmforge.tune.prompt import (
+    ManualVerbalizer,
+    PromptClassifier,
+    Template,
+    calibrate,
+    classify_together,
+)
 
 RUNS = np.load(ROOT / "tests/golden/prompt_models.npz")
 FAMILIES = {"bert": Bert, "gpt2": GPT2, "t5": T5}
@@ -145,3 +151,40 @@ def test_a_verbalizer_of_other_masks_is_refused(folders):
     two = Template('{"mask"} {"mask"}', tokenizer, model)
     with pytest.raises(ConfigError, match="has 2 masks"):
         PromptClassifier(model, two, ManualVerbalizer(["good", "bad"], tokenizer))
+
+
+def test_an_ensemble_is_the_mean_of_its_templates(folders):
+    model = build("bert_mixed", folders)[0].model
+    del model.embed.prompt
+    tokenizer = open_golden("bert", folders / "bert")
+    words = ManualVerbalizer(["bad", "good"], tokenizer)
+    texts = [
+        '{"placeholder":"text_a"} it was {"mask"}',
+        'a {"mask"} film : {"placeholder":"text_a"}',
+    ]
+    both = [PromptClassifier(model, Template(t, tokenizer, model), words) for t in texts]
+    examples = CASES["examples"]
+    first, second = (one.classify(examples) for one in both)  # one word a class: log-probabilities
+    together = classify_together(both, examples)
+    torch.testing.assert_close(together.exp(), (first.exp() + second.exp()) / 2)
+    by_logits = (first + second).div(2).exp()
+    expected = by_logits / by_logits.sum(-1, keepdim=True)
+    torch.testing.assert_close(classify_together(both, examples, "logits").exp(), expected)
+    with pytest.raises(ConfigError, match="same classes"):
+        classify_together([], examples)
+
+
+@pytest.mark.parametrize("join", ["first", "max", "mean"])
+def test_the_overviews_example_is_a_closed_form_of_the_logits(join, folders):
+    model = build("bert_mixed", folders)[0].model
+    del model.embed.prompt
+    tokenizer = open_golden("bert", folders / "bert")
+    template = Template('{"placeholder":"text_a"} 它真的很{"mask"}', tokenizer, model)
+    classifier = PromptClassifier(model, template, ManualVerbalizer(["糟", "棒"], tokenizer, join))
+    text = "我觉得浪费生命"
+    scores = classifier.classify([{"text_a": text}])
+    cls, sep, mask = (tokenizer.token_to_id(t) for t in ("[CLS]", "[SEP]", "[MASK]"))
+    ids = [cls, *tokenizer.encode(text), *tokenizer.encode("它真的很"), mask, sep]
+    logits = model.eval()(input_ids=torch.tensor([ids])).logits[0, -2]
+    pair = logits[[tokenizer.token_to_id("糟"), tokenizer.token_to_id("棒")]]
+    torch.testing.assert_close(scores[0], pair.log_softmax(-1).detach())

@@ -1,0 +1,45 @@
+"""Several templates together: their classifiers' answers in one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.tune.prompt.classifier import PromptClassifier
+
+__all__ = ["classify_together"]
+
+
+def classify_together(
+    classifiers: Sequence[PromptClassifier],
+    examples: Sequence[Any],
+    mean: Literal["probabilities", "logits"] = "probabilities",
+    **options: Any,
+) -> Tensor:
+    """Return the classes' log-probabilities of examples, averaged over classifiers.
+
+    Args:
+        classifiers: of the same classes; usually one model with several templates.
+        examples: as for `PromptClassifier.classify`.
+        mean: average the probabilities, or the scores before they are made probabilities.
+        options: as for `PromptClassifier.batches`.
+
+    Shape:
+        returns (N, C)
+
+    Raises:
+        ConfigError: no classifiers, or of different numbers of classes, or an unknown `mean`.
+    """
+    counts = sorted({classifier.verbalizer.num_classes for classifier in classifiers})
+    if len(counts) != 1:
+        raise ConfigError(f"needed are classifiers of the same classes; these have {counts}.")
+    if mean not in ("probabilities", "logits"):
+        raise ConfigError(f"mean={mean!r} is unknown. Known: probabilities, logits.")
+    found = torch.stack([one.classify(examples, **options) for one in classifiers])
+    if mean == "logits":
+        return found.mean(0).log_softmax(-1)
+    return found.softmax(-1).mean(0).log()
