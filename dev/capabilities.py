@@ -43,9 +43,15 @@ def collect() -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def _reasons(suite: type) -> dict[str, str]:
-    """Return why a family lacks capabilities, from the suite and those it is made of."""
+    """Return why a family lacks capabilities, from the suite and those it is made of.
+
+    A suite that brings the test of what its parents say they lack does not lack it.
+    """
     reasons: dict[str, str] = {}
+    proofs = find_capabilities(suite).items()
     for parent in reversed(suite.__mro__):
+        brought = {name for name, test in proofs if test in vars(parent)}
+        reasons = {name: why for name, why in reasons.items() if name not in brought}
         reasons |= vars(parent).get("not_applicable", {})
     reasons |= {
         f"changed: {n}": why for n, why in reasons.items() if f"changed: {n}" in CAPABILITIES

@@ -1,1 +1,1 @@
-"""Tuning a model by few parameters, or by words: `delta/` has the parts that are trained."""
+"""Tuning by few parameters (`delta/`), or by templates and label words (`prompt/`)."""

@@ -128,7 +128,15 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
         is_drawn = torch.tensor([token < 0 for token in words])[:, None]
         part.weight.copy_(torch.where(is_drawn, drawn.to(table.weight), table.weight[known]))
     table.prompt = part
+    _remember(model, part)
     return part
+
+
+def _remember(model: Any, rows: Prompt) -> None:
+    """Let a model of ours say in its config that it has rows, so that it is opened with them."""
+    tell = getattr(model, "remember_part_", None)
+    if callable(tell):
+        tell("prompt", ["embed"], {"length": rows.weight.shape[0]}, "")
 
 
 def fold_rows_(model: Any) -> None:
@@ -139,3 +147,4 @@ def fold_rows_(model: Any) -> None:
         model.embed.prompt = Prompt(*rows.shape).to(rows)
         with torch.no_grad():
             model.embed.prompt.weight.copy_(rows)
+        _remember(model, model.embed.prompt)

@@ -18,6 +18,7 @@ from bmforge.tune.prompt import (
     Template,
     calibrate,
     classify_together,
+    fold_rows_,
 )
 
 RUNS = np.load(ROOT / "tests/golden/prompt_models.npz")
@@ -188,3 +189,13 @@ def test_the_overviews_example_is_a_closed_form_of_the_logits(join, folders):
     logits = model.eval()(input_ids=torch.tensor([ids])).logits[0, -2]
     pair = logits[[tokenizer.token_to_id("糟"), tokenizer.token_to_id("棒")]]
     torch.testing.assert_close(scores[0], pair.log_softmax(-1).detach())
+
+
+@pytest.mark.parametrize("name", ["bert_mixed", "bert_ptuning_mlp"])
+def test_a_saved_model_is_opened_with_its_rows(name, folders, tmp_path):
+    classifier, _ = build(name, folders)
+    fold_rows_(classifier.model)
+    classifier.model.save_pretrained(tmp_path)
+    rows = Bert.from_pretrained(tmp_path, head="masked_lm").embed.prompt.weight
+    assert torch.equal(rows, classifier.model.embed.prompt.weight)
+    assert rows.abs().sum() > 0
