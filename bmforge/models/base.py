@@ -23,7 +23,8 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import FileReads
 from bmforge.models.init import NoDrawing, init_weights_, materialize_
-from bmforge.models.load import load_weights_, settle_tie
+from bmforge.models.load import load_weights_
+from bmforge.models.match import settle_tie
 from bmforge.models.pack import load_quantized
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts

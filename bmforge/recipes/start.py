@@ -18,7 +18,7 @@ from bmforge.models.changes import Change
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import FAMILIES, AutoModel, find_model, find_preset
-from bmforge.models.load import find_missing_head, settle_tie
+from bmforge.models.match import find_missing_head, settle_tie
 from bmforge.models.traits import Traits
 
 __all__ = [

@@ -116,11 +116,12 @@ def test_nan_stays() -> None:
 
 
 def test_what_is_not_known_goes_to_torch() -> None:
-    norm = RMSNorm(16, 1e-5)
-    assert takes_host_rms_norm(torch.randn(2, 16), norm.weight)
-    assert not takes_host_rms_norm(torch.randn(2, 16).double(), norm.weight)
-    assert not takes_host_rms_norm(torch.randn(2, 24), torch.ones(24))
-    assert not takes_host_gelu(torch.randn(3).half())
-    assert takes_host_gelu(torch.randn(3))
-    x = torch.randn(4, 4, dtype=torch.float64)
+    norm, rows = RMSNorm(16, 1e-5), torch.randn(1024, 16)
+    assert takes_host_rms_norm(rows, norm.weight)
+    assert not takes_host_rms_norm(rows[:1000], norm.weight)  # so few lie in the nearest cache
+    assert not takes_host_rms_norm(rows.double(), norm.weight)
+    assert not takes_host_rms_norm(torch.randn(1024, 24), torch.ones(24))
+    assert not takes_host_gelu(rows.half())
+    assert takes_host_gelu(rows)
+    x = torch.randn(128, 128, dtype=torch.float64)
     assert torch.equal(get_activation("gelu_new")(x), F.gelu(x, approximate="tanh"))
