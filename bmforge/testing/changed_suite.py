@@ -206,6 +206,7 @@ class ChangedSuite:
         (got,) = run_distributed(train_and_save, 1, *arguments, Layout(), 3, folder, None)
         assert_close(got, want)
 
+    @pytest.mark.long
     @capability("changed: zero-3")
     def test_changed_zero_3(self, changed: ModelConfig) -> None:
         """ZeRO-3 with the base frozen, and recompute."""

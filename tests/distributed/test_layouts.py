@@ -94,9 +94,9 @@ CASES = [
     pytest.param(2, Layout(zero=2), {}, id="zero2x2"),
     pytest.param(2, Layout(zero=3), {"recompute": True, "accumulate": 2}, id="zero3x2-rc-acc"),
     pytest.param(2, Layout(zero=0), {}, id="replicate2"),
-    pytest.param(3, Layout(zero=3), {}, id="zero3x3"),
+    pytest.param(3, Layout(zero=3), {}, id="zero3x3", marks=pytest.mark.long),
     pytest.param(4, Layout(zero=3), {"recompute": True}, id="zero3x4-rc"),
-    pytest.param(4, Layout(zero=2), {"accumulate": 3}, id="zero2x4-acc"),
+    pytest.param(4, Layout(zero=2), {"accumulate": 3}, id="zero2x4-acc", marks=pytest.mark.long),
     pytest.param(4, Layout(zero=3, dp_replicate=2), {}, id="hsdp2x2"),
     pytest.param(4, Layout(zero=2, dp_replicate=2), {"recompute": True}, id="hsdp2x2-z2-rc"),
 ]

@@ -125,7 +125,7 @@ def test_torchrun_does_not_bring_a_stopped_run_back(config, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("victim", "rendezvous"),
     [
-        pytest.param(1, (), id="rank1-default"),
+        pytest.param(1, (), id="rank1-default", marks=pytest.mark.long),
         pytest.param(0, (), id="rank0-default", marks=pytest.mark.long),
         pytest.param(0, ("--standalone",), id="rank0-c10d", marks=pytest.mark.long),
     ],

@@ -128,8 +128,11 @@ def assert_whole(left: Whole, right: Whole) -> None:
         assert torch.equal(left[name], right[name]), name
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
-@pytest.mark.parametrize(("saved_on", "layout"), [(3, "fsdp"), (4, "hsdp"), (1, "plain")])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.long), "muon"])
+@pytest.mark.parametrize(
+    ("saved_on", "layout"),
+    [pytest.param(3, "fsdp", marks=pytest.mark.long), (4, "hsdp"), (1, "plain")],
+)
 def test_saved_on_one_layout_loads_on_all(
     saved_on: int, layout: str, kind: str, tmp_path: Path
 ) -> None:

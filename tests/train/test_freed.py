@@ -61,11 +61,13 @@ def train_and_count(
     [
         (1, False, {}),
         (2, False, {"layout": Layout(zero=3), "offload": SHARES}),
-        (2, False, {"layout": Layout(zero=2), "offload": LEAVING}),
+        pytest.param(
+            2, False, {"layout": Layout(zero=2), "offload": LEAVING}, marks=pytest.mark.long
+        ),
         (2, False, {"layout": Layout(zero=2), "offload_activations": True}),
         (2, False, {"layout": Layout(pp=2), "offload": LEAVING}),
-        (2, False, {"layout": Layout(tp=2)}),
-        (2, False, {"layout": Layout(cp=2)}),
+        pytest.param(2, False, {"layout": Layout(tp=2)}, marks=pytest.mark.long),
+        pytest.param(2, False, {"layout": Layout(cp=2)}, marks=pytest.mark.long),
         (1, False, {"offload": DISK}),
         (1, True, {"offload": STREAMED}),
     ],

@@ -178,7 +178,7 @@ def test_checkpoints_move(prefix: str, tmp_path: Path, before: Any, after: Any) 
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
-@pytest.mark.parametrize("target", ["host", "disk"])
+@pytest.mark.parametrize("target", [pytest.param("host", marks=pytest.mark.long), "disk"])
 def test_narrow_states(prefix: str, tmp_path: Path, states: Any, target: Any) -> None:
     """They train about as well, and stopping and going on changes nothing."""
     offload = OffloadConfig(1.0, target=target, states=states)

@@ -18,7 +18,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tokens")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(
     ("optimizer", "precision", "at"),
     [("adamw", "fp32", 4), ("muon", "fp32", 1), ("adamw", "fp16", 3)],
