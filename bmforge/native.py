@@ -16,7 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["load_native", "processor_features", "say_once"]
+__all__ = ["load_kernels_of", "load_native", "processor_features", "say_once"]
 
 # -ffp-contract=off: a product and a sum are two roundings on every instruction set.
 _FLAGS = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC"
@@ -37,6 +37,20 @@ _COMPILE_LIMIT_S = 300
 
 class _RefusedError(Exception):
     """Nothing is loaded, for the reason that it states."""
+
+
+def load_kernels_of(
+    title: str, folder: Path, parts: Sequence[str], flags: str
+) -> ctypes.CDLL | None:
+    """Compile sources that stand one after the other in a folder, as `load_native` does.
+
+    Args:
+        title: of the library.
+        folder: where the sources lie.
+        parts: their names, in order.
+        flags: of the compiler.
+    """
+    return load_native(title, "".join((folder / part).read_text("utf-8") for part in parts), flags)
 
 
 def load_native(name: str, source: str, flags: str = "-march=native") -> ctypes.CDLL | None:

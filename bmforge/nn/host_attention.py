@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.native import load_native
+from bmforge.native import load_kernels_of
 
 __all__ = ["host_attention", "takes_host_attention"]
 
+_FOLDER = Path(__file__).with_name("kernels")
 _SOURCES = ("floats.hpp", "attention.cpp")
 # Sums need not have the same bits on every processor, so a product and a sum may be one operation.
 _FLAGS = "-march=native -ffp-contract=fast"
@@ -216,9 +217,7 @@ def _kernel() -> ctypes.CDLL | None:
 
 
 def _compile(flags: str) -> ctypes.CDLL | None:
-    folder = Path(__file__).with_name("kernels")
-    source = "".join((folder / part).read_text("utf-8") for part in _SOURCES)
-    library = load_native("attention", source, flags)
+    library = load_kernels_of("attention", _FOLDER, _SOURCES, flags)
     if library is None:
         return None
     shape, array, mask = (ctypes.POINTER(kind) for kind in (_Shape, _Array, _Mask))

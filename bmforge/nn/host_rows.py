@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bmforge.native import load_native
+from bmforge.native import load_kernels_of
 
 __all__ = ["host_gelu", "host_rms_norm", "takes_host_gelu", "takes_host_rms_norm"]
 
+_FOLDER = Path(__file__).with_name("kernels")
 _SOURCES = ("floats.hpp", "host_rows.cpp")
 # As in `host_attention`: these need not have the same bits on every processor.
 _FLAGS = "-march=native -ffp-contract=fast"
@@ -149,9 +150,7 @@ def _kernel() -> ctypes.CDLL | None:
 
 
 def _compile(flags: str) -> ctypes.CDLL | None:
-    folder = Path(__file__).with_name("kernels")
-    source = "".join((folder / part).read_text("utf-8") for part in _SOURCES)
-    library = load_native("host_rows", source, flags)
+    library = load_kernels_of("host_rows", _FOLDER, _SOURCES, flags)
     if library is None:
         return None
     word, size, place = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bmforge.native import load_native, processor_features
+from bmforge.native import load_kernels_of, processor_features
 from bmforge.nn.packing import PackedMatrix, QuantSpec, packed_shapes
 
 __all__ = [
@@ -179,9 +179,8 @@ def runnable_variants() -> list[str]:
 
 def compile_sources(title: str, variant: str, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """Return the products' sources and others of `kernels/` compiled for a variant."""
-    folder = Path(__file__).parent / "kernels"
-    source = "".join((folder / part).read_text("utf-8") for part in (*_SOURCES, *more))
-    return load_native(f"{title}-{variant}", source, _VARIANTS[variant][0])
+    folder, parts = Path(__file__).with_name("kernels"), (*_SOURCES, *more)
+    return load_kernels_of(f"{title}-{variant}", folder, parts, _VARIANTS[variant][0])
 
 
 def compile_variant(name: str) -> Kernels | None:

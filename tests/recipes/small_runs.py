@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.data import TokenStoreWriter
+from bmforge.models import GPT2, GPT2Config
 from bmforge.recipes.inputs.examples import ExampleConfig
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
@@ -128,3 +129,13 @@ def losses_of_answers(model: Any, pairs: Sequence[Any]) -> list[float]:
                 loss = model(both, labels=aimed).loss
             losses.append(float(loss))
     return losses
+
+
+def write_start(root: Path, sizes: dict[str, int]) -> Path:
+    """Write a GPT-2 of these sizes, `model`, and a store of eight documents, `tokens`."""
+    GPT2.from_config(GPT2Config(**sizes)).save_pretrained(root / "model")
+    with TokenStoreWriter(root / "tokens", vocab_size=50) as writer:
+        for number in range(8):
+            writer.add_item([(number + i) % 50 for i in range(40)])
+            writer.end_document()
+    return root

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import settings
+from small_runs import settings, write_start
 
 from bmforge.cli import main
 from bmforge.config import load_toml
-from bmforge.data import TokenStoreWriter
 from bmforge.models import GPT2, AutoModel, GPT2Config
 from bmforge.models.changes import Change
 from bmforge.parallel import Layout
@@ -29,13 +28,7 @@ NARROW = Change("resize", ("layers.0",), {"intermediate_size": 24})
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("start")
-    GPT2.from_config(GPT2Config(**SIZES)).save_pretrained(root / "model")
-    with TokenStoreWriter(root / "tokens", vocab_size=50) as writer:
-        for number in range(8):
-            writer.add_item([(number + i) % 50 for i in range(40)])
-            writer.end_document()
-    return root
+    return write_start(tmp_path_factory.mktemp("start"), SIZES)
 
 
 def command(start: Path, run_dir: Path, *more: str) -> list[str]:

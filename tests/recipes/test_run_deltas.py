@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import settings
+from small_runs import settings, write_start
 
 from bmforge.cli import main
-from bmforge.data import TokenStoreWriter
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, AutoModel, GPT2Config
 from bmforge.parallel import Layout
@@ -28,13 +27,7 @@ IDS = torch.arange(12)[None]
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("start")
-    GPT2.from_config(GPT2Config(**SIZES)).save_pretrained(root / "model")
-    with TokenStoreWriter(root / "tokens", vocab_size=50) as writer:
-        for number in range(8):
-            writer.add_item([(number + i) % 50 for i in range(40)])
-            writer.end_document()
-    return root
+    return write_start(tmp_path_factory.mktemp("start"), SIZES)
 
 
 def command(start: Path, run_dir: Path, *more: str) -> list[str]:
