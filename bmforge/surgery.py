@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -20,6 +20,7 @@ from bmforge.errors import ConfigError, suggest
 
 __all__ = [
     "PLACES",
+    "View",
     "copy_to_meta",
     "Wrapper",
     "find_modules",
@@ -32,6 +33,7 @@ __all__ = [
     "replace_module_",
     "shared_tensors",
     "unwrap_forward_",
+    "view_parameters_",
     "wrap_forward_",
     "wrappers_of",
 ]
@@ -39,9 +41,14 @@ __all__ = [
 Wrapper = Callable[..., Any]
 """Called as ``wrapper(inner, *args, **kwargs)``; runs `inner`, or not, and returns the result."""
 
+View = Callable[[Tensor], Tensor]
+"""What a module sees of one of its parameters."""
+
 PLACES = (
     "part",  # computes what is here of a module's product, and joins it over processes
     "draws",  # draws random numbers of its own
+    "rounding",  # rounds what is here of its weights, and what goes in
+    "zeros",  # keeps the weights that are 0
     "views",  # sees what is here of its parameters
     "experts",  # sees the experts that are here
     "tokens",  # knows how many tokens a row has that are divided
@@ -283,3 +290,35 @@ def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
     for _, wrapper in wrappers_of(module):
         forward = partial(wrapper, forward)
     module.__dict__["forward"] = wrapping.made = forward
+
+
+def view_parameters_(module: nn.Module, views: Mapping[str, View], place: str) -> None:
+    """Let a module's forward see something else in the place of its own parameters.
+
+    Args:
+        module: its parameters stay what they are.
+        views: name of a parameter -> what the module sees of it.
+        place: where this stands among wrappers, one of `PLACES`.
+
+    Raises:
+        ConfigError: the place is taken.
+    """
+    wrap_forward_(module, partial(_on_views, module, views), place)
+
+
+def _on_views(
+    module: nn.Module,
+    views: Mapping[str, View],
+    inner: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    own = module._parameters
+    whole = {key: own[key] for key in views}
+    try:
+        for key, view in views.items():
+            own[key] = view(whole[key])  # type: ignore[assignment,arg-type]
+        return inner(*args, **kwargs)
+    finally:
+        own.update(whole)

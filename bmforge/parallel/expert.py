@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bmforge.parallel.collectives import all_gather, all_reduce, exchange_rows
 from bmforge.parallel.layout import axis_group, axis_size
-from bmforge.parallel.tensor.cuts import compute_on_views_
 from bmforge.records import fill_slot_
+from bmforge.surgery import view_parameters_
 
 __all__ = [
     "apply_expert_parallel_",
@@ -106,7 +106,7 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
         for module in mixture.experts.modules():  # the experts, and what stands beside them
             _divide_parameters_(module, mesh)
             keys = [key for key, _ in module.named_parameters(recurse=False)]
-            compute_on_views_(module, dict.fromkeys(keys, view), "experts")
+            view_parameters_(module, dict.fromkeys(keys, view), "experts")
         mixture.dispatch = partial(_dispatch_far, mixture.dispatch, group)
     return [mixture.experts for mixture in mixtures]
 

@@ -10,7 +10,7 @@ Source: Shoeybi et al., "Megatron-LM" (2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,18 +21,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from bmforge.errors import BmforgeError
 from bmforge.parallel.tensor.parts import APPLY, TensorGroup, hide, is_mixture, view_here
 from bmforge.parallel.tensor.sequence import divide_tokens_
-from bmforge.surgery import match_names, wrap_forward_
+from bmforge.surgery import View, match_names, view_parameters_
 
 __all__ = [
     "CUT_DIMS",
     "Cut",
     "apply_tensor_parallel_",
-    "compute_on_views_",
     "find_cuts",
     "tensor_problems",
 ]
-
-View = Callable[[Tensor], Tensor]
 
 
 class Cut(Protocol):
@@ -189,7 +186,7 @@ def apply_tensor_parallel_(
         if cut is not None and cut.style in APPLY and not is_beside(module):
             APPLY[cut.style](module, here)
         if views:
-            compute_on_views_(module, views, "views")
+            view_parameters_(module, views, "views")
     if sequence:
         for stack in stacks:
             divide_tokens_(stack, tensor)
@@ -239,26 +236,3 @@ def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn
     data = parameter.detach()
     made = distribute_tensor(data, mesh, [placement], src_data_rank=None)
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
-
-
-def compute_on_views_(module: nn.Module, views: dict[str, View], place: str) -> None:
-    """Let a module's forward see what is here of its parameters."""
-    wrap_forward_(module, partial(_on_views, module, views), place)
-
-
-def _on_views(
-    module: nn.Module,
-    views: dict[str, View],
-    inner: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    own = module._parameters
-    whole = {key: own[key] for key in views}
-    try:
-        for key, view in views.items():
-            own[key] = view(whole[key])  # type: ignore[assignment,arg-type]
-        return inner(*args, **kwargs)
-    finally:
-        own.update(whole)
