@@ -109,7 +109,11 @@ def update_(target: Tensor, grad: Tensor, buffer: Tensor, parameter: Tensor, gro
         buffer: its momentum.
         parameter: how the whole is laid out; all processes of its mesh call this together.
         group: the numbers.
+
+    A weight that is 0 stays 0 while its gradient and momentum are 0: orthogonalising mixes rows,
+    and would move pruned weights (`compress.prune`), of which nothing else is to be known here.
     """
+    still = (target == 0).logical_and_(grad == 0).logical_and_(buffer == 0)
     buffer.lerp_(grad, 1 - group["momentum"])
     update = grad.lerp(buffer, group["momentum"])
     dtype = _iteration_dtype(update, group["ns_dtype"])
@@ -121,6 +125,7 @@ def update_(target: Tensor, grad: Tensor, buffer: Tensor, parameter: Tensor, gro
         ratio = 0.2 * math.sqrt(max(rows, columns))
     target.mul_(1 - group["lr"] * group["weight_decay"])
     target.add_(update[local_box(parameter).slices], alpha=-(group["lr"] * ratio))
+    target.masked_fill_(still, 0)
 
 
 def _iteration_dtype(update: Tensor, asked: str | None) -> torch.dtype:

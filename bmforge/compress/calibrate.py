@@ -1,0 +1,330 @@
+"""Block by block over real batches: what goes into each, with the blocks before it changed already.
+
+A model is run once up to the end of a stack, and what its blocks are called with is kept. Then one
+block after the other is shown its inputs, changed, and run again for the inputs of the next. So the
+statistics of one block are in memory at a time, and each block sees the errors of those before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compress.matrices import Matrix, find_matrices, watch_inputs
+from bmforge.errors import ConfigError
+from bmforge.logging import track
+from bmforge.surgery import find_repeated_blocks
+
+__all__ = ["BlockRun", "Statistic", "calibrate_blocks", "check_batches", "prepare_batch"]
+
+
+class Statistic(Protocol):
+    """What is gathered of the inputs of one matrix."""
+
+    def add(self, x: Tensor) -> None:
+        """Count inputs, (tokens, columns)."""
+
+
+@dataclass
+class _Call:
+    """How a block was called for one batch; its hidden states come from the block before.
+
+    Args:
+        args: by position.
+        kwargs: by name.
+        slot: where the hidden states stand in one or the other.
+        take: which of the block's outputs goes on; None: it has one.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slot: int | str
+    take: int | None = None
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Return what goes on to the next block."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        if isinstance(self.slot, int):
+            args[self.slot] = x
+        else:
+            kwargs[self.slot] = x
+        out = block(*args, **kwargs)
+        return out if self.take is None else out[self.take]
+
+
+@dataclass
+class BlockRun:
+    """A block and what goes into it, batch by batch.
+
+    Args:
+        name: of the block in the model.
+        block: it.
+        matrices: those in it that are asked for.
+        statistics: name of a matrix -> what was gathered of its inputs; experts that no
+            text has reached have none.
+        calls: how it is called.
+        inputs: hidden states that go in.
+    """
+
+    name: str
+    block: nn.Module
+    matrices: list[Matrix]
+    statistics: dict[str, Any]
+    calls: list[_Call]
+    inputs: list[Tensor]
+
+    def run(self, count: int | None = None) -> Iterator[Tensor]:
+        """Yield what comes out for every batch, or the first so many."""
+        pairs = zip(self.calls, self.inputs, strict=True)
+        for number, (call, x) in enumerate(pairs):
+            if count is not None and number >= count:
+                return
+            yield call.run(self.block, x)
+
+
+@torch.no_grad()
+def calibrate_blocks(
+    model: nn.Module,
+    batches: Sequence[Any],
+    visit: Callable[[BlockRun], None],
+    gather: Callable[[Matrix], Statistic],
+    *,
+    where: Sequence[str] = (),
+    title: str = "calibrate",
+) -> None:
+    """Show every block what real texts bring, in the order in which they run.
+
+    Works on bmforge's and transformers' models, and on any whose repeated blocks each give their
+    hidden states to the next; the stacks of an encoder-decoder come one after the other.
+
+    Args:
+        model: whole and in memory; it is put into evaluation mode meanwhile.
+        batches: the model's arguments, or token ids alone.
+        visit: changes a block; its statistics are forgotten afterwards.
+        gather: makes what counts the inputs of a matrix.
+        where: name globs of modules; empty takes the blocks' linear layers and experts.
+        title: of the progress bar.
+
+    Raises:
+        ConfigError: no or empty batches, matrices outside of repeated blocks, or blocks that give
+            something else to each other than hidden states.
+
+    Memory: the hidden states of all batches, and the statistics of one block.
+    """
+    prepared = [prepare_batch(model, batch) for batch in check_batches(batches)]
+    blocks = find_repeated_blocks(model)
+    matrices = _by_block(find_matrices(model, where), blocks)
+    was_training = model.training
+    model.eval()
+    try:
+        stacks = _find_stacks(model, blocks, prepared[0])
+        names = [name for stack in stacks for name in stack]
+        if lost := [name for name in matrices if name not in names]:
+            raise ConfigError(f"{lost[0]} did not run with the batches: leave it out of `where`.")
+        bar = iter(track(names, title))
+        for stack in stacks:
+            _calibrate_stack(model, stack, blocks, matrices, prepared, visit, gather, bar)
+        for _ in bar:
+            pass
+    finally:
+        model.train(was_training)
+
+
+def check_batches(batches: Sequence[Any] | None) -> Sequence[Any]:
+    """Return batches that hold something.
+
+    Raises:
+        ConfigError: there are none, or one is empty.
+    """
+    if not batches:
+        raise ConfigError(
+            "no calibration texts were given: pass batches, some dozens of the model's inputs like "
+            "those it is for."
+        )
+    for number, batch in enumerate(batches):
+        tensors = [batch] if isinstance(batch, Tensor) else list(batch.values())
+        if not tensors or any(t.numel() == 0 for t in tensors if isinstance(t, Tensor)):
+            raise ConfigError(f"batch {number} of the calibration texts is empty: leave it out.")
+    return batches
+
+
+def prepare_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return a batch as the model's arguments, on its device, without a cache of keys."""
+    found = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    device = next(model.parameters()).device
+    found = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in found.items()}
+    if "use_cache" in inspect.signature(type(model).forward).parameters:
+        found["use_cache"] = False
+    return found
+
+
+def _by_block(
+    matrices: Sequence[Matrix], blocks: Mapping[str, nn.Module]
+) -> dict[str, list[Matrix]]:
+    """Return block -> the matrices in it."""
+    found: dict[str, list[Matrix]] = {}
+    for matrix in matrices:
+        names = [name for name in blocks if f"{matrix.owner}.".startswith(f"{name}.")]
+        if not names:
+            raise ConfigError(
+                f"{matrix.name} is in no repeated block, and what goes in is gathered block by "
+                "block: leave it out of `where`, or use a method that needs no texts."
+            )
+        if isinstance(matrix.module, nn.Embedding):
+            raise ConfigError(f"{matrix.name} is a table: nothing is multiplied with it.")
+        found.setdefault(names[0], []).append(matrix)
+    return found
+
+
+def _find_stacks(
+    model: nn.Module, blocks: Mapping[str, nn.Module], batch: Mapping[str, Any]
+) -> list[list[str]]:
+    """Return the names of blocks in the order in which they run, stack by stack."""
+    order: list[str] = []
+    handles = [
+        block.register_forward_pre_hook(lambda *_, name=name: order.append(name))
+        for name, block in blocks.items()
+    ]
+    try:
+        model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    stacks: dict[str, list[str]] = {}
+    for name in order:
+        stacks.setdefault(name.rpartition(".")[0], []).append(name)
+    for found in stacks.values():
+        if twice := [name for name in found if found.count(name) > 1]:
+            raise ConfigError(f"{twice[0]} runs more than once in a call: it cannot be calibrated.")
+    return list(stacks.values())
+
+
+def _calibrate_stack(
+    model: nn.Module,
+    stack: Sequence[str],
+    blocks: Mapping[str, nn.Module],
+    matrices: Mapping[str, list[Matrix]],
+    batches: Sequence[Mapping[str, Any]],
+    visit: Callable[[BlockRun], None],
+    gather: Callable[[Matrix], Statistic],
+    bar: Iterator[str],
+) -> None:
+    recorded = [_record(model, [blocks[name] for name in stack], batch) for batch in batches]
+    hidden = [first for first, _ in recorded]
+    last = max((n for n, name in enumerate(stack) if name in matrices), default=-1)
+    for number, name in enumerate(stack):
+        next(bar)
+        if number > last:
+            continue
+        calls = [found[number] for _, found in recorded]
+        inside = matrices.get(name, [])
+        run = BlockRun(name, blocks[name], inside, {}, calls, hidden)
+        if inside:
+            run.statistics = _gather_in(run, gather)
+            visit(run)
+            run.statistics, run.block = {}, model.get_submodule(name)
+        if number < last:
+            for place, out in enumerate(run.run()):
+                hidden[place] = out
+
+
+def _gather_in(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str, Any]:
+    """Return what was gathered of a block's inputs; what gets the same tensor has one statistic."""
+    found: dict[str, Statistic] = {}
+    shared: dict[str, str] = {}
+    seen: list[tuple[Tensor, str]] = []
+
+    def note(matrix: Matrix, x: Tensor) -> None:
+        if matrix.name in shared:
+            return
+        if matrix.name not in found:
+            alike = next((name for other, name in seen if other is x), None)
+            if alike is not None:
+                shared[matrix.name] = alike
+                return
+            found[matrix.name] = gather(matrix)
+        seen.append((x, matrix.name))
+        found[matrix.name].add(x.detach().reshape(-1, x.shape[-1]))
+
+    with watch_inputs(run.matrices, note):
+        for _ in run.run():
+            seen.clear()
+    given = {m.name: found[at] for m in run.matrices if (at := shared.get(m.name, m.name)) in found}
+    idle = [m.name for m in run.matrices if m.name not in given and m.index is None]
+    if idle:
+        raise ConfigError(
+            f"no text came to {', '.join(idle[:3])}: give more batches, or leave it out of `where`."
+        )
+    return given
+
+
+class _EnoughError(Exception):
+    """The last block of a stack has run."""
+
+
+def _record(
+    model: nn.Module, stack: Sequence[nn.Module], batch: Mapping[str, Any]
+) -> tuple[Tensor, list[_Call]]:
+    """Return what goes into the first block, and how each is called."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[_Call] = []
+    last: list[Any] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if seen:
+            slot, take = _find_slot(last[0], args, kwargs, type(module).__name__)
+            calls[-1].take = take
+            calls.append(_Call(*_without(args, kwargs, slot), slot))
+        else:
+            calls.append(_Call(args, kwargs, 0))
+            seen.append((args, kwargs))
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        last[:] = [out]
+        if module is stack[-1]:
+            raise _EnoughError
+
+    handles = [b.register_forward_pre_hook(before, with_kwargs=True) for b in stack]
+    handles += [b.register_forward_hook(after) for b in stack]
+    try:
+        model(**batch)
+    except _EnoughError:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    slot = calls[1].slot
+    args, kwargs = seen[0]
+    first = args[slot] if isinstance(slot, int) else kwargs[slot]
+    calls[0] = _Call(*_without(args, kwargs, slot), slot, calls[0].take)
+    calls[-1].take = calls[0].take
+    return first, calls
+
+
+def _find_slot(
+    out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
+) -> tuple[int | str, int | None]:
+    """Return where a block has what the one before made, and which of its outputs that was."""
+    outs = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for take, value in outs:
+        for slot, given in places:
+            if isinstance(value, Tensor) and given is value:
+                return slot, take
+    raise ConfigError(
+        f"a {kind} does not get what the block before it made: such models cannot be calibrated "
+        "block by block. Use a method that needs no texts (absmax, magnitude)."
+    )
+
+
+def _without(
+    args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments that do not hold the hidden states."""
+    kept = tuple(None if place == slot else value for place, value in enumerate(args))
+    return kept, {name: None if name == slot else value for name, value in kwargs.items()}

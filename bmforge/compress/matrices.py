@@ -1,0 +1,216 @@
+"""The matrices of any model: where they are, what they hold, and what goes into them.
+
+Linear layers (transformers' Conv1D as well), embeddings, heads, and every expert of a stack hold
+one; all are seen as (rows, columns), what comes out by what goes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.int8 import RowStore
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.moe import Experts
+from bmforge.nn.part import BesidePart
+from bmforge.nn.quantized import PackedStore
+from bmforge.surgery import find_repeated_blocks, match_names
+
+__all__ = ["Matrix", "find_matrices", "is_stored", "usual_names", "watch_inputs"]
+
+# Last parts of names of linear layers that choose experts; they stay as they are.
+_ROUTERS = ("router", "gate", "shared_gate", "shared_expert_gate")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of a model.
+
+    Args:
+        owner: name of the module that has it.
+        module: it.
+        key: name of the parameter.
+        index: which of a stack; None where there is no stack.
+    """
+
+    owner: str
+    module: nn.Module
+    key: str = "weight"
+    index: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        place = "" if self.index is None else f"[{self.index}]"
+        return f"{self.owner}{place}" if self.key == "weight" else f"{self.owner}.{self.key}{place}"
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter that it is, or is in."""
+        return getattr(self.module, self.key)
+
+    def read(self) -> Tensor:
+        """Return it as it lies in memory, a view: (rows, columns)."""
+        whole = self.parameter.detach()
+        if self.index is not None:
+            return whole[self.index]
+        return whole.t() if hasattr(self.module, "nf") else whole
+
+    def write_(self, values: Tensor) -> None:
+        """Give it other values.
+
+        Shape:
+            values: (rows, columns)
+        """
+        self.read().copy_(values)
+
+
+def is_stored(module: nn.Module) -> bool:
+    """Tell whether a module's weights are integers already."""
+    return isinstance(module, (PackedStore, RowStore)) or type(module).__name__ == "Int8Experts"
+
+
+def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
+    """Return the matrices of the modules that globs name, in the model's order; tied ones once.
+
+    Args:
+        model: any.
+        where: name globs of modules; a block or the like stands for all linear layers in it. Empty
+            takes linear layers and experts of the repeated blocks, without routers.
+
+    Raises:
+        ConfigError: a glob that matches nothing, or no matrix; or one that is stored as integers.
+    """
+    modules = dict(model.named_modules())
+    names: dict[str, None] = {}
+    for glob in where:
+        inside = _inside(modules, match_names(modules, (glob,)))
+        if not inside:
+            raise ConfigError(f"where: {glob!r} names no linear layer, embedding or experts.")
+        names.update(dict.fromkeys(inside))
+    if not where:
+        names = dict.fromkeys(usual_names(model))
+    found, seen = [], set()
+    for name in modules:
+        if name not in names:
+            continue
+        if is_stored(modules[name]):
+            raise ConfigError(
+                f"{name} is a {type(modules[name]).__name__}: its weights are integers already. "
+                "Zeros, scales and rounding come before that; begin with the plain model."
+            )
+        for matrix in _matrices_of(name, modules[name]):
+            if (id(matrix.parameter), matrix.index) not in seen:
+                seen.add((id(matrix.parameter), matrix.index))
+                found.append(matrix)
+    return found
+
+
+def usual_names(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers and experts in a model's repeated blocks.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    modules = dict(model.named_modules())
+    found = _inside(modules, list(find_repeated_blocks(model)))
+    found = [name for name in found if not isinstance(modules[name], nn.Embedding)]
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks with linear layers: name some in where."
+        )
+    return found
+
+
+def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
+    """Return the modules with matrices among these; of what has none, those within it."""
+    found: dict[str, None] = {}
+    parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, BesidePart))
+    for name in names:
+        if _has_matrix(modules[name]):
+            found[name] = None
+            continue
+        for inner, module in modules.items():
+            is_in = inner.startswith(f"{name}." if name else "") and not inner.startswith(parts)
+            is_router = inner.rpartition(".")[2] in _ROUTERS
+            if is_in and _has_matrix(module) and not is_router:
+                found[inner] = None
+    return list(found)
+
+
+def _has_matrix(module: Any) -> bool:
+    if isinstance(module, (Experts, nn.Embedding)) or is_stored(module):
+        return True
+    return linear_sizes(module) is not None and isinstance(getattr(module, "weight", None), Tensor)
+
+
+def _matrices_of(name: str, module: nn.Module) -> Iterator[Matrix]:
+    if not isinstance(module, Experts):
+        yield Matrix(name, module)
+        return
+    for key, (count, _, _) in module.stack_sizes().items():
+        for index in range(count):
+            yield Matrix(name, module, key, index)
+
+
+@contextmanager
+def watch_inputs(
+    matrices: Sequence[Matrix], note: Callable[[Matrix, Tensor], None]
+) -> Iterator[None]:
+    """While this lasts, tell what goes into matrices.
+
+    Args:
+        matrices: of linear layers and experts.
+        note: called with a matrix and what it is about to be multiplied with, (tokens, columns).
+            Matrices that get the same tensor are told of the same object, one after the other.
+    """
+    by_module: dict[int, list[Matrix]] = {}
+    for matrix in matrices:
+        by_module.setdefault(id(matrix.module), []).append(matrix)
+    undo: list[Callable[[], None]] = []
+    try:
+        for members in by_module.values():
+            module: Any = members[0].module
+            if isinstance(module, Experts):
+                module.multiply = partial(_told_multiply, module.multiply, members, note)
+                undo.append(partial(module.__dict__.pop, "multiply"))
+            else:
+                hook = partial(_tell, members[0], note)
+                undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+    finally:
+        for one in undo:
+            one()
+
+
+def _tell(
+    matrix: Matrix,
+    note: Callable[[Matrix, Tensor], None],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    note(matrix, args[0] if args else next(iter(kwargs.values())))
+
+
+def _told_multiply(
+    inner: Callable[..., Tensor],
+    members: Sequence[Matrix],
+    note: Callable[[Matrix, Tensor], None],
+    key: str,
+    x: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    for matrix in members:
+        if matrix.key == key:
+            assert matrix.index is not None
+            first = 0 if matrix.index == 0 else int(ends[matrix.index - 1])
+            note(matrix, x[first : int(ends[matrix.index])])
+    out: Tensor = inner(key, x, ends)
+    return out

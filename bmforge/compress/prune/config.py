@@ -1,0 +1,125 @@
+"""What is to become zeros, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = ["PruneConfig"]
+
+_CHOICES = {
+    "method": ("magnitude", "wanda", "sparsegpt", "movement"),
+    "pattern": ("free", "2:4", "2:4-both", "2:4-both-greedy"),
+    "scope": ("layer", "row", "global"),
+}
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    """Which weights become zeros. Zeros stay zeros: they are the mask.
+
+    Args:
+        method: "magnitude": the smallest; "wanda": the smallest times the norm of what they are
+            multiplied with; "sparsegpt": the cheapest, and the others make up for them; "movement":
+            those that training has moved towards zero.
+        sparsity: share of zeros in what `where` names.
+        pattern: "free"; "2:4": two of every four along the input; "2:4-both": along input and
+            output, the best of the 90 masks of 4 x 4, or "2:4-both-greedy", from the largest on.
+        scope: what is compared: the weights of a "layer" (of one matrix), of every "row" of it, or
+            all, "global".
+        where: name globs of modules; empty takes the blocks' linear layers and experts.
+        begin_step: steps of training before the first zeros.
+        steps: over so many more the zeros grow to `sparsity`, by a cubic rule; 0: at once.
+        every_steps: steps from one time to the next.
+        damp: sparsegpt: share of the mean of the Hessian's diagonal that is added to it.
+        block_columns: sparsegpt: columns of which the zeros are chosen together.
+    """
+
+    method: Literal["magnitude", "wanda", "sparsegpt", "movement"] = "magnitude"
+    sparsity: float = 0.5
+    pattern: Literal["free", "2:4", "2:4-both", "2:4-both-greedy"] = "free"
+    scope: Literal["layer", "row", "global"] = "layer"
+    where: tuple[str, ...] = ()
+    begin_step: int = 0
+    steps: int = 0
+    every_steps: int = 10
+    damp: float = 0.01
+    block_columns: int = 128
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` with everything that contradicts itself or has no effect."""
+        object.__setattr__(self, "where", _as_tuple(self.where))
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"prune.{name}={getattr(self, name)!r} is unknown."
+                    f"{suggest(str(getattr(self, name)), known)} Known: {', '.join(known)}."
+                )
+        problems = [*self._range_problems(), *self._method_problems()]
+        if problems:
+            raise ConfigError(f"prune: {'; '.join(problems)}.")
+
+    def _range_problems(self) -> list[str]:
+        found = []
+        if not 0 < self.sparsity < 1:
+            found.append(f"sparsity={self.sparsity} must lie between 0 and 1, both excluded")
+        for name, least in (
+            ("begin_step", 0),
+            ("steps", 0),
+            ("every_steps", 1),
+            ("block_columns", 4),
+        ):
+            if getattr(self, name) < least:
+                found.append(f"{name}={getattr(self, name)} must be at least {least}")
+        if not self.damp > 0:
+            found.append(f"damp={self.damp} must be above 0")
+        if self.block_columns % 4:
+            found.append(f"block_columns={self.block_columns} must be a multiple of 4")
+        if self.pattern != "free":
+            if self.sparsity != 0.5:
+                found.append(
+                    f"sparsity={self.sparsity}: pattern={self.pattern!r} makes half of the weights "
+                    "zeros; leave sparsity out"
+                )
+            found += self._without_effect("scope", f"with pattern={self.pattern!r}")
+        return found
+
+    def _method_problems(self) -> list[str]:
+        found = []
+        if self.is_calibrated and (self.steps or self.begin_step):
+            found.append(
+                f"method={self.method!r} looks at what texts bring, once: steps={self.steps} and "
+                f"begin_step={self.begin_step} must be 0"
+            )
+        if self.method == "movement" and not self.steps:
+            found.append('method="movement" needs steps in which weights move: set `steps`')
+        if self.pattern != "free" and self.steps:
+            found.append(f"pattern={self.pattern!r} comes at once: leave `steps` out")
+        if self.is_calibrated and self.scope == "global":
+            found.append(f"scope='global': the scores of {self.method} are those of one matrix")
+        if self.method == "sparsegpt":
+            found += self._without_effect("scope", "with sparsegpt")
+            if self.pattern not in ("free", "2:4"):
+                found.append(f"pattern={self.pattern!r} is not known to sparsegpt")
+        else:
+            for name in ("damp", "block_columns"):
+                found += self._without_effect(name, f"with method={self.method!r}")
+        if not self.steps:
+            found += self._without_effect("every_steps", "without steps")
+        return found
+
+    def _without_effect(self, name: str, when: str) -> list[str]:
+        usual = next(field.default for field in fields(self) if field.name == name)
+        value = getattr(self, name)
+        return [] if value == usual else [f"{name}={value!r} has no effect {when}"]
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it needs texts."""
+        return self.method in ("wanda", "sparsegpt")
+
+
+def _as_tuple(where: Any) -> tuple[str, ...]:
+    return (where,) if isinstance(where, str) else tuple(where)

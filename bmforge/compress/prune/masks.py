@@ -1,0 +1,153 @@
+"""Which weights stay: pure functions from scores to masks, True where a weight stays.
+
+Groups of four lie along a matrix's last dim, what goes in, as 2:4 products of accelerators want.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations, product
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+
+__all__ = [
+    "both_ways_patterns",
+    "cubic_share",
+    "keep_2_of_4",
+    "keep_2_of_4_both_ways",
+    "keep_largest",
+]
+
+_GROUP = 4
+# Blocks of 4 x 4 that are tried against the 90 masks at a time.
+_BLOCKS_AT_ONCE = 1 << 16
+
+
+def keep_largest(scores: Tensor, zeros: int, *, by_row: bool = False) -> Tensor:
+    """Return which weights stay where so many go, those with the smallest scores.
+
+    Of equal ones the first go, so the number is exact.
+
+    Args:
+        scores: finite.
+        zeros: how many go, of all or, `by_row`, of every row.
+        by_row: rows are looked at one by one.
+
+    Shape:
+        scores: (rows, columns), or any without `by_row`; returns the same
+    """
+    flat = scores.flatten(1) if by_row else scores.reshape(1, -1)
+    mask = torch.ones_like(flat, dtype=torch.bool)
+    smallest = flat.argsort(dim=1, stable=True)[:, :zeros]
+    return mask.scatter_(1, smallest, False).view(scores.shape)
+
+
+def keep_2_of_4(scores: Tensor) -> Tensor:
+    """Return the best of the six patterns with two of four, for every group of four columns.
+
+    It has the largest sum of scores; of equal ones those that stand first go.
+
+    Shape:
+        scores: (..., columns), columns a multiple of 4; returns the same
+
+    Raises:
+        ConfigError: groups that do not fit.
+
+    Source: m4n2_1d of Nvidia's apex (ASP), as BMCook has it.
+    """
+    columns = scores.shape[-1]
+    if columns % _GROUP:
+        raise ConfigError(_misfit("rows", columns))
+    return keep_largest(scores.reshape(-1, _GROUP), 2, by_row=True).view(scores.shape)
+
+
+def keep_2_of_4_both_ways(scores: Tensor, *, exact: bool = True) -> Tensor:
+    """Return a mask that keeps at most two of four in every group of a row and of a column.
+
+    So the matrix and its transpose are 2:4, and both products of training can be sparse.
+
+    Args:
+        scores: at least 0.
+        exact: take the best of the 90 masks of 4 x 4 with two in every row and column; otherwise
+            visit entries from the largest to the smallest and keep what still fits, which may
+            leave fewer than eight.
+
+    Shape:
+        scores: (rows, columns), multiples of 4; returns the same
+
+    Raises:
+        ConfigError: groups that do not fit.
+
+    Source: m4n2_2d_best and m4n2_2d_greedy of Nvidia's apex (ASP); BMCook has the second.
+    """
+    rows, columns = scores.shape
+    for name, size in (("columns", rows), ("rows", columns)):
+        if size % _GROUP:
+            raise ConfigError(_misfit(name, size))
+    blocks = scores.view(rows // 4, 4, columns // 4, 4).transpose(1, 2).reshape(-1, 16)
+    find = _best_of_90 if exact else _first_that_fit
+    kept = torch.cat([find(part) for part in blocks.split(_BLOCKS_AT_ONCE)])
+    return kept.view(rows // 4, columns // 4, 4, 4).transpose(1, 2).reshape(rows, columns)
+
+
+def _misfit(what: str, size: int) -> str:
+    low, high = size // _GROUP * _GROUP, -(-size // _GROUP) * _GROUP
+    near = f"{low} or {high}" if low else f"{high}"
+    return (
+        f"2:4 takes groups of four, and {what} of {size} weights are no multiple of 4 ({near} "
+        "would be): leave this matrix out of `where`."
+    )
+
+
+@cache
+def both_ways_patterns() -> tuple[tuple[int, ...], ...]:
+    """Return the 90 masks of 4 x 4 that have two ones in every row and every column."""
+    rows = [tuple(int(i in pair) for i in range(4)) for pair in combinations(range(4), 2)]
+    found = []
+    for four in product(rows, repeat=4):
+        if all(sum(column) == 2 for column in zip(*four, strict=True)):
+            found.append(tuple(one for row in four for one in row))
+    return tuple(found)
+
+
+def _best_of_90(blocks: Tensor) -> Tensor:
+    """Return the best mask of every block: (blocks, 16)."""
+    patterns = torch.tensor(both_ways_patterns(), dtype=torch.float64, device=blocks.device)
+    best = (blocks.double() @ patterns.t()).argmax(1)
+    return patterns.bool()[best]
+
+
+def _first_that_fit(blocks: Tensor) -> Tensor:
+    """Return the greedy mask of every block: (blocks, 16)."""
+    count = blocks.shape[0]
+    each = torch.arange(count, device=blocks.device)
+    order = blocks.argsort(dim=1, descending=True, stable=True)
+    in_rows = torch.zeros(count, 4, dtype=torch.int8, device=blocks.device)
+    in_columns, kept = in_rows.clone(), torch.zeros_like(blocks, dtype=torch.bool)
+    for place in order.unbind(1):
+        row, column = place // 4, place % 4
+        fits = (in_rows[each, row] < 2) & (in_columns[each, column] < 2)
+        kept[each, place] = fits
+        in_rows[each, row] += fits
+        in_columns[each, column] += fits
+    return kept
+
+
+def cubic_share(step: int, begin: int, steps: int, share: float) -> float:
+    """Return the share of zeros after so many steps of a schedule that grows fast, then slowly.
+
+    Args:
+        step: done.
+        begin: where the schedule begins.
+        steps: how long it is; 0 is at once.
+        share: where it ends.
+
+    Source: Zhu and Gupta, "To prune, or not to prune" (2017), equation 1, from no zeros on.
+    """
+    if step < begin:
+        return 0.0
+    done = 1.0 if steps == 0 else min(1.0, (step - begin) / steps)
+    return share * (1.0 - (1.0 - done) ** 3)

@@ -1,0 +1,57 @@
+"""Movement: how far training has moved weights away from zero.
+
+Source: Sanh et al., "Movement pruning" (2020): the sum over steps of -weight * gradient. Here
+every step's own change of the weight stands for the gradient: with SGD that is theirs times the
+rate, with other optimizers what they make of the gradient. It can be told from what each process
+holds, on any layout, after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.shards import local_tensor, source_of
+
+__all__ = ["Movement"]
+
+
+class Movement:
+    """Adds up weight times change, of what is here of parameters.
+
+    Memory: a copy of the weights, and their scores.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Tensor] = {}
+        self._scores: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def note(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Count a step that was just made."""
+        for name, parameter in parameters.items():
+            now = _read(parameter)
+            before = self._before.get(name)
+            if before is not None and before.shape == now.shape:
+                self._scores[name] += before * (now - before)
+                before.copy_(now)
+            else:
+                self._before[name] = now.clone()
+                self._scores[name] = torch.zeros_like(now)
+
+    def scores(self, name: str, values: Tensor) -> Tensor:
+        """Return what was added up; zeros before the first step."""
+        return self._scores.get(name, torch.zeros_like(values))
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take the weights as they are for what the next step begins with."""
+        for name, parameter in parameters.items():
+            self._before[name] = _read(parameter).clone()
+            self._scores.setdefault(name, torch.zeros_like(self._before[name]))
+
+
+def _read(parameter: nn.Parameter) -> Tensor:
+    source = source_of(parameter)
+    return local_tensor(parameter.detach()) if source.keeper is None else source.read()

@@ -1,0 +1,229 @@
+"""Zeros that stay: how weights become zeros before, and in, a run of any layout.
+
+Zeros are the mask. A module whose weights may be zeros sees them through `keep_zeros`, which gives
+a weight that is 0 the gradient 0, so AdamW and SGD leave it where it is, sharded, offloaded or
+resumed elsewhere, and there is no mask that a file could lose. Our Muon leaves weights alone whose
+gradient and momentum are 0 (`train/optim/muon.py`). What becomes zero in mid-run still has momentum
+there, so it is put back after every step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compress.matrices import Matrix, find_matrices
+from bmforge.compress.method import MethodBase
+from bmforge.compress.prune.config import PruneConfig
+from bmforge.compress.prune.masks import cubic_share
+from bmforge.compress.prune.movement import Movement
+from bmforge.compress.prune.select import Scored, choose_masks, matrices_in
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+from bmforge.shards import local_tensor, put_values_, source_of
+from bmforge.surgery import unwrap_forward_, view_parameters_, wrappers_of
+
+__all__ = ["Zeros", "keep_zeros"]
+
+_PLACE = "zeros"
+
+
+class _KeepZeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return grads[0].masked_fill(weight == 0, 0)
+
+
+def keep_zeros(weight: Tensor) -> Tensor:
+    """Return the same weight; where it is 0 its gradient is 0."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return weight
+    return _KeepZeros.apply(weight)
+
+
+class Zeros(MethodBase):
+    """Makes weights zeros, at once or by a schedule, and keeps them.
+
+    Args:
+        config: which, and when.
+
+    Attributes:
+        share: of zeros that the schedule has reached.
+    """
+
+    name = "zeros"
+
+    def __init__(self, config: PruneConfig) -> None:
+        self.config, self.share = config, 0.0
+        self._places: dict[str, tuple[str, str]] = {}
+        self._kept: dict[str, Tensor] = {}
+        self._model: weakref.ref[nn.Module] | None = None
+        self._movement = Movement() if config.method == "movement" else None
+        self._is_late = False
+
+    def attach_(self, model: nn.Module) -> None:
+        """Let the modules that `where` names keep zeros; make those that come at once.
+
+        Raises:
+            ConfigError: a glob that matches nothing, weights that are integers already, or sizes
+                that the pattern does not fit.
+        """
+        matrices = find_matrices(model, self.config.where)
+        check_pattern(matrices, self.config)
+        self._model = weakref.ref(model)
+        self._places = {f"{m.owner}.{m.key}": (m.owner, m.key) for m in matrices}
+        self._see_zeros_(model, {id(m.parameter) for m in matrices})
+        is_real = not any(m.parameter.is_meta for m in matrices)
+        is_now = not (self.config.steps or self.config.begin_step or self.config.is_calibrated)
+        if is_now and is_real:
+            self._make_zeros_(model, self.config.sparsity)
+        self._is_late = is_now and not is_real
+
+    def _see_zeros_(self, model: nn.Module, wanted: set[int]) -> None:
+        """Let every module that has one of these parameters, tied ones too, see it so."""
+        for module in model.modules():
+            keys = [key for key, p in module._parameters.items() if id(p) in wanted]
+            if keys and all(place != _PLACE for place, _ in wrappers_of(module)):
+                view_parameters_(module, dict.fromkeys(keys, keep_zeros), _PLACE)
+
+    def after_step_(self, model: nn.Module, step: int) -> None:
+        """Put zeros back that momentum has moved, and make those that the schedule asks for."""
+        config = self.config
+        is_scheduled = bool(config.steps or config.begin_step)
+        for name, one in self._found(model):
+            mask = self._kept.get(name)
+            if mask is None or not (is_scheduled or source_of(one).keeper is None):
+                continue  # zeros that were there before the first step have no momentum
+            if mask.shape == local_tensor(one).shape:
+                _put_zeros_(one, mask)
+            else:
+                del self._kept[name]  # it was laid out since
+        if self._movement is not None:
+            self._movement.note(dict(self._found(model)))
+        if self._is_late:  # the weights came after `attach_`
+            self._is_late = False
+            self._make_zeros_(model, config.sparsity)
+        if not is_scheduled:
+            return
+        due = (step - config.begin_step) % config.every_steps == 0
+        is_last = step == config.begin_step + config.steps
+        share = cubic_share(step, config.begin_step, config.steps, config.sparsity)
+        if share > self.share and (due or is_last):
+            self._make_zeros_(model, share)
+
+    def _found(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield name and parameter of what is here."""
+        for name, (owner, key) in self._places.items():
+            module = _find(model, owner)
+            if module is not None:
+                yield name, getattr(module, key)
+
+    @torch.no_grad()
+    def _make_zeros_(self, model: nn.Module, share: float) -> None:
+        found = {}
+        for name, parameter in self._found(model):
+            values = _values_of(parameter)
+            scores = values.abs()
+            if self._movement is not None:
+                scores = self._movement.scores(name, values).masked_fill(values == 0, -torch.inf)
+            module = _find(model, self._places[name][0])
+            assert module is not None
+            found[name] = Scored(module, parameter, scores)
+        names = list(self._places)
+        for name, mask in choose_masks(found, names, self.config, share):
+            _put_zeros_(found[name].parameter, mask)
+            self._kept[name] = mask
+        if self._movement is not None:
+            self._movement.begin(dict(self._found(model)))
+        self.share = share
+
+    def keep_(self, model: nn.Module) -> None:
+        """Take the zeros that are in the model for the mask, and hold them after every step."""
+        self._kept = {name: _values_of(p) != 0 for name, p in self._found(model)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the schedule is."""
+        return {"share": self.share}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on; the zeros are in the model's weights."""
+        self.share, self._is_late = float(state["share"]), False
+        model = None if self._model is None else self._model()
+        if model is not None and self.share:
+            self.keep_(model)
+        if self._movement is not None and self.share < self.config.sparsity:
+            get_logger().warning(
+                "movement's scores are counted anew from here: the run was stopped between two "
+                "prunings"
+            )
+
+    def finish_(self, model: nn.Module) -> dict[str, Any]:
+        """Leave the model with its zeros alone; return the share of zeros in all and in each."""
+        counts = {}
+        for name, parameter in self._found(model):
+            values = _values_of(parameter)
+            counts[name] = int((values == 0).sum()), values.numel()
+        for module in model.modules():
+            if any(place == _PLACE for place, _ in wrappers_of(module)):
+                unwrap_forward_(module, _PLACE)
+        self._kept.clear()
+        total = sum(n for _, n in counts.values())
+        zeros = sum(n for n, _ in counts.values())
+        get_logger().info(
+            "%.1f %% of %d weights are zeros. On a CPU that alone saves neither time nor memory; "
+            "a GPU with 2:4 products is faster with pattern='2:4'",
+            *(100 * zeros / max(total, 1), total),
+        )
+        each = {name: n / count for name, (n, count) in counts.items()}
+        return {"zeros": zeros, "weights": total, "share": zeros / max(total, 1), "layers": each}
+
+
+def check_pattern(matrices: list[Matrix], config: PruneConfig) -> None:
+    """Raise `ConfigError` with all matrices that groups of four do not fit."""
+    if config.pattern == "free":
+        return
+    both, problems = config.pattern != "2:4", []
+    for matrix in matrices:
+        for part in matrices_in(matrix.module, matrix.parameter)[:1]:
+            rows, columns = part.shape
+            if columns % 4 or (both and rows % 4):
+                problems.append(f"{matrix.name} of {rows} x {columns}")
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        sides = "rows and columns" if both else "columns, what goes in,"
+        raise ConfigError(
+            f"pattern={config.pattern!r} needs {sides} in groups of 4; they do not fit "
+            f"{', '.join(problems[:5])}{more}. Leave these out of `where`."
+        )
+
+
+def _find(model: nn.Module, owner: str) -> nn.Module | None:
+    """Return a module by its name; None where another stage of a pipeline has it."""
+    module: Any = model
+    for part in owner.split("."):
+        module = module._modules.get(part) if isinstance(module, nn.Module) else None
+    return module
+
+
+def _values_of(parameter: nn.Parameter) -> Tensor:
+    """Return what is here of a parameter's values, wherever they are."""
+    source = source_of(parameter)
+    return local_tensor(parameter.detach()) if source.keeper is None else source.read()
+
+
+def _put_zeros_(parameter: nn.Parameter, mask: Tensor) -> None:
+    """Make what is not in the mask 0, in the parameter and where it is stepped."""
+    values = _values_of(parameter)
+    values.masked_fill_(~mask.to(values.device), 0)
+    if source_of(parameter).keeper is not None:
+        put_values_(parameter, values)

@@ -1,0 +1,84 @@
+"""What is gathered of the inputs of a matrix; see `calibrate.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bmforge.device import wide_dtype
+
+__all__ = ["Hessian", "InputNorms", "InputSizes"]
+
+_SAMPLED_ROWS = 512
+
+
+class InputNorms:
+    """Sums of squares of every column."""
+
+    def __init__(self) -> None:
+        self.squares: Tensor | None = None
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """Count inputs."""
+        squares = x.to(wide_dtype(x.dtype)).square().sum(0)
+        self.squares = squares if self.squares is None else self.squares + squares
+        self.tokens += x.shape[0]
+
+    @property
+    def norms(self) -> Tensor:
+        """The 2-norm of every column over all tokens."""
+        assert self.squares is not None
+        return self.squares.sqrt()
+
+
+class InputSizes:
+    """Largest and mean sizes of every column, and some rows."""
+
+    def __init__(self) -> None:
+        self.largest: Tensor | None = None
+        self._sums: Tensor | None = None
+        self._rows: list[Tensor] = []
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """Count inputs."""
+        if not x.shape[0]:
+            return
+        wide = x.to(wide_dtype(x.dtype))
+        sizes = wide.abs()
+        largest, sums = sizes.amax(0), sizes.sum(0)
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+        self._sums = sums if self._sums is None else self._sums + sums
+        self.tokens += x.shape[0]
+        step = max(1, x.shape[0] // _SAMPLED_ROWS)
+        self._rows.append(wide[::step][:_SAMPLED_ROWS])
+
+    @property
+    def means(self) -> Tensor:
+        """The mean size of every column."""
+        assert self._sums is not None
+        return self._sums / max(self.tokens, 1)
+
+    def sample(self) -> Tensor:
+        """Return some rows of all batches, evenly: (rows, columns)."""
+        rows = torch.cat(self._rows)
+        self._rows = [rows]
+        return rows[:: max(1, rows.shape[0] // _SAMPLED_ROWS)][:_SAMPLED_ROWS]
+
+
+class Hessian:
+    """Products of inputs, ``X^T X``: of the squared error of a product, up to a factor."""
+
+    def __init__(self) -> None:
+        self.products: Tensor | None = None
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """Count inputs."""
+        wide = x.to(wide_dtype(x.dtype))
+        if self.products is None:
+            self.products = wide.t() @ wide
+        else:
+            self.products.addmm_(wide.t(), wide)
+        self.tokens += x.shape[0]
