@@ -10,8 +10,8 @@ data.grad-accum-steps data.labels data.mean data.micro-batch-size data.mirror da
 data.prefetch-steps data.reset-at-documents data.seed data.seq-len data.skip-bad
 data.smallest-crop data.split data.std data.task data.tokenizer data.train-split data.validation
 data.validation-batches data.weights delta.activation delta.alpha delta.division delta.dropout
-delta.exclude delta.inner delta.kind delta.length delta.magnitude delta.merge delta.rank
-delta.reduction delta.root-scale delta.scale delta.std delta.targets delta.train-also
+delta.exclude delta.inner delta.kind delta.length delta.lr-ratio delta.magnitude delta.merge
+delta.rank delta.reduction delta.root-scale delta.scale delta.std delta.targets delta.train-also
 delta.width export family freeze-base init-from layout.cp layout.cp-method layout.dp-replicate
 layout.ep layout.pp layout.pp-balance layout.pp-cut layout.pp-schedule layout.pp-stages-per-rank
 layout.sequence-parallel layout.tp layout.zero long-ratio loss-scale.fixed
@@ -37,9 +37,9 @@ model.window-layers model.windows new-head noise-density offload.activations off
 offload.fraction offload.gradients offload.states offload.target offload.weights prefetch
 recompute run-dir seed shortest target-len template train.eval-every-steps train.grad-clip
 train.keep-every-steps train.keep-last train.log-every-steps train.optim.betas train.optim.eps
-train.optim.lr train.optim.momentum train.optim.muon-lr train.optim.name train.optim.ns-steps
-train.optim.weight-decay train.precision train.profile-steps train.save-every-steps
-train.schedule.decay-kind train.schedule.decay-steps train.schedule.kind
+train.optim.groups train.optim.lr train.optim.momentum train.optim.muon-lr train.optim.name
+train.optim.ns-steps train.optim.weight-decay train.precision train.profile-steps
+train.save-every-steps train.schedule.decay-kind train.schedule.decay-steps train.schedule.kind
 train.schedule.min-lr-ratio train.schedule.total-steps train.schedule.warmup-steps train.seed
 train.spike-sigmas train.steps wandb-project
 """

@@ -66,13 +66,20 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
-    """Set a run's fields; changes of models, which are no plain fields, stay what they were."""
-    run, model = default.changes, default.model.changes
+    """Set a run's fields; changes of models and groups of parameters, no plain fields, stay."""
+    run, model, groups = default.changes, default.model.changes, default.train.optim.groups
     default.changes, default.model.changes = (), ()
+    default.train = _with_groups(default.train, ())
     about = describe_fields(TASKS[recipe.task].about)
     config = parse.parse_options(recipe.config, arguments, command, default, about)
     config.changes, config.model.changes = run, model
+    config.train = _with_groups(config.train, groups)
     return config
+
+
+def _with_groups(train: Any, groups: tuple[Any, ...]) -> Any:
+    optim = dataclasses.replace(train.optim, groups=groups)
+    return dataclasses.replace(train, optim=optim)
 
 
 def _choose_layout(config: Any, word: str, world: int | None) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model
+from bmforge.train import OptimGroup, TrainConfig
 from bmforge.tune.delta import (
     IA3,
     Adapter,
@@ -25,9 +27,17 @@ from bmforge.tune.delta import (
     list_deltas,
 )
 
-__all__ = ["DeltaConfig", "attach_delta", "export_delta", "with_delta"]
+__all__ = [
+    "KINDS",
+    "DeltaConfig",
+    "attach_delta",
+    "delta_stays",
+    "export_delta",
+    "set_rates",
+    "with_delta",
+]
 
-_KINDS: dict[str, type[Delta]] = {
+KINDS: dict[str, type[Delta]] = {
     "lora": Lora,
     "adapter": Adapter,
     "low-rank": LowRankAdapter,
@@ -64,6 +74,7 @@ class DeltaConfig:
         length: of a prefix or a prompt.
         inner: width of the layers that make a prefix.
         std: of a drawn prefix or prompt.
+        lr_ratio: of a Lora, the rate of B over that of A (LoRA+).
         merge: export the model with the delta in its weights; else the delta alone.
     """
 
@@ -84,6 +95,7 @@ class DeltaConfig:
     length: int | None = None
     inner: int | None = None
     std: float | None = None
+    lr_ratio: float | None = None
     merge: bool = False
 
     def __post_init__(self) -> None:
@@ -92,15 +104,20 @@ class DeltaConfig:
             said = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
             if said:
                 raise ConfigError(f"delta.{said[0]} has no effect without delta.kind.")
-        elif self.kind not in _KINDS:
+        elif self.lr_ratio is not None and (self.kind != "lora" or not self.lr_ratio > 0):
             raise ConfigError(
-                f"delta.kind={self.kind!r} is unknown.{suggest(self.kind, _KINDS)} Kinds: "
-                f"{', '.join(_KINDS)}."
+                f"delta.lr_ratio={self.lr_ratio} must be above 0, and is for delta.kind='lora' "
+                f"alone, not {self.kind!r}."
+            )
+        elif self.kind not in KINDS:
+            raise ConfigError(
+                f"delta.kind={self.kind!r} is unknown.{suggest(self.kind, KINDS)} Kinds: "
+                f"{', '.join(KINDS)}."
             )
 
     def options(self) -> dict[str, Any]:
         """Return what the type is told, of what was said."""
-        beside = {"kind", "targets", "exclude", "train_also", "merge"}
+        beside = {"kind", "targets", "exclude", "train_also", "lr_ratio", "merge"}
         fields = (f for f in dataclasses.fields(self) if f.name not in beside)
         return {f.name: v for f in fields if (v := getattr(self, f.name)) not in (None, False)}
 
@@ -120,7 +137,7 @@ def attach_delta(model: nn.Module, config: Any) -> Delta | None:
         return None
     if config.freeze_base:
         raise ConfigError("freeze_base=True has no effect beside a delta: leave it out.")
-    kind, options = _KINDS[told.kind], told.options()
+    kind, options = KINDS[told.kind], told.options()
     also = list(told.train_also)
     if config.new_head:
         owners = (n.rpartition(".")[0] for n in config.model.heads[config.model.head].names)
@@ -132,6 +149,28 @@ def attach_delta(model: nn.Module, config: Any) -> Delta | None:
     return kind(
         model, name=_NAME, exclude=told.exclude, train_also=also, seed=config.seed, **options
     )
+
+
+def delta_stays(model: nn.Module) -> Callable[[str, Tensor], bool]:
+    """Return what tells of a tensor, by its name, that it is a delta's and stays on the device."""
+    deltas = list_deltas(model).values()
+    names = {name for delta in deltas for name in (*delta.names(), *delta.wholes())}
+    return lambda name, tensor: name in names
+
+
+def set_rates(train: TrainConfig, told: DeltaConfig, model: nn.Module) -> TrainConfig:
+    """Return a loop's settings with the rate that a Lora's B has of its own (LoRA+).
+
+    Source: Hayou et al., "LoRA+: Efficient low rank adaptation of large models" (2024).
+    """
+    if told.lr_ratio is None:
+        return train
+    lr = told.lr_ratio * train.optim.lr
+    names = list_deltas(model)[_NAME].names()
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    own = [OptimGroup(f"**.{_NAME}.{end}", lr) for end in ends if end.endswith("up")]
+    optim = dataclasses.replace(train.optim, groups=(*train.optim.groups, *own))
+    return dataclasses.replace(train, optim=optim)
 
 
 def with_delta(model_class: type[Model], sizes: Any, config: Any) -> Any:

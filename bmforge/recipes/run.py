@@ -36,7 +36,13 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
-from bmforge.recipes.deltas import DeltaConfig, attach_delta, export_delta
+from bmforge.recipes.deltas import (
+    DeltaConfig,
+    attach_delta,
+    delta_stays,
+    export_delta,
+    set_rates,
+)
 from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.run_dir import add_results, claim_run_dir, occupy_run_dir
 from bmforge.recipes.start import family_of, need_fields, settle_model, with_changes
@@ -71,7 +77,7 @@ _FREE_FIELDS = """
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
     train.log_every_steps train.profile_steps data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
-    delta.merge
+    delta.merge search
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -204,7 +210,7 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     trainer = Trainer(
         model,
         data.loader,
-        config.train,
+        set_rates(config.train, config.delta, model),
         mesh=mesh,
         run_dir=config.run_dir,
         objective=data.objective,
@@ -319,7 +325,7 @@ def _stream_(model: Model, config: Any, world: World, start: Path | None) -> Non
         )
     drawn = weight_drawer(model, config.seed)
     read = drawn if start is None else weight_reader(model, start, new_head=config.new_head)
-    stream_blocks_(model, read, device=world.device)
+    stream_blocks_(model, read, device=world.device, stays=delta_stays(model))
 
 
 def _make_evaluator(

@@ -9,7 +9,13 @@ from bmforge.train.checkpoint.checkpointer import Checkpointer, load_checkpoint,
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult, evaluate
 from bmforge.train.objective import causal_lm, count_labels
-from bmforge.train.optim.build import OptimConfig, build_optimizers, clip_grad_norm_, param_groups
+from bmforge.train.optim.build import (
+    OptimConfig,
+    OptimGroup,
+    build_optimizers,
+    clip_grad_norm_,
+    param_groups,
+)
 from bmforge.train.optim.muon import Muon
 from bmforge.train.precision import LossScaler
 from bmforge.train.report.inspect import format_table, inspect_activations, inspect_parameters
@@ -27,6 +33,7 @@ __all__ = [
     "MetricsWriter",
     "Muon",
     "OptimConfig",
+    "OptimGroup",
     "ScheduleConfig",
     "SpikeGuard",
     "TrainConfig",

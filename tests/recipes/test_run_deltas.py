@@ -6,8 +6,11 @@ import json
 import tomllib
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from small_runs import settings, write_start
 
@@ -15,10 +18,11 @@ from bmforge.cli import main
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, AutoModel, GPT2Config
 from bmforge.parallel import Layout
-from bmforge.recipes.deltas import DeltaConfig
+from bmforge.recipes.deltas import DeltaConfig, set_rates
 from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.testing import assert_close, run_distributed
+from bmforge.train import build_optimizers
 from bmforge.tune.delta import Lora, load_delta
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
@@ -115,3 +119,40 @@ def test_what_has_no_effect_is_said(start: Path, tmp_path: Path) -> None:
     config = json.dumps({"kind": "int8", "where": ["layers.*.mlp.up_proj"]})
     given = command(start, tmp_path / "x", "--train.steps", "1", "--changes", config)
     assert main([*given, "--delta.merge"]) == 0  # beside a packed layer, not on it
+
+
+def test_b_has_a_rate_of_its_own() -> None:
+    """LoRA+: the rates of A and B, and of what is trained whole, are PEFT's."""
+    hf_config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)
+    base = transformers.GPT2LMHeadModel(hf_config)
+    theirs = peft.get_peft_model(base, peft.LoraConfig(target_modules=["c_attn"]))
+    wanted = create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=0.01, loraplus_lr_ratio=4.0)
+    named = {id(p): name for name, p in theirs.named_parameters()}
+    rates = {
+        named[id(p)].split(".")[-3]: group["lr"]
+        for group in wanted.param_groups
+        for p in group["params"]
+    }
+    model = GPT2.from_config(GPT2Config(**SIZES))
+    Lora(model, ["attn.q", "attn.v"], rank=2, train_also=["embed_positions"])
+    train = set_rates(settings(1), DeltaConfig(kind="lora", lr_ratio=4.0), model)
+    (optimizer,) = build_optimizers(model, train.optim)
+    found = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}
+    assert {n: lr for n, lr in found.items() if "default" not in n} == {
+        "embed_positions.weight": 0.01,
+    }
+    for name, rate in found.items():
+        if "default" in name:
+            assert rate == rates["lora_B" if name.endswith(".up") else "lora_A"]
+    assert set_rates(settings(1), DeltaConfig(kind="lora"), model) == settings(1)
+    with pytest.raises(ConfigError, match="lora"):
+        DeltaConfig(kind="adapter", lr_ratio=2.0)
+
+
+def test_weights_that_stream_leave_the_delta_where_it_is(start: Path, tmp_path: Path) -> None:
+    """With its blocks coming and going a run learns what it learns without."""
+    for name, more in (("here", ()), ("away", ("--offload.weights", "--offload.fraction", "1"))):
+        assert main(command(start, tmp_path / name, "--train.steps", "3", *more)) == 0
+    exports = [tmp_path / run / "export" for run in ("away", "here")]
+    got, want = (load_file(export / "adapter_model.safetensors") for export in exports)
+    assert_close(got, want, rtol=1e-5, atol=1e-6)

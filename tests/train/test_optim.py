@@ -1,15 +1,18 @@
 """Groups, optimizers, Muon and clipping on one process, against torch's own."""
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
 
+from bmforge.config import config_from_dict, config_to_dict
 from bmforge.errors import ConfigError
 from bmforge.train.optim.build import (
     Muon,
     OptimConfig,
+    OptimGroup,
     build_optimizers,
     clip_grad_norm_,
     param_groups,
@@ -63,6 +66,53 @@ def test_muon_takes_hidden_matrices_only(tied):
         ["expert_bias", "layers.0.bias", "norm.weight", "norm.bias"],
     ]
     assert [g["base_lr"] for g in muon.param_groups + adamw.param_groups] == [0.2, 0.1, 0.1]
+
+
+def test_groups_by_name_have_their_own_numbers():
+    own = (OptimGroup("layers.0.**", lr=0.3), OptimGroup("**.weight", weight_decay=0.0))
+    (adamw,) = build_optimizers(Tiny(), OptimConfig(lr=0.1, weight_decay=0.2, groups=own))
+    found = {
+        name: (group["lr"], group["base_lr"], group["weight_decay"])
+        for group in adamw.param_groups
+        for name in group["param_names"]
+    }
+    assert found == {
+        "layers.0.weight": (0.3, 0.3, 0.2),
+        "layers.0.bias": (0.3, 0.3, 0.0),
+        **dict.fromkeys(["embed.weight", "layers.1.weight", "norm.weight"], (0.1, 0.1, 0.0)),
+        **dict.fromkeys(["norm.bias", "expert_bias"], (0.1, 0.1, 0.0)),
+    }
+    muon, _ = build_optimizers(Tiny(), OptimConfig("muon", lr=0.1, muon_lr=0.2, groups=own))
+    assert [g["base_lr"] for g in muon.param_groups] == [0.3, 0.2]
+
+
+def test_groups_with_a_rate_of_their_own_equal_torch():
+    model = Tiny()
+    twin = copy.deepcopy(model)
+    own = (OptimGroup("layers.**", lr=0.5),)
+    ours = build_optimizers(model, OptimConfig("sgd", lr=0.1, weight_decay=0.0, groups=own))
+    inside = [p for n, p in twin.named_parameters() if n.startswith("layers")]
+    beside = [p for n, p in twin.named_parameters() if not n.startswith("layers")]
+    groups = [{"params": inside, "lr": 0.5}, {"params": beside, "lr": 0.1}]
+    expected = train(twin, [torch.optim.SGD(groups, momentum=0.9)])
+    for name, parameter in train(model, ours).items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_groups_are_in_the_record_and_must_name_something():
+    config = OptimConfig(groups=(OptimGroup("norm.*", lr=0.1),))
+    record = json.loads(json.dumps(config.to_record()))
+    config.check_same(record)
+    OptimConfig().check_same({n: v for n, v in OptimConfig().to_record().items() if n != "groups"})
+    with pytest.raises(ConfigError, match=r"optim\.groups"):
+        OptimConfig().check_same(record)
+    assert config_from_dict(OptimConfig, config_to_dict(config)) == config
+    with pytest.raises(ConfigError, match=r"parameter glob .nrom\.\*. matches nothing"):
+        build_optimizers(Tiny(), OptimConfig(groups=(OptimGroup("nrom.*", lr=0.1),)))
+    with pytest.raises(ConfigError, match="has no effect"):
+        OptimGroup("norm.*")
+    with pytest.raises(ConfigError, match="weight_decay=-1"):
+        OptimGroup("norm.*", weight_decay=-1.0)
 
 
 def test_muon_leaves_embedding_modules_of_any_name_to_adamw():

@@ -1,4 +1,4 @@
-"""Optimizers: which parameter goes into which group, AdamW, SGD and Muon, and gradient clipping.
+"""Optimizers: AdamW, SGD and Muon, and gradient clipping.
 
 Start at `build_optimizers`. Everything works on plain parameters and on sharded ones (DTensor) and
 gives the same numbers on both.
@@ -22,9 +22,24 @@ from bmforge.errors import ConfigError, DistributedError, suggest
 from bmforge.parallel import left_gradient, pipeline_of
 from bmforge.shards import local_tensor
 from bmforge.train.offload.optimizers import OffloadedAdamW, OffloadedMuon
+from bmforge.train.optim.groups import (
+    Named,
+    OptimGroup,
+    by_mesh,
+    check_globs,
+    make_groups,
+    param_groups,
+)
 from bmforge.train.optim.muon import Muon
 
-__all__ = ["Muon", "OptimConfig", "build_optimizers", "clip_grad_norm_", "param_groups"]
+__all__ = [
+    "Muon",
+    "OptimConfig",
+    "OptimGroup",
+    "build_optimizers",
+    "clip_grad_norm_",
+    "param_groups",
+]
 
 # The optimizers, and the settings that have no effect on each.
 _UNUSED = {
@@ -33,7 +48,6 @@ _UNUSED = {
     "sgd": ("betas", "eps", "muon_lr", "ns_steps"),
 }
 _NOT_HIDDEN = ("embed*", "*_head", "classifier*", "rel_bias")
-Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,7 @@ class OptimConfig:
         muon_lr: muon only: another peak rate for the hidden matrices; None takes `lr`. The update
             is scaled to the size of an AdamW update, so that AdamW's rate fits.
         ns_steps: muon only: Newton-Schulz iterations (None takes 5).
+        groups: parameters, by name, with a rate or a decay of their own.
     """
 
     name: str = "adamw"
@@ -59,6 +74,7 @@ class OptimConfig:
     momentum: float | None = None
     muon_lr: float | None = None
     ns_steps: int | None = None
+    groups: tuple[OptimGroup, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a number out of range or one that has no effect."""
@@ -86,7 +102,8 @@ class OptimConfig:
 
     def to_record(self) -> dict[str, Any]:
         """Return the settings as JSON has them."""
-        return {**asdict(self), "betas": list(self.betas)}
+        groups = [asdict(group) for group in self.groups]
+        return {**asdict(self), "betas": list(self.betas), "groups": groups}
 
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Compare with the record of a run that is to go on; a setting that it lacks is no other.
@@ -105,16 +122,6 @@ class OptimConfig:
                 "have no effect. Set these back to go on with that run, or start another one in "
                 "another run_dir."
             )
-
-
-def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
-    """Return the trainable parameters in one group with weight decay and one without.
-
-    Vectors, scalars and everything called a bias get none. A tied parameter is there once, under
-    its first name. ``params`` holds (name, parameter) pairs, of which torch's optimizers make
-    ``params`` and ``param_names``. A group that would be empty is left out.
-    """
-    return _decay_groups(_trainable(model), weight_decay)
 
 
 def build_optimizers(
@@ -145,6 +152,7 @@ def build_optimizers(
     named = _trainable(model)
     hidden = _hidden_matrices(model, named) if config.name == "muon" else []
     _check_trainable(model, config, named, hidden)
+    check_globs(model, config.groups)
     taken = {name for name, _ in hidden}
     rest = [(name, parameter) for name, parameter in named if name not in taken]
     optimizers: list[torch.optim.Optimizer] = []
@@ -152,7 +160,7 @@ def build_optimizers(
         optimizers.append(_muon(hidden, config, offloaded))
     if rest and config.name == "sgd":
         momentum = 0.9 if config.momentum is None else config.momentum
-        groups = _with_base(_decay_groups(rest, config.weight_decay), config.lr)
+        groups = make_groups(rest, config.lr, config.weight_decay, config.groups)
         optimizers.append(torch.optim.SGD(groups, momentum=momentum))
     elif rest:
         optimizers.append(_adamw(rest, config, offloaded))
@@ -162,8 +170,8 @@ def build_optimizers(
 def _check_trainable(
     model: nn.Module,
     config: OptimConfig,
-    named: list[tuple[str, nn.Parameter]],
-    hidden: list[tuple[str, nn.Parameter]],
+    named: Named,
+    hidden: Named,
 ) -> None:
     """Raise where nothing is to be trained, here and on all other stages of a pipeline."""
     found, pipeline = [len(named), len(hidden)], pipeline_of(model)
@@ -180,56 +188,22 @@ def _check_trainable(
         )
 
 
-def _muon(
-    hidden: list[tuple[str, nn.Parameter]], config: OptimConfig, offloaded: bool
-) -> torch.optim.Optimizer:
+def _muon(hidden: Named, config: OptimConfig, offloaded: bool) -> torch.optim.Optimizer:
     lr = config.lr if config.muon_lr is None else config.muon_lr
     return (OffloadedMuon if offloaded else Muon)(
-        _with_base([{"params": hidden}], lr),
-        weight_decay=config.weight_decay,
+        make_groups(hidden, lr, config.weight_decay, config.groups),
         momentum=0.95 if config.momentum is None else config.momentum,
         ns_steps=5 if config.ns_steps is None else config.ns_steps,
     )
 
 
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _trainable(model: nn.Module) -> Named:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _decay_groups(named: list[tuple[str, nn.Parameter]], weight_decay: float) -> list[Group]:
-    """Split (name, parameter) pairs into those that decay and those that do not."""
-    plain = {name for name, p in named if p.dim() <= 1 or name.endswith(("_bias", ".bias"))}
-    groups: list[Group] = [
-        {"params": [(n, p) for n, p in named if n not in plain], "weight_decay": weight_decay},
-        {"params": [(n, p) for n, p in named if n in plain], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _with_base(groups: list[Group], lr: float) -> list[Group]:
-    return [{**group, "lr": lr, "base_lr": lr} for group in groups]
-
-
-def _by_mesh(groups: list[Group]) -> list[Group]:
-    """Split groups further, so that none mixes plain and sharded parameters or two meshes.
-
-    The fused kernel raises on such a mix.
-    """
-    split: list[Group] = []
-    for group in groups:
-        parts: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-        for name, p in group["params"]:
-            mesh = p.device_mesh if isinstance(p, DTensor) else None
-            parts.setdefault(mesh, []).append((name, p))
-        split += [{**group, "params": part} for part in parts.values()]
-    return split
-
-
-def _adamw(
-    named: list[tuple[str, nn.Parameter]], config: OptimConfig, offloaded: bool
-) -> torch.optim.Optimizer:
+def _adamw(named: Named, config: OptimConfig, offloaded: bool) -> torch.optim.Optimizer:
     """Build AdamW: fused, or torch's default form where the device or dtype has no fused one."""
-    groups = _by_mesh(_with_base(_decay_groups(named, config.weight_decay), config.lr))
+    groups = by_mesh(make_groups(named, config.lr, config.weight_decay, config.groups))
     settings = {"betas": config.betas, "eps": config.eps}
     kind = OffloadedAdamW if offloaded else torch.optim.AdamW
     try:
@@ -238,9 +212,7 @@ def _adamw(
         return kind(groups, **settings)
 
 
-def _hidden_matrices(
-    model: nn.Module, named: list[tuple[str, nn.Parameter]]
-) -> list[tuple[str, nn.Parameter]]:
+def _hidden_matrices(model: nn.Module, named: Named) -> Named:
     """Return what Muon takes: matrices that are no embedding, no head and no bias."""
     embeddings = {
         id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(False)

@@ -1,0 +1,116 @@
+"""Which parameter goes into which group: by decay, by name, by mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from bmforge.errors import ConfigError
+from bmforge.surgery import match_glob, match_names
+
+__all__ = ["Group", "Named", "OptimGroup", "by_mesh", "check_globs", "make_groups", "param_groups"]
+
+Group = dict[str, Any]
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class OptimGroup:
+    """Parameters that are stepped otherwise than the rest; what is None is as for these.
+
+    Args:
+        glob: of their names, see `surgery`; of several groups the first whose glob fits holds.
+        lr: their peak learning rate.
+        weight_decay: of those among them that decay.
+    """
+
+    glob: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number out of range, or a group that changes nothing."""
+        for field in ("lr", "weight_decay"):
+            value = getattr(self, field)
+            if value is not None and not (value >= 0.0 and math.isfinite(value)):
+                raise ConfigError(
+                    f"optim.groups: {field}={value} of {self.glob!r} must be finite and at least 0."
+                )
+        if self.lr is None and self.weight_decay is None:
+            raise ConfigError(
+                f"optim.groups: {self.glob!r} has no effect: give its lr or its weight_decay."
+            )
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
+    """Return the trainable parameters in one group with weight decay and one without.
+
+    Vectors, scalars and everything called a bias get none. A tied parameter is there once, under
+    its first name. ``params`` holds (name, parameter) pairs, of which torch's optimizers make
+    ``params`` and ``param_names``. A group that would be empty is left out.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return _decay_groups(named, weight_decay)
+
+
+def make_groups(
+    named: Named, lr: float, weight_decay: float, own: Sequence[OptimGroup]
+) -> list[Group]:
+    """Return (name, parameter) pairs as groups with their peak rates, in ``base_lr`` as well.
+
+    Args:
+        named: what is trained.
+        lr: peak rate of what no group of its own names.
+        weight_decay: likewise.
+        own: groups by name.
+    """
+    parts: dict[OptimGroup | None, Named] = {None: []} | {group: [] for group in own}
+    for name, parameter in named:
+        fit = next((group for group in own if match_glob(name, group.glob)), None)
+        parts[fit].append((name, parameter))
+    found = []
+    for group, part in parts.items():
+        rate = lr if group is None or group.lr is None else group.lr
+        has_own = group is not None and group.weight_decay is not None
+        decay = group.weight_decay if group is not None and has_own else weight_decay
+        assert decay is not None
+        found += [{**one, "lr": rate, "base_lr": rate} for one in _decay_groups(part, decay)]
+    return found
+
+
+def check_globs(model: nn.Module, own: Sequence[OptimGroup]) -> None:
+    """Raise `ConfigError` for a group whose glob names no parameter, on any stage of a pipeline."""
+    whole = getattr(model, "whole", None)
+    known = whole() if callable(whole) else model
+    names = [name for name, _ in known.named_parameters()]
+    match_names(names, [group.glob for group in own], "optim.groups: parameter")
+
+
+def _decay_groups(named: Named, weight_decay: float) -> list[Group]:
+    """Split (name, parameter) pairs into those that decay and those that do not."""
+    plain = {name for name, p in named if p.dim() <= 1 or name.endswith(("_bias", ".bias"))}
+    groups: list[Group] = [
+        {"params": [(n, p) for n, p in named if n not in plain], "weight_decay": weight_decay},
+        {"params": [(n, p) for n, p in named if n in plain], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def by_mesh(groups: list[Group]) -> list[Group]:
+    """Split groups further, so that none mixes plain and sharded parameters or two meshes.
+
+    The fused kernel raises on such a mix.
+    """
+    split: list[Group] = []
+    for group in groups:
+        parts: dict[Any, Named] = {}
+        for name, p in group["params"]:
+            mesh = p.device_mesh if isinstance(p, DTensor) else None
+            parts.setdefault(mesh, []).append((name, p))
+        split += [{**group, "params": part} for part in parts.values()]
+    return split
