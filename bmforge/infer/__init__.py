@@ -7,8 +7,17 @@ documents. `engine/` runs what does not fit into memory.
 """
 
 from bmforge.infer.cache import KVCache
-from bmforge.infer.engine import Engine, EngineConfig
+from bmforge.infer.engine import Constraint, Engine, EngineConfig, Request, RequestsConfig
 from bmforge.infer.generate import generate
 from bmforge.infer.options import GenerationConfig
 
-__all__ = ["Engine", "EngineConfig", "GenerationConfig", "KVCache", "generate"]
+__all__ = [
+    "Constraint",
+    "Engine",
+    "EngineConfig",
+    "GenerationConfig",
+    "KVCache",
+    "Request",
+    "RequestsConfig",
+    "generate",
+]

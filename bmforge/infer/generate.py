@@ -175,12 +175,29 @@ def _choose_rows(
             break
 
 
-def complete_config(model: CausalLM | Seq2Seq, config: GenerationConfig) -> GenerationConfig:
-    """Fill in end and padding tokens from the model's config, or its config.json."""
+def complete_config(
+    model: CausalLM | Seq2Seq, config: GenerationConfig, *, tells: bool = False
+) -> GenerationConfig:
+    """Fill in end and padding tokens from the model's config, or its config.json.
+
+    Args:
+        model: what writes.
+        config: what is asked.
+        tells: what comes back has room for texts and probabilities, not only for tokens.
+
+    Raises:
+        ConfigError: the model writes no text, or an option that has no effect.
+    """
     if not model.traits.writes:
         raise ConfigError(
             f"the model has the head {model.config.head!r}, which writes no text. Open it with "
             "head='language_model', or of an encoder-decoder 'sequence_to_sequence'."
+        )
+    idle = [] if tells else config.given("stop_strings", "logprobs")
+    if idle:
+        raise ConfigError(
+            f"{', '.join(idle)}: this returns tokens, which have no room for it. Ask an engine "
+            "(Engine.submit)."
         )
     known = {**model.config.raw, **vars(model.config)}
     eos = known.get("eos_token_id") if config.eos_token_id is None else config.eos_token_id

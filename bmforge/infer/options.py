@@ -1,10 +1,11 @@
-"""What can be asked of `generate`, checked as a whole."""
+"""What can be asked of `generate` and of an engine, checked as a whole."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from bmforge.errors import ConfigError, suggest
@@ -23,7 +24,14 @@ class GenerationConfig:
         temperature: scores are divided by it before drawing.
         top_k: draw among the k likeliest; None or 0 takes all.
         top_p: draw among the likeliest that together have this probability; None or 1 takes all.
+        min_p: draw among those that have at least this share of the likeliest's probability; None
+            or 0 takes all (Nguyen et al. 2024).
         repetition_penalty: above 1, tokens already there become less likely (Keskar et al. 2019).
+        presence_penalty: taken off the score of every token that was written, and
+        frequency_penalty: as often as it was written (OpenAI's two); the prompt does not count.
+        no_repeat_ngram_size: no stretch of so many tokens comes twice; 0 lets all pass.
+        bad_words_ids: stretches of tokens that are not written.
+        logit_bias: token -> what is added to its score.
         num_beams: above 1, search with so many beams.
         length_penalty: beam scores are divided by length to this power.
         early_stopping: when a beam search ends: False by a heuristic, True as soon as `num_beams`
@@ -32,7 +40,11 @@ class GenerationConfig:
         eos_token_id: one or several end tokens; None takes the config.json's, () none.
         pad_token_id: fills rows that ended early; None takes the config.json's, or else the
             first end token.
-        seed: of the drawing; None uses torch's global generator.
+        stop_strings: the text ends in front of the first of these that comes; of an engine's
+            requests, which know the text.
+        logprobs: tell how likely every token was, and so many likeliest in its place; of an
+            engine's requests. None tells nothing.
+        seed: of the drawing; None uses torch's global generator, an engine a new seed.
     """
 
     max_new_tokens: int = 20
@@ -41,13 +53,21 @@ class GenerationConfig:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     num_return_sequences: int = 1
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    logprobs: int | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +100,8 @@ class GenerationConfig:
             )
         if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping is not False):
             problems.append("length_penalty and early_stopping need num_beams above 1")
+        if self.num_beams > 1 and self.logprobs is not None:
+            problems.append("logprobs and num_beams above 1 exclude each other")
         return problems
 
     @property
@@ -90,6 +112,12 @@ class GenerationConfig:
         return (
             (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
         )
+
+    def given(self, *names: str) -> list[str]:
+        """Return those of some fields that are not at their defaults, as text."""
+        plain = type(self)()
+        found = [(name, getattr(self, name)) for name in names]
+        return [f"{name}={value!r}" for name, value in found if value != getattr(plain, name)]
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with fields changed.
@@ -107,21 +135,51 @@ class GenerationConfig:
         return dataclasses.replace(self, **changes)
 
 
+def _are_words(value: Any) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(word, tuple) and word and all(isinstance(id, int) and id >= 0 for id in word)
+        for word in value
+    )
+
+
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(id, int) and id >= 0 and math.isfinite(bias) for id, bias in value.items()
+    )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
+
+
 # field -> (values that switch it off)
 _SAMPLING: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("temperature", (1.0,)),
     ("top_k", (None, 0)),
     ("top_p", (None, 1.0)),
+    ("min_p", (None, 0.0)),
     ("seed", (None,)),
 )
 _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("max_new_tokens", "at least 1", lambda v: v >= 1),
     ("min_new_tokens", "at least 0", lambda v: v >= 0),
-    ("temperature", "above 0 (for the likeliest token set do_sample=False)", lambda v: v > 0),
+    (
+        "temperature",
+        "above 0 and finite (for the likeliest token set do_sample=False)",
+        lambda v: 0 < v < math.inf,
+    ),
     ("top_k", "a positive number, or None", lambda v: v is None or v >= 0),
     ("top_p", "above 0 and at most 1, or None", lambda v: v is None or 0 < v <= 1),
+    ("min_p", "from 0 to 1, or None", lambda v: v is None or 0 <= v <= 1),
     ("repetition_penalty", "above 0", lambda v: v > 0),
+    ("presence_penalty", "finite", math.isfinite),
+    ("frequency_penalty", "finite", math.isfinite),
+    ("no_repeat_ngram_size", "at least 0", lambda v: v >= 0),
+    ("bad_words_ids", "a tuple of tuples of ids, none of them empty", _are_words),
+    ("logit_bias", "ids with finite numbers", _are_biases),
     ("num_beams", "at least 1", lambda v: v >= 1),
     ("early_stopping", "False, True or 'never'", lambda v: v in (False, True, "never")),
     ("num_return_sequences", "at least 1", lambda v: v >= 1),
+    ("stop_strings", "a tuple of texts, none of them empty", _are_texts),
+    ("logprobs", "at least 0, or None", lambda v: v is None or v >= 0),
 )

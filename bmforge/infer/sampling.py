@@ -5,21 +5,33 @@ Scores are (B, V) logits (log-probabilities in a beam search); -inf forbids a to
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from bmforge.infer.options import GenerationConfig
 
 __all__ = [
+    "add_biases",
     "apply_temperature",
     "choose_tokens",
+    "draw_number",
+    "draw_token",
+    "find_bad_words",
+    "find_repeats",
     "forbid_tokens",
     "is_one_of",
+    "keep_min_p",
     "keep_top_k",
     "keep_top_p",
+    "narrow_scores",
     "penalize_repetition",
+    "penalize_written",
     "process_scores",
 ]
+
+_MASK = (1 << 64) - 1
 
 
 def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
@@ -45,10 +57,48 @@ def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Te
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
+def penalize_written(scores: Tensor, written: Tensor, presence: float, frequency: float) -> Tensor:
+    """Take `presence` off the scores of tokens that were written, `frequency` as often as each was.
+
+    Shape:
+        scores: (B, V); written: (B, S)
+
+    Source: OpenAI's reference of its API.
+    """
+    counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written).to(scores))
+    return scores - counts * frequency - (counts > 0) * presence
+
+
+def add_biases(scores: Tensor, biases: Mapping[int, float]) -> Tensor:
+    """Add to the scores of some tokens; ids that have no score do not count."""
+    known = {id: bias for id, bias in biases.items() if id < scores.shape[1]}
+    ids = torch.tensor(list(known), dtype=torch.int64, device=scores.device)
+    return scores.index_add(1, ids, scores.new_tensor(list(known.values())).expand(len(scores), -1))
+
+
 def forbid_tokens(scores: Tensor, tokens: tuple[int, ...]) -> Tensor:
     """Give `tokens` the score -inf."""
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
     return scores.masked_fill(is_one_of(vocabulary, tokens), -torch.inf)
+
+
+def find_repeats(ids: Sequence[int], ngram: int) -> list[int]:
+    """Return the tokens that would make a stretch of `ngram` come again."""
+    if ngram == 0 or len(ids) < ngram:
+        return []
+    last = list(ids[len(ids) - ngram + 1 :])
+    starts = range(len(ids) - ngram + 1)
+    return [ids[i + ngram - 1] for i in starts if list(ids[i : i + ngram - 1]) == last]
+
+
+def find_bad_words(ids: Sequence[int], words: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens that would complete one of `words`."""
+    found = []
+    for word in words:
+        begin = len(word) - 1
+        if begin <= len(ids) and list(ids[len(ids) - begin :]) == list(word[:-1]):
+            found.append(word[-1])
+    return found
 
 
 def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
@@ -70,18 +120,54 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
     return scores.masked_fill(drop.scatter(1, order, drop), -torch.inf)
 
 
+def keep_min_p(scores: Tensor, p: float) -> Tensor:
+    """Forbid every token with less than `p` times the likeliest one's probability."""
+    probabilities = scores.softmax(-1)
+    least = p * probabilities.amax(-1, keepdim=True)
+    return scores.masked_fill(probabilities < least, -torch.inf)
+
+
 def process_scores(
     scores: Tensor, ids: Tensor, new_tokens: int, padding: Tensor, config: GenerationConfig
 ) -> Tensor:
-    """Apply what does not depend on drawing: repetition penalty and shortest length.
+    """Apply what does not depend on drawing: biases, penalties, what is forbidden, shortest length.
 
     Shape:
         scores: (B, V); ids: (B, S) so far, `new_tokens` of them generated; padding: (B,)
     """
+    if config.logit_bias:
+        scores = add_biases(scores, config.logit_bias)
     if config.repetition_penalty != 1.0:
         scores = penalize_repetition(scores, ids, config.repetition_penalty, padding)
+    if new_tokens and (config.presence_penalty or config.frequency_penalty):
+        penalties = config.presence_penalty, config.frequency_penalty
+        scores = penalize_written(scores, ids[:, ids.shape[1] - new_tokens :], *penalties)
+    if config.no_repeat_ngram_size or config.bad_words_ids:
+        scores = scores.clone()
+        for row, first in enumerate(padding.tolist()):
+            known = ids[row, first:].tolist()
+            found = find_repeats(known, config.no_repeat_ngram_size)
+            found += find_bad_words(known, config.bad_words_ids)
+            scores[row, [id for id in found if id < scores.shape[1]]] = -torch.inf
     if new_tokens < config.min_new_tokens:
         scores = forbid_tokens(scores, config.eos_tokens)
+    return scores
+
+
+def narrow_scores(scores: Tensor, config: GenerationConfig) -> Tensor:
+    """Apply what depends on drawing: temperature, and which tokens are drawn among.
+
+    Shape:
+        scores: (B, V) -> (B, V)
+    """
+    if config.temperature != 1.0:
+        scores = apply_temperature(scores, config.temperature)
+    if config.top_k:
+        scores = keep_top_k(scores, config.top_k)
+    if config.top_p is not None and config.top_p < 1.0:
+        scores = keep_top_p(scores, config.top_p)
+    if config.min_p:
+        scores = keep_min_p(scores, config.min_p)
     return scores
 
 
@@ -95,10 +181,32 @@ def choose_tokens(
     """
     if not config.do_sample:
         return scores.argmax(-1)
-    if config.temperature != 1.0:
-        scores = apply_temperature(scores, config.temperature)
-    if config.top_k:
-        scores = keep_top_k(scores, config.top_k)
-    if config.top_p is not None and config.top_p < 1.0:
-        scores = keep_top_p(scores, config.top_p)
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
+    probabilities = narrow_scores(scores, config).softmax(-1)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def draw_number(*key: int) -> float:
+    """Return a number from 0 to below 1 that only the key decides.
+
+    Source: Steele et al., "Fast splittable pseudorandom number generators" (2014), its mixing.
+    """
+    state = 0
+    for part in key:
+        state = ((state ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return (state >> 11) / (1 << 53)
+
+
+def draw_token(probabilities: Tensor, number: float) -> int:
+    """Return the token in whose share of the probabilities, one behind the other, a number falls.
+
+    Shape:
+        probabilities: (V,), which need not sum to 1
+    """
+    sums = probabilities.double().cumsum(0)
+    place = int(torch.searchsorted(sums, number * sums[-1], right=True))
+    if place == len(sums) or not probabilities[place] > 0:  # what rounding leaves at the end
+        place = int(probabilities.nonzero()[-1])
+    return place

@@ -5,6 +5,8 @@ EVA and CPM-Bee have forms of their own; all others talk in that of a chat templ
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +18,7 @@ from bmforge.logging import get_logger
 from bmforge.settings import TalkConfig
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 
-__all__ = ["OWN_FORMS", "Talk", "TalkConfig", "converse", "open_talk"]
+__all__ = ["OWN_FORMS", "Talk", "TalkConfig", "TalkInTurns", "converse", "open_talk"]
 
 # Objectives of families that answer in a form of their own.
 OWN_FORMS = ("dialogues", "documents")
@@ -31,6 +33,27 @@ class Talk(Protocol):
 
     def clear(self) -> None:
         """Forget what was said."""
+
+
+class TalkInTurns:
+    """A conversation that waits for nothing: every answer is one request.
+
+    Args:
+        talk: the conversation.
+        turn: has the model for one answer.
+    """
+
+    def __init__(self, talk: Talk, turn: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._talk, self._turn = talk, turn
+
+    def reply(self, text: str) -> str:
+        """Say something and return the answer; both become history."""
+        with self._turn():
+            return self._talk.reply(text)
+
+    def clear(self) -> None:
+        """Forget what was said."""
+        self._talk.clear()
 
 
 class _Documents:

@@ -185,8 +185,7 @@ class CausalLM(Model):
         )
         if span.last < span.total:
             return ModelOutput(carry=(x, *routed))
-        x = x if self.norm is None else self.norm(x)
-        x = self.project_out(x) if self.spec.embed_size else x
+        x = self._finish(x)
         kept = (*states[:-1], x) if output_hidden_states else None
         if self.config.head == "language_model":
             out = self._predict(x, labels, num_items_in_batch, logits_to_keep, kept)
@@ -326,6 +325,22 @@ class CausalLM(Model):
             x = x + self.embed_positions(position_ids + self.spec.position_offset)
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
+
+    def enter(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return what goes into the first block.
+
+        Shape:
+            input_ids, position_ids: (B, T); returns (B, T, D)
+        """
+        return self._begin(self.embed_inputs(input_ids, None), position_ids)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """From what comes out of the last block to what the language-model head reads."""
+        return self._leave(self._finish(x))
+
+    def _finish(self, x: Tensor) -> Tensor:
+        x = x if self.norm is None else self.norm(x)
+        return self.project_out(x) if self.spec.embed_size else x
 
     def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
         """Return the positions of whole rows where the ids decide them; None where tokens count."""

@@ -89,6 +89,8 @@ class KeyValueCache(Protocol):
     extra_length: int
     # What runs all blocks of a call in another way than one by one; None where nothing does.
     step: RunBlocks | None
+    # A cache may also have `attend(layer, window, mix, query, key, value)`, which stores keys and
+    # values and mixes them itself, for tokens of several sequences in one row.
 
     @property
     def length(self) -> int:
@@ -296,6 +298,7 @@ class Attention(nn.Module):
         x = self.enter(x)
         if rope is not None:
             rope = narrow_rope(rope, self.head_dim, self.rope_interleaved)
+        attend = getattr(cache, "attend", None)
         query = self._heads(self.q_proj(x), self.q_norm)
         if memory is not None:
             kept = self.enter_memory(memory)
@@ -306,11 +309,14 @@ class Attention(nn.Module):
             key, value = make() if cache is None else cache.remember(self.layer_index, make)
         else:
             key, value = self._keys_and_values(x, rope)
-            if cache is not None:
+            if cache is not None and attend is None:
                 key, value = cache.append(self.layer_index, key, value)
         if rope is not None:
             query = apply_rope(query, rope, self.rope_interleaved)
-        mixed = self._mix(query, key, value, mask, bias)
+        if attend is not None and memory is None:
+            mixed = attend(self.layer_index, self.window, self._mix, query, key, value)
+        else:
+            mixed = self._mix(query, key, value, mask, bias)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def pick_heads(self, bias: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "changed: save",
         "changed: compile",
     ),
-    "infer": ("generate", "native step", "engine", "budget", "changed: generate"),
+    "infer": ("generate", "native step", "engine", "budget", "serve", "changed: generate"),
     "memory": (
         "recompute",
         "stream",

@@ -24,12 +24,13 @@ from bmforge.testing.engine_suite import EngineSuite
 from bmforge.testing.layouts import check_layout
 from bmforge.testing.native_suite import NativeSuite
 from bmforge.testing.quantized_suite import QuantizedSuite
+from bmforge.testing.serving_suite import ServingSuite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["FamilySuite"]
 
 
-class FamilySuite(QuantizedSuite, EngineSuite, NativeSuite, DeltaSuite):
+class FamilySuite(QuantizedSuite, EngineSuite, NativeSuite, ServingSuite, DeltaSuite):
     """Building, copying, compiling, laying out. A subclass sets `model_class` and `tiny_config`.
 
     Attributes:

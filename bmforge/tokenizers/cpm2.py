@@ -111,6 +111,11 @@ class CPM2Tokenizer(Tokenizer):
         """Return token -> id of the whole vocabulary."""
         return dict(self._vocabulary)
 
+    @property
+    def implies_spaces(self) -> bool:
+        """Whether some spaces between tokens go without saying."""
+        return self._marked
+
     def sentinel_id(self, number: int) -> int:
         """Return the id of ``<s_number>``, which stands for the blank of that number.
 

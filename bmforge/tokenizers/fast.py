@@ -91,6 +91,11 @@ class FastTokenizer(Tokenizer):
         return cls(found.content, found.roles, {ROLE_FILES[0]: text.encode()}, Path(path))
 
     @property
+    def definition(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What tokenizer.json holds, and under "config" what tokenizer_config.json does."""
         config = json.loads(self._companions.get(ROLE_FILES[0], b"{}"))

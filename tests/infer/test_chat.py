@@ -10,7 +10,8 @@ import transformers
 
 from bmforge.errors import ConfigError
 from bmforge.infer import GenerationConfig, generate
-from bmforge.infer.openbmb.chat import Chat, ChatConfig, _find_repeats, _NoRepeatDecoder
+from bmforge.infer.openbmb.chat import Chat, ChatConfig, _NoRepeatDecoder
+from bmforge.infer.sampling import find_repeats
 from bmforge.models.eva import EVA, EVAConfig
 from bmforge.models.gpt2 import GPT2, GPT2Config
 from bmforge.testing import assert_close
@@ -80,7 +81,7 @@ def test_repeats_against_transformers(ngram: int) -> None:
     rows = torch.randint(4, (20, 12), generator=torch.Generator().manual_seed(ngram))
     banned = processor(rows, torch.zeros(20, 4)).isinf()
     for row, want in zip(rows.tolist(), banned, strict=True):
-        assert set(_find_repeats(row, ngram)) == set(want.nonzero()[:, 0].tolist())
+        assert set(find_repeats(row, ngram)) == set(want.nonzero()[:, 0].tolist())
 
 
 def test_bad_input(model: EVA, tokenizer: EVATokenizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bmforge.device import device_size_bytes, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.host_memory import available_host_bytes, host_memory_bytes
+from bmforge.infer.engine.request import RequestsConfig
 from bmforge.infer.engine.workspace import Workspace, find_workspace
 from bmforge.memory.direct_read import READ_THREADS
 from bmforge.memory.experts_away import LEAST_EXPERTS, expert_bytes, find_experts
@@ -49,12 +50,14 @@ class EngineConfig:
             system's temporary directory.
         stream_experts: experts of a directory are read when the router chooses them, and those that
             were used last stay as far as the budget goes; everything else stays. No gradients.
+        requests: those that are submitted, and run beside each other.
     """
 
     max_rows: int = 1
     max_tokens: int | None = None
     spill_directory: Path | None = None
     stream_experts: bool = False
+    requests: RequestsConfig = field(default_factory=RequestsConfig)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for numbers out of range."""

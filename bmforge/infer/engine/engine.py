@@ -19,25 +19,26 @@ from bmforge.host_tuning import read_tuning, return_freed_memory
 from bmforge.infer.engine.blanks import fill_blanks
 from bmforge.infer.engine.budget import EngineConfig, MemoryPlan, plan_memory
 from bmforge.infer.engine.encode import classify, embed, fill_mask
-from bmforge.infer.engine.limit import check_size
+from bmforge.infer.engine.limit import check_asked, check_module, check_size
+from bmforge.infer.engine.request import Handle, Request, RequestsStatus
+from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
+from bmforge.infer.engine.text_stream import TextStream
 from bmforge.infer.engine.weights import place_, read_weights_
 from bmforge.infer.generate import generate, stream_tokens
 from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.infer.openbmb.texts import write_text
 from bmforge.infer.options import GenerationConfig
-from bmforge.infer.talk import Talk, open_talk
+from bmforge.infer.talk import Talk, TalkInTurns, open_talk
 from bmforge.logging import get_logger
 from bmforge.memory.direct_read import DirectReads
 from bmforge.memory.experts_away import ExpertStreamer
 from bmforge.memory.streaming import Streamer
 from bmforge.models import AutoModel
-from bmforge.models.base import Model
 from bmforge.models.hub import find_model
 from bmforge.models.pack import PackedReader
 from bmforge.models.quantize import quantize_, quantize_directory
 from bmforge.nn.packing import QuantSpec
-from bmforge.records import laid_out
 from bmforge.settings import TalkConfig
 from bmforge.tokenizers import AutoTokenizer
 
@@ -48,7 +49,8 @@ class Engine:
     """Runs a model whose weights need not fit: blocks that do not come and go, in order.
 
     A call of the model has the bits of the same model without a budget; tokens are written from
-    scores that are the same to rounding (`native_step`). One request at a time.
+    scores that are the same to rounding (`native_step`). One request at a time, but for those that
+    are submitted: they run beside each other.
 
     Args:
         model: directory, hub id or short name, which is opened; or any module with repeated blocks,
@@ -89,7 +91,8 @@ class Engine:
         **options: Any,
     ) -> None:
         self.config, self._tokenizer = config or EngineConfig(), tokenizer
-        self._lock, self._is_closed = threading.Lock(), False
+        self._lock, self._making, self._is_closed = threading.Lock(), threading.Lock(), False
+        self._requests: Requests | None = None
         self._directory: Path | None = None
         self._streamer: Streamer | ExpertStreamer | None = None
         self._give_back: Callable[[], None] = _nothing
@@ -153,24 +156,7 @@ class Engine:
         options: Mapping[str, Any],
     ) -> None:
         """Place a module that is in memory."""
-        record = laid_out(model)
-        if record is not None and (record.mesh is not None or record.streamer is not None):
-            raise ConfigError(
-                f"the {type(model).__name__} is laid out over processes, or streamed, already. "
-                "Give the engine a plain model, or the directory it was saved in."
-            )
-        if options:
-            raise ConfigError(f"{', '.join(options)}: for models that are opened, not for modules.")
-        if self.config.stream_experts:
-            raise ConfigError(
-                "EngineConfig(stream_experts=True) reads experts from files: save the model, and "
-                "give the engine the directory."
-            )
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            raise ConfigError(
-                f"the {type(model).__name__} is on meta and has no weights. Give the engine the "
-                "directory they are in, or load them."
-            )
+        check_module(model, self.config, options)
         self.model = model.eval() if dtype is None else model.eval().to(dtype)
         if quantize is not None:
             quantize_(self.model, quantize)
@@ -234,21 +220,69 @@ class Engine:
             ConfigError: as `generate` does.
         """
         with self.turn("stream") as model:
-            tokenizer, shown, new = self.tokenizer, "", []
+            tokenizer = self.tokenizer
             ids = tokenizer.encode(prompt)
             if not ids:
                 raise ConfigError("the prompt is empty; give a text.")
             if tokenizer.eos_id is not None:
                 options.setdefault("eos_token_id", tokenizer.eos_id)
-            rows = torch.tensor([ids], device=self.device)
+            rows, text = torch.tensor([ids], device=self.device), TextStream(tokenizer)
             for token in stream_tokens(model, rows, GenerationConfig(**options)):
-                new.append(int(token[0]))
-                text = tokenizer.decode_written(new)
-                # A character whose last bytes are still to come is not shown yet.
-                if text.startswith(shown) and not text.endswith("\ufffd"):
-                    piece, shown = text[len(shown) :], text
-                    if piece:
-                        yield piece
+                if piece := text.add([int(token[0])]):
+                    yield piece
+            if piece := text.finish():
+                yield piece
+
+    def submit(self, request: Request) -> Handle:
+        """Take a request and return at once; it is answered beside others, by a thread of its own.
+
+        Any thread may ask. What is asked of the engine otherwise waits for `call`, or is refused
+        while requests run.
+
+        Args:
+            request: what is asked.
+
+        Raises:
+            ConfigError: anything that does not fit the model, the engine or each other; too many
+                requests wait; the engine is closed, or has failed.
+            ShapeError: ids outside of the vocabulary.
+        """
+        self._check("submit", writes=True)
+        return self._queue().submit(request)
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function between two steps of requests, and return what it returns.
+
+        In it, everything else can be asked of the engine: ``engine.call(lambda:
+        engine.embed(texts))``. Any thread may ask.
+        """
+        self._check("call", writes=False)
+        return self._queue().call(function)
+
+    def requests_status(self) -> RequestsStatus:
+        """Return how many submitted requests run and wait, and how many pages they have."""
+        self._check("requests_status", writes=False)
+        return self._queue().status()
+
+    def _queue(self) -> Requests:
+        """Return what runs submitted requests, made when the first one comes."""
+        with self._making:
+            if self._requests is None:
+                has_texts = self._tokenizer is not None or self._directory is not None
+                self._requests = open_requests(
+                    self.model,
+                    (lambda: self.tokenizer) if has_texts else None,
+                    self.config,
+                    is_limited=self._guard is not None,
+                    turn=self._hold,
+                )
+            return self._requests
+
+    @contextmanager
+    def _hold(self) -> Iterator[None]:
+        """Have the model for submitted requests; wait for whoever has it."""
+        with self._lock:
+            yield
 
     def embed(
         self, inputs: Any, *, pooling: Literal["mean", "first"] = "mean", normalize: bool = True
@@ -301,13 +335,15 @@ class Engine:
             talk = open_talk(
                 model, self.tokenizer, TalkConfig(**options), directory=self._directory, limit=limit
             )
-        return _Turns(self, talk)
+        return TalkInTurns(talk, lambda: self.turn("reply"))
 
     def close(self) -> None:
         """Give back threads, files and slots; nothing can be asked any more."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self._requests is not None:
+            self._requests.close()
         if self._guard is not None:
             self._guard.remove()
         if self._streamer is not None:
@@ -338,43 +374,27 @@ class Engine:
         Raises:
             ConfigError: the engine is closed or busy, or the model cannot do it.
         """
-        if self._is_closed:
-            raise ConfigError(f"{what} was asked of an engine that is closed. Open it anew.")
-        if not isinstance(self.model, Model):
-            raise ConfigError(
-                f"{what} is for models of bmforge, and this is a {type(self.model).__name__}: call "
-                "engine.model itself, or what its library has for it."
-            )
-        if writes and not self.model.traits.writes:
-            raise ConfigError(
-                f"{what} needs a model that writes text; a {type(self.model).__name__} with the "
-                f"head {self.model.config.head!r} does not."
-            )
+        self._check(what, writes)
+        if self._requests is not None and self._requests.is_here:
+            yield self.model
+            return
         if not self._lock.acquire(blocking=False):
             raise ConfigError(
-                f"{what} was asked while another request runs: an engine takes one at a time. Read "
-                "a stream to its end, or close it, first."
+                f"{what} was asked while another request runs: it takes the model for itself. Read "
+                "a stream to its end, or close it, first; or ask by `submit` or `call`."
             )
         try:
+            if self._requests is not None and self._guard is not None:
+                self._requests.release()
             yield self.model
         finally:
             self._lock.release()
 
-
-class _Turns:
-    """A conversation that waits for nothing: every answer is one request."""
-
-    def __init__(self, engine: Engine, talk: Talk) -> None:
-        self._engine, self._talk = engine, talk
-
-    def reply(self, text: str) -> str:
-        """Say something and return the answer; both become history."""
-        with self._engine.turn("reply"):
-            return self._talk.reply(text)
-
-    def clear(self) -> None:
-        """Forget what was said."""
-        self._talk.clear()
+    def _check(self, what: str, writes: bool) -> None:
+        """Raise `ConfigError` where the engine is closed, or its model cannot do it."""
+        if self._is_closed:
+            raise ConfigError(f"{what} was asked of an engine that is closed. Open it anew.")
+        check_asked(self.model, what, writes)
 
 
 def _nothing() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.infer.engine.budget import EngineConfig
+from bmforge.models.base import Model
+from bmforge.records import laid_out
 
-__all__ = ["check_size"]
+__all__ = ["check_asked", "check_module", "check_size", "total_tokens"]
+
+# Submitted requests have room for so many of the longest rows, where nothing was planned.
+_ROWS = 16
 
 _ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
@@ -36,3 +43,57 @@ def check_size(
                 f"planned for max_rows={limit[0]} and max_tokens={limit[1]}. Ask for less, or "
                 "open it with a larger EngineConfig."
             )
+
+
+def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a module in memory that an engine cannot place, or could not open."""
+    record = laid_out(model)
+    if record is not None and (record.mesh is not None or record.streamer is not None):
+        raise ConfigError(
+            f"the {type(model).__name__} is laid out over processes, or streamed, already. "
+            "Give the engine a plain model, or the directory it was saved in."
+        )
+    if options:
+        raise ConfigError(f"{', '.join(options)}: for models that are opened, not for modules.")
+    if config.stream_experts:
+        raise ConfigError(
+            "EngineConfig(stream_experts=True) reads experts from files: save the model, and "
+            "give the engine the directory."
+        )
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ConfigError(
+            f"the {type(model).__name__} is on meta and has no weights. Give the engine the "
+            "directory they are in, or load them."
+        )
+
+
+def total_tokens(model: nn.Module, config: EngineConfig, limit: tuple[int, int] | None) -> int:
+    """Return for how many tokens of submitted requests there is room.
+
+    Raises:
+        ConfigError: more was asked for than memory was planned for.
+    """
+    asked = config.requests.total_tokens
+    if limit is None:
+        return asked or _ROWS * config.tokens_of(model)
+    planned = limit[0] * limit[1]
+    if asked is not None and asked > planned:
+        raise ConfigError(
+            f"RequestsConfig: total_tokens={asked} is more than the {planned} that memory was "
+            f"planned for, max_rows={limit[0]} of max_tokens={limit[1]}. Give less, or raise these."
+        )
+    return asked or planned
+
+
+def check_asked(model: nn.Module, what: str, writes: bool) -> None:
+    """Raise `ConfigError` where a model cannot do what is asked of its engine."""
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"{what} is for models of bmforge, and this is a {type(model).__name__}: call "
+            "engine.model itself, or what its library has for it."
+        )
+    if writes and not model.traits.writes:
+        raise ConfigError(
+            f"{what} needs a model that writes text; a {type(model).__name__} with the "
+            f"head {model.config.head!r} does not."
+        )

@@ -17,6 +17,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Seq2SeqDecoder
 from bmforge.infer.generate import evaluating, run_decoder
 from bmforge.infer.options import GenerationConfig
+from bmforge.infer.sampling import find_repeats
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.tokenizers.cpm2 import EVATokenizer
 
@@ -181,19 +182,10 @@ class _NoRepeatDecoder(Seq2SeqDecoder):
         scores = super().run(tokens)
         for row, ids in enumerate(tokens.tolist()):
             self._written[row] += ids
-            scores[row, _find_repeats(self._written[row], self._ngram)] = -torch.inf
+            scores[row, find_repeats(self._written[row], self._ngram)] = -torch.inf
         return scores
 
     def reorder(self, rows: Tensor) -> None:
         """As in the base."""
         super().reorder(rows)
         self._written = [list(self._written[row]) for row in rows.tolist()]
-
-
-def _find_repeats(ids: Sequence[int], ngram: int) -> list[int]:
-    """Return the tokens that would make a stretch of `ngram` come again."""
-    if ngram == 0 or len(ids) < ngram:
-        return []
-    last = list(ids[len(ids) - ngram + 1 :])
-    starts = range(len(ids) - ngram + 1)
-    return [ids[i + ngram - 1] for i in starts if list(ids[i : i + ngram - 1]) == last]

@@ -33,7 +33,14 @@ _MAX_NEW_TOKENS, _NUM_BEAMS = 100, 3
 # Tokens of a row in the original's training.
 _WINDOW = 2048
 # Options that the answers' own ends and the documents' own number leave no room for.
-_FIXED = ("min_new_tokens", "num_return_sequences", "eos_token_id", "pad_token_id")
+_FIXED = (
+    "min_new_tokens",
+    "num_return_sequences",
+    "eos_token_id",
+    "pad_token_id",
+    "stop_strings",
+    "logprobs",
+)
 
 
 def fill_documents(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import penalize_repetition
@@ -21,6 +22,13 @@ __all__ = ["search_hypotheses"]
 
 # As much as makes no row but the first begin.
 _WORST = -1.0e9
+_UNKNOWN = (
+    "presence_penalty",
+    "frequency_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "logit_bias",
+)
 
 
 def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig) -> list[int]:
@@ -33,7 +41,13 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
 
     Shape:
         prompt: (1, T)
+
+    Raises:
+        ConfigError: an option that this search does not know.
     """
+    idle = config.given(*_UNKNOWN)
+    if idle:
+        raise ConfigError(f"{', '.join(idle)}: CPM-Ant's search has none of it. Set num_beams=1.")
     width, limit, length = config.num_beams, config.max_new_tokens, prompt.shape[1]
     running = torch.full((width,), _WORST, device=prompt.device)
     running[0] = 0.0

@@ -28,7 +28,7 @@ from bmforge.infer.options import GenerationConfig
 from bmforge.models.causal_lm import CausalLM
 from bmforge.tokenizers import CPM2Tokenizer, CPMBeeTokenizer
 
-__all__ = ["write_text"]
+__all__ = ["answer_document", "read_hidden", "read_span", "start_hidden", "write_text"]
 
 _CONTINUE = "往后写约100字"  # CPM-Bee's own words for it
 # What is not given, by the objective or the tokenizer of a family's traits.
@@ -57,7 +57,7 @@ def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
     """
     traits = model.traits
     if traits.objective == "documents":
-        return _answer_document(model, tokenizer, prompt, options)
+        return answer_document(model, tokenizer, prompt, options)
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
@@ -85,7 +85,7 @@ def _show(tokenizer: Any, ids: Sequence[int]) -> str:
     return tokenizer.decode_written([id for id in ids if id not in marks])
 
 
-def _answer_document(
+def answer_document(
     model: Any, tokenizer: CPMBeeTokenizer, prompt: str, options: dict[str, Any]
 ) -> str:
     """Fill the answer of a document that asks for the rest of a text."""
@@ -102,21 +102,34 @@ def _continue_hidden(
     model: CausalLM, tokenizer: Any, ids: Sequence[int], options: dict[str, Any]
 ) -> str:
     """Go on with a text as CPM-Ant does."""
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    start = torch.tensor([[*begin, *(id for id in ids if id != tokenizer.unk_id)]])
     config = complete_config(model, GenerationConfig(**options))
-    mask = torch.ones_like(start)
-    check_prompt(model, start, mask, config)
-    banned = [*config.eos_tokens, tokenizer.role_id("newline")]
     with evaluating(model), torch.no_grad():
-        start = start.to(next(model.parameters()).device)
-        longest = start.shape[1] + config.max_new_tokens
-        decoder = _TextDecoder(model, mask.to(start.device), longest, len(tokenizer), banned)
+        decoder, start = start_hidden(model, tokenizer, read_hidden(tokenizer, ids), config)
         if config.num_beams > 1:
             return _show(tokenizer, search_hypotheses(decoder, start, config))
         only_written = torch.full_like(start[:, 0], start.shape[1])
         out = run_decoder(decoder, start, only_written, config)
     return _show(tokenizer, out[0].tolist())
+
+
+def read_hidden(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """Return a text's ids as CPM-Ant reads them: its begin mark, and nothing it cannot spell."""
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return [*begin, *(id for id in ids if id != tokenizer.unk_id)]
+
+
+def start_hidden(
+    model: CausalLM, tokenizer: Any, ids: Sequence[int], config: GenerationConfig
+) -> tuple[Decoder, Tensor]:
+    """Return what goes on with a text as CPM-Ant does, and the tokens to begin with, (1, T)."""
+    start = torch.tensor([ids])
+    mask = torch.ones_like(start)
+    check_prompt(model, start, mask, config)
+    banned = [*config.eos_tokens, tokenizer.role_id("newline")]
+    start = start.to(next(model.parameters()).device)
+    longest = start.shape[1] + config.max_new_tokens
+    decoder = _TextDecoder(model, mask.to(start.device), longest, len(tokenizer), banned)
+    return decoder, start
 
 
 class _TextDecoder(Decoder):
@@ -156,12 +169,18 @@ def _write_span(
     model: Any, tokenizer: CPM2Tokenizer, ids: Sequence[int], options: dict[str, Any]
 ) -> str:
     """Write what stands at the end of a text: EVA's answer, or CPM-2's first cut-out span."""
-    blank, end = tokenizer.sentinel_id(0), tokenizer.role_id("sep")
-    if model.traits.objective == "dialogues" and end is not None:
-        source = join_history([ids], end, blank, len(ids) + 2)
-    else:
-        source = [*ids, blank]
-        # A span ends where the next one begins.
-        options["eos_token_id"] = (options["eos_token_id"], *tokenizer.sentinel_ids[1:2])
+    source, ends = read_span(model, tokenizer, ids)
+    options["eos_token_id"] = (options["eos_token_id"], *ends)
     out = generate(model, torch.tensor([source]), **options)[0, 1:].tolist()
     return _show(tokenizer, [id for id in out if id not in tokenizer.sentinel_ids[:2]])
+
+
+def read_span(
+    model: Any, tokenizer: CPM2Tokenizer, ids: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return what the encoder reads, and further ids that end an answer."""
+    blank, end = tokenizer.sentinel_id(0), tokenizer.role_id("sep")
+    if model.traits.objective == "dialogues" and end is not None:
+        return join_history([ids], end, blank, len(ids) + 2), []
+    # A span ends where the next one begins.
+    return [*ids, blank], tokenizer.sentinel_ids[1:2]

@@ -42,12 +42,14 @@ struct Run {
   const Past *own, *memory;  // of each layer
   const Mask* masks;
   const Bias* biases;
+  const Place* places;     // of each token, those of all rows
+  const int64_t* windows;  // by the number of a mask: how many keys a token sees; or null
   Mask memory_mask;
   Rope rope;
   float* x;       // (rows * tokens, hidden), what goes in and comes out
   uint8_t* room;  // of step_room_bytes
   // `stored` keys are in the caches already; `length` is that of the longest keys.
-  int64_t count, rows, tokens, hidden, stored, memory_length, length;
+  int64_t count, rows, tokens, hidden, stored, page_tokens, memory_length, length;
   int64_t widest, heads_width, keys_width, inner;  // of all layers
   int32_t threads;
 };
@@ -208,54 +210,67 @@ static void end_part(Thread& t, const Norm& norm, int place) {
   }
 }
 
-// Put new keys and values of a head where the cache keeps them.
+// Put a token's new keys and values of a head where the cache keeps them.
 template <typename E>
-static void keep_head(Thread& t, const AttentionPart& p, const Past& past, int64_t row,
-                      int64_t head) {
+static void keep(Thread& t, const AttentionPart& p, const Past& past, int64_t token, int64_t head) {
   const Run& r = t.run;
-  for (int64_t i = 0; i < r.tokens; i++) {
-    const int64_t from = ((row * r.tokens + i) * p.shared_heads + head) * p.width;
-    const int64_t to = row * past.row + head * past.head + (r.stored + i) * past.token;
-    float* key = t.room.key + from;
-    normalize(p.key_norm, key, p.width, key, t.room.vectors);
-    turn(r.rope, row, i, p.interleaved, key);
-    narrow_to(key, p.width, past.kind, (E*)past.keys + to);
-    narrow_to(t.room.value + from, p.width, past.kind, (E*)past.values + to);
-  }
+  const Place& place = r.places[token];
+  const int64_t page = place.position / r.page_tokens;
+  const int64_t to = place.pages[page] * past.row + head * past.head +
+                     (place.position - page * r.page_tokens) * past.token;
+  const int64_t from = (token * p.shared_heads + head) * p.width;
+  float* key = t.room.key + from;
+  normalize(p.key_norm, key, p.width, key, t.room.vectors);
+  turn(r.rope, token / r.tokens, token % r.tokens, p.interleaved, key);
+  narrow_to(key, p.width, past.kind, (E*)past.keys + to);
+  narrow_to(t.room.value + from, p.width, past.kind, (E*)past.values + to);
+}
+
+// Which keys a token may see: of its own sequence those before it, where no mask or bias is to say.
+static Stretch find_keys(const Run& r, const AttentionPart& p, const Past& past, int64_t token,
+                         bool hides, bool is_own) {
+  const Place& place = r.places[token];
+  Stretch s = {place.pages, r.page_tokens, past.row, past.token, 0, r.memory_length};
+  if (!is_own) return s;
+  s.last = hides ? place.position + 1 : r.stored + r.tokens;
+  const int64_t window = r.windows ? r.windows[p.mask] : 0;
+  if (window) s.first = std::max<int64_t>(0, place.position + 1 - window);
+  return s;
 }
 
 template <typename E>
-static void attend_head(Thread& t, const Layer& layer, const AttentionPart& p, const Past& past,
-                        int64_t row, int64_t head, bool is_own) {
+static void attend_token(Thread& t, const Layer& layer, const AttentionPart& p, const Past& past,
+                         int64_t token, int64_t head, bool is_own) {
   const Run& r = t.run;
   const Mask& mask = is_own ? r.masks[p.mask] : r.memory_mask;
   const Bias& bias = r.biases[is_own ? layer.bias : 0];  // the first one adds nothing
-  const int64_t group = p.heads / p.shared_heads;
-  const int64_t all = is_own ? r.stored + r.tokens : r.memory_length;
-  const int64_t at = row * past.row + head * past.head;
-  for (int64_t n = head * group; n < (head + 1) * group; n++)
-    for (int64_t i = 0; i < r.tokens; i++) {
-      float* query = t.room.query + ((row * r.tokens + i) * p.heads + n) * p.width;
-      normalize(p.query_norm, query, p.width, query, t.room.vectors);
-      if (is_own) turn(r.rope, row, i, p.interleaved, query);
-      const bool hides = is_own && p.causal && !mask.data && !bias.data;
-      const uint8_t* seen = mask.data ? mask.data + row * mask.row + i * mask.query : nullptr;
-      const float* added =
-          bias.data ? bias.data + row * bias.row + n * bias.head + i * bias.query : nullptr;
-      attend(query, (const E*)past.keys + at, (const E*)past.values + at, past, p.width,
-             hides ? r.stored + i + 1 : all, p.scale, seen, added, t.room.scores);
-    }
+  const int64_t group = p.heads / p.shared_heads, at = head * past.head;
+  const int64_t row = token / r.tokens, i = token % r.tokens;
+  const bool hides = is_own && p.causal && !mask.data && !bias.data;
+  const Stretch keys = find_keys(r, p, past, token, hides, is_own);
+  const uint8_t* seen = mask.data ? mask.data + row * mask.row + i * mask.query : nullptr;
+  for (int64_t n = head * group; n < (head + 1) * group; n++) {
+    float* query = t.room.query + (token * p.heads + n) * p.width;
+    normalize(p.query_norm, query, p.width, query, t.room.vectors);
+    if (is_own) turn(r.rope, row, i, p.interleaved, query);
+    const float* added =
+        bias.data ? bias.data + row * bias.row + n * bias.head + i * bias.query : nullptr;
+    attend(query, (const E*)past.keys + at, (const E*)past.values + at, keys, past.kind, p.width,
+           p.scale, seen, added, t.room.scores);
+  }
 }
 
 template <typename E>
 static void attend_heads(Thread& t, const Layer& layer, const AttentionPart& p, const Past& past,
                          bool is_own) {
-#pragma omp for schedule(dynamic) nowait
-  for (int64_t i = 0; i < t.run.rows * p.shared_heads; i++) {
-    const int64_t row = i / p.shared_heads, head = i % p.shared_heads;
-    if (is_own) keep_head<E>(t, p, past, row, head);
-    attend_head<E>(t, layer, p, past, row, head, is_own);
+  if (is_own) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < t.count * p.shared_heads; i++)
+      keep<E>(t, p, past, i % t.count, i / t.count);
   }
+#pragma omp for schedule(dynamic) nowait
+  for (int64_t i = 0; i < t.count * p.shared_heads; i++)
+    attend_token<E>(t, layer, p, past, i % t.count, i / t.count, is_own);
 }
 
 static void run_attention(Thread& t, const Layer& layer, const AttentionPart& p, const Past& past,

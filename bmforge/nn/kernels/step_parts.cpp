@@ -149,11 +149,35 @@ static void turn(const Rope& rope, int64_t row, int64_t token, bool interleaved,
   }
 }
 
-// Keys and values (rows, heads, tokens, width) of a kind; strides in elements, that of the width 1.
+// Keys and values (pages, heads, tokens, width) of a kind; strides in elements, that of the width 1.
+// A page has as many tokens as a run says: a row of a batch is a single page.
 struct Past {
   void *keys, *values;
   int64_t row, head, token, kind;
 };
+
+// Where a token is: the pages of its sequence, in order, and its number in it.
+struct Place {
+  const int32_t* pages;
+  int64_t position;
+};
+
+// Where the keys from `first` to before `last` of a sequence lie.
+struct Stretch {
+  const int32_t* pages;
+  int64_t page_tokens, page_stride, stride, first, last;
+};
+
+// f(where the first lies, its number, the number behind the last) for keys side by side.
+template <typename E, typename F>
+static inline void for_pages(const Stretch& s, const E* from, F f) {
+  for (int64_t j = s.first; j < s.last;) {
+    const int64_t page = j / s.page_tokens, begin = page * s.page_tokens;
+    const int64_t end = std::min(s.last, begin + s.page_tokens);
+    f(from + s.pages[page] * s.page_stride + (j - begin) * s.stride, j, end);
+    j = end;
+  }
+}
 
 // Bytes (rows or 1, queries or 1, keys), 1 where a query may look; no data lets all look.
 struct Mask {
@@ -212,41 +236,48 @@ static inline float dot(const float* x, const E* y, int64_t count, int64_t kind)
 
 // C times 16 columns of the weighed values.
 template <int C, typename E>
-static inline void mix_columns(const float* weights, const E* values, int64_t stride,
-                               int64_t count, float* out) {
+static inline void mix_columns(const float* weights, const E* values, const Stretch& s,
+                               float* out) {
   Floats total[C];
   for (int c = 0; c < C; c++) total[c] = floats(0.0f);
-  for (int64_t j = 0; j < count; j++, values += stride) {
-    const Floats weight = floats(weights[j]);
-    for (int c = 0; c < C; c++) total[c] = add(total[c], mul(weight, load(values + 16 * c)));
-  }
+  for_pages(s, values, [&](const E* value, int64_t j, int64_t end) {
+    for (; j < end; j++, value += s.stride) {
+      const Floats weight = floats(weights[j - s.first]);
+      for (int c = 0; c < C; c++) total[c] = add(total[c], mul(weight, load(value + 16 * c)));
+    }
+  });
   for (int c = 0; c < C; c++) store(out + 16 * c, total[c]);
 }
 
 // softmax(scores) times values, written over the query. A key that is not seen has no score.
 template <typename E>
-static void attend(float* query, const E* keys, const E* values, const Past& past, int64_t width,
-                   int64_t count, float scale, const uint8_t* seen, const float* bias,
+static void attend(float* query, const E* keys, const E* values, const Stretch& s, int64_t kind,
+                   int64_t width, float scale, const uint8_t* seen, const float* bias,
                    float* scores) {
-  const int64_t stride = past.token;
+  const int64_t count = s.last - s.first;
   float largest = -INFINITY;
-  for (int64_t j = 0; j < count; j++) {
-    scores[j] = -INFINITY;
-    if (seen && !seen[j]) continue;
-    scores[j] = dot(query, keys + j * stride, width, past.kind) * scale;
-    if (bias) scores[j] += bias[j];
-    largest = scores[j] > largest ? scores[j] : largest;
-  }
+  for_pages(s, keys, [&](const E* key, int64_t j, int64_t end) {
+    for (; j < end; j++, key += s.stride) {
+      float* score = scores + j - s.first;
+      *score = -INFINITY;
+      if (seen && !seen[j]) continue;
+      *score = dot(query, key, width, kind) * scale;
+      if (bias) *score += bias[j];
+      largest = *score > largest ? *score : largest;
+    }
+  });
   if (largest == -INFINITY) largest = 0.0f;
   for (int64_t j = 0; j < count; j++) scores[j] = exponential(scores[j] - largest);
   const float total = sum_of(count, [=](int64_t j) { return scores[j]; });
   int64_t h = 0;
-  for (; h + 64 <= width; h += 64) mix_columns<4>(scores, values + h, stride, count, query + h);
-  for (; h + 16 <= width; h += 16) mix_columns<1>(scores, values + h, stride, count, query + h);
+  for (; h + 64 <= width; h += 64) mix_columns<4>(scores, values + h, s, query + h);
+  for (; h + 16 <= width; h += 16) mix_columns<1>(scores, values + h, s, query + h);
   for (; h < width; h++) {
     float mixed = 0.0f;
-    for (int64_t j = 0; j < count; j++)
-      mixed += scores[j] * widen_one(values + j * stride, past.kind, h);
+    for_pages(s, values, [&](const E* value, int64_t j, int64_t end) {
+      for (; j < end; j++, value += s.stride)
+        mixed += scores[j - s.first] * widen_one(value, kind, h);
+    });
     query[h] = mixed;
   }
   const float share = total > 0 ? 1.0f / total : 0.0f;

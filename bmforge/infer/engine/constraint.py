@@ -1,0 +1,205 @@
+"""What an answer must be a case of: a JSON schema, a regular expression, choices, or a grammar.
+
+llguidance (extra ``constrain``) finds which tokens may come next. What it cannot keep to is refused
+before an answer begins, never dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.infer.engine.text_stream import token_data
+from bmforge.tokenizers import CPM2Tokenizer, FastTokenizer
+
+__all__ = ["Constraint", "Matcher", "Rules"]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A rule for a whole answer; make one by `json_schema`, `regex`, `choices` or `lark`.
+
+    Args:
+        kind: which of them.
+        source: the rule as text.
+    """
+
+    kind: Literal["json", "regex", "lark"]
+    source: str
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` where there is no rule."""
+        if not self.source:
+            raise ConfigError(f"Constraint: the {self.kind} rule is empty; give one.")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
+        """Return the rule that an answer is JSON which a schema allows; ``{}`` allows all JSON."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the JSON schema is no JSON: {error}.") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"the JSON schema is {text[:60]!r}; it must be an object.")
+        return cls("json", text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Return the rule that the whole answer matches a pattern (of Rust's regex crate)."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choices(cls, texts: Sequence[str]) -> Self:
+        """Return the rule that the answer is one of some texts."""
+        if isinstance(texts, str) or not texts or not all(texts):
+            raise ConfigError(f"choices={texts!r} must be at least one text, and no empty ones.")
+        return cls("lark", "start: " + " | ".join(map(json.dumps, texts)))
+
+    @classmethod
+    def lark(cls, grammar: str) -> Self:
+        """Return the rule of a grammar in Lark's form, which begins at ``start``."""
+        return cls("lark", grammar)
+
+
+class Rules:
+    """Opens constraints for one tokenizer.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: scores that the model gives.
+        ends: the end tokens, any of which may end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, tuple(ends)
+
+    def open(self, constraint: Constraint) -> Matcher:
+        """Return what follows an answer.
+
+        Raises:
+            ConfigError: the rule is wrong, or says what cannot be kept to.
+            MissingDependencyError: llguidance is not installed.
+        """
+        guide = _import()
+        grammar = _write_grammar(guide, constraint)
+        is_wrong, messages = guide.LLMatcher.validate_grammar_with_warnings(grammar, self._guided)
+        if is_wrong or messages:
+            raise ConfigError(f"the {constraint.kind} constraint: {' '.join(messages)[:500]}")
+        matcher = guide.LLMatcher(self._guided, grammar, log_level=0)
+        return Matcher(matcher, self._vocab_size)
+
+    @cached_property
+    def _guided(self) -> Any:
+        """The tokenizer as llguidance reads it."""
+        guide, tokenizer = _import(), self._tokenizer
+        # Where nothing ends a text, a token that no model writes stands for it.
+        ends = list(self._ends) or [self._vocab_size]
+        size = max(self._vocab_size, len(tokenizer), max(ends) + 1)
+        if isinstance(tokenizer, FastTokenizer):
+            return guide.LLTokenizer(tokenizer.definition, n_vocab=size, eos_token=ends)
+        if isinstance(tokenizer, CPM2Tokenizer) and tokenizer.implies_spaces:
+            raise ConfigError(
+                "this tokenizer leaves out spaces that its tokens imply, so that no rule can be "
+                "kept to token by token. Leave the constraint out."
+            )
+        plain = _Spelled(tokenizer, size, ends)
+        return guide.LLTokenizer(guide.TokenizerWrapper(plain), n_vocab=size, eos_token=ends)
+
+
+class Matcher:
+    """Follows one answer.
+
+    Args:
+        matcher: llguidance's.
+        vocab_size: scores that the model gives.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def copy(self) -> Matcher:
+        """Return what follows another answer, which begins as this one did."""
+        return Matcher(self._matcher.deep_copy(), self._vocab_size)
+
+    def allowed(self) -> Tensor | None:
+        """Return which tokens may come next, (V,); None where the answer is whole.
+
+        Raises:
+            ConfigError: the rule turned out to be too much for its limits.
+        """
+        if self._matcher.is_stopped():
+            self._check()
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size])
+        return mask.bool() if bool(mask.any()) else None
+
+    def take(self, token: int) -> None:
+        """Go on behind a token that was allowed."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConfigError(f"the constraint failed: {self._matcher.get_error()[:500]}")
+
+
+class _Spelled:
+    """A tokenizer that is not the ``tokenizers`` library's, as llguidance asks for one."""
+
+    def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_id
+        special = {*ends, *tokenizer.special_ids.values()} - {
+            tokenizer.role_id(role) for role in ("space", "newline")
+        }
+        named = {id: token for token, id in tokenizer.get_vocab().items()}
+        self.special_token_ids = sorted(id for id in special if id is not None)
+        self.tokens = [
+            f"<{id}>".encode() if id in special or id not in named else self._spell(named[id], id)
+            for id in range(size)
+        ]
+        unknown = [id for id in range(size) if id not in named and id not in special]
+        self.special_token_ids += unknown
+
+    def _spell(self, token: str, id: int) -> bytes:
+        return token_data(self._tokenizer, token, id)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "ignore")
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+
+def _import() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingDependencyError("llguidance", "constrain", "A constraint") from error
+    return llguidance
+
+
+def _write_grammar(guide: Any, constraint: Constraint) -> str:
+    """Return a rule as llguidance reads it."""
+    matcher = guide.LLMatcher
+    if constraint.kind == "regex":
+        return str(matcher.grammar_from_regex(constraint.source))
+    if constraint.kind == "lark":
+        return str(matcher.grammar_from_lark(constraint.source))
+    # Blanks as most models write them, and no others: some would never stop writing them.
+    form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    try:
+        return str(matcher.grammar_from_json_schema(constraint.source, overrides=form))
+    except ValueError as error:
+        raise ConfigError(f"the JSON schema: {error}") from error

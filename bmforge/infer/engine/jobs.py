@@ -1,0 +1,221 @@
+"""Requests that were taken: each with its answers, and those that share steps of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from bmforge.infer.engine.answers import Answer
+from bmforge.infer.engine.packed_step import PackedStep
+from bmforge.infer.engine.paged_cache import StepRow
+from bmforge.infer.engine.pages import Pages, pages_of
+from bmforge.infer.engine.prefix import PrefixKeys
+from bmforge.infer.engine.prompts import Ready
+from bmforge.infer.engine.request import FinishReason, Handle, RequestsConfig
+from bmforge.infer.engine.rows import Rows
+from bmforge.infer.engine.scheduler import Cut, Part, Scheduler, Sequence
+from bmforge.infer.engine.speculate import Lookup
+
+__all__ = ["Job", "PackedJobs"]
+
+
+class Job:
+    """A request on its way.
+
+    Args:
+        number: when it came.
+        ready: what is asked.
+        now_s: the time.
+
+    Attributes:
+        handle: what whoever asked has of it.
+        rows: what runs it, where it has rows of its own.
+        sequences: those that write its answers, where it runs with others.
+        is_running: it has begun.
+    """
+
+    def __init__(self, number: int, ready: Ready, now_s: float) -> None:
+        self.number, self.ready = number, ready
+        self.handle = Handle(len(ready.answers))
+        self.rows: Rows | None = None
+        self.sequences: dict[Sequence, Answer] = {}
+        self.is_running = False
+        deadline = ready.request.deadline_s
+        self._deadline_s = None if deadline is None else now_s + deadline
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.handle.done
+
+    def over(self, now_s: float) -> FinishReason | None:
+        """Return why it must end now, if it must."""
+        if self.handle.is_cancelled:
+            return "cancelled"
+        late = self._deadline_s is not None and now_s >= self._deadline_s
+        return "deadline" if late else None
+
+    def tell(self, finished: bool = False) -> None:
+        """Hand over what is new of every answer; of finished ones all that is left."""
+        for answer in self.ready.answers:
+            if finished and answer.finish_reason is None:
+                answer.end("length")
+            piece = None if answer.is_told else answer.piece()
+            if piece is None:
+                continue
+            answer.is_told = piece.finish_reason is not None
+            whole = answer.completion(len(self.ready.ids)) if answer.is_told else None
+            try:
+                self.handle.put(piece, whole)
+            except Exception as error:  # what watches the handle is not ours
+                self.handle.fail(error)
+
+    def end(self, reason: FinishReason) -> None:
+        """End every answer that goes on."""
+        if self.rows is not None:
+            self.rows.stop()
+        for answer in self.ready.answers:
+            answer.end(reason)
+        self.tell()
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error."""
+        if self.rows is not None:
+            self.rows.stop()
+        self.handle.fail(error)
+
+
+class PackedJobs:
+    """Requests whose tokens share the steps of a model.
+
+    Args:
+        model: what answers.
+        config: how many at once.
+        total_tokens: keys and values there is room for.
+
+    Attributes:
+        jobs: those that are not done.
+        pages: of keys and values.
+    """
+
+    def __init__(self, model: Any, config: RequestsConfig, total_tokens: int) -> None:
+        self._model, self._config = model, config
+        self.pages = Pages(pages_of(total_tokens))
+        self.jobs: list[Job] = []
+        self._step: PackedStep | None = None
+        self._scheduler = Scheduler(self.pages, config.max_running, config.step_tokens)
+
+    @property
+    def running(self) -> int:
+        """Answers that have pages."""
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Answers that wait for them."""
+        return len(self._scheduler.waiting)
+
+    def check(self, tokens: int) -> None:
+        """Raise `ConfigError` where so many tokens could never run."""
+        self._scheduler.check(tokens)
+
+    def add(self, job: Job) -> None:
+        """Take a job."""
+        ready = job.ready
+        keys = PrefixKeys(repr(self._model.config), ready.request.salt)
+        longest = len(ready.ids) + ready.config.max_new_tokens
+        lookup = Lookup() if self._config.speculates else None
+        sequence = Sequence((job.number, 0), list(ready.ids), keys, longest, lookup)
+        job.sequences[sequence] = ready.answers[0]
+        self._scheduler.add(sequence)
+        self.jobs.append(job)
+
+    def remove(self, job: Job) -> None:
+        """Give back what a job has; nothing where it is none of these."""
+        if job in self.jobs:
+            self.jobs.remove(job)
+            for sequence in job.sequences:
+                self._scheduler.remove(sequence)
+            job.sequences.clear()
+
+    def release(self) -> None:
+        """Give back the memory of pages, and with it every prefix, where no job needs it."""
+        if not self.jobs:
+            self._step = None
+            self.pages.forget()
+
+    def step(self) -> None:
+        """Run the model once for all; answers go on, or end."""
+        if not self.jobs:
+            return
+        if self._step is None:
+            self._step = PackedStep(self._model, self.pages.count)
+        cut = self._step.cut()
+        shares = cut.shares and self._config.keeps_prefixes
+        self._scheduler.cut = Cut(cut.unit, shares)
+        parts = self._scheduler.plan()
+        for source, target in self._scheduler.copies:
+            self._step.cache.copy_page(source, target)
+        owners = {sequence: job for job in self.jobs for sequence in job.sequences}
+        jobs = [owners[part.sequence] for part in parts]
+        try:
+            found = self._compute(self._step, parts)
+        except Exception as error:
+            for job in dict.fromkeys(jobs):
+                self._fail(job, error)
+            return
+        for job, part, scores in zip(jobs, parts, found, strict=True):
+            if job in self.jobs:
+                self._go_on(job, part, scores)
+        for job in dict.fromkeys(jobs):
+            job.is_running = True
+            job.tell()
+            if job.is_done:
+                self.remove(job)
+
+    def _compute(self, step: PackedStep, parts: list[Part]) -> list[Tensor]:
+        rows = [StepRow(part.sequence.pages, part.start, part.end) for part in parts]
+        wanted = [1 + len(part.guessed) if part.is_last else 0 for part in parts]
+        return step.run(rows, [part.tokens for part in parts], wanted)
+
+    def _go_on(self, job: Job, part: Part, scores: Tensor) -> None:
+        """Let answers choose a token each by the scores behind a part of their sequence."""
+        if not part.is_last:
+            self._scheduler.finish(part)
+            return
+        try:
+            self._choose(job, part, scores)
+        except Exception as error:
+            self._fail(job, error)
+            return
+        for one in [s for s, answer in job.sequences.items() if answer.finish_reason is not None]:
+            del job.sequences[one]
+            self._scheduler.remove(one)
+
+    def _choose(self, job: Job, part: Part, scores: Tensor) -> None:
+        """Choose the next tokens of a sequence; behind a prompt one for every answer."""
+        sequence, answers = part.sequence, job.ready.answers
+        answer = job.sequences[sequence]
+        for number, row in enumerate(scores):
+            token = answer.choose(row)
+            sequence.tokens.append(0 if token is None else token)
+            is_right = number < len(part.guessed) and token == part.guessed[number]
+            if not is_right or answer.finish_reason is not None:
+                break
+        self._scheduler.finish(part)
+        if sequence.lookup is not None and part.guessed:
+            sequence.lookup.learn(len(sequence.tokens), len(part.guessed), number)
+        answer.cached = sequence.cached or 0
+        is_first = len(sequence.tokens) == sequence.prompt_length + 1 and answer.index == 0
+        for other in answers[1:] if is_first else ():
+            own = other.choose(scores[0])
+            other.cached = answer.cached
+            if other.finish_reason is None and own is not None:
+                twin = self._scheduler.fork(sequence, (job.number, other.index))
+                twin.tokens[-1] = own
+                job.sequences[twin] = other
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self.remove(job)
+        job.fail(error)

@@ -1,0 +1,331 @@
+"""What the native step is told of one call of a model: tokens, masks, positions, keys and values.
+
+`Call` is of rows that are as long as each other, in a `KVCache`; `PackedCall` of tokens of several
+sequences in one row, each with its pages in a `PagedCache`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bmforge.infer.cache import KVCache
+from bmforge.infer.engine.paged_cache import PAGE_TOKENS, PagedCache, StepRow
+from bmforge.nn.product_kernels import PLAIN_KINDS
+
+__all__ = ["Call", "PackedCall", "Segment"]
+
+# A row of a batch is one page.
+_WHOLE_ROW = 1 << 40
+
+
+class _Past(ctypes.Structure):
+    """`Past` of step_parts.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("row", "head", "token", "kind")),
+    ]
+
+
+class _Place(ctypes.Structure):
+    _fields_ = [("pages", ctypes.c_void_p), ("position", ctypes.c_int64)]
+
+
+class _Mask(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("row", ctypes.c_int64), ("query", ctypes.c_int64)]
+
+
+class _Bias(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row", "head", "query")),
+    ]
+
+
+class _Rope(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("row", "width")),
+    ]
+
+
+class _Run(ctypes.Structure):
+    """`Run` of step.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("layers", "own", "memory", "masks", "biases")),
+        *((name, ctypes.c_void_p) for name in ("places", "windows")),
+        ("memory_mask", _Mask),
+        ("rope", _Rope),
+        *((name, ctypes.c_void_p) for name in ("x", "room")),
+        *((name, ctypes.c_int64) for name in ("count", "rows", "tokens", "hidden", "stored")),
+        *((name, ctypes.c_int64) for name in ("page_tokens", "memory_length", "length")),
+        *((name, ctypes.c_int64) for name in ("widest", "heads_width", "keys_width", "inner")),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+class Segment(Protocol):
+    """Blocks that are described, as `native_step` has them."""
+
+    blocks: list[Any]
+    layers: Any
+    sizes: dict[str, int]
+    hidden: set[int]
+    narrowest: int
+
+
+class _AnyCall:
+    """What calls of both kinds have in common."""
+
+    def __init__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
+        self._rows, self._tokens, self._hidden = x.shape
+        self._kept: list[Any] = []  # what the pointers point to
+        self._rope = self._positions(rope)
+
+    def fits(self, segment: Segment) -> bool:
+        """Tell whether blocks have the width of what goes in, and heads are wide enough to turn."""
+        wide = self._rope.width <= (segment.narrowest or 1 << 30)
+        return wide and not segment.hidden - {self._hidden}
+
+    def _mask(self, mask: Tensor | None) -> _Mask:
+        if mask is None:
+            return _Mask()
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        self._kept.append(mask)
+        return _Mask(mask.data_ptr(), *(_stride(mask, dim) for dim in (0, 2)))
+
+    def _bias(self, bias: Tensor) -> _Bias:
+        bias = bias.float()
+        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+        self._kept.append(bias)
+        return _Bias(bias.data_ptr(), *(_stride(bias, dim) for dim in (0, 1, 2)))
+
+    def _positions(self, table: tuple[Tensor, Tensor] | None) -> _Rope:
+        if table is None:
+            return _Rope()
+        cos, sin = (part.float().contiguous() for part in table)
+        self._kept += [cos, sin]
+        return _Rope(cos.data_ptr(), sin.data_ptr(), _stride(cos, 0), cos.shape[-1])
+
+    def _place(self, pages: Iterable[tuple[Tensor, int]]) -> Any:
+        """Keep a place for every token: the pages of its sequence, int32, and its number."""
+        found = list(pages)
+        self._kept += [tensor for tensor, _ in found]
+        places = (_Place * len(found))(
+            *(_Place(tensor.data_ptr(), position) for tensor, position in found)
+        )
+        self._kept.append(places)
+        return places
+
+    def _make(
+        self, segment: Segment, x: Tensor, parts: Sequence[Any], masks: Sequence[Any], **more: Any
+    ) -> _Run:
+        """Return the description of a run; parts are own and remembered keys, places, windows."""
+        own, memory, places, windows = parts
+        masks_and_biases = (ctypes.addressof(part) for part in masks)
+        self._kept += [own, memory, places, windows]
+        sizes = segment.sizes
+        return _Run(
+            layers=ctypes.addressof(segment.layers),
+            own=ctypes.addressof(own),
+            memory=ctypes.addressof(memory),
+            masks=next(masks_and_biases),
+            biases=next(masks_and_biases),
+            places=ctypes.addressof(places),
+            windows=None if windows is None else ctypes.addressof(windows),
+            rope=self._rope,
+            x=x.data_ptr(),
+            count=len(segment.blocks),
+            rows=self._rows,
+            tokens=self._tokens,
+            hidden=self._hidden,
+            widest=max(self._hidden, sizes["heads_width"], sizes["inner"]),
+            threads=torch.get_num_threads(),
+            **sizes,
+            **more,
+        )
+
+
+class Call(_AnyCall):
+    """One call with a `KVCache`.
+
+    Args:
+        x: what goes into the first block, (B, T, D).
+        masks: window -> mask.
+        biases: number of heads -> bias.
+        inputs: further arguments of the blocks; the cache among them.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        masks: Mapping[int | None, Tensor | None],
+        biases: Mapping[int, Tensor],
+        inputs: Mapping[str, Any],
+    ) -> None:
+        super().__init__(x, inputs.get("rope"))
+        self._cache: KVCache = inputs["cache"]
+        self._stored = self._cache.stored
+        self._windows = {window: number for number, window in enumerate(masks)}
+        self._masks = (_Mask * len(masks))(*(self._mask(mask) for mask in masks.values()))
+        self._heads = {heads: number for number, heads in enumerate(biases, 1)}
+        self._biases = (_Bias * (1 + len(biases)))(
+            _Bias(), *(self._bias(bias) for bias in biases.values())
+        )
+        self._memory_mask = self._mask(inputs.get("memory_mask"))
+        rows = torch.arange(self._rows, dtype=torch.int32)
+        new = range(self._stored, self._stored + self._tokens)
+        self._places = self._place((rows[row:], n) for row in range(self._rows) for n in new)
+
+    def takes(self, segment: Segment) -> bool:
+        """Tell whether the cache holds what blocks need, and there is room for the new tokens."""
+        if not self.fits(segment):
+            return False
+        for block, layer in zip(segment.blocks, segment.layers or (), strict=True):
+            if layer.attn.exists:
+                held = self._cache.held(block.attn.layer_index)
+                shape = self._rows, layer.attn.shared_heads, layer.attn.width
+                if held is None or not _fits(held, shape, self._stored + self._tokens):
+                    return False
+                if block.attn.window not in self._windows:
+                    return False
+            if layer.cross.exists:
+                pair = self._cache.remembered(block.cross_attn.layer_index)
+                shape = self._rows, layer.cross.shared_heads, layer.cross.width
+                if pair is None or not _fits(pair, shape, 1):
+                    return False
+        return True
+
+    def describe(self, segment: Segment, x: Tensor) -> _Run:
+        """Return the description of a segment's run; x is changed in place."""
+        count = len(segment.blocks)
+        own, memory = (_Past * count)(), (_Past * count)()
+        length = self._stored + self._tokens
+        memory_length = 0
+        for number, block in enumerate(segment.blocks):
+            layer = segment.layers[number]
+            if layer.attn.exists:
+                layer.attn.mask = self._windows[block.attn.window]
+                layer.bias = self._heads.get(layer.attn.heads, 0)
+                own[number] = _past(self._cache.held(block.attn.layer_index))
+            if layer.cross.exists:
+                pair = self._cache.remembered(block.cross_attn.layer_index)
+                memory[number], memory_length = _past(pair), pair[0].shape[2]  # type: ignore[index]
+        return self._make(
+            segment,
+            x,
+            (own, memory, self._places, None),
+            (self._masks, self._biases),
+            memory_mask=self._memory_mask,
+            stored=self._stored,
+            page_tokens=_WHOLE_ROW,
+            memory_length=memory_length,
+            length=max(length, memory_length),
+        )
+
+    def finish(self) -> None:
+        """Count the new tokens."""
+        if self._cache.stored == self._stored:
+            self._cache.skip(self._tokens)
+
+
+class PackedCall(_AnyCall):
+    """One call with a `PagedCache`.
+
+    Args:
+        x: what goes into the first block, (1, T, D): the tokens of all rows, one after the other.
+        cache: which has pages for them.
+        rows: where they belong.
+        rope: cos and sin of each.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        cache: PagedCache,
+        rows: Sequence[StepRow],
+        rope: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        super().__init__(x, rope)
+        self._cache = cache
+        self._length = max(row.end for row in rows)
+        tables = [torch.tensor(row.pages, dtype=torch.int32) for row in rows]
+        self._places = self._place(
+            (table, n)
+            for row, table in zip(rows, tables, strict=True)
+            for n in range(row.start, row.end)
+        )
+        self._masks, self._biases = (_Mask * 1)(), (_Bias * 1)()
+
+    def takes(self, segment: Segment) -> bool:
+        """Tell whether blocks look at nothing but their own tokens, and there is memory for them.
+
+        It is taken where there is none.
+        """
+        if not self.fits(segment):
+            return False
+        for block, layer in zip(segment.blocks, segment.layers or (), strict=True):
+            if layer.cross.exists:
+                return False
+            if layer.attn.exists:
+                if not layer.attn.causal:
+                    return False
+                heads, width = layer.attn.shared_heads, layer.attn.width
+                held = self._cache.hold(block.attn.layer_index, heads, width)
+                if not _fits(held, (held[0].shape[0], heads, width), PAGE_TOKENS):
+                    return False
+        return True
+
+    def describe(self, segment: Segment, x: Tensor) -> _Run:
+        """Return the description of a segment's run; x is changed in place."""
+        count = len(segment.blocks)
+        own, memory = (_Past * count)(), (_Past * count)()
+        numbers: dict[int | None, int] = {}
+        for number, block in enumerate(segment.blocks):
+            layer = segment.layers[number]
+            if layer.attn.exists:
+                layer.attn.mask = numbers.setdefault(block.attn.window, len(numbers))
+                layer.bias = 0
+                own[number] = _past(self._cache.held(block.attn.layer_index))
+        windows = (ctypes.c_int64 * max(1, len(numbers)))(*(window or 0 for window in numbers))
+        masks = (_Mask * max(1, len(numbers)))()
+        self._kept.append(masks)
+        return self._make(
+            segment,
+            x,
+            (own, memory, self._places, windows),
+            (masks, self._biases),
+            page_tokens=PAGE_TOKENS,
+            length=self._length,
+        )
+
+
+def _stride(tensor: Tensor, dim: int) -> int:
+    return tensor.stride(dim) if tensor.shape[dim] > 1 else 0
+
+
+def _fits(pair: tuple[Tensor, Tensor], shape: tuple[int, int, int], tokens: int) -> bool:
+    """Tell whether keys and values are of these rows, heads and width, and have so many places."""
+    return all(
+        (part.shape[0], part.shape[1], part.shape[3]) == shape
+        and part.shape[2] >= tokens
+        and type(part) is Tensor
+        and part.is_cpu
+        and part.dtype in PLAIN_KINDS
+        and part.stride() == pair[0].stride()
+        and part.dtype == pair[0].dtype
+        and part.stride(3) == 1
+        for part in pair
+    )
+
+
+def _past(pair: Any) -> _Past:
+    keys, values = pair
+    kind = PLAIN_KINDS[keys.dtype]
+    return _Past(keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], kind)

@@ -1,0 +1,157 @@
+"""One step of a model for tokens of many sequences, all in one row.
+
+Which numbers come out must not depend on what else is in the step. The native step sees to that
+for every token; so does what stands around the blocks, as it runs in one order (products of our
+own) or one token at a time (norms). Where blocks run through torch, whose products have other bits
+for other numbers of rows, each sequence is computed alone, in stretches that never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.infer.engine.native_step import NativeStep
+from bmforge.infer.engine.paged_cache import PagedCache, StepRow
+from bmforge.infer.engine.pages import PAGE_TOKENS
+from bmforge.infer.engine.scheduler import Cut
+from bmforge.models.causal_lm import CausalLM
+from bmforge.models.stack import run_layers
+from bmforge.nn import LMHead, rope_table
+from bmforge.nn.part import beside_parts
+from bmforge.nn.product_kernels import PLAIN_KINDS
+from bmforge.nn.products import load_kernels
+from bmforge.nn.quantized import QuantizedHead
+from bmforge.records import laid_out
+
+__all__ = ["PackedStep", "can_pack"]
+
+# What torch computes for one sequence at once, where the native step cannot.
+_STRETCH = 4 * PAGE_TOKENS
+_WHOLE = 1 << 40
+# Kinds of rotary positions that turn all tokens by the longest position among them.
+_BY_LONGEST = ("dynamic", "longrope")
+# Products with activations as they are have the same bits for up to so many tokens.
+_FEW_TOKENS = 16
+
+
+def can_pack(model: Any) -> bool:
+    """Tell whether a model's sequences can stand in one row: they are told apart by attention."""
+    plain = isinstance(model, CausalLM) and model.traits.writes
+    if not plain or model.traits.reads != "left" or model.traits.objective != "next token":
+        return False
+    return model.traits.positions in ("learned", "rotary")
+
+
+class PackedStep:
+    """Runs a model for the rows of a step.
+
+    Where weights come from elsewhere for every pass, or an accelerator wants many rows, sequences
+    share torch's passes too: there numbers are the same to rounding.
+
+    Args:
+        model: which `can_pack` takes.
+        total_pages: of keys and values.
+    """
+
+    def __init__(self, model: Any, total_pages: int) -> None:
+        self.model = model
+        self._native = NativeStep()
+        weight = next(model.parameters())
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.cache = PagedCache(total_pages, dtype, weight.device)
+        streamer = getattr(laid_out(model), "streamer", None)
+        self._shares_passes = streamer is not None or not weight.is_cpu
+        self._is_together = False
+
+    def cut(self) -> Cut:
+        """Return how sequences may be divided, as the model is now; `run` keeps to it."""
+        rope = self.model.spec.rope
+        by_longest = rope is not None and rope.kind in _BY_LONGEST
+        can_share = self._native.knows(self.model.layers) or self._shares_passes
+        self._is_together = can_share and not by_longest
+        if by_longest:
+            return Cut(_WHOLE, shares=False)
+        return Cut() if self._is_together else Cut(_STRETCH)
+
+    @torch.no_grad()
+    def run(
+        self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> list[Tensor]:
+        """Compute tokens of sequences; return the scores of what comes behind some of them.
+
+        Args:
+            rows: where the tokens belong.
+            tokens: of each row.
+            wanted: of how many tokens of each row, the last ones, scores are returned.
+
+        Shape:
+            returns (wanted, V) of each row, in fp32
+        """
+        if self._is_together:
+            return self._run_together(rows, tokens, wanted)
+        found = []
+        for one in zip(rows, tokens, wanted, strict=True):
+            found += self._run_together(*([part] for part in one))
+        return found
+
+    def _run_together(
+        self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> list[Tensor]:
+        model, device = self.model, self.cache.device
+        ids = torch.tensor([[id for row in tokens for id in row]], device=device)
+        positions = torch.tensor([[n for r in rows for n in range(r.start, r.end)]], device=device)
+        x = self._enter(ids, positions)
+        rope = model.spec.rope
+        table = None if rope is None else rope_table(rope, positions, x.dtype)
+        out = self._native.run_packed(model.layers, x, self.cache, rows, table)
+        if out is None:
+            self.cache.rows = rows
+            masks: dict[int | None, Tensor | None] = dict.fromkeys(self._windows())
+            out = run_layers(model.layers, x, masks, False, rope=table, cache=self.cache)[0]
+        ends = [sum(row.length for row in rows[: n + 1]) for n in range(len(rows))]
+        places = [
+            place
+            for end, count in zip(ends, wanted, strict=True)
+            for place in range(end - count, end)
+        ]
+        return list(self._score(out[0, places]).split(list(wanted)))
+
+    def _windows(self) -> set[int | None]:
+        found = (layer.attn for layer in self.model.layers.values())
+        return {attn.window for attn in found if attn is not None}
+
+    def _enter(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return what goes into the first block; a projection there sees one token at a time."""
+        if not self.model.spec.embed_size:
+            return self.model.enter(ids, positions)
+        pairs = zip(ids.split(1, 1), positions.split(1, 1), strict=True)
+        return torch.cat([self.model.enter(*pair) for pair in pairs], 1)
+
+    def _score(self, x: Tensor) -> Tensor:
+        """Return scores of states behind the last block: (M, D) -> (M, V) in fp32."""
+        if not len(x):
+            return x.new_empty(0, self.model.lm_head.out_features, dtype=torch.float32)
+        left = torch.cat([self.model.leave(one[None, None]) for one in x], 1)[0]
+        return _score_rows(self.model.lm_head, left).float()
+
+
+def _score_rows(head: LMHead, x: Tensor) -> Tensor:
+    """Return what a head makes of states, each with the bits it has alone.
+
+    Shape:
+        x: (M, D) -> (M, V)
+    """
+    if any(True for _ in beside_parts(head)) or head.vocab is not None or head._forward_hooks:
+        return torch.cat([head(one[None]) for one in x])
+    if type(head) is QuantizedHead:
+        return torch.cat([head(some) for some in x.split(_FEW_TOKENS)])
+    weight, kernels = head.weight, load_kernels()
+    plain = type(head) is LMHead and type(weight) is torch.nn.Parameter and x.is_cpu
+    if kernels is None or not plain or weight.dtype not in PLAIN_KINDS or not x.is_cpu:
+        return torch.cat([head(one[None]) for one in x])
+    out = kernels.multiply_rows(x.float().contiguous(), weight.contiguous())
+    return (out if head.bias is None else out + head.bias.float()).to(x.dtype)

@@ -1,0 +1,192 @@
+"""A request made ready: ids as its family reads them, options filled in, all that is wrong said."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bmforge.errors import ConfigError
+from bmforge.infer.engine.answers import Answer, Vocabulary
+from bmforge.infer.engine.constraint import Rules
+from bmforge.infer.engine.packed_step import can_pack
+from bmforge.infer.engine.request import Request
+from bmforge.infer.generate import check_prompt, complete_config
+from bmforge.infer.openbmb.texts import read_hidden, read_span
+from bmforge.infer.options import GenerationConfig
+from bmforge.tokenizers import CPM2Tokenizer
+
+__all__ = ["Reader", "Ready"]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A request as it runs.
+
+    Args:
+        request: as it came.
+        ids: of the prompt, or of what an encoder reads; none of a document.
+        config: with end tokens and seed.
+        answers: fresh ones.
+        is_packed: it runs in one row with others.
+    """
+
+    request: Request
+    ids: tuple[int, ...]
+    config: GenerationConfig
+    answers: tuple[Answer, ...]
+    is_packed: bool
+
+
+class Reader:
+    """Makes requests ready for one model.
+
+    Args:
+        model: what answers.
+        tokenizer: its own; None where there is none.
+        limit: rows and tokens that memory was planned for; None where it was not.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, limit: tuple[int, int] | None) -> None:
+        self._model, self._tokenizer, self._limit = model, tokenizer, limit
+        self._vocabulary = Vocabulary(tokenizer)
+        self._can_pack = can_pack(model)
+        self._rules: dict[tuple[int, ...], Rules] = {}
+
+    def read(self, request: Request) -> Ready:
+        """Return a request made ready.
+
+        Raises:
+            ConfigError: anything that does not fit the model, the engine or each other.
+            ShapeError: ids outside of the vocabulary.
+        """
+        model, options = self._model, request.options
+        config = complete_config(model, self._with_ends(options), tells=True)
+        if config.seed is None and config.do_sample:
+            config = config.replace(seed=secrets.randbits(63))
+        self._check(request, config)
+        is_document = model.traits.objective == "documents"
+        ids, hidden = (), ()
+        if not is_document:
+            ids, config, hidden = self._read_prompt(request.prompt, config)
+            row = torch.tensor([ids])
+            check_prompt(model, row, torch.ones_like(row), config)
+        is_packed = self._can_pack and config.num_beams == 1
+        self._check_size(len(ids), config, is_packed)
+        answers = self._answers(request, config, ids, hidden)
+        return Ready(request, tuple(ids), config, answers, is_packed)
+
+    def _with_ends(self, options: GenerationConfig) -> GenerationConfig:
+        """Add the tokenizer's end token to the model's where none is named."""
+        end = None if self._tokenizer is None else self._tokenizer.eos_id
+        if options.eos_token_id is not None or end is None:
+            return options
+        known = complete_config(self._model, options.replace(min_new_tokens=0), tells=True)
+        return options.replace(eos_token_id=tuple(dict.fromkeys((end, *known.eos_tokens))))
+
+    def _read_prompt(
+        self, prompt: str | Sequence[int], config: GenerationConfig
+    ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
+        """Return ids, the config with further end tokens, and ids that stand for no text."""
+        model, tokenizer = self._model, self._tokenizer
+        if not isinstance(prompt, str):
+            ids = tuple(prompt)
+            if not ids or not all(isinstance(id, int) for id in ids):
+                raise ConfigError(f"prompt={str(prompt)[:60]} must be a text, or at least one id.")
+            return ids, config, ()
+        if tokenizer is None:
+            raise ConfigError("a text needs a tokenizer: give ids, or Engine(model, tokenizer=...)")
+        ids = tuple(tokenizer.encode(prompt))
+        if not ids:
+            raise ConfigError("the prompt is empty; give a text.")
+        marks = [tokenizer.bos_id, tokenizer.pad_id]
+        hidden = [id for id in marks if id is not None]
+        if model.traits.objective == "hidden tokens":
+            return tuple(read_hidden(tokenizer, ids)), config, hidden
+        if isinstance(tokenizer, CPM2Tokenizer) and model.traits.reads == "apart":
+            source, ends = read_span(model, tokenizer, ids)
+            more = tuple(dict.fromkeys((*config.eos_tokens, *ends)))
+            return (
+                tuple(source),
+                replace(config, eos_token_id=more),
+                [
+                    *hidden,
+                    *tokenizer.sentinel_ids[:2],
+                ],
+            )
+        return ids, config, hidden
+
+    def _check(self, request: Request, config: GenerationConfig) -> None:
+        """Raise `ConfigError` for what contradicts each other."""
+        is_document = self._model.traits.objective == "documents"
+        has_beams = config.num_beams > 1
+        told = request.constraint is not None or config.logprobs is not None
+        if (has_beams or is_document) and (told or config.stop_strings):
+            what = "documents, which CPM-Bee fills" if is_document else "beams"
+            raise ConfigError(
+                f"a constraint, stop strings and logprobs are for answers that are written token "
+                f"by token, and {what}, are not. Leave them out, or set num_beams=1."
+            )
+        if request.constraint is not None and config.min_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens={config.min_new_tokens} and a constraint exclude each other: the "
+                "rule says where an answer may end."
+            )
+        searches = has_beams and self._model.traits.objective == "hidden tokens"
+        if (is_document or searches) and config.num_return_sequences > 1:
+            raise ConfigError(
+                f"num_return_sequences={config.num_return_sequences}: this search gives one. "
+                "Ask again for another one."
+            )
+        if is_document and not isinstance(request.prompt, str):
+            raise ConfigError("a CPM-Bee reads documents: give a text, not ids.")
+        if config.stop_strings and self._tokenizer is None:
+            raise ConfigError("stop_strings need a tokenizer: Engine(model, tokenizer=...).")
+
+    def _check_size(self, tokens: int, config: GenerationConfig, is_packed: bool) -> None:
+        """Raise `ConfigError` for more than memory was planned for."""
+        if self._limit is None:
+            return
+        if not is_packed and self._can_pack:
+            raise ConfigError(
+                f"num_beams={config.num_beams}: within a budget, requests beside each other have "
+                "no beams. Call engine.generate, or leave the beams out."
+            )
+        rows = config.num_beams if config.num_beams > 1 else config.num_return_sequences
+        longest = tokens + config.max_new_tokens
+        if (not is_packed and rows > self._limit[0]) or longest > self._limit[1]:
+            raise ConfigError(
+                f"the request needs {rows} rows of {longest} tokens, and memory was planned for "
+                f"max_rows={self._limit[0]} and max_tokens={self._limit[1]}. Ask for less, or open "
+                "the engine with a larger EngineConfig."
+            )
+
+    def _answers(
+        self, request: Request, config: GenerationConfig, ids: Sequence[int], hidden: Sequence[int]
+    ) -> tuple[Answer, ...]:
+        """Return what is to be written; what a penalty counts begins as in `generate`."""
+        matcher = None
+        if request.constraint is not None:
+            if self._tokenizer is None:
+                raise ConfigError("a constraint needs a tokenizer: Engine(model, tokenizer=...).")
+            ends = config.eos_tokens
+            if ends not in self._rules:
+                self._rules[ends] = Rules(self._tokenizer, self._model.config.vocab_size, ends)
+            matcher = self._rules[ends].open(request.constraint)
+        known: Sequence[int] = ids
+        if self._model.traits.reads == "apart":
+            known = (self._model.config.decoder_start_token_id,)
+        return tuple(
+            Answer(
+                index,
+                config,
+                known,
+                self._vocabulary,
+                hidden,
+                None if matcher is None else matcher.copy(),
+            )
+            for index in range(config.num_return_sequences)
+        )

@@ -1,0 +1,246 @@
+"""Many requests at once: one thread that divides the model's steps among them.
+
+Any thread hands requests in; the engine's thread alone runs the model, and looks between two steps
+who has gone, whose time is over, and what else is to be done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
+
+from bmforge.errors import BmforgeError, ConfigError, DataError
+from bmforge.infer.engine.budget import EngineConfig
+from bmforge.infer.engine.jobs import Job, PackedJobs
+from bmforge.infer.engine.limit import total_tokens
+from bmforge.infer.engine.prompts import Reader
+from bmforge.infer.engine.request import Handle, Request, RequestsConfig, RequestsStatus
+from bmforge.infer.engine.rows import Rows
+from bmforge.logging import get_logger
+
+__all__ = ["Requests", "open_requests"]
+
+
+def open_requests(
+    model: Any,
+    open_tokenizer: Callable[[], Any] | None,
+    config: EngineConfig,
+    *,
+    is_limited: bool,
+    turn: Callable[[], AbstractContextManager[Any]],
+) -> Requests:
+    """Return what runs requests for a model.
+
+    Args:
+        model: what answers.
+        open_tokenizer: returns its tokenizer; None where there can be none.
+        config: what the engine is planned for.
+        is_limited: it has a budget.
+        turn: has the model for itself.
+    """
+    try:
+        tokenizer = None if open_tokenizer is None else open_tokenizer()
+    except DataError:  # ids are answered without one
+        tokenizer = None
+    limit = (config.max_rows, config.tokens_of(model)) if is_limited else None
+    total = total_tokens(model, config, limit)
+    reader = Reader(model, tokenizer, limit)
+    return Requests(model, reader, tokenizer, config.requests, total, turn)
+
+
+class Requests:
+    """Takes requests for a model and runs them.
+
+    Args:
+        model: what answers.
+        reader: makes requests ready.
+        tokenizer: the model's; None where there is none.
+        config: how many at once.
+        total_tokens: keys and values there is room for.
+        turn: has the model for itself; entered while there is work.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reader: Reader,
+        tokenizer: Any,
+        config: RequestsConfig,
+        total_tokens: int,
+        turn: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._model, self._reader, self._tokenizer = model, reader, tokenizer
+        self._config, self._turn = config, turn
+        self._changed = threading.Condition()
+        self._inbox: deque[Job] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._packed = PackedJobs(model, config, total_tokens)
+        self._rows: list[Job] = []
+        self._reads = threading.Lock()
+        self._count = 0
+        self._is_closed = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, request: Request) -> Handle:
+        """Take a request; see `Engine.submit`."""
+        with self._reads:
+            ready = self._reader.read(request)
+            if len(ready.answers) > self._config.max_running:
+                raise ConfigError(
+                    f"num_return_sequences={len(ready.answers)} is more than "
+                    f"max_running={self._config.max_running} answers at once. Ask for fewer, or "
+                    "open the engine with a larger RequestsConfig(max_running=)."
+                )
+            if ready.is_packed:
+                self._packed.check(len(ready.ids) + ready.config.max_new_tokens)
+        with self._changed:
+            self._check_open("submit")
+            waiting = self._waiting()
+            if waiting >= self._config.max_waiting:
+                raise ConfigError(
+                    f"{waiting} requests wait already, which is max_waiting="
+                    f"{self._config.max_waiting}. Try again later."
+                )
+            self._count += 1
+            job = Job(self._count, ready, time.monotonic())
+            if not ready.is_packed:
+                job.rows = Rows(self._model, self._tokenizer, ready)
+            self._inbox.append(job)
+            self._wake()
+        return job.handle
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function between two steps, on the engine's thread; return what it returns."""
+        if threading.current_thread() is self._thread:
+            return function()
+        future: Future[Any] = Future()
+        with self._changed:
+            self._check_open("call")
+            self._calls.append((function, future))
+            self._wake()
+        return future.result()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the engine's thread."""
+        return threading.current_thread() is self._thread
+
+    def status(self) -> RequestsStatus:
+        """Return how many run and wait, and how many pages they have."""
+        pages = self._packed.pages
+        running = self._packed.running + sum(job.is_running for job in list(self._rows))
+        return RequestsStatus(running, self._waiting(), pages.used, pages.available)
+
+    def release(self) -> None:
+        """Give back the memory that no request needs."""
+        self._packed.release()
+
+    def close(self) -> None:
+        """End the thread; whoever waits gets an error."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None and not self.is_here:
+            self._thread.join()
+
+    def _waiting(self) -> int:
+        rows = sum(not job.is_running for job in list(self._rows))
+        return len(self._inbox) + self._packed.waiting + rows
+
+    def _check_open(self, what: str) -> None:
+        if self._failure is not None:
+            raise ConfigError(
+                f"{what} was asked of an engine that has failed ({self._failure!r}). Open it anew."
+            ) from self._failure
+        if self._is_closed:
+            raise ConfigError(f"{what} was asked of an engine that is closed. Open it anew.")
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="bmforge-engine", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._calls or self._rows or self._packed.jobs)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed or self._has_work())
+                if self._is_closed:
+                    break
+                with self._turn():
+                    while self._has_work() and not self._is_closed:
+                        self._step()
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            self._failure = error
+            get_logger().error("engine: requests ended with %r", error)
+        finally:
+            self._end_all()
+
+    def _step(self) -> None:
+        """Take what is new, leave out what is over, and run one step of everything else."""
+        self._answer_calls()
+        while self._inbox:
+            job = self._inbox.popleft()
+            self._packed.add(job) if job.rows is None else self._rows.append(job)
+        now = time.monotonic()
+        for job in [*self._packed.jobs, *self._rows]:
+            reason = job.over(now)
+            if reason is not None:
+                self._packed.remove(job)
+                job.end(reason)
+        self._packed.step()
+        self._step_rows()
+        self._rows = [job for job in self._rows if not job.is_done]
+
+    def _step_rows(self) -> None:
+        """Run a step of those rows that have room, the earliest first."""
+        used = 0
+        for job in self._rows:
+            assert job.rows is not None
+            if used and used + job.rows.count > self._config.max_running:
+                break
+            used += job.rows.count
+            if job.is_done:
+                continue
+            job.is_running = True
+            try:
+                goes_on = job.rows.step()
+            except Exception as error:
+                job.fail(error)
+                continue
+            job.tell(finished=not goes_on)
+
+    def _answer_calls(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _end_all(self) -> None:
+        """Give everybody who waits an error."""
+        with self._changed:
+            self._is_closed = True
+            jobs = [*self._inbox, *self._packed.jobs, *self._rows]
+            self._inbox.clear()
+        reason = "was closed" if self._failure is None else f"failed ({self._failure!r})"
+        for job in jobs:
+            self._packed.remove(job)
+            job.fail(_EndedError(f"the engine {reason} while the request ran. Open it anew."))
+        while self._calls:
+            self._calls.popleft()[1].set_exception(_EndedError(f"the engine {reason}."))
+
+
+class _EndedError(BmforgeError, RuntimeError):
+    """The engine ended under a request."""

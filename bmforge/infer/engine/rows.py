@@ -1,0 +1,98 @@
+"""Requests that run as rows of their own through `Decoder`, in turns with all others.
+
+So do encoder-decoders, models whose texts have a form of their own (GLM, CPM-Ant, CPM-Bee, EVA),
+and searches with beams: each has its numbers alone, whatever takes the turns between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.infer.decoder import Decoder, start_decoder
+from bmforge.infer.engine.prompts import Ready
+from bmforge.infer.engine.turns import Turns
+from bmforge.infer.generate import evaluating, run_decoder
+from bmforge.infer.openbmb.hypotheses import search_hypotheses
+from bmforge.infer.openbmb.texts import answer_document, start_hidden
+
+__all__ = ["Rows"]
+
+
+class Rows:
+    """The rows of one request.
+
+    Args:
+        model: what answers.
+        tokenizer: its own.
+        ready: the request.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, ready: Ready) -> None:
+        self._model, self._tokenizer, self._ready = model, tokenizer, ready
+        self._turns = Turns(self._work)
+        config = ready.config
+        self.count = max(config.num_beams, config.num_return_sequences)
+
+    def step(self) -> bool:
+        """Run until the model is to be called again; tell whether there is more to do."""
+        return self._turns.step()
+
+    def stop(self) -> None:
+        """End it; what is written stays."""
+        self._turns.stop()
+
+    def _work(self) -> None:
+        model, ready = self._model, self._ready
+        handle = model.register_forward_pre_hook(lambda *_: self._turns.pause())
+        try:
+            with evaluating(model), torch.no_grad():
+                if model.traits.objective == "documents":
+                    self._fill_document(ready.request.prompt)
+                elif ready.config.num_beams > 1:
+                    self._search(*self._start())
+                else:
+                    self._write(*self._start())
+        finally:
+            handle.remove()
+
+    def _start(self) -> tuple[Decoder, Tensor]:
+        """Return a fresh decoder and the tokens to begin with."""
+        model, ready = self._model, self._ready
+        if model.traits.objective == "hidden tokens" and self._tokenizer is not None:
+            return start_hidden(model, self._tokenizer, ready.ids, ready.config)
+        device = next(model.parameters()).device
+        ids = torch.tensor([ready.ids], device=device)
+        return start_decoder(model, ids, None, ready.config.max_new_tokens)
+
+    def _write(self, decoder: Decoder, start: Tensor) -> None:
+        """Write all answers, a token of each at a time."""
+        answers = self._ready.answers
+        scores = decoder.repeat(len(answers), decoder.run(start))
+        filling = self._ready.config.pad_token_id or 0
+        while True:
+            tokens = []
+            for answer, row in zip(answers, scores, strict=True):
+                token = answer.choose(row) if answer.finish_reason is None else None
+                tokens.append(filling if token is None else token)
+            if all(answer.finish_reason is not None for answer in answers):
+                return
+            scores = decoder.run(torch.tensor(tokens, device=start.device)[:, None])
+
+    def _search(self, decoder: Decoder, start: Tensor) -> None:
+        """Search with beams; the answers are there at the end."""
+        ready = self._ready
+        if self._model.traits.objective == "hidden tokens" and self._tokenizer is not None:
+            found = [search_hypotheses(decoder, start, ready.config)]
+        else:
+            nothing = torch.zeros_like(start[:, 0])
+            found = run_decoder(decoder, start, nothing, ready.config).tolist()
+        for answer, row in zip(ready.answers, found, strict=False):
+            answer.write(row[start.shape[1] :])
+
+    def _fill_document(self, prompt: Any) -> None:
+        options = {"config": self._ready.config.replace(eos_token_id=None, pad_token_id=None)}
+        text = answer_document(self._model, self._tokenizer, prompt, options)
+        self._ready.answers[0].write_text(text)

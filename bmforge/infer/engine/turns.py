@@ -1,0 +1,80 @@
+"""A function that runs in steps, whatever is inside it: on a thread that waits for its turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+__all__ = ["Turns"]
+
+
+class _Stopped(BaseException):
+    """The function is to end; not an `Exception`, so that nothing inside takes it for an error."""
+
+
+class Turns:
+    """Runs a function from one `pause` to the next.
+
+    Only one of the two threads ever runs: the other waits.
+
+    Args:
+        work: the function; it must call `pause`.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_stopped = self._is_over = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="bmforge-turns", daemon=True)
+
+    def step(self) -> bool:
+        """Run up to the next `pause`; tell whether there is more to do.
+
+        Raises:
+            Exception: what the function raised.
+        """
+        if self._is_over:
+            return False
+        if self._thread.ident is None:
+            self._thread.start()
+        self._turn.release()
+        self._back.acquire()
+        if self._is_over:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return not self._is_over
+
+    def stop(self) -> None:
+        """End the function where it waits; what it holds is given up as on an error."""
+        self._is_stopped = True
+        if self._thread.ident is None:
+            self._is_over = True
+        while not self._is_over:
+            self._turn.release()
+            self._back.acquire()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def pause(self) -> None:
+        """Wait for the next turn; on another thread than the function's, do nothing."""
+        if threading.current_thread() is not self._thread:
+            return
+        self._back.release()
+        self._turn.acquire()
+        if self._is_stopped:
+            raise _Stopped
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self._is_stopped:
+                self._work()
+        except _Stopped:
+            pass
+        except Exception as error:
+            self._error = error
+        finally:
+            self._is_over = True
+            self._back.release()
