@@ -52,6 +52,9 @@ COMMANDS: Mapping[str, Command] = {
         "continue a text with a model", "generate:run_generate", options.GenerateCommand
     ),
     "chat": Command("talk to a model in the terminal", "chat:run_chat", options.ChatCommand),
+    "serve": Command(
+        "serve a model to programs and at a page", "serve:run_serve", options.ServeCommand
+    ),
     "convert": Command(
         "write any checkpoint, ModelCenter's too, in Hugging Face's form",
         "convert:run_convert",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from bmforge.serve.settings import ServeConfig
 from bmforge.settings import (
     CollectConfig,
     EvaluateConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "PlanCommand",
     "PrepareCommand",
     "ReportCommand",
+    "ServeCommand",
 ]
 
 Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
@@ -192,6 +194,35 @@ class ChatCommand:
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
     delta: tuple[str, ...] = ()
+    memory: Memory = field(default_factory=MemoryOptions)
+
+
+@dataclass(kw_only=True)
+class ServeCommand:
+    """Serve a model: to programs that speak OpenAI's protocol, and to a person at a page.
+
+    Args:
+        model: directory, hub id or short name of a model, with its tokenizer.
+        config: where to listen, and the limits.
+        delta: directories of deltas that are put beside the model; DIR=0.5 gives one a weight.
+        context: longest row in tokens, prompt and answer; none takes 1,024, or what the model has
+            positions for.
+        max_running: answers that are written at once; more wait.
+        speculate: guess tokens that repeat what was there before, and check several at once.
+        embedding_model: a second model, that embeds, within the same budget.
+        unload_after_s: give the model's memory back after so many seconds without a request, and
+            open it again for the next one.
+        memory: how much the model may take.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    config: Annotated[ServeConfig, tyro.conf.arg(name="")] = field(default_factory=ServeConfig)
+    delta: tuple[str, ...] = ()
+    context: int | None = None
+    max_running: int = 16
+    speculate: bool = False
+    embedding_model: str | None = None
+    unload_after_s: float | None = None
     memory: Memory = field(default_factory=MemoryOptions)
 
 

@@ -20,7 +20,7 @@ from bmforge.models.base import Model
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, Message
 
-__all__ = ["Conversation"]
+__all__ = ["Conversation", "encode_said", "find_ends"]
 
 _MAX_NEW_TOKENS = 128
 
@@ -94,7 +94,8 @@ class Conversation:
         limit, wanted = self._limit, self.options.max_new_tokens
         for first in range(0, len(said), 2):  # a question goes with its answer
             messages = [*self._system, *said[first:]]
-            ids = self._encode(self.template.render(messages, add_generation_prompt=True))
+            text = self.template.render(messages, add_generation_prompt=True)
+            ids = encode_said(text, self.model, self.tokenizer)
             if limit is None or len(ids) + wanted <= limit:
                 return ids
         if limit is not None and len(ids) < limit:
@@ -104,23 +105,10 @@ class Conversation:
             f"model reads {limit}, answer included. Say less."
         )
 
-    def _encode(self, text: str) -> list[int]:
-        """Return a text's ids as the model reads them, in the form in which it writes an answer."""
-        tokenizer, traits = self.tokenizer, self.model.traits
-        if traits.reads == "apart":
-            return fill_prompt(text, "", tokenizer, 4 * len(text) + 9, traits.sentinel)
-        if traits.objective == "blanks":
-            marks = {name: tokenizer.role_id(name) for name in ("cls", "gmask", "eos", "sop")}
-            blank = getattr(self.model.config, "mask_token_id", None) or marks["gmask"]
-            begin, end = [marks["cls"]], [blank, marks["eos"], marks["sop"]]
-            return [id for id in (*begin, *tokenizer.encode(text), *end) if id is not None]
-        first = tokenizer.bos_id if traits.objective == "hidden tokens" else None
-        return [*([] if first is None else [first]), *tokenizer.encode(text)]
-
     def _write(self, ids: list[int]) -> str:
         """Return what the model answers to such ids."""
         model, tokenizer = self.model, self.tokenizer
-        traits, ends = model.traits, self._end_ids()
+        traits, ends = model.traits, find_ends(model, tokenizer, self._mark)
         device = next(model.parameters()).device
         found: dict[str, Any] = {"eos_token_id": tuple(ends)} if ends else {}
         if self._limit is not None:
@@ -138,15 +126,42 @@ class Conversation:
         text = tokenizer.decode_written(new[:stop])
         return (text.partition(self._mark)[0] if self._mark else text).strip()
 
-    def _end_ids(self) -> list[int]:
-        """Return the tokens with which an answer ends: the tokenizer's, and the template's mark."""
-        tokenizer, traits = self.tokenizer, self.model.traits
-        if traits.reads == "apart":
-            second = tokenizer.token_to_id(traits.answer_sentinel.format(1) or " ")
-            found = [second, tokenizer.eos_id]
-        else:
-            mark = tokenizer.encode(self._mark) if self._mark else []
-            found = [tokenizer.eos_id, tokenizer.role_id("eop"), *(mark if len(mark) == 1 else ())]
-        own = self.model.config.raw.get("eos_token_id")
-        found += own if isinstance(own, list) else [own]
-        return list(dict.fromkeys(id for id in found if id is not None))
+
+def encode_said(text: str, model: Model, tokenizer: Tokenizer) -> list[int]:
+    """Return a text's ids as the model reads them, in the form in which it writes an answer.
+
+    Args:
+        text: a conversation that a template has written.
+        model: any that writes text, but an EVA or a CPM-Bee.
+        tokenizer: its own.
+    """
+    traits = model.traits
+    if traits.reads == "apart":
+        return fill_prompt(text, "", tokenizer, 4 * len(text) + 9, traits.sentinel)
+    if traits.objective == "blanks":
+        marks = {name: tokenizer.role_id(name) for name in ("cls", "gmask", "eos", "sop")}
+        blank = getattr(model.config, "mask_token_id", None) or marks["gmask"]
+        begin, end = [marks["cls"]], [blank, marks["eos"], marks["sop"]]
+        return [id for id in (*begin, *tokenizer.encode(text), *end) if id is not None]
+    first = tokenizer.bos_id if traits.objective == "hidden tokens" else None
+    return [*([] if first is None else [first]), *tokenizer.encode(text)]
+
+
+def find_ends(model: Model, tokenizer: Tokenizer, mark: str) -> list[int]:
+    """Return the tokens with which an answer ends: the tokenizer's, and the template's mark.
+
+    Args:
+        model: any that writes text, but an EVA or a CPM-Bee.
+        tokenizer: its own.
+        mark: what the template writes behind an answer.
+    """
+    traits = model.traits
+    if traits.reads == "apart":
+        second = tokenizer.token_to_id(traits.answer_sentinel.format(1) or " ")
+        found = [second, tokenizer.eos_id]
+    else:
+        marks = tokenizer.encode(mark) if mark else []
+        found = [tokenizer.eos_id, tokenizer.role_id("eop"), *(marks if len(marks) == 1 else ())]
+    own = model.config.raw.get("eos_token_id")
+    found += own if isinstance(own, list) else [own]
+    return list(dict.fromkeys(id for id in found if id is not None))

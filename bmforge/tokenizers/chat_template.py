@@ -15,13 +15,15 @@ from typing import Any
 from bmforge.errors import ConfigError, DataError, MissingDependencyError
 from bmforge.gguf_header import is_gguf, read_gguf_header
 from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.template_limits import TemplateLimits, run_template
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
 __all__ = ["TEMPLATE_FILE", "ChatTemplate", "Message", "find_template", "split_answers"]
 
 TEMPLATE_FILE = "chat_template.jinja"
-Message = Mapping[str, str]
-Render = Callable[[Sequence[Message], bool], str]
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+Render = Callable[[Sequence[Message], bool, Tools | None], str]
 
 
 class ChatTemplate:
@@ -31,6 +33,7 @@ class ChatTemplate:
         source: the template's text; None writes ``Role: text`` and a newline for every message, the
             end token behind what the assistant says.
         tokenizer: its begin and end tokens are what the template calls `bos_token` and `eos_token`.
+        limits: of one conversation; None lets a template take what it takes.
 
     Attributes:
         source: the template's text, of the plain one as well.
@@ -40,7 +43,9 @@ class ChatTemplate:
         MissingDependencyError: there is a source, and jinja2 is not installed.
     """
 
-    def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, source: str | None, tokenizer: Tokenizer, limits: TemplateLimits | None = None
+    ) -> None:
         tokens = tokenizer.special_ids
         self._marks = {
             f"{role}_token": tokenizer.decode([tokens[role]]) if role in tokens else ""
@@ -50,26 +55,35 @@ class ChatTemplate:
         self.source = _plain_source(self._marks) if source is None else source
         if source is not None:
             template = _compile(source)
-            self._render = lambda messages, asks: template.render(
-                messages=messages, add_generation_prompt=asks, **self._marks
+            self._render = lambda messages, asks, tools: run_template(
+                template,
+                {"messages": messages, "add_generation_prompt": asks, **self._marks}
+                | ({} if tools is None else {"tools": tools}),
+                limits,
             )
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Tools | None = None,
+    ) -> str:
         """Return the text of a conversation.
 
         Args:
             messages: each has a `role` and its `content`.
             add_generation_prompt: end where the assistant begins to speak.
+            tools: functions that the assistant may call, as JSON schemas.
 
         Raises:
-            DataError: the template refuses this conversation.
+            DataError: the template refuses this conversation, or it takes longer than it may.
         """
         try:
-            return self._render(messages, add_generation_prompt)
+            return self._render(messages, add_generation_prompt, tools)
         except Exception as error:  # a template may raise whatever it likes
             raise DataError(f"the chat template cannot write this conversation: {error}") from error
 
-    def _write_plain(self, messages: Sequence[Message], asks: bool) -> str:
+    def _write_plain(self, messages: Sequence[Message], asks: bool, tools: Tools | None) -> str:
         lines = [self._marks["bos_token"]]
         for message in messages:
             end = self._marks["eos_token"] if message["role"] == "assistant" else ""

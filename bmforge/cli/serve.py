@@ -1,0 +1,90 @@
+"""`bmforge serve MODEL`: an engine behind OpenAI's protocol, and a page."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from bmforge.cli.opening import put_deltas_
+from bmforge.cli.options import ServeCommand
+from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
+from bmforge.models import AutoModel
+from bmforge.models.hub import find_model
+from bmforge.settings import parse_size
+from bmforge.tokenizers import AutoTokenizer
+
+__all__ = ["run_serve"]
+
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def run_serve(command: ServeCommand) -> None:
+    """Serve a model until the process is told to stop.
+
+    Raises:
+        MissingDependencyError: the extra `serve` is not installed.
+        ConfigError: a setting that does not fit another.
+    """
+    for package in _NEEDED:
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(package, "serve", "bmforge serve")
+    from bmforge.serve.auth import load_keys
+    from bmforge.serve.lifecycle import bind_address, serve
+    from bmforge.serve.sleeping import SleepingEngine
+
+    _check(command)
+    load_keys(command.config, os.environ)
+    directory, memory = find_model(command.model), command.memory
+    budget = None if memory.device_budget is None else parse_size(memory.device_budget)
+    with ExitStack() as stack:
+        listener = stack.enter_context(bind_address(command.config))
+        embedder = None
+        if command.embedding_model is not None:
+            place = find_model(command.embedding_model)
+            embedder = stack.enter_context(Engine(place, device_budget_bytes=budget))
+            budget = None if budget is None else budget - embedder.plan.used_bytes
+        engine: Engine | SleepingEngine
+        if command.unload_after_s is None:
+            engine = _open_engine(command, directory, budget)
+        else:
+            engine = SleepingEngine(
+                lambda: _open_engine(command, directory, budget), directory, command.unload_after_s
+            )
+        stack.enter_context(engine)
+        Console(file=sys.stderr).print(engine.plan.table())
+        serve(engine, command.config, directory, embedder, listener)
+
+
+def _check(command: ServeCommand) -> None:
+    """Raise `ConfigError` for what contradicts each other, before anything is read."""
+    memory = command.memory
+    if command.context is not None and memory.max_tokens is not None:
+        raise ConfigError("context and max_tokens are the same here; leave one out.")
+    if command.delta and memory.device_budget is not None:
+        raise ConfigError(
+            "--delta does not go with --device-budget: export the run with --delta.merge, or leave "
+            "the budget out."
+        )
+    if command.unload_after_s is not None and not 0 < command.unload_after_s < float("inf"):
+        raise ConfigError(f"unload_after_s={command.unload_after_s} must be above 0.")
+
+
+def _open_engine(command: ServeCommand, directory: Path, budget: int | None) -> Engine:
+    """Return the engine that serves."""
+    quantize = command.memory.quantize
+    config = EngineConfig(
+        max_rows=1 if budget is None else command.max_running,
+        max_tokens=command.context or command.memory.max_tokens,
+        requests=RequestsConfig(max_running=command.max_running, speculates=command.speculate),
+    )
+    if not command.delta:
+        return Engine(directory, device_budget_bytes=budget, quantize=quantize, config=config)
+    model = AutoModel.from_pretrained(directory, quantize=quantize)
+    put_deltas_(model, command.delta, allow_other_base=quantize is not None)
+    return Engine(model.eval(), tokenizer=AutoTokenizer.from_pretrained(directory), config=config)

@@ -1,0 +1,111 @@
+"""`create_app`: the server as an ASGI app, whoever runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from bmforge import __version__
+from bmforge.errors import ConfigError
+from bmforge.infer import Engine
+from bmforge.serve import encoding, page_routes, routes, watching
+from bmforge.serve.auth import Keys
+from bmforge.serve.errors import RequestError, error_response, explain_types
+from bmforge.serve.gate import Gate
+from bmforge.serve.serving import Served, Serving
+from bmforge.serve.settings import ServeConfig
+from bmforge.serve.sleeping import AnyEngine, SleepingEngine
+
+__all__ = ["create_app"]
+
+_LOOK_S = 1.0
+
+
+def create_app(
+    engine: AnyEngine,
+    config: ServeConfig | None = None,
+    *,
+    directory: Path | None = None,
+    keys: Keys | None = None,
+    embedder: Engine | None = None,
+) -> FastAPI:
+    """Return an app that serves an engine.
+
+    Deadlines of connections are not in it: `serve` runs it with those as well.
+
+    Args:
+        engine: stays the caller's, who closes it.
+        config: the limits.
+        directory: of the model, for its name and its chat template.
+        keys: who may ask; None lets this machine's own programs ask.
+        embedder: of a second model, which is called as `ServeConfig.embedding_name` says.
+    """
+    config = config or ServeConfig()
+    name = config.name or (directory.resolve().name if directory else None) or "model"
+    if embedder is None and config.embedding_name is not None:
+        raise ConfigError(
+            f"embedding_name={config.embedding_name!r} has no effect without a second model that "
+            "embeds. Give one, or leave it out."
+        )
+    second = None
+    if embedder is not None:
+        second = Served(config.embedding_name or "embedding", embedder, ("embeddings",))
+    serving = Serving(Served.of(name, engine), config, keys or Keys(), directory, second)
+
+    @asynccontextmanager
+    async def live(_: FastAPI) -> AsyncIterator[None]:
+        dozing = asyncio.create_task(_let_sleep(engine))
+        yield
+        dozing.cancel()
+        serving.admission.is_closing = True
+        serving.live.cancel_all()
+
+    app = FastAPI(
+        title="bmforge",
+        version=__version__,
+        docs_url=None,  # they take scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would go where the Host header says
+        lifespan=live,
+    )
+    app.state.serving = serving
+    for router in (routes.router, encoding.router, watching.router, page_routes.router):
+        app.include_router(router)
+    app.add_middleware(Gate, serving=serving)
+    app.add_exception_handler(RequestError, _tell_refusal)
+    app.add_exception_handler(RequestValidationError, _tell_types)
+    app.add_exception_handler(HTTPException, _tell_http)
+    return app
+
+
+async def _let_sleep(engine: AnyEngine) -> None:
+    """Look from time to time whether an engine may sleep."""
+    while isinstance(engine, SleepingEngine):
+        await asyncio.sleep(_LOOK_S)
+        await run_in_threadpool(engine.doze)
+
+
+async def _tell_refusal(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _tell_types(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(explain_types(error))
+
+
+async def _tell_http(_: Request, error: Exception) -> Response:
+    """What the framework refuses: no such path, another method, a body that is too large."""
+    assert isinstance(error, HTTPException)
+    return error_response(
+        RequestError(str(error.detail), status=error.status_code, headers=error.headers)
+    )

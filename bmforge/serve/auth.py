@@ -1,0 +1,169 @@
+"""Who may ask: keys, and without keys only this machine's own programs and pages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+from urllib.parse import urlsplit
+
+from bmforge.errors import ConfigError
+from bmforge.files import read_bytes
+from bmforge.serve.errors import RequestError
+from bmforge.serve.settings import KEYS_VARIABLE, ServeConfig, is_loopback
+
+__all__ = ["Keys", "check_origin", "load_keys"]
+
+_KEY = re.compile(r"[!-~]{16,512}")
+_READING = ("GET", "HEAD")
+
+
+class Keys:
+    """The keys of a server; what is kept of them are digests.
+
+    Args:
+        texts: the keys.
+
+    Raises:
+        ConfigError: one is too short, or has other characters than visible ASCII.
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        found = list(texts)
+        wrong = [number for number, text in enumerate(found, 1) if not _KEY.fullmatch(text)]
+        if wrong:
+            raise ConfigError(
+                f"key {wrong[0]} of {len(found)} is no key: needed are 16 to 512 visible ASCII "
+                "characters without spaces, such as `openssl rand -hex 24` writes."
+            )
+        self._digests = [_digest(text) for text in found]
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def find(self, authorization: str | None) -> str:
+        """Return the name of the key in a header, by which requests are told apart.
+
+        Programs send ``Bearer KEY``; a browser that asks its user sends a password.
+
+        Raises:
+            RequestError: 401, there is none of ours.
+        """
+        given = _digest(_read_header(authorization or ""))
+        name = ""
+        for digest in self._digests:  # all of them: how long it takes tells nothing
+            if hmac.compare_digest(digest, given):
+                name = digest.hex()
+        if not name:
+            headers = {"www-authenticate": 'Basic realm="bmforge: any name, the key as password"'}
+            raise RequestError(
+                "a key of this server is needed: Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                headers=headers,
+            )
+        return name
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
+
+
+def _read_header(value: str) -> str:
+    """Return the key in an Authorization header, "" where there is none."""
+    scheme, _, rest = value.partition(" ")
+    if scheme.lower() == "bearer":
+        return rest.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(rest.strip(), validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError, ValueError):
+            return ""
+    return ""
+
+
+def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> Keys:
+    """Return the keys of the file and the environment.
+
+    Raises:
+        ConfigError: the server would listen to others without a key, or there are keys that
+            `allow_no_key` contradicts.
+        DataError: the file cannot be read.
+    """
+    texts = [text.strip() for text in environment.get(KEYS_VARIABLE, "").split(",")]
+    if config.keys_file is not None:
+        lines = read_bytes(config.keys_file, "a file with one key a line").decode(
+            "utf-8", "replace"
+        )
+        texts += [line.strip() for line in lines.splitlines() if not line.startswith("#")]
+    keys = Keys(text for text in texts if text)
+    if config.keys_file is not None and not keys:
+        raise ConfigError(f"keys_file={str(config.keys_file)!r} has no key; write one a line.")
+    if keys and config.allow_no_key:
+        raise ConfigError(f"allow_no_key contradicts the keys in {KEYS_VARIABLE}: leave one out.")
+    if keys and config.allow_hosts:
+        raise ConfigError(
+            f"allow_hosts={list(config.allow_hosts)} has no effect with keys. Leave it out."
+        )
+    if not keys and not is_loopback(config.host) and not config.allow_no_key:
+        raise ConfigError(
+            f"host={config.host!r} lets other machines ask, and there is no key. Give "
+            f"keys_file=FILE or set {KEYS_VARIABLE}, listen at 127.0.0.1, or set allow_no_key "
+            "where everybody who reaches the address may ask."
+        )
+    return keys
+
+
+def check_origin(
+    config: ServeConfig, has_keys: bool, method: str, headers: Mapping[str, str]
+) -> None:
+    """Check that a request comes from a program, or from a page of this server.
+
+    A page from elsewhere can make a browser ask in its user's name, and by a name of its own that
+    points at this machine (rebinding) even read what is answered.
+
+    Raises:
+        RequestError: 403.
+    """
+    host = headers.get("host", "")
+    if not has_keys and not _is_ours(host, config):
+        raise RequestError(
+            "without a key the server is called by this machine's own names, such as localhost",
+            status=403,
+            code="host_not_allowed",
+        )
+    if method in _READING:
+        return
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        is_own = site in ("same-origin", "none")
+    else:
+        is_own = origin is None or urlsplit(origin).netloc.lower() == host.lower()
+    if not is_own:
+        raise RequestError(
+            "the request comes from a page of another site", status=403, code="origin_not_allowed"
+        )
+
+
+def _is_ours(host: str, config: ServeConfig) -> bool:
+    """Tell whether a Host header names this machine in a way that no other page can."""
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@?#\s]+)(:\d{1,5})?", host)
+    if found is None:
+        return False
+    name = found[1]
+    if is_loopback(name) or name.lower() in {allowed.lower() for allowed in config.allow_hosts}:
+        return True
+    # A name can be made to point here; an address is where the browser has gone.
+    return not is_loopback(config.host) and _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,145 @@
+"""Conversations as prompts: what a model reads, and what ends its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bmforge.errors import BmforgeError
+from bmforge.infer.chat import encode_said, find_ends
+from bmforge.infer.openbmb.chat import ChatConfig, join_history
+from bmforge.serve.errors import RequestError
+from bmforge.serve.openai_types import Message
+from bmforge.serve.settings import ServeConfig
+from bmforge.serve.sleeping import AnyEngine
+from bmforge.tokenizers.chat_template import ChatTemplate, find_template
+from bmforge.tokenizers.template_limits import TemplateLimits
+
+__all__ = ["Prompt", "Prompter"]
+
+
+class Prompt(NamedTuple):
+    """What is read, and what ends an answer.
+
+    Attributes:
+        ids: of the conversation.
+        ends: tokens that end an answer.
+        stops: texts that do.
+        begins: what an answer may begin with that is not shown.
+    """
+
+    ids: list[int]
+    ends: tuple[int, ...]
+    stops: tuple[str, ...] = ()
+    begins: str = ""
+
+
+class Prompter:
+    """Writes conversations as a model's template, or its own form, has them.
+
+    Args:
+        engine: with the model.
+        directory: of the model, where its template is; None takes a plain one.
+        config: the limits of a template.
+
+    Attributes:
+        template: what writes them; None for EVA, and for models that write no text.
+    """
+
+    def __init__(self, engine: AnyEngine, directory: Path | None, config: ServeConfig) -> None:
+        self._engine = engine
+        self.template: ChatTemplate | None = None
+        traits = engine.model.traits
+        if traits.writes and traits.objective not in ("dialogues", "documents"):
+            source = None if directory is None else find_template(directory)
+            limits = TemplateLimits(config.template_s, 2 * config.max_body_bytes)
+            self.template = ChatTemplate(source, engine.tokenizer, limits)
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the template asks for calls as ``<tool_call>`` and JSON."""
+        source = "" if self.template is None else self.template.source
+        return "<tool_call>" in source and "tools" in source and "<function=" not in source
+
+    def write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        begin: str = "",
+    ) -> Prompt:
+        """Return a conversation as it is read.
+
+        Args:
+            messages: what was said.
+            tools: that may be called.
+            begin: of the answer, which the model goes on with.
+
+        Raises:
+            RequestError: the model does not converse, or its template refuses.
+        """
+        model, tokenizer = self._engine.model, self._engine.tokenizer
+        if model.traits.writes and model.traits.objective == "dialogues":
+            return self._write_dialogue(messages)
+        if self.template is None:
+            raise RequestError(
+                f"{type(model).__name__} does not converse: it has no form for what is said",
+                "messages",
+                code="unsupported_model",
+            )
+        said = [_plain(message) for message in messages]
+        try:
+            text = self.template.render(said, add_generation_prompt=True, tools=tools)
+            ids = encode_said(text + begin, model, tokenizer)
+            mark = self.template.end_mark()
+        except BmforgeError as error:
+            raise RequestError(str(error), "messages", code="invalid_value") from error
+        mark = mark.strip() or mark
+        ends = tuple(find_ends(model, tokenizer, mark))
+        is_token = len(tokenizer.encode(mark)) == 1 if mark else True
+        apart = model.traits.reads == "apart"
+        begins = model.traits.answer_sentinel.format(0) if apart else ""
+        return Prompt(ids, ends, () if is_token or apart else (mark,), begins)
+
+    def _write_dialogue(self, messages: Sequence[Message]) -> Prompt:
+        """Return the last utterances in EVA's form, as many as its window holds."""
+        tokenizer = self._engine.tokenizer
+        if any(message.role not in ("user", "assistant") for message in messages):
+            raise RequestError(
+                "EVA's form has room for what user and assistant said alone", "messages"
+            )
+        said = [tokenizer.encode(message.text) for message in messages]
+        end, blank = tokenizer.role_id("sep"), tokenizer.sentinel_id(0)
+        ids = join_history(said, end, blank, ChatConfig().window)
+        return Prompt(ids, (end,))
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as templates expect it: texts, and arguments as objects."""
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": message.text}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _read_arguments(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _read_arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

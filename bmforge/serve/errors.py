@@ -1,0 +1,98 @@
+"""What a client is told when something is wrong, in OpenAI's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+__all__ = ["RequestError", "error_body", "error_response", "explain_types", "overloaded"]
+
+# What OpenAI calls errors with these statuses.
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class RequestError(HTTPException):
+    """A request that is not served.
+
+    Args:
+        message: what was given, what is needed.
+        param: the field that is meant.
+        status: of HTTP.
+        code: OpenAI's short name of the problem, for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.message, self.param, self.code = message, param, code
+
+
+def overloaded(message: str, retry_after_s: float, status: int = 503) -> RequestError:
+    """Return the error of a request that may come again later."""
+    headers = {"retry-after": str(max(1, round(retry_after_s)))}
+    code = "rate_limit_exceeded" if status == 429 else "overloaded"
+    return RequestError(message, status=status, code=code, headers=headers)
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    status = error.status_code
+    kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    """Return an error as a whole answer."""
+    return JSONResponse(error_body(error), error.status_code, error.headers)
+
+
+def explain_types(error: RequestValidationError) -> RequestError:
+    """Return what is wrong with the first wrong field of a request.
+
+    Values that were given are not repeated: they may be a person's words.
+    """
+    problems = error.errors()
+    first = problems[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if not path and first["type"] == "value_error":
+        return RequestError(_message(first), code="invalid_value")
+    if not path:
+        return RequestError(
+            "the body must be a JSON object, with the header Content-Type: application/json"
+        )
+    where, name = ".".join(path), path[0]
+    if first["type"] in ("extra_forbidden", "none_required"):
+        return RequestError(
+            f"{where} is not understood here; leave it out", where, code="unknown_parameter"
+        )
+    if first["type"] == "missing":
+        return RequestError(f"{where} is missing", where, code="missing_required_parameter")
+    # Of a field that may be one of several things, what each of them would need.
+    said = [_message(one) for one in problems if one["loc"][1:2] == first["loc"][1:2]]
+    needed = ", or: ".join(dict.fromkeys(said[:4]))
+    return RequestError(
+        f"{where if len(said) == 1 else name}: {needed}", name, code="invalid_value"
+    )
+
+
+def _message(problem: Mapping[str, Any]) -> str:
+    return str(problem["msg"]).removeprefix("Value error, ")

@@ -1,0 +1,108 @@
+"""How much one client, and all together, may ask of a server at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.settings import ServeConfig
+
+__all__ = ["Admission", "check_at_most"]
+
+_RETRY_S = 2.0
+_MINUTE_S = 60.0
+
+
+class Admission:
+    """Lets requests in, or tells them when to come again.
+
+    Args:
+        config: the limits.
+        clock: seconds from some beginning on.
+
+    Attributes:
+        is_closing: nothing new is let in.
+        count: requests that are in.
+    """
+
+    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
+        self.is_closing = False
+        self.count = 0
+        self._by_key: dict[str, int] = {}
+        # key -> requests that it may still begin at a time; it is full again after a minute.
+        self._left: dict[str, tuple[float, float]] = {}
+
+    @contextmanager
+    def enter(self, key: str, count: int = 1) -> Iterator[None]:
+        """Count a request of a key for as long as it runs.
+
+        Args:
+            key: the name of a key, "" without one.
+            count: requests that it is for the engine, such as prompts.
+
+        Raises:
+            RequestError: 429 where the key has asked too much, 503 where all have.
+        """
+        self._check(key, count)
+        self.count += count
+        self._by_key[key] = self._by_key.get(key, 0) + count
+        try:
+            yield
+        finally:
+            self.count -= count
+            self._by_key[key] -= count
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request would be let in."""
+        return self.count < self._config.max_requests
+
+    def _check(self, key: str, count: int) -> None:
+        config = self._config
+        if self.is_closing:
+            raise overloaded("the server is stopping", config.grace_s)
+        if self._by_key.get(key, 0) + count > config.max_requests_per_key:
+            raise overloaded(
+                f"{config.max_requests_per_key} requests of this key are running or waiting",
+                _RETRY_S,
+                429,
+            )
+        if self.count + count > config.max_requests:
+            raise overloaded(f"{config.max_requests} requests are running or waiting", _RETRY_S)
+        self._take_turn(key)
+
+    def _take_turn(self, key: str) -> None:
+        """Take one of a key's requests of a minute; what is left fills up evenly."""
+        most, now = self._config.max_rate_per_min, self._clock()
+        left, since = self._left.get(key, (float(most), now))
+        left = min(float(most), left + (now - since) * most / _MINUTE_S)
+        if left < 1:
+            raise overloaded(
+                f"more than {most} requests of this key in a minute",
+                (1 - left) * _MINUTE_S / most,
+                429,
+            )
+        self._left[key] = left - 1, now
+
+
+def check_at_most(name: str, count: int, most: int, what: str) -> None:
+    """Check a number of things against a limit.
+
+    Args:
+        name: of the field.
+        count: how many there are.
+        most: how many there may be.
+        what: they are.
+
+    Raises:
+        RequestError: there are more.
+    """
+    if count > most:
+        raise RequestError(
+            f"{name} has {count} {what}, and at most {most} are served here",
+            name,
+            code="limit_exceeded",
+        )

@@ -1,0 +1,85 @@
+"""What a server counts, in Prometheus' form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+from bmforge.infer.engine.request import Completion, RequestsStatus
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+
+class Metrics:
+    """The figures of one server; two servers of a process do not share them."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "bmforge_requests",
+            "Requests, by path and status.",
+            ("path", "status"),
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "bmforge_request_seconds", "Time to the end of an answer.", ("path",),
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self._first = Histogram(
+            "bmforge_first_token_seconds", "Time to the first piece of text.",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self._tokens = Counter(
+            "bmforge_tokens", "Tokens that were read, were known, or were written.", ("kind",),
+            registry=registry,
+        )  # fmt: skip
+        self._ends = Counter(
+            "bmforge_answers", "Answers, by why they ended.", ("reason",), registry=registry
+        )
+        self._busy = Gauge(
+            "bmforge_engine_requests", "Requests in the engine.", ("state",), registry=registry
+        )
+        self._pages = Gauge(
+            "bmforge_engine_pages", "Pages of keys and values.", ("state",), registry=registry
+        )
+        self._open = Gauge("bmforge_open_requests", "Requests that were let in.", registry=registry)
+
+    def note_request(self, path: str, status: int, seconds: float) -> None:
+        """Count a request that was answered."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def note_first(self, seconds: float) -> None:
+        """Note how long the first piece of an answer took."""
+        self._first.observe(seconds)
+
+    def note_answers(self, completions: Sequence[Sequence[Completion]]) -> None:
+        """Count what answers took."""
+        for answers in completions:
+            self._tokens.labels("prompt").inc(answers[0].prompt_tokens)
+            self._tokens.labels("cached").inc(answers[0].cached_tokens)
+            for answer in answers:
+                self._tokens.labels("new").inc(len(answer.ids))
+                self._ends.labels(answer.finish_reason).inc()
+
+    def note_left(self) -> None:
+        """Count a request whose client has gone."""
+        self._ends.labels("left").inc()
+
+    def write(self, status: RequestsStatus, count: int) -> tuple[bytes, str]:
+        """Return all figures, and the type of their text.
+
+        Args:
+            status: of the engine.
+            count: requests that were let in and have not ended.
+        """
+        self._busy.labels("running").set(status.running)
+        self._busy.labels("waiting").set(status.waiting)
+        self._pages.labels("used").set(status.pages_used)
+        self._pages.labels("free").set(status.pages_free)
+        self._open.set(count)
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST

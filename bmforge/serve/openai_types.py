@@ -1,0 +1,315 @@
+"""What requests may say: OpenAI's names, strictly, and which of them only look like they matter.
+
+Types are not converted: a text is no number. A field that would change the answer and is not
+served here is refused by name, unless it has the value that changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from bmforge.serve.errors import RequestError
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DocumentsRequest",
+    "EmbeddingRequest",
+    "JsonSchema",
+    "Message",
+    "ResponseFormat",
+    "StreamOptions",
+    "StructuredOutputs",
+    "Tool",
+    "ToolChoice",
+    "Writing",
+]
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[int, Field(ge=0)]
+# Of a hundred thousand wrong things in a list one is told.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True)]
+Inputs = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
+
+
+class Strict(BaseModel):
+    """Fields are of their types, and there are no others."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+class StreamOptions(Strict):
+    """How to stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class StructuredOutputs(Strict):
+    """What every answer must be a case of, besides JSON; one of them. The names are vLLM's."""
+
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="json")
+
+
+class JsonSchema(Strict):
+    """A schema and its name."""
+
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """Of which form an answer is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type=json_schema, which needs it")
+        return self
+
+
+class Function(Strict):
+    """A function that may be called."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """Which function."""
+
+    name: str
+
+
+class ToolChoice(Strict):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Strict):
+    """A function as it was called."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call that an assistant has made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class TextPart(Strict):
+    """A part of what was said; only texts are read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """What somebody said."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of the role {self.role} needs content")
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("tool_calls belong to the role assistant")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id belongs to the role tool, which needs it")
+        return self
+
+    @property
+    def text(self) -> str:
+        """What was said as one text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+
+class Writing(Strict):
+    """What chats and completions have in common."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1)
+    stop: str | Texts | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # What is drawn.
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: Share | None = None
+    seed: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    # Other servers' names for more of it.
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    min_tokens: int | None = Field(None, ge=0)
+    bad_words: Texts | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # They change nothing of an answer.
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Writing:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options has no effect without stream")
+        return self
+
+    @property
+    def count(self) -> int:
+        """Answers to a prompt."""
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with what it took."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(Writing):
+    """A conversation that is to go on."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    # They change nothing of an answer.
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    # Only as what changes nothing.
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    audio: None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ChatRequest:
+        given = self.max_tokens, self.max_completion_tokens
+        if None not in given and given[0] != given[1]:
+            raise ValueError("max_tokens and max_completion_tokens contradict each other")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs has no effect without logprobs")
+        if not self.tools and self.tool_choice not in (None, "none"):
+            raise ValueError("tool_choice has no effect without tools")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The longest answer, by either name."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(Writing):
+    """Texts, or token ids, that are to go on."""
+
+    prompt: Inputs
+    logprobs: int | None = Field(None, ge=0)
+    # Only as what changes nothing.
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt by itself."""
+        return split_inputs(self.prompt, "prompt")
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The longest answer."""
+        return self.max_tokens
+
+
+class EmbeddingRequest(Strict):
+    """Texts, or token ids, that are to be embedded."""
+
+    model: str
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    user: str | None = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Every text by itself."""
+        return split_inputs(self.input, "input")
+
+
+class DocumentsRequest(Strict):
+    """CPM-Bee's documents: what stands under ``<ans>`` is written."""
+
+    model: str
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
+    examples: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    num_beams: int | None = Field(None, ge=1, le=8)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: Share | None = None
+    top_k: int | None = Field(None, ge=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    seed: int | None = None
+    user: str | None = None
+
+
+def split_inputs(given: Any, name: str) -> list[str | list[int]]:
+    """Return the texts, or lists of ids, that are one or several.
+
+    Raises:
+        RequestError: there is none, or one is empty.
+    """
+    found = [given] if isinstance(given, str) else list(given)
+    if found and isinstance(found[0], int):
+        found = [found]
+    if not found or not all(found):
+        raise RequestError(f"{name} is empty; give at least one text, and no empty ones", name)
+    return found

@@ -1,0 +1,70 @@
+"""The page, and what it shows of the server. It loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from bmforge.serve.errors import RequestError
+from bmforge.serve.serving import serving_of
+
+__all__ = ["router"]
+
+router = APIRouter(include_in_schema=False)
+# Scripts make elements, and never HTML of a text: the browser holds them to it.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_KINDS = {
+    "index.html": "text/html; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "words.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+_FILES = files("bmforge.serve") / "page"
+
+
+def _send(name: str) -> Response:
+    headers = {"content-security-policy": _POLICY}
+    return Response((_FILES / name).read_bytes(), media_type=_KINDS[name], headers=headers)
+
+
+@router.get("/")
+async def index() -> Response:
+    """Return the page."""
+    return _send("index.html")
+
+
+@router.get("/page/state")
+async def state(request: Request) -> Response:
+    """Return what the page shows of the server."""
+    serving = serving_of(request)
+    plan = serving.engine.plan
+    parts = [[name, size] for name, size in plan.parts()]
+    status = serving.engine.requests_status()
+    return JSONResponse(
+        {
+            "model": serving.name,
+            "abilities": serving.main.abilities,
+            "max_tokens": serving.engine.config.tokens_of(serving.engine.model),
+            "budget_bytes": plan.budget_bytes,
+            "parts": parts,
+            "running": status.running,
+            "waiting": status.waiting,
+            "pages_used": status.pages_used,
+            "pages_free": status.pages_free,
+        }
+    )
+
+
+@router.get("/page/{name}")
+async def part(name: str) -> Response:
+    """Return a file of the page."""
+    if name not in _KINDS:
+        raise RequestError("the page has no such file", status=404)
+    return _send(name)

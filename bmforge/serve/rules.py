@@ -1,0 +1,125 @@
+"""Which rules for answers are taken: small ones, without what stands elsewhere, that compile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from bmforge.infer.engine.constraint import Constraint
+from bmforge.serve import schema_check
+from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.limits import check_at_most
+from bmforge.serve.settings import ServeConfig
+from bmforge.serve.strict_json import json_depth
+
+__all__ = ["RuleChecker"]
+
+_KEPT = 512  # verdicts
+_AT_ONCE = 2
+_FIELD = {"json": "response_format", "regex": "structured_outputs", "lark": "structured_outputs"}
+
+
+class RuleChecker:
+    """Compiles rules in processes of their own, and remembers what came of it.
+
+    Args:
+        config: the limits.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._verdicts: OrderedDict[Constraint, str | None] = OrderedDict()
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def check(self, rule: Constraint) -> None:
+        """Check a rule.
+
+        Raises:
+            RequestError: it is too large or too deep, refers to what is not in it, has what cannot
+                be kept, or compiles too long.
+        """
+        name = _FIELD[rule.kind]
+        size = len(rule.source.encode())
+        check_at_most(name, size, self._config.max_schema_bytes, "bytes of rules")
+        if rule.kind == "json":
+            self._check_schema(json.loads(rule.source), name)
+        if rule in self._verdicts:
+            self._verdicts.move_to_end(rule)
+        else:
+            self._verdicts[rule] = await self._compile(rule)
+            while len(self._verdicts) > _KEPT:
+                self._verdicts.popitem(last=False)
+        problem = self._verdicts[rule]
+        if problem is not None:
+            raise RequestError(
+                f"{name}: the rule cannot be kept: {problem[:300]}", name, code="invalid_schema"
+            )
+
+    def _check_schema(self, schema: Any, name: str) -> None:
+        depth = json_depth(schema)
+        check_at_most(name, depth, self._config.max_schema_depth, "levels of the schema")
+        left = [schema]
+        while left:
+            one = left.pop()
+            if isinstance(one, dict):
+                target = one.get("$ref", one.get("$dynamicRef", "#"))
+                if isinstance(target, str) and not target.startswith("#"):
+                    raise RequestError(
+                        f"{name}: a $ref leads out of the schema, and nothing is fetched",
+                        name,
+                        code="invalid_schema",
+                    )
+                left += one.values()
+            elif isinstance(one, list):
+                left += one
+
+    async def _compile(self, rule: Constraint) -> str | None:
+        """Return what is wrong with a rule, by a process that has little time and memory."""
+        limits = self._config
+        try:
+            async with asyncio.timeout(limits.schema_s):
+                async with self._turns:
+                    return await self._run(rule)
+        except TimeoutError:
+            raise overloaded("too many rules are waiting to be compiled", limits.schema_s) from None
+
+    async def _run(self, rule: Constraint) -> str | None:
+        limits = self._config
+        asked = {
+            "kind": rule.kind,
+            "source": rule.source,
+            "cpu_s": limits.schema_cpu_s,
+            "memory_bytes": limits.schema_memory_bytes,
+            "wall_s": limits.schema_s,
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            str(Path(schema_check.__file__)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={"PATH": os.defpath, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+        )
+        try:
+            out, _ = await process.communicate(json.dumps(asked).encode())
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            return _tell_end(process.returncode, limits)
+        found = json.loads(out)["error"]
+        return None if found is None else str(found)
+
+
+def _tell_end(status: int, limits: ServeConfig) -> str:
+    if -status in (signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL):
+        return f"compiling it takes longer than {limits.schema_cpu_s} s"
+    return f"compiling it takes more than {limits.schema_memory_bytes >> 20} MiB"

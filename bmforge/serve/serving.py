@@ -1,0 +1,135 @@
+"""What the routes of one server share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+
+from bmforge.serve.auth import Keys
+from bmforge.serve.conversation import Prompter
+from bmforge.serve.errors import RequestError
+from bmforge.serve.limits import Admission
+from bmforge.serve.live import LiveRequest, LiveRequests
+from bmforge.serve.metrics import Metrics
+from bmforge.serve.rules import RuleChecker
+from bmforge.serve.settings import ServeConfig
+
+__all__ = ["Served", "Serving", "key_of", "serving_of"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that can be asked for something.
+
+    Args:
+        name: by which it is asked.
+        engine: an `Engine`, or a `SleepingEngine`.
+        abilities: "chat", "completions", "documents", "embeddings".
+    """
+
+    name: str
+    engine: Any
+    abilities: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, engine: Any) -> Served:
+        """Return an engine with all that its model can do."""
+        traits = engine.model.traits
+        if traits.objective == "documents" and traits.writes:
+            return cls(name, engine, ("documents",))
+        writes = ("chat", "completions") if traits.writes else ()
+        return cls(name, engine, writes if traits.has_images else (*writes, "embeddings"))
+
+
+@dataclass
+class Serving:
+    """An engine and everything that stands around it.
+
+    Args:
+        main: what writes, or whatever else its model does.
+        config: the limits.
+        keys: who may ask.
+        directory: of the model, where its chat template is.
+        embedder: a second model, that embeds.
+    """
+
+    main: Served
+    config: ServeConfig
+    keys: Keys
+    directory: Path | None = None
+    embedder: Served | None = None
+    live: LiveRequests = field(default_factory=LiveRequests)
+    metrics: Metrics = field(default_factory=Metrics)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    began: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        """Make what follows from these."""
+        self.prompter = Prompter(self.main.engine, self.directory, self.config)
+        self.rules = RuleChecker(self.config)
+        self.admission = Admission(self.config)
+
+    @property
+    def engine(self) -> Any:
+        """What writes."""
+        return self.main.engine
+
+    @property
+    def name(self) -> str:
+        """Of the model that writes."""
+        return self.main.name
+
+    @property
+    def models(self) -> list[Served]:
+        """All models."""
+        return [self.main, *([] if self.embedder is None else [self.embedder])]
+
+    def end(self, live: LiveRequest) -> None:
+        """Forget a request; if it still runs it is cancelled, and gives its memory back."""
+        if not live.is_read:
+            self.metrics.note_left()
+        self.live.end(live)
+
+    def find(self, name: str, ability: str | None = None) -> Served:
+        """Return the model of a name.
+
+        Args:
+            name: that was asked for.
+            ability: that it needs; None needs none.
+
+        Raises:
+            RequestError: there is no such model, or it cannot do that.
+        """
+        found = next((model for model in self.models if model.name == name), None)
+        if found is None:
+            known = ", ".join(repr(model.name) for model in self.models)
+            raise RequestError(
+                f"there is no model {name[:80]!r} here, only {known}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+        if ability is not None and ability not in found.abilities:
+            raise RequestError(
+                f"{found.name!r} can be asked for {', '.join(found.abilities)}, not for {ability}",
+                "model",
+                code="unsupported_model",
+            )
+        return found
+
+
+def serving_of(request: HTTPRequest) -> Serving:
+    """Return what a request is served by."""
+    serving: Serving = request.app.state.serving
+    return serving
+
+
+def key_of(request: HTTPRequest) -> str:
+    """Return the name of the key that a request came with, "" without keys."""
+    name: str = request.scope["state"].get("key", "")
+    return name

@@ -1,0 +1,124 @@
+"""JSON as it is meant: what Python's reader lets pass, and what only wants to hurt, is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from bmforge.serve.errors import RequestError
+from bmforge.serve.settings import ServeConfig
+
+__all__ = ["json_depth", "parse_json"]
+
+# Whole strings, so that what stands in them is not counted, and what opens, closes and divides. A
+# string that does not end goes to the end: to look for one at each of its quotes takes for ever.
+_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{},:]', re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MOST_DIGITS = 19  # of 64 bits
+
+
+def parse_json(body: bytes, config: ServeConfig) -> Any:
+    """Return the value of a request's body.
+
+    Raises:
+        RequestError: not UTF-8, not JSON, too deep or with too many values; or it has NaN, an
+            infinity, an integer of more than 19 digits, a key twice, or half of a surrogate pair.
+    """
+    _check_size(body, config)
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8 (byte {error.start})") from None
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_int=_integer,
+            parse_float=_float,
+        )
+    except json.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    # Only an escape can bring one in: bytes of one are not UTF-8.
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_surrogates(value)
+    return value
+
+
+def _check_size(body: bytes, config: ServeConfig) -> None:
+    """Count before anything is built: a reader of nested lists may run out of stack."""
+    depth = values = keys = 0
+    for mark in _MARKS.finditer(body):
+        kind = body[mark.start()]
+        if kind in b"[{":
+            depth += 1
+            values += 1
+            if depth > config.max_json_depth:
+                raise RequestError(f"the body is nested deeper than {config.max_json_depth}")
+        elif kind in b"]}":
+            depth -= 1
+        elif kind in b",":
+            values += 1
+        elif kind in b":":
+            keys += 1
+        if values > config.max_json_values:
+            raise RequestError(f"the body has more than {config.max_json_values} values")
+        if keys > config.max_json_keys:
+            raise RequestError(f"the body has more than {config.max_json_keys} names of fields")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        shown = twice.encode("utf-8", "replace").decode()[:60]
+        raise RequestError(f"the key {shown!r} is there twice", code="duplicate_key")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise RequestError(f"the body is not JSON: {name} is no number")
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MOST_DIGITS:
+        raise RequestError(f"an integer has more than {_MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise RequestError("a number is too large for a float of 64 bits")
+    return value
+
+
+def _refuse_surrogates(value: Any) -> None:
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, str) and _SURROGATE.search(one):
+            raise RequestError(
+                "a text has half of a surrogate pair, which is no character: write the character "
+                "itself, or both halves"
+            )
+
+
+def json_depth(value: Any) -> int:
+    """Return how deep objects and lists in a value are nested; 0 for what is neither."""
+    depth, level = 0, [value]
+    while True:
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return depth
+        depth += 1
+        level = [
+            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+        ]

@@ -1,0 +1,204 @@
+"""Functions that a model may, or must, call.
+
+A call that must come is held to JSON by a constraint. One that may come is looked for in what is
+written, as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen's form and Hermes').
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bmforge.infer.engine.constraint import Constraint
+from bmforge.serve.errors import RequestError
+from bmforge.serve.openai_types import ChatRequest, ToolChoice
+
+__all__ = ["Call", "CallReader", "ToolUse", "find_tools", "read_call"]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as clients read it.
+
+    Args:
+        name: of the function.
+        arguments: as JSON.
+    """
+
+    name: str
+    arguments: str
+
+    def as_json(self, index: int | None = None) -> dict[str, Any]:
+        """Return it with an id of its own; in a stream with its index."""
+        found: dict[str, Any] = {} if index is None else {"index": index}
+        function = {"name": self.name, "arguments": self.arguments}
+        return {
+            **found,
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": function,
+        }
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says of tools.
+
+    Args:
+        shown: what the template gets; None where there is nothing to call.
+        names: of what may be called.
+        rule: what the answer is held to where a call must come.
+        begin: of the answer then.
+    """
+
+    shown: list[dict[str, Any]] | None = None
+    names: frozenset[str] = frozenset()
+    rule: Constraint | None = None
+    begin: str = ""
+
+
+def find_tools(body: ChatRequest, writes_calls: bool) -> ToolUse:
+    """Return how the tools of a request are used.
+
+    Args:
+        body: the request.
+        writes_calls: the model's template asks for calls in the form that is looked for.
+
+    Raises:
+        RequestError: calls may come in a form that is not known, or must in two.
+    """
+    if not body.tools or body.tool_choice == "none":
+        return ToolUse()
+    shown = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    functions = {tool.function.name: tool.function.parameters for tool in body.tools}
+    if len(functions) != len(body.tools):
+        raise RequestError("tools has a name twice", "tools", code="invalid_value")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise RequestError(
+            "tools and response_format contradict each other; leave one out", "response_format"
+        )
+    if body.structured_outputs is not None:
+        raise RequestError(
+            "tools and structured_outputs contradict each other; leave one out",
+            "structured_outputs",
+        )
+    names = frozenset(functions)
+    if body.tool_choice in (None, "auto"):
+        if not writes_calls:
+            raise RequestError(
+                "this model's chat template has no form for calls; tool_choice required, or the "
+                "name of a function, works with every model",
+                "tool_choice",
+                code="unsupported_value",
+            )
+        if any(tool.function.strict for tool in body.tools):
+            raise RequestError(
+                "strict holds where a call must come: tool_choice required, or a function's name",
+                "tools",
+                code="unsupported_value",
+            )
+        return ToolUse(shown, names)
+    if isinstance(body.tool_choice, ToolChoice):
+        name = body.tool_choice.function.name
+        if name not in functions:
+            raise RequestError(f"tool_choice names {name!r}, which is no tool", "tool_choice")
+        functions = {name: functions[name]}
+    begin = f"{_OPEN}\n" if writes_calls else ""
+    return ToolUse(shown if writes_calls else None, names, _call_rule(functions), begin)
+
+
+def _call_rule(functions: dict[str, dict[str, Any] | None]) -> Constraint:
+    """Return the rule that an answer is a call of one of some functions.
+
+    Every function's schema is a definition of its own, and what refers to its root goes there.
+    """
+    definitions, calls = {}, []
+    for number, (name, schema) in enumerate(functions.items()):
+        place = f"tool{number}"
+        definitions[place] = _move(schema or {"type": "object"}, f"#/$defs/{place}")
+        properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{place}"}}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            }
+        )
+    return Constraint.json_schema({"$defs": definitions, "anyOf": calls})
+
+
+def _move(schema: Any, root: str) -> Any:
+    if isinstance(schema, list):
+        return [_move(one, root) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _move(value, root) for key, value in schema.items()}
+    target = moved.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        moved["$ref"] = root + target[1:]
+    return moved
+
+
+def read_call(text: str, names: Collection[str]) -> Call | None:
+    """Return the call that a text is; None where it is something else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    name = found.get("name") if isinstance(found, dict) else None
+    if not isinstance(name, str) or name not in names:
+        return None
+    arguments = found.get("arguments", {})
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return Call(name, arguments) if isinstance(arguments, str) else None
+
+
+class CallReader:
+    """Tells calls from text, while both are written.
+
+    Args:
+        names: of the functions; a call of any other is text.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names, self._held = names, ""
+
+    def feed(self, text: str) -> Iterator[str | Call]:
+        """Yield what is known of what was written so far."""
+        self._held += text
+        while True:
+            before, opened, rest = self._held.partition(_OPEN)
+            if not opened:
+                kept = _begun(self._held)
+                said, self._held = (
+                    self._held[: len(self._held) - kept],
+                    self._held[-kept:] if kept else "",
+                )
+                if said:
+                    yield said
+                return
+            if before:
+                yield before
+            inner, closed, behind = rest.partition(_CLOSE)
+            if not closed:
+                self._held = opened + rest
+                return
+            yield read_call(inner, self._names) or opened + inner + closed
+            self._held = behind.removeprefix("\n")
+
+    def end(self) -> str:
+        """Return what was held back and turned out to be text."""
+        said, self._held = self._held, ""
+        return said
+
+
+def _begun(text: str) -> int:
+    """Return how many characters at the end of a text may begin a call."""
+    return next((size for size in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:size])), 0)

@@ -1,0 +1,62 @@
+"""What is asked about a server: its models, whether it is well, its figures."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response
+
+from bmforge.serve.serving import Served, serving_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+def _describe(served: Served, began: int) -> dict[str, object]:
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": began,
+        "owned_by": "bmforge",
+        "abilities": served.abilities,
+        "max_model_len": served.engine.config.tokens_of(served.engine.model),
+    }
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """Name what can be asked."""
+    serving = serving_of(request)
+    data = [_describe(served, serving.began) for served in serving.models]
+    return JSONResponse({"object": "list", "data": data})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> Response:
+    """Describe one model."""
+    serving = serving_of(request)
+    return JSONResponse(_describe(serving.find(name), serving.began))
+
+
+@router.get("/health")
+async def health() -> Response:
+    """Say that the server answers."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Say whether new requests are taken."""
+    serving = serving_of(request)
+    is_ready = not serving.admission.is_closing and serving.admission.has_room
+    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Return all figures for Prometheus."""
+    serving = serving_of(request)
+    status = await run_in_threadpool(serving.engine.requests_status)
+    content, kind = serving.metrics.write(status, serving.admission.count)
+    return Response(content, media_type=kind)

@@ -1,0 +1,192 @@
+"""From what a request says to what an engine is asked, limits checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bmforge.errors import BmforgeError
+from bmforge.infer import GenerationConfig
+from bmforge.infer.engine.constraint import Constraint
+from bmforge.serve.errors import RequestError
+from bmforge.serve.limits import check_at_most
+from bmforge.serve.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    ResponseFormat,
+    StructuredOutputs,
+    Writing,
+)
+from bmforge.serve.settings import ServeConfig
+from bmforge.serve.sleeping import AnyEngine
+
+__all__ = ["check_limits", "find_constraint", "longest_answer", "row_tokens", "to_options"]
+
+
+def row_tokens(engine: AnyEngine) -> int | None:
+    """Return the longest row, prompt and answer together; None where the model sets no limit."""
+    return engine.config.tokens_of(engine.model)
+
+
+def check_limits(body: Writing, config: ServeConfig) -> None:
+    """Check the numbers of a request.
+
+    Raises:
+        RequestError: there is more of something than is served.
+    """
+    check_at_most("n", body.count, config.max_choices, "answers")
+    check_at_most("stop", len(body.stops), config.max_stops, "texts")
+    check_at_most("logit_bias", len(body.logit_bias or ()), config.max_logit_bias, "tokens")
+    check_at_most("bad_words", len(body.bad_words or ()), config.max_logit_bias, "texts")
+    for name, texts in (("stop", body.stops), ("bad_words", body.bad_words or [])):
+        if not all(texts):
+            raise RequestError(f"{name} has an empty text", name, code="invalid_value")
+        for text in texts:
+            check_at_most(name, len(text), config.max_stop_chars, "characters")
+    if isinstance(body, ChatRequest):
+        check_at_most("top_logprobs", body.top_logprobs or 0, config.max_logprobs, "tokens")
+        check_at_most("tools", len(body.tools or ()), config.max_tools, "functions")
+    if isinstance(body, CompletionRequest):
+        check_at_most("logprobs", body.logprobs or 0, config.max_logprobs, "tokens")
+        check_at_most("prompt", len(body.prompts), config.max_prompts, "prompts")
+        check_at_most("n", body.count * len(body.prompts), config.max_prompts, "answers in all")
+
+
+def longest_answer(
+    asked: int | None, prompt_tokens: int, engine: AnyEngine, config: ServeConfig
+) -> int:
+    """Return how many tokens an answer may have.
+
+    Args:
+        asked: by the client; None is as many as there is room for.
+        prompt_tokens: of the prompt.
+        engine: whose rows have a longest one.
+        config: the limits.
+
+    Raises:
+        RequestError: the prompt leaves no room, or more was asked than is served.
+    """
+    apart = engine.model.traits.reads == "apart"  # what is read and what is written are two rows
+    limit = row_tokens(engine)
+    most_prompt = config.max_prompt_tokens
+    if most_prompt is None and limit is not None:
+        most_prompt = limit if apart else limit - 1
+    if most_prompt is not None and prompt_tokens > most_prompt:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens, and at most {most_prompt} are read here",
+            code="context_length_exceeded",
+        )
+    room = None if limit is None else limit if apart else limit - prompt_tokens
+    bounds = [bound for bound in (room, config.max_new_tokens) if bound is not None]
+    if asked is None:
+        return min(bounds)
+    if bounds and asked > min(bounds):
+        raise RequestError(
+            f"{asked} new tokens were asked for; behind {prompt_tokens} tokens of prompt at most "
+            f"{min(bounds)} are written here",
+            "max_tokens",
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+def to_options(
+    body: Writing,
+    engine: AnyEngine,
+    max_new_tokens: int,
+    ends: tuple[int, ...] | None,
+    likeliest: int | None,
+    stops: Sequence[str] = (),
+) -> GenerationConfig:
+    """Return how to write, as the engine is told.
+
+    Args:
+        body: the request.
+        engine: whose tokenizer spells what must not come.
+        max_new_tokens: of each answer.
+        ends: tokens that end it; None leaves that to the engine.
+        likeliest: tokens that are told in each place; None tells no probabilities.
+        stops: texts that end it besides those of the request.
+
+    Raises:
+        RequestError: a field that does not fit the model, or another field.
+    """
+    drawing: dict[str, Any] = {"do_sample": body.temperature != 0}
+    if drawing["do_sample"]:  # the likeliest token is the likeliest by any of these
+        drawing["temperature"] = 1.0 if body.temperature is None else body.temperature
+        drawing |= {"top_p": body.top_p, "min_p": body.min_p or None}
+        drawing |= {"top_k": body.top_k if (body.top_k or 0) > 0 else None}
+        drawing |= {"seed": None if body.seed is None else body.seed % (1 << 63)}
+    elif body.count > 1:
+        raise RequestError("n above 1 needs a temperature above 0", "n", code="invalid_value")
+    words = [engine.tokenizer.encode(word) for word in body.bad_words or ()]
+    try:
+        return GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=body.min_tokens or 0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            bad_words_ids=tuple(tuple(word) for word in words if word),
+            logit_bias=_read_bias(body, engine),
+            num_return_sequences=body.count,
+            eos_token_id=ends,
+            stop_strings=(*body.stops, *stops),
+            logprobs=likeliest,
+            **drawing,
+        )
+    except BmforgeError as error:
+        raise RequestError(str(error), code="invalid_value") from error
+
+
+def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
+    found = {}
+    for text, bias in (body.logit_bias or {}).items():
+        if not (text.isascii() and text.isdigit() and int(text) < engine.model.config.vocab_size):
+            raise RequestError(
+                f"logit_bias: {text[:20]!r} is no token; needed are ids from 0 to "
+                f"{engine.model.config.vocab_size - 1}",
+                "logit_bias",
+                code="invalid_value",
+            )
+        found[int(text)] = bias
+    return found
+
+
+def find_constraint(
+    form: ResponseFormat | None, outputs: StructuredOutputs | None
+) -> Constraint | None:
+    """Return what every answer must be a case of, by either field.
+
+    Raises:
+        RequestError: both fields, several rules at once, or one that is none.
+    """
+    rules: dict[str, Any] = {}
+    if form is not None and form.type == "json_object":
+        rules["response_format"] = Constraint.json_schema({"type": "object"})
+    if form is not None and form.json_schema is not None:
+        schema = form.json_schema.schema_
+        rules["response_format"] = Constraint.json_schema({} if schema is None else schema)
+    if outputs is not None:
+        rules |= _read_outputs(outputs)
+    if len(rules) > 1:
+        raise RequestError(f"{', '.join(rules)} contradict each other; leave all but one out")
+    return next(iter(rules.values()), None)
+
+
+def _read_outputs(outputs: StructuredOutputs) -> dict[str, Constraint]:
+    name, found = "structured_outputs", {}
+    try:
+        if outputs.json_schema is not None:
+            found[f"{name}.json"] = Constraint.json_schema(outputs.json_schema)
+        if outputs.regex is not None:
+            found[f"{name}.regex"] = Constraint.regex(outputs.regex)
+        if outputs.choice is not None:
+            found[f"{name}.choice"] = Constraint.choices(outputs.choice)
+        if outputs.grammar is not None:
+            found[f"{name}.grammar"] = Constraint.lark(outputs.grammar)
+    except BmforgeError as error:
+        raise RequestError(str(error), name, code="invalid_value") from error
+    if not found:
+        raise RequestError(f"{name} has no rule: json, regex, choice or grammar", name)
+    return found

@@ -1,0 +1,85 @@
+"""Rules for answers compile in a process of their own first, within its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from bmforge.infer.engine.constraint import Constraint
+from bmforge.serve.errors import RequestError
+from bmforge.serve.rules import RuleChecker
+from bmforge.serve.settings import ServeConfig
+
+GOOD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+# Patterns that must all hold take time and memory that grow with each.
+HEAVY = {
+    "type": "string",
+    "allOf": [{"type": "string", "pattern": f"[a-z]{{0,40}}{letter}[a-z]{{0,{30 + n}}}"}
+              for n, letter in enumerate("abcdefghijklmnop")],
+}  # fmt: skip
+
+
+def check(rule: Constraint, **limits: Any) -> None:
+    asyncio.run(RuleChecker(ServeConfig(**limits)).check(rule))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Constraint.json_schema(GOOD), Constraint.json_schema({}), Constraint.regex("[ab]+天"),
+     Constraint.choices(["a", "天"]), Constraint.lark('start: "a" | "b"')],
+    ids=lambda rule: rule.source[:20],
+)  # fmt: skip
+def test_rules_that_can_be_kept(rule: Constraint) -> None:
+    check(rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        (Constraint.json_schema({"type": "nothing"}), "cannot be kept"),
+        (Constraint.json_schema({"type": "array", "uniqueItems": True}), "cannot be kept"),
+        (Constraint.regex("(a"), "cannot be kept"),
+        (Constraint.lark("start: nothing"), "cannot be kept"),
+        (Constraint.json_schema({"$ref": "https://example.org/a"}), "nothing is fetched"),
+        (Constraint.json_schema({"a": [{"$ref": "file:///etc/passwd"}]}), "nothing is fetched"),
+        (Constraint.regex("a" * 70_000), "at most 65536"),
+        (Constraint.json_schema(json.dumps({"a": 1})[:-1] + ', "b": ' + "[" * 40 + "]" * 40 + "}"),
+         "at most 24"),
+    ],
+    ids=lambda value: value.source[:30] if isinstance(value, Constraint) else "",
+)  # fmt: skip
+def test_rules_that_cannot(rule: Constraint, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem) as caught:
+        check(rule)
+    assert caught.value.status_code == 400
+
+
+def test_a_rule_that_takes_too_much_is_stopped() -> None:
+    rule = Constraint.json_schema(HEAVY)
+    with pytest.raises(RequestError, match="cannot be kept: compiling it takes"):
+        check(rule, schema_cpu_s=1, schema_s=20)
+
+
+def test_verdicts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule is compiled once, a good one and a bad one."""
+    compiled = []
+    run = RuleChecker._run
+
+    async def count(self: RuleChecker, rule: Constraint) -> str | None:
+        compiled.append(rule)
+        return await run(self, rule)
+
+    monkeypatch.setattr(RuleChecker, "_run", count)
+
+    async def ask() -> None:
+        checker = RuleChecker(ServeConfig())
+        for _ in range(3):
+            await checker.check(Constraint.regex("a+"))
+            with pytest.raises(RequestError):
+                await checker.check(Constraint.regex("(a"))
+
+    asyncio.run(ask())
+    assert len(compiled) == 2

@@ -1,0 +1,175 @@
+"""The page in a browser: a person writes, reads, stops, and fills a document."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_serve_sockets import is_idle, until
+
+from bmforge.infer import Engine
+from bmforge.models import CPMBee, CPMBeeConfig
+from bmforge.tokenizers import CPMBeeTokenizer
+
+pytestmark = pytest.mark.long
+CHROMIUM = Path("/usr/bin/chromium-headless-shell")
+SHOTS = os.environ.get("BMFORGE_PAGE_SHOTS")  # a folder, for whoever wants to look
+HOSTILE = "今天天气很好 <img src=x onerror=alert(1)> <b>不</b>\n```python\nprint('好')\n```\n完"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium; where CI runs it must be there."""
+    if not CHROMIUM.exists() and os.environ.get("CI") != "true":
+        pytest.skip("needs Debian's chromium-headless-shell")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as found:
+        browser = found.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page of a server, with all that it asked for and all that went wrong."""
+
+    def __init__(self, browser: Any, server: Any, locale: str = "en-GB", **more: Any) -> None:
+        self.page = browser.new_page(locale=locale, **more)
+        self.asked: list[str] = []
+        self.wrong: list[str] = []
+        self.body: dict[str, Any] = {}  # what is added to what the page asks
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", self._listen)
+        self.page.on("dialog", lambda dialog: self.wrong.append("a dialog") or dialog.dismiss())
+        self.page.route("**/v1/**", self._add)
+        self.page.goto(server.url)
+        self.page.locator("#model:not(:empty)").wait_for()
+
+    def _listen(self, said: Any) -> None:
+        if said.type in ("error", "warning"):
+            self.wrong.append(said.text)
+
+    def _add(self, route: Any) -> None:
+        body = json.loads(route.request.post_data)
+        route.continue_(post_data=json.dumps({**body, **self.body}))
+
+    def shoot(self, name: str) -> None:
+        if SHOTS:
+            self.page.screenshot(path=str(Path(SHOTS) / f"{name}.png"))
+
+
+def test_a_chat(browser: Any, start: Any, engine: Engine) -> None:
+    """What the model writes is text, whatever it looks like; nothing comes from elsewhere."""
+    with start() as server:
+        visit = Visit(browser, server)
+        page = visit.page
+        visit.body = {"structured_outputs": {"choice": [HOSTILE]}}
+        page.fill("#chat-text", "天气怎么样？")
+        page.press("#chat-text", "Enter")
+        words = page.locator("li.assistant .words").last
+        words.locator("pre").wait_for()
+        page.locator("#chat-stop").wait_for(state="hidden")
+        text = words.text_content()
+        assert text == HOSTILE.replace("```python\n", "").replace("```", "")
+        assert page.locator("li img, li b, li script").count() == 0
+        assert page.locator("li.user .words").text_content() == "天气怎么样？"
+        visit.shoot("chat")
+        # The second answer is stopped, and ends in the engine too.
+        visit.body = {"logit_bias": {"70": 100}, "temperature": 0, "max_tokens": 800}
+        page.fill("#chat-text", "more")
+        page.click("#chat-send")
+        page.click("#chat-stop")
+        assert until(lambda: is_idle(engine))
+        page.locator("#chat-stop").wait_for(state="hidden")
+        page.click("#chat-clear")
+        assert page.locator("li").count() == 0
+        assert not visit.wrong
+        assert {url.partition("//")[2].partition("/")[0] for url in visit.asked} == {
+            server.url.partition("//")[2]
+        }
+        assert page.evaluate(
+            "(() => { try { document.body.innerHTML = '<b>x</b>'; return false; }"
+            " catch (error) { return true; } })()"
+        )
+
+
+def test_both_languages_and_what_is_refused(browser: Any, start: Any) -> None:
+    with start() as server:
+        visit = Visit(browser, server, "zh-CN", viewport={"width": 1200, "height": 800})
+        page = visit.page
+        assert page.locator("#chat-send").text_content() == "发送"
+        page.fill("#set-temperature", "0.5")
+        page.fill("#set-max_tokens", "12")
+        visit.shoot("chinese")
+        page.click("#language")
+        assert page.locator("#chat-send").text_content() == "Send"
+        assert page.input_value("#set-temperature") == "0.5"
+        page.click("#tabs button >> nth=1")
+        page.fill("#text-text", "Once upon a time")
+        page.click("#text-send")
+        page.locator("#took:not(:empty)").wait_for()
+        assert page.input_value("#text-text").startswith("Once upon a time")
+        assert "12 tokens in" in page.text_content("#took")
+        assert page.locator("#parts tr").count() >= 5
+        visit.shoot("text")
+        page.fill("#set-temperature", "9")
+        page.click("#text-send")
+        page.locator("#problem").wait_for()
+        assert "temperature" in page.text_content("#problem")
+        assert not [wrong for wrong in visit.wrong if "400" not in wrong]
+
+
+def test_a_page_behind_a_key(browser: Any, start: Any) -> None:
+    """The browser asks for the key, and sends it with everything."""
+    key = "the-key-of-the-page"
+    with start(keys=key) as server:
+        assert browser.new_page().goto(server.url).status == 401
+        credentials = {"username": "me", "password": key}
+        context = browser.new_context(http_credentials=credentials)
+        page = context.new_page()
+        assert page.goto(server.url).status == 200
+        page.locator("#model:not(:empty)").wait_for()
+        page.fill("#set-max_tokens", "5")
+        page.fill("#chat-text", "hello")
+        page.click("#chat-send")
+        page.locator("#took:not(:empty)").wait_for()
+        assert page.locator("#problem").is_hidden()
+
+
+@pytest.fixture(scope="module")
+def bee() -> Iterator[Engine]:
+    """A CPM-Bee with random weights over letters."""
+    head = [
+        "<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>", "<root>", "<ans>",
+        "<option>",
+    ]  # fmt: skip
+    tokenizer = CPMBeeTokenizer([*head, *"abcdefghijklmnopqrstuvwxyz0123456789?()-._"])
+    config = CPMBeeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2,
+        head_dim=16, num_buckets=16, num_relations=64,
+    )  # fmt: skip
+    with Engine(CPMBee.from_config(config, seed=2), tokenizer=tokenizer) as engine:
+        yield engine
+
+
+def test_a_document(browser: Any, start: Any, bee: Engine) -> None:
+    with start(other=bee) as server:
+        visit = Visit(browser, server)
+        page = visit.page
+        assert page.locator("#tabs button").count() == 1
+        page.fill("#set-max_tokens", "5")
+        page.fill("#documents-text", '{"input": "what is a list?", "<ans>": ""}')
+        page.click("#documents-send")
+        page.locator("#filled pre").wait_for()
+        found = json.loads(page.text_content("#filled pre"))
+        assert found["input"] == "what is a list?"
+        assert isinstance(found["<ans>"], str)
+        visit.shoot("documents")
+        page.fill("#documents-text", "{")
+        page.click("#documents-send")
+        assert "no JSON" in page.text_content("#problem")
+        assert not visit.wrong
