@@ -42,9 +42,10 @@ def build(path: str, tokens: int, width: int, vocab: int, precision: str) -> Cal
     weight.requires_grad_()
 
     def step() -> float:
-        loss = module.linear_cross_entropy(hidden, weight, labels)
-        # What stands after the step are the gradients; those of the last one are gone by now.
+        # What stands after the step are the gradients; those of the last one are gone by now: the
+        # loss makes them in its forward pass.
         hidden.grad = weight.grad = None
+        loss = module.linear_cross_entropy(hidden, weight, labels)
         loss.backward()
         return float(loss.detach())
 

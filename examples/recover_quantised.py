@@ -1,0 +1,58 @@
+"""Win back what int4 costs, by training norms and biases alone under a budget of memory.
+
+    bmforge quickstart
+    python examples/recover_quantised.py runs/quickstart/export runs/quickstart/corpus
+
+The base stays packed and may come and go; the float model's answers are what is learnt.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+
+from bmforge.data import TokenStore
+from bmforge.infer import Engine
+from bmforge.models import AutoModel
+
+STEPS, ROWS, SCHEME = 200, 8, "int4-128"
+
+
+def read_rows(folder: str, length: int) -> torch.Tensor:
+    """Return tokens of a store as rows: (rows, length)."""
+    store = TokenStore(folder)
+    ids = torch.cat([torch.from_numpy(store[i].astype("int64")) for i in range(len(store))])
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+@torch.no_grad()
+def loss_of(model: torch.nn.Module, rows: torch.Tensor) -> float:
+    """Return the mean loss of a held-out token."""
+    return float(torch.stack([model(input_ids=r, labels=r).loss for r in rows.split(ROWS)]).mean())
+
+
+if __name__ == "__main__":
+    directory, corpus = sys.argv[1:3]
+    teacher = AutoModel.from_pretrained(directory).eval()
+    length = min(128, teacher.config.max_seq_len)
+    held_out = read_rows(f"{corpus}/validation/tokens", length)[: 32 * ROWS]
+    texts = read_rows(f"{corpus}/train/tokens", length)
+    with Engine(directory, quantize=SCHEME) as engine:
+        model = engine.model
+        trained = [p.requires_grad_() for p in model.parameters() if p.dim() == 1]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
+        float_loss, before = loss_of(teacher, held_out), loss_of(model, held_out)
+        order = torch.Generator().manual_seed(0)
+        for _step in range(STEPS):
+            ids = texts[torch.randint(len(texts), (ROWS,), generator=order)]
+            with torch.no_grad():
+                wanted = teacher(input_ids=ids).logits.log_softmax(-1)
+            given = model(input_ids=ids).logits.log_softmax(-1)
+            F.kl_div(given, wanted, log_target=True, reduction="none").sum(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = loss_of(model, held_out)
+    print(f"float {float_loss:.4f}, {SCHEME} {before:.4f}, after {STEPS} steps {after:.4f}")
+    print(f"won back: {(before - after) / (before - float_loss):.0%} of what {SCHEME} cost")
