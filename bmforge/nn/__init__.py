@@ -5,6 +5,7 @@ Start reading at `block.py`; every family in `models/` is an assembly of these p
 
 from bmforge.nn.attention import Attention, AttentionSpec, build_mask
 from bmforge.nn.block import Block, BlockSpec
+from bmforge.nn.distillation import HeadInput, linear_distillation
 from bmforge.nn.head import LMHead
 from bmforge.nn.losses import linear_cross_entropy
 from bmforge.nn.mlp import MLP, MLPSpec
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionSpec",
     "Block",
     "BlockSpec",
+    "HeadInput",
     "LMHead",
     "MLPSpec",
     "MoE",
@@ -28,6 +30,7 @@ __all__ = [
     "build_mask",
     "build_norm",
     "linear_cross_entropy",
+    "linear_distillation",
     "balance_loads",
     "count_loads",
     "load_balancing_loss",

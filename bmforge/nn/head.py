@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,12 +12,16 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
 from bmforge.nn.channel import Shift
 from bmforge.nn.cuts import PickTokens, VocabCut
+from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import beside_parts
 from bmforge.nn.products import multiply_half
 
-__all__ = ["LMHead"]
+__all__ = ["LMHead", "Measure"]
+
+# (what makes logits, labels (M,), what the sum is divided by, how the rows are divided) -> loss
+Measure = Callable[[HeadInput, Tensor, float | Tensor | None, VocabCut | None], Tensor]
 
 
 class LMHead(nn.Linear):
@@ -24,6 +30,7 @@ class LMHead(nn.Linear):
     Attributes:
         vocab: how the rows are divided over processes; None where they are all here.
         pick_tokens: which tokens' loss is computed here; None computes that of all.
+        measure: what makes the loss; None takes the cross-entropy.
 
     Shape:
         x: (..., D) -> (..., V), or a scalar with labels
@@ -31,6 +38,7 @@ class LMHead(nn.Linear):
 
     vocab: VocabCut | None = None
     pick_tokens: PickTokens | None = None
+    measure: Measure | None = None
     # Low-rank parts beside it go into the loss as well, where no hook could add them.
     asks_parts = True
 
@@ -89,6 +97,8 @@ class LMHead(nn.Linear):
             weight = torch.cat((weight, more_rows))
             bias = None if bias is None else F.pad(bias, (0, more_rows.shape[0]))
             added = [(low, _lengthen(up, weight)) for low, up in added]
+        if self.measure is not None:
+            return self.measure(HeadInput(x, weight, bias, tuple(added)), labels, num_items, vocab)
         return linear_cross_entropy(x, weight, labels, bias, num_items, vocab, added)
 
     def _score(self, x: Tensor, more_rows: Tensor | None) -> Tensor:

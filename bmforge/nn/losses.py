@@ -21,7 +21,16 @@ from bmforge.device import is_host, reads_are_free, wide_dtype
 from bmforge.errors import ShapeError
 from bmforge.nn.cuts import VocabCut
 
-__all__ = ["check_classes", "linear_cross_entropy"]
+__all__ = [
+    "TiledHead",
+    "TiledLogits",
+    "TiledLoss",
+    "Tiling",
+    "check_classes",
+    "find_tiling",
+    "linear_cross_entropy",
+    "split_chunks",
+]
 
 # Logits in flight, 256 MiB in fp32: an accelerator wants large products.
 _CHUNK_ELEMENTS = 1 << 26
@@ -32,7 +41,7 @@ _HOST_CHUNK_ELEMENTS, _HOST_TILE_ELEMENTS, _FEW_TOKENS, _MANY_TOKENS = 9 << 22, 
 _WIDENED_ROWS = 512
 
 
-class _Tiling(NamedTuple):
+class Tiling(NamedTuple):
     """How many tokens and columns go through at a time, and if all columns' logits are kept."""
 
     tokens: int
@@ -40,7 +49,7 @@ class _Tiling(NamedTuple):
     keeps: bool
 
 
-def _find_tiling(hidden: Tensor, columns: int, widest: int) -> _Tiling:
+def find_tiling(hidden: Tensor, columns: int, widest: int) -> Tiling:
     """Return the tiles of these tokens and columns.
 
     Args:
@@ -50,22 +59,45 @@ def _find_tiling(hidden: Tensor, columns: int, widest: int) -> _Tiling:
     """
     count = max(1, hidden.shape[0])
     if not is_host(hidden.device) or torch.compiler.is_compiling():
-        return _Tiling(min(count, max(1, _CHUNK_ELEMENTS // widest)), columns, keeps=True)
+        return Tiling(min(count, max(1, _CHUNK_ELEMENTS // widest)), columns, keeps=True)
     tokens = min(count, _HOST_CHUNK_ELEMENTS // widest)
     keeps = tokens >= min(count, _FEW_TOKENS)
     tokens = tokens if keeps else min(count, _MANY_TOKENS)
     tokens = -(-count // -(-count // tokens))  # as many in every chunk
-    return _Tiling(tokens, min(columns, max(1, _HOST_TILE_ELEMENTS // tokens)), keeps)
+    return Tiling(tokens, min(columns, max(1, _HOST_TILE_ELEMENTS // tokens)), keeps)
 
 
-def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
+def split_chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield where every chunk of `count` things begins and how long it is; one at least."""
     for start in range(0, max(1, count), size):
         yield start, min(size, count - start)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of token losses times `scale`; its gradients are made in forward, tile by tile."""
+class TiledLoss(torch.autograd.Function):
+    """A loss whose gradients are made in forward, tile by tile.
+
+    Its arguments are hidden states, rows, their bias, three that want no gradient, and by turns
+    narrower states and rows that are added.
+    """
+
+    @staticmethod
+    def keep_(ctx: Any, head: TiledHead, scale: Tensor, inputs: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of `inputs` until backward, where they are multiplied by `scale`."""
+        like = head.pairs[0][0]
+        left = torch.ones_like(scale) if like.dtype == torch.float16 else scale
+        ctx.save_for_backward(*head.grads, left)
+        ctx.dtypes = [like.dtype if tensor is None else tensor.dtype for tensor in inputs]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *sums, scale = ctx.saved_tensors
+        factor = grads[0] * scale
+        found = [_scale_(g, factor, dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)]
+        return *found[:3], None, None, None, *found[3:]
+
+
+class _LinearCrossEntropy(TiledLoss):
+    """Sum of token losses times `scale`."""
 
     @staticmethod
     def forward(
@@ -79,38 +111,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *added: Tensor,
     ) -> Tensor:
         columns = weight.shape[0]
-        tiling = _find_tiling(hidden, columns, columns if vocab is None else vocab.width)
-        head = _Head(hidden, weight, bias, added, ctx.needs_input_grad, scale.dtype)
-        logits = _Logits(head, tiling)
+        tiling = find_tiling(hidden, columns, columns if vocab is None else vocab.width)
+        head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, scale.dtype)
+        logits = TiledLogits(head, tiling)
         total = torch.zeros_like(scale)
-        for start, count in _chunks(hidden.shape[0], tiling.tokens):
+        for start, count in split_chunks(hidden.shape[0], tiling.tokens):
             tokens = slice(start, start + count)
             softmax = _Softmax(labels[tokens], vocab, scale.dtype)
-            for first, size in _chunks(columns, tiling.columns):
+            for first, size in split_chunks(columns, tiling.columns):
                 softmax.add_(logits.make(tokens, first, size), first)
             total += softmax.finish()
             if not any(ctx.needs_input_grad):
                 continue
-            for first, size in _chunks(columns, tiling.columns):
+            for first, size in split_chunks(columns, tiling.columns):
                 tile = logits.again(tokens, first, size)
                 softmax.differentiate_(tile, first, is_exponential=tiling.keeps)
                 head.collect_(logits.narrow(tile, scale), tokens, slice(first, first + size))
             head.finish_tokens_(tokens)
-        left = torch.ones_like(scale) if hidden.dtype == torch.float16 else scale
-        ctx.save_for_backward(*head.grads, left)
-        ctx.dtypes = [hidden.dtype, weight.dtype, hidden.dtype if bias is None else bias.dtype]
-        ctx.dtypes += [tensor.dtype for tensor in added]
+        TiledLoss.keep_(ctx, head, scale, (hidden, weight, bias, *added))
         return total * scale
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *sums, scale = ctx.saved_tensors
-        factor = grads[0] * scale
-        found = [_scale_(g, factor, dtype) for g, dtype in zip(sums, ctx.dtypes, strict=True)]
-        return *found[:3], None, None, None, *found[3:]
 
-
-class _Head:
+class TiledHead:
     """What makes logits, and the gradients that it wants.
 
     Args:
@@ -189,10 +211,10 @@ class _Head:
             self._sums[number] = None
 
 
-class _Logits:
+class TiledLogits:
     """Tiles of logits in the same memory for all tokens: fresh pages cost a tenth of a product."""
 
-    def __init__(self, head: _Head, tiling: _Tiling) -> None:
+    def __init__(self, head: TiledHead, tiling: Tiling) -> None:
         hidden, weight = head.pairs[0]
         self._head, self._tiling = head, tiling
         tiles = -(-weight.shape[0] // tiling.columns) if tiling.keeps else 1
