@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from bmforge.batch import IGNORE_INDEX, Batch
+from bmforge.batch import IGNORE_INDEX, Batch, count_labels
 
 __all__ = [
     "Objective",
@@ -48,25 +48,6 @@ def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) ->
         return objective(model, inputs, num_items)
 
     return renamed
-
-
-def count_labels(batch: Batch, model: nn.Module | None = None) -> int:
-    """Return how many predictions the labels of a micro-batch ask for; those of -100 do not count.
-
-    Args:
-        batch: the model's arguments.
-        model: one that has `count_items` (all of bmforge's) is asked; any other is taken for a
-            language model that shifts its labels, or a classifier of rows.
-
-    Shape:
-        labels: (B, T) token ids, not shifted: the first of a row is not predicted; or (B,), one
-        class per row
-    """
-    count = getattr(model, "count_items", None)
-    if count is not None:
-        return int(count(batch))
-    labels = batch["labels"]
-    return int(((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum())
 
 
 def count_tokens(batch: Batch) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.batch import Batch
 from bmforge.device import device_memory_bytes, peak_flops
+from bmforge.errors import ConfigError
 from bmforge.host_tuning import MemoryWatch, tuned_host
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
@@ -88,7 +89,8 @@ class Trainer:
         objective: the loss; see `objective.py`.
         offload: what of the optimizer lives outside the device; None keeps it there.
         evaluator: evaluates the model (collectively); None never evaluates.
-        callbacks: called with (trainer, row) after every step, on every process.
+        callbacks: called with (trainer, row) after every step, on every process; those with a
+            `state_dict` are saved with the run.
 
     Attributes:
         step: optimizer steps done.
@@ -328,7 +330,19 @@ class Trainer:
             "guard": self.guard.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "mesh": self._shape(),
+            "callbacks": {name: one.state_dict() for name, one in self._stateful().items()},
         }
+
+    def _stateful(self) -> dict[str, Any]:
+        """Return the callbacks that have something to go on from, by their names."""
+        found: dict[str, Any] = {}
+        for callback in self.callbacks:
+            if hasattr(callback, "state_dict"):
+                name = getattr(callback, "name", type(callback).__name__)
+                if name in found:
+                    raise ConfigError(f"two callbacks are called {name!r}: give them other names.")
+                found[name] = callback
+        return found
 
     def _shape(self) -> list[int]:
         return [] if self.mesh is None else list(self.mesh.shape)
@@ -337,7 +351,8 @@ class Trainer:
         """Go on from `state_dict`.
 
         Raises:
-            ConfigError: the run was started with other numbers for its optimizer, which go on.
+            ConfigError: the run was started with other numbers for its optimizer, which go on, or
+                with other callbacks that have a state.
         """
         if "optim" in state:
             self.config.optim.check_same(state["optim"])
@@ -345,3 +360,11 @@ class Trainer:
         self.guard.load_state_dict(state["guard"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+        here, there = self._stateful(), state.get("callbacks", {})
+        if set(here) != set(there):
+            raise ConfigError(
+                f"the run that is to go on had the callbacks {sorted(there) or 'none'}, this one "
+                f"has {sorted(here) or 'none'}. Give it the same ones."
+            )
+        for name, callback in here.items():
+            callback.load_state_dict(there[name])

@@ -8,9 +8,11 @@ import pytest
 import torch
 from trainer_cases import logged, run, run_interrupted, run_signalled, write_corpus
 
-from bmforge.errors import DistributedError
+from bmforge.errors import ConfigError, DistributedError
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
+from bmforge.train import Trainer
 from bmforge.train.checkpoint.checkpointer import find_checkpoints
+from bmforge.train.report.metrics import Row
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +91,36 @@ def test_a_finished_run_stays_as_it_is(corpus, tmp_path: Path) -> None:
     rows, state = run_distributed(run, 1, corpus, str(tmp_path))[0]
     assert rows == []
     assert_equal_trees(state, want)
+
+
+class Counting:
+    """A callback that has a state: what it has counted."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, trainer: Trainer, row: Row) -> None:
+        self.count += trainer.step
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def count_twice(corpus: str, folder: str) -> tuple[int, int]:
+    """Stop at step 2 and go on with another object; then with none."""
+    first, second = Counting(), Counting()
+    run(corpus, folder, until_step=2, callbacks=(first,))
+    run(corpus, folder, until_step=4, callbacks=(second,))
+    with pytest.raises(ConfigError, match=r"had the callbacks \['counting'\], this one has none"):
+        run(corpus, folder)
+    return first.count, second.count
+
+
+def test_callbacks_with_a_state_go_on(corpus, tmp_path: Path) -> None:
+    """As the loader does; a run without them, which lack it, does not."""
+    assert run_distributed(count_twice, 1, corpus, str(tmp_path)) == [(3, 10)]
