@@ -19,6 +19,7 @@ GROUND = {
     "gguf_header",
     "host_memory",
     "host_tuning",
+    "html_page",
     "logging",
     "native",
     "surgery",
