@@ -1,0 +1,262 @@
+"""Getting at what is inside a model while it runs: states, queries and keys, what the head reads.
+
+Everything is put in before the model is laid out, so that it sees what is here of a tensor on any
+layout, and does nothing but while a `Recorder` records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn import Attention, HeadInput, LMHead, linear_cross_entropy
+from bmforge.nn.cuts import VocabCut
+from bmforge.nn.part import BesidePart, TensorNote, attach_part_, detach_part_, find_like
+
+__all__ = [
+    "INTO",
+    "AttentionInput",
+    "Prediction",
+    "Recorder",
+    "TeacherView",
+    "cross_entropy_of",
+    "find_attention",
+    "take_prediction",
+]
+
+_VIEW = "teacher_view"
+# Before a module's name: what goes into it is meant.
+INTO = "into:"
+
+
+class AttentionInput(NamedTuple):
+    """What an attention mixes values by; see `nn.attention.mix_values`.
+
+    Shape:
+        query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
+        bias: (B or 1, N, T, S)
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    scale: float | None
+
+
+class Prediction(NamedTuple):
+    """What a language model's head was given."""
+
+    given: HeadInput
+    labels: Tensor
+    num_items: float | Tensor | None
+    vocab: VocabCut | None
+
+
+class TeacherView(BesidePart):
+    """A block's states in the teacher's width: trained, checkpointed, not part of the small model.
+
+    Args:
+        width: D, of the student.
+        teacher_width: of the teacher.
+        like: gives dtype and device.
+
+    Shape:
+        x: (..., D) -> (..., teacher_width)
+    """
+
+    is_delta = True
+
+    def __init__(self, width: int, teacher_width: int, like: Tensor) -> None:
+        super().__init__()
+        empty = torch.empty(teacher_width, width, dtype=like.dtype, device=like.device)
+        self.weight = nn.Parameter(empty)
+        self.recorder: Recorder | None = None
+        self.place = ""
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Whole on every process; lengths stay about what they are."""
+        return {"weight": TensorNote(self.weight.shape[1] ** -0.5)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn states."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+    def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
+        """Leave what the block makes as it is, and note it in the teacher's width."""
+        if self.recorder is not None and self.recorder.is_recording:
+            self.recorder.states[self.place] = self(out)
+        return out
+
+
+class Recorder:
+    """What was seen of a model in one call.
+
+    Attributes:
+        states: module -> what came out of it; in the teacher's width where a `TeacherView` turns.
+        attention: module -> what it mixed values by.
+        prediction: what the head was given.
+        inputs: the model's arguments by name.
+        output: what it returned.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.is_recording = False
+        self.clear()
+        self._undo: list[Callable[[], Any]] = []
+        before = model.register_forward_pre_hook(partial(_note_inputs, self), with_kwargs=True)
+        after = model.register_forward_hook(partial(_note_output, self))
+        self._undo += [before.remove, after.remove]
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self.states: dict[str, Tensor] = {}
+        self.attention: dict[str, AttentionInput] = {}
+        self.prediction: Prediction | None = None
+        self.inputs: dict[str, Any] = {}
+        self.output: Any = None
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Note what the calls inside do; forget it afterwards."""
+        self.clear()
+        self.is_recording = True
+        try:
+            yield self
+        finally:
+            self.is_recording = False
+            self.clear()
+
+    def watch_state_(self, model: nn.Module, name: str) -> None:
+        """Note what comes out of a module, or with `INTO` before its name what goes in."""
+        module = model.get_submodule(name.removeprefix(INTO))
+        if name.startswith(INTO):
+            hook = partial(_note_entering, self, name)
+            self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        elif not hasattr(module, _VIEW):
+            hook = partial(_note_state, self, name)
+            self._undo.append(module.register_forward_hook(hook).remove)
+
+    def watch_turned_(self, model: nn.Module, name: str, width: int, teacher_width: int) -> None:
+        """Note what comes out of a module in the teacher's width.
+
+        Raises:
+            ConfigError: what goes into a module is wanted, where nothing can be put beside.
+        """
+        if name.startswith(INTO):
+            raise ConfigError(
+                f"{name}: what goes into a module cannot be turned into the teacher's width "
+                f"{teacher_width}; name the module that it comes out of."
+            )
+        module = model.get_submodule(name)
+        if hasattr(module, _VIEW):
+            return
+        part = TeacherView(width, teacher_width, find_like(module))
+        part.recorder, part.place = self, name
+        attach_part_(module, _VIEW, part)
+        self._undo.append(partial(detach_part_, module, _VIEW))
+
+    def watch_attention_(self, model: nn.Module, name: str) -> None:
+        """Note what an attention mixes values by."""
+        attn = find_attention(model, name)
+        own = attn.mix
+        attn.mix = noting = partial(_note_mix, self, name, own)
+
+        def undo() -> None:
+            if attn.mix is noting:
+                attn.mix = own
+
+        self._undo.append(undo)
+
+    def watch_head_(self, head: LMHead, measure: Callable[..., Tensor]) -> None:
+        """Let `measure` make the loss of a language model's head."""
+        head.measure = measure
+
+        def undo() -> None:
+            head.measure = None
+
+        self._undo.append(undo)
+
+    def leave_(self) -> None:
+        """Take everything out of the model again."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def find_attention(model: nn.Module, name: str) -> Attention:
+    """Return the attention of a block, or the one that is named.
+
+    Raises:
+        ConfigError: there is none of ours.
+    """
+    module: Any = model.get_submodule(name)
+    attn = module if isinstance(module, Attention) else getattr(module, "attn", None)
+    if not isinstance(attn, Attention):
+        raise ConfigError(
+            f"{name} of {type(model).__name__} has no attention of ours (`nn.Attention`), whose "
+            "queries and keys could be seen: pair other modules, or learn from hidden states."
+        )
+    return attn
+
+
+def _note_inputs(
+    recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if recorder.is_recording:
+        recorder.inputs = dict(kwargs)
+
+
+def _note_output(recorder: Recorder, module: nn.Module, args: Any, out: Any) -> None:
+    if recorder.is_recording:
+        recorder.output = out
+
+
+def _note_state(recorder: Recorder, name: str, module: nn.Module, args: Any, out: Any) -> None:
+    if recorder.is_recording:
+        recorder.states[name] = out[0] if isinstance(out, tuple) else out
+
+
+def _note_entering(
+    recorder: Recorder, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if recorder.is_recording:
+        recorder.states[name] = args[0] if args else next(iter(kwargs.values()))
+
+
+def _note_mix(
+    recorder: Recorder, name: str, inner: Callable[..., Tensor], *given: Any, **more: Any
+) -> Tensor:
+    if recorder.is_recording:
+        recorder.attention[name] = AttentionInput(*given[:7])
+    return inner(*given, **more)
+
+
+def take_prediction(
+    recorder: Recorder,
+    given: HeadInput,
+    labels: Tensor,
+    num_items: float | Tensor | None,
+    vocab: VocabCut | None,
+) -> Tensor:
+    """Note what the teacher's head was given; its own loss is of no use."""
+    if recorder.is_recording:
+        recorder.prediction = Prediction(given.detach(), labels, num_items, vocab)
+        return given.hidden.new_zeros(())
+    return cross_entropy_of(given, labels, num_items, vocab)
+
+
+def cross_entropy_of(
+    given: HeadInput, labels: Tensor, num_items: float | Tensor | None, vocab: VocabCut | None
+) -> Tensor:
+    """Return the loss that a head makes by itself."""
+    hidden, weight, bias, added = given
+    return linear_cross_entropy(hidden, weight, labels, bias, num_items, vocab, added)

@@ -1,0 +1,128 @@
+"""What a teacher must have for a student to learn from it; said before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bmforge.compress.distill.capture import find_attention
+from bmforge.compress.distill.config import DistillConfig, DistillLoss
+from bmforge.compress.distill.maps import find_pairs
+from bmforge.errors import ConfigError
+from bmforge.records import laid_out
+
+__all__ = ["check_students_layout", "check_teacher", "relation_heads"]
+
+
+def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig) -> None:
+    """Raise `ConfigError` for a teacher of another vocabulary, head or depth; all at once."""
+    if student is teacher:
+        raise ConfigError(
+            "the teacher is the student itself: give it a copy, which stays as it is."
+        )
+    problems = []
+    for what in ("vocab_size", "head", "num_labels"):
+        mine, theirs = (getattr(_config(model), what, None) for model in (student, teacher))
+        if what == "num_labels" and not _classifies(student):
+            continue
+        if mine is not None and theirs is not None and mine != theirs:
+            problems.append(f"the student has {what}={mine!r}, the teacher {theirs!r}")
+    for loss in config.losses:
+        if loss.kind == "logits":
+            continue
+        try:
+            pairs = find_pairs(student, teacher, loss)
+            if loss.kind != "hidden":
+                problems += _attention_problems(student, teacher, loss, pairs)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(f"this teacher cannot teach this student: {'; '.join(problems)}")
+
+
+def _classifies(model: nn.Module) -> bool:
+    head = getattr(_config(model), "head", "")
+    return isinstance(head, str) and head.endswith("classification")
+
+
+def _attention_problems(
+    student: nn.Module, teacher: nn.Module, loss: DistillLoss, pairs: list[tuple[str, str]]
+) -> list[str]:
+    found = []
+    for mine, theirs in pairs:
+        ours, others = find_attention(student, mine), find_attention(teacher, theirs)
+        if loss.kind == "attention" and ours.num_heads != others.num_heads:
+            found.append(
+                f"{mine} has {ours.num_heads} heads, the teacher's {theirs} {others.num_heads}: "
+                'learn relations instead (kind="relation")'
+            )
+        if loss.kind == "value" and _value_width(ours) != _value_width(others):
+            found.append(
+                f"{mine} has values of {_value_width(ours)} channels, the teacher's {theirs} of "
+                f'{_value_width(others)}: learn relations instead (kind="relation")'
+            )
+        if loss.kind == "relation":
+            heads = relation_heads(loss, ours)
+            widths = [_width(attn, loss.of) for attn in (ours, others)]
+            if any(width % heads for width in widths):
+                found.append(
+                    f"relation_heads={heads} does not divide the {widths[0]} and {widths[1]} "
+                    f"channels of {mine} and the teacher's {theirs}"
+                )
+    return found
+
+
+def _width(attn: Any, of: str) -> int:
+    return int(getattr(attn, f"{of[0]}_proj").out_features)
+
+
+def _value_width(attn: Any) -> int:
+    return _width(attn, "value")
+
+
+def relation_heads(loss: DistillLoss, attn: Any) -> int:
+    """Return into how many parts channels are divided: as said, or as many as there are heads.
+
+    Args:
+        loss: the relation.
+        attn: the student's attention, cut over processes or not.
+    """
+    if loss.relation_heads:
+        return loss.relation_heads
+    if loss.of == "query":
+        return int(attn.num_heads)
+    return int(attn.k_proj.out_features // attn.head_dim)
+
+
+def check_students_layout(student: nn.Module, teacher: nn.Module, config: DistillConfig) -> None:
+    """Raise `ConfigError` for a layout on which a teacher's lesson cannot be had."""
+    record, other = laid_out(student), laid_out(teacher)
+    if other is not None and other.pipeline is not None:
+        raise ConfigError(
+            "the teacher is cut into a pipeline's stages: hand over one that is whole on every "
+            "process, streamed or packed as integers where memory is short."
+        )
+    if not config.looks_inside:
+        return
+    if record is not None and record.pipeline is not None:
+        raise ConfigError(
+            "the student is cut into a pipeline's stages, and what is inside does not cross them: "
+            'use a layout with pp=1, or learn logits alone (kind="logits").'
+        )
+    layout = None if record is None else record.layout
+    is_hidden = any(loss.kind == "hidden" for loss in config.losses)
+    if is_hidden and getattr(layout, "sequence_parallel", False):
+        raise ConfigError(
+            "sequence_parallel divides hidden states over processes, where they are to be compared "
+            "with the teacher's: leave sequence_parallel out, or hidden states."
+        )
+    if any(getattr(module, "token_cut", None) is not None for module in student.modules()):
+        raise ConfigError(
+            "the student's rows are divided over processes (cp), and a row's tokens must be "
+            'together to be compared inside: use cp=1, or learn logits alone (kind="logits").'
+        )
+
+
+def _config(model: nn.Module) -> Any:
+    return getattr(model, "config", None)

@@ -1,0 +1,131 @@
+"""What a student learns from its teacher, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from bmforge.errors import ConfigError
+
+__all__ = ["DistillConfig", "DistillLoss"]
+
+Kind = Literal["logits", "hidden", "attention", "relation", "value"]
+Form = Literal["mean_norm", "plain", "cosine"]
+Layers = Literal["same", "uniform", "last", "skip"]
+Schedule = Literal["constant", "rise", "fall"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillLoss:
+    """One thing that the student learns.
+
+    Args:
+        kind: "logits": the teacher's predictions, KL times T^2; "hidden": what comes out of blocks;
+            "attention": which tokens look at which, KL; "relation": how alike queries, keys or
+            values of tokens are (MiniLM), KL; "value": the values themselves.
+        weight: factor on it.
+        temperature: of logits.
+        form: of hidden states: "mean_norm" divides each side by the mean length of its vectors
+            before the mean square (BMCook), "plain" does not, "cosine" is one minus the cosine.
+        of: whose relations: "query", "key" or "value".
+        relation_heads: into how many parts their channels are divided; 0 is the student's heads.
+        layers: which blocks learn from which; see `maps.pair_layers`.
+        pairs: instead of that, (student's module, teacher's module) by name; "into:NAME" is what
+            goes into it.
+        stack: of an encoder-decoder, "encoder" or "decoder" alone; "" is both.
+        schedule: "constant"; "rise" from 0 and "fall" to 0 over so many
+        steps: of the optimizer.
+    """
+
+    kind: Kind = "logits"
+    weight: float = 1.0
+    temperature: float = 1.0
+    form: Form = "plain"
+    of: Literal["query", "key", "value"] = "value"
+    relation_heads: int = 0
+    layers: Layers = "same"
+    pairs: tuple[tuple[str, str], ...] = ()
+    stack: Literal["", "encoder", "decoder"] = ""
+    schedule: Schedule = "constant"
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers, and that all that is said has an effect."""
+        for name in ("weight", "temperature"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(
+                    f"distill.losses: {name}={value} of {self.kind!r} must be finite and above 0; "
+                    "leave a loss out that is not wanted."
+                )
+        if (self.schedule == "constant") != (self.steps == 0) or self.steps < 0:
+            raise ConfigError(
+                f"distill.losses: schedule={self.schedule!r} and steps={self.steps}: rise and fall "
+                "need the number of steps, constant has none."
+            )
+        if self.relation_heads < 0:
+            raise ConfigError(f"distill.losses: relation_heads={self.relation_heads} is negative.")
+        needed = {
+            "temperature": "logits",
+            "form": "hidden",
+            "of": "relation",
+            "relation_heads": "relation",
+        }
+        for name, kind in needed.items():
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                self._refuse(name, self.kind != kind)
+        for name in ("layers", "pairs", "stack"):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                self._refuse(name, self.kind == "logits")
+        if self.pairs and (self.layers != "same" or self.stack):
+            raise ConfigError("distill.losses: pairs name modules; leave layers and stack out.")
+
+    def _refuse(self, name: str, has_no_effect: bool) -> None:
+        if has_no_effect:
+            raise ConfigError(
+                f"distill.losses: {name}={getattr(self, name)!r} has no effect with "
+                f"kind={self.kind!r}. Leave it out."
+            )
+
+    def weight_at(self, step: int) -> float:
+        """Return the factor at an optimizer step, counted from 0."""
+        if self.schedule == "constant":
+            return self.weight
+        done = min(1.0, step / self.steps)
+        return self.weight * (done if self.schedule == "rise" else 1.0 - done)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """What a student learns from a teacher, beside its task.
+
+    Args:
+        teacher: directory or hub id of the teacher, for a recipe; in a program it is handed over.
+        teacher_quantize: keep the teacher's weights as integers of this scheme.
+        losses: what is learned; their sum is added to the task's loss.
+        task_weight: factor on the task's own loss; 0 learns from the teacher alone.
+    """
+
+    teacher: str | None = None
+    teacher_quantize: str | None = None
+    losses: tuple[DistillLoss, ...] = (DistillLoss(),)
+    task_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not self.losses:
+            raise ConfigError("distill.losses is empty: name at least one, or leave distill out.")
+        if not (self.task_weight >= 0 and math.isfinite(self.task_weight)):
+            raise ConfigError(
+                f"distill.task_weight={self.task_weight} must be finite and at least 0."
+            )
+        if sum(loss.kind == "logits" for loss in self.losses) > 1:
+            raise ConfigError("distill.losses has logits more than once; one temperature holds.")
+        if self.teacher_quantize is not None and self.teacher is None:
+            raise ConfigError("distill.teacher_quantize has no effect without distill.teacher.")
+
+    @property
+    def looks_inside(self) -> bool:
+        """Whether anything but predictions is learned."""
+        return any(loss.kind != "logits" for loss in self.losses)

@@ -1,0 +1,271 @@
+"""A student beside its teacher: start reading at `Distiller.objective`.
+
+The teacher runs when the student's head is reached, so that in a pipeline only the last stage asks
+it. What both have seen by then is compared after the student's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.batch import Batch
+from bmforge.compress.distill.capture import (
+    Prediction,
+    Recorder,
+    cross_entropy_of,
+    find_attention,
+    take_prediction,
+)
+from bmforge.compress.distill.check import check_students_layout, check_teacher, relation_heads
+from bmforge.compress.distill.config import DistillConfig, DistillLoss
+from bmforge.compress.distill.losses import (
+    compare_attention,
+    compare_relations,
+    compare_states,
+    compare_values,
+)
+from bmforge.compress.distill.maps import find_pairs
+from bmforge.compress.distill.outputs import compare_outputs
+from bmforge.compress.distill.tokens import spread_items
+from bmforge.device import wide_dtype
+from bmforge.nn import HeadInput, LMHead, linear_distillation
+from bmforge.nn.cuts import VocabCut
+from bmforge.nn.draw import draw_tensor_
+from bmforge.nn.part import tensor_notes
+from bmforge.surgery import freeze_
+
+__all__ = ["Distiller"]
+
+Objective = Callable[[nn.Module, Batch, float], Any]
+
+
+class Distiller:
+    """Lets a student learn from a teacher, in a Trainer or in a loop of your own.
+
+    Args:
+        student: any model, not laid out yet; what it needs for learning is put into it.
+        teacher: any model of the same vocabulary or classes; it is frozen. Laid out as the student
+            is, or whole on every process; streamed or packed as integers where memory is short.
+        config: what is learned.
+
+    Attributes:
+        step: optimizer steps done, by which weights rise and fall.
+        parts: kind of loss -> its last value here, unweighted.
+        task: the task's own last loss here.
+
+    Raises:
+        ConfigError: a teacher of another vocabulary, head or depth, or modules that are not there.
+    """
+
+    name = "distill"
+
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, config: DistillConfig | None = None
+    ) -> None:
+        self.config = config or DistillConfig()
+        self.student, self.teacher = student, teacher
+        check_teacher(student, teacher, self.config)
+        freeze_(teacher)
+        self.step, self.parts = 0, dict[str, Tensor]()
+        self.task: Tensor | None = None
+        self._pairs = {
+            loss: find_pairs(student, teacher, loss)
+            for loss in self.config.losses
+            if loss.kind != "logits"
+        }
+        self._logits = next((one for one in self.config.losses if one.kind == "logits"), None)
+        self._heads = _find_head(student), _find_head(teacher)
+        self._mine, self._theirs = Recorder(student), Recorder(teacher)
+        self._ask: Callable[[], None] | None = None
+        self._taught: Tensor | None = None
+        self._watch_()
+        self.init_()
+
+    def _watch_(self) -> None:
+        """Put what records into both."""
+        for loss, pairs in self._pairs.items():
+            for mine, theirs in pairs:
+                if loss.kind == "hidden":
+                    width, wanted = (_width(model) for model in (self.student, self.teacher))
+                    if width and wanted and width != wanted:
+                        self._mine.watch_turned_(self.student, mine, width, wanted)
+                    else:
+                        self._mine.watch_state_(self.student, mine)
+                    self._theirs.watch_state_(self.teacher, theirs)
+                else:
+                    self._mine.watch_attention_(self.student, mine)
+                    self._theirs.watch_attention_(self.teacher, theirs)
+        head, other = self._heads
+        if head is not None:
+            self._mine.watch_head_(head, self._measure)
+        if other is not None:
+            self._theirs.watch_head_(other, partial(take_prediction, self._theirs))
+
+    def init_(self, seed: int = 0) -> None:
+        """Draw what turns states into the teacher's width, with the same result on every layout."""
+        for name, part in self._turning():
+            for key, note in tensor_notes(part).items():
+                tensor = getattr(part, key)
+                if not tensor.is_meta:
+                    draw_tensor_(tensor, f"{name}.{key}", note, 0.0, seed)
+
+    def _turning(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self.student.named_modules():
+            if getattr(module, "recorder", None) is self._mine:
+                yield name, module
+
+    def objective(self, inner: Objective) -> Objective:
+        """Return the objective of the task with the teacher's in it.
+
+        Of a model that is not in training it is the task's alone.
+
+        Args:
+            inner: (model, batch, number of items) -> loss; the teacher is called by it as well.
+        """
+        return partial(self._distil, inner)
+
+    def _distil(self, inner: Objective, model: nn.Module, batch: Batch, num_items: float) -> Any:
+        if not model.training:
+            return inner(model, batch, num_items)
+        check_students_layout(model, self.teacher, self.config)
+        with self._mine.recording(), self._theirs.recording():
+            self._ask = partial(self._run_teacher, inner, batch, num_items)
+            task = inner(model, batch, num_items)
+            if task is None:  # not the last stage
+                return None
+            self._let_teacher_run()
+            total = self._add_up(task, num_items)
+        self._taught = None
+        return total
+
+    def _let_teacher_run(self) -> None:
+        if self._ask is not None:
+            ask, self._ask = self._ask, None
+            ask()
+
+    @torch.no_grad()
+    def _run_teacher(self, inner: Objective, batch: Batch, num_items: float) -> None:
+        self.teacher.eval()
+        inner(self.teacher, batch, num_items)
+
+    def _measure(
+        self,
+        given: HeadInput,
+        labels: Tensor,
+        num_items: float | Tensor | None,
+        vocab: VocabCut | None,
+    ) -> Tensor:
+        """Make the loss of the student's head, and meanwhile the teacher's part of it."""
+        task = cross_entropy_of(given, labels, num_items, vocab)
+        if not self._mine.is_recording:
+            return task
+        self._mine.prediction = Prediction(given.detach(), labels, num_items, vocab)
+        self._let_teacher_run()
+        theirs = self._theirs.prediction
+        if self._logits is not None and theirs is not None:
+            self._taught = linear_distillation(
+                given,
+                theirs.given,
+                labels,
+                temperature=self._logits.temperature,
+                num_items=num_items,
+                vocab=vocab,
+            )
+        return task
+
+    def _add_up(self, task: Tensor, num_items: float) -> Tensor:
+        """Return the task's loss and all that the teacher teaches, each with its weight."""
+        self.task = task.detach()
+        total = task * self.config.task_weight
+        values: dict[str, Tensor] = {}
+        for loss in self.config.losses:
+            found = self._compare(loss, num_items)
+            values[loss.kind] = values.get(loss.kind, 0) + found.detach()
+            weight = loss.weight_at(self.step)
+            if weight:
+                total = total + weight * found
+        self.parts = values
+        return total
+
+    def _compare(self, loss: DistillLoss, num_items: float) -> Tensor:
+        if loss.kind != "logits":
+            return self._compare_inside(loss, num_items)
+        if self._taught is not None:
+            return self._taught
+        given = self._mine, self._theirs, self.student
+        return compare_outputs(*given, loss.temperature, num_items)
+
+    def _compare_inside(self, loss: DistillLoss, num_items: float) -> Tensor:
+        """Return the mean over pairs of a loss, summed over tokens, divided by the items."""
+        pairs = self._pairs[loss]
+        parts = [self._compare_pair(loss, mine, theirs) for mine, theirs in pairs]
+        return torch.stack(parts).sum() / len(pairs) / num_items
+
+    def _compare_pair(self, loss: DistillLoss, mine: str, theirs: str) -> Tensor:
+        """Return a loss of one pair of modules, summed over tokens."""
+        if loss.kind == "hidden":
+            states = self._mine.states[mine], self._theirs.states[theirs]
+            weights = self._weights(mine, states[0][..., 0])
+            return (compare_states(*states, weights, loss.form) * weights).sum()
+        given = self._mine.attention[mine], self._theirs.attention[theirs]
+        attn: Any = find_attention(self.student, mine)
+        share = attn.head_share[1]
+        if loss.kind == "attention":
+            found = compare_attention(*given, attn.num_heads)
+        elif loss.kind == "relation":
+            heads = relation_heads(loss, attn)
+            found = compare_relations(*given, loss.of, heads, share)
+        else:
+            found = compare_values(
+                *given, given[0].value.shape[1] * given[0].value.shape[3] * share
+            )
+        return self._sum_heads((found * self._weights(mine, found)).sum(), share)
+
+    def _weights(self, place: str, like: Tensor) -> Tensor:
+        """Return how much each token counts, (B, T) as `like`."""
+        found = spread_items(self._mine, self.student, place, like.shape)
+        return found.to(like.device, wide_dtype(like.dtype))
+
+    def _sum_heads(self, part: Tensor, share: int) -> Tensor:
+        """Return the sum over all heads; each process's gradient is that of its own heads."""
+        prediction = self._mine.prediction
+        if share == 1 or prediction is None or prediction.vocab is None:
+            return part
+        here = part.detach()
+        return part + (prediction.vocab.sum_(here.clone()) - here)
+
+    def after_step_(self) -> None:
+        """Note that the optimizer has made a step, in a loop of your own."""
+        self.step += 1
+
+    def __call__(self, trainer: Any, row: Any) -> None:
+        """Be a callback of a Trainer."""
+        self.step = trainer.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.step = int(state["step"])
+
+    def leave_(self) -> None:
+        """Take everything out of student and teacher again."""
+        self._mine.leave_()
+        self._theirs.leave_()
+
+
+def _find_head(model: nn.Module) -> LMHead | None:
+    """Return the language model's head of a model of ours."""
+    return next((module for module in model.modules() if isinstance(module, LMHead)), None)
+
+
+def _width(model: nn.Module) -> int:
+    """Return the width of the hidden states; 0 where a model does not tell."""
+    return int(getattr(getattr(model, "config", None), "hidden_size", 0))

@@ -1,0 +1,224 @@
+"""What each kind of teaching minimises: a number per token, and their weighted sum.
+
+Scores of attention, and how alike tokens are, are T x S numbers per head that no forward keeps:
+here they are made again, some queries at a time, and once more in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bmforge.compress.distill.capture import AttentionInput
+from bmforge.device import wide_dtype
+from bmforge.errors import ShapeError
+
+__all__ = [
+    "compare_attention",
+    "compare_logits",
+    "compare_relations",
+    "compare_states",
+    "compare_values",
+]
+
+# Scores in flight of both sides.
+_CHUNK_ELEMENTS = 1 << 22
+_NEVER = -1e30
+
+
+def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str) -> Tensor:
+    """Return how far states are apart, a number per token.
+
+    Args:
+        student: states.
+        teacher: states of the same width.
+        weights: of the tokens; those of 0 have no part in the mean lengths.
+        form: "plain": the mean square of the difference; "mean_norm": that after both are divided
+            by the mean length of their vectors in the row; "cosine": one minus the cosine.
+
+    Shape:
+        student, teacher: (B, T, D); weights: (B, T); returns (B, T)
+    """
+    if student.shape != teacher.shape:
+        raise ShapeError(
+            f"the student's states are {tuple(student.shape)}, the teacher's "
+            f"{tuple(teacher.shape)}. Pair modules of the same tokens; of models whose config "
+            "tells hidden_size other widths are turned."
+        )
+    wide = wide_dtype(student.dtype)
+    mine, theirs = student.to(wide), teacher.to(wide)
+    if form == "cosine":
+        return 1 - F.cosine_similarity(mine, theirs, dim=-1)
+    if form == "mean_norm":
+        mine, theirs = (_by_mean_length(x, weights) for x in (mine, theirs))
+    return (mine - theirs).square().mean(-1)
+
+
+def _by_mean_length(x: Tensor, weights: Tensor) -> Tensor:
+    """Divide by the mean length of a row's vectors, so that no row depends on its neighbours."""
+    counted = (weights > 0).to(x.dtype)
+    total = (x.norm(dim=-1) * counted).sum(-1) / counted.sum(-1).clamp(min=1)
+    return x / total.clamp(min=torch.finfo(x.dtype).tiny)[:, None, None]
+
+
+def compare_values(student: AttentionInput, teacher: AttentionInput, channels: int) -> Tensor:
+    """Return the mean square of what values differ by, a number per token.
+
+    Args:
+        student, teacher: what both were given.
+        channels: of the values over all processes; those here are summed and divided by it.
+
+    Shape:
+        returns (B, S)
+    """
+    mine, theirs = _join_heads(student.value), _join_heads(teacher.value)
+    if mine.shape != theirs.shape:
+        raise ShapeError(
+            f"the student's values are {tuple(mine.shape)}, the teacher's {tuple(theirs.shape)}: "
+            'other widths have relations, kind="relation".'
+        )
+    wide = wide_dtype(mine.dtype)
+    return (mine.to(wide) - theirs.to(wide)).square().sum(-1) / channels
+
+
+def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: int) -> Tensor:
+    """Return KL of what tokens look at, a number per query, the mean over `heads`.
+
+    Args:
+        student, teacher: what both were given.
+        heads: over all processes; those here are summed and divided by it.
+
+    Shape:
+        returns (B, T)
+    """
+    if student.query.shape[:3] != teacher.query.shape[:3]:
+        raise ShapeError(
+            f"the student has (B, N, T) = {tuple(student.query.shape[:3])}, the teacher "
+            f"{tuple(teacher.query.shape[:3])}: other numbers of heads have relations, "
+            'kind="relation".'
+        )
+
+    def compare(start: int, stop: int) -> Tensor:
+        mine, theirs = (_look(side, start, stop) for side in (student, teacher))
+        return _divergence(mine, theirs).sum(1) / heads
+
+    rows, count, length = student.query.shape[:3]
+    return _in_chunks(compare, length, rows * count * student.key.shape[2])
+
+
+def compare_relations(
+    student: AttentionInput, teacher: AttentionInput, of: str, heads: int, share: int
+) -> Tensor:
+    """Return KL of how alike tokens are, a number per token, the mean over relation heads.
+
+    Args:
+        student, teacher: what both were given.
+        of: "query", "key" or "value".
+        heads: into so many parts the channels of each side are divided, over all processes.
+        share: how many processes have a part of the heads each.
+
+    Shape:
+        returns (B, T)
+
+    Source: Wang et al., "MiniLMv2" (2021).
+    """
+    here = heads // share
+    mine, theirs = (_divide(getattr(side, of), here, heads) for side in (student, teacher))
+
+    def compare(start: int, stop: int) -> Tensor:
+        # The student's mask for both: without gradients some models have theirs in a bias.
+        both = (_relate(x, student, start, stop) for x in (mine, theirs))
+        return _divergence(*both).sum(1) / heads
+
+    rows, count, length, _ = mine.shape
+    return _in_chunks(compare, length, rows * count * length)
+
+
+def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return KL(teacher || student) times T^2 of classes that are at hand, a number per row.
+
+    Of a single number, which is predicted itself, it is the square of the difference.
+
+    Shape:
+        student, teacher: (..., L); returns (...)
+    """
+    if student.shape != teacher.shape:
+        raise ShapeError(
+            f"the student's logits are {tuple(student.shape)}, the teacher's "
+            f"{tuple(teacher.shape)}: both must have the same classes."
+        )
+    wide = wide_dtype(student.dtype)
+    mine, theirs = student.to(wide), teacher.to(wide)
+    if mine.shape[-1] == 1:
+        return (mine - theirs).square().squeeze(-1)
+    both = (torch.log_softmax(x / temperature, -1) for x in (mine, theirs))
+    return _divergence(*both) * temperature**2
+
+
+def _divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the sum of p (log p - log q) over the last dim; what p rules out counts nothing."""
+    share = teacher.exp()
+    return (share * (teacher - student)).masked_fill(share == 0, 0).sum(-1)
+
+
+def _in_chunks(compare: Callable[[int, int], Tensor], length: int, each: int) -> Tensor:
+    """Join what `compare` makes of some queries at a time, `each` scores of one, made twice."""
+
+    def parts() -> Iterator[Tensor]:
+        step = max(1, _CHUNK_ELEMENTS // max(1, each))
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            yield checkpoint(compare, start, stop, use_reentrant=False)
+
+    return torch.cat(list(parts()), -1)
+
+
+def _look(side: AttentionInput, start: int, stop: int) -> Tensor:
+    """Return the log of what some queries look at, (B, N, t, S)."""
+    query, key = side.query[:, :, start:stop], side.key
+    wide = wide_dtype(query.dtype)
+    times = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(times, 1) if times > 1 else key
+    scale = query.shape[-1] ** -0.5 if side.scale is None else side.scale
+    scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale
+    if side.bias is not None:
+        scores = scores + side.bias[:, :, start:stop]
+    return _log_softmax_seen(scores, side, start, stop)
+
+
+def _log_softmax_seen(scores: Tensor, side: AttentionInput, start: int, stop: int) -> Tensor:
+    """Return the log-softmax over what each query may see."""
+    seen = side.mask
+    if seen is not None and seen.shape[2] > 1:
+        seen = seen[:, :, start:stop]
+    if seen is None and side.causal and side.query.shape[2] > 1:
+        place = torch.arange(scores.shape[-1], device=scores.device)
+        seen = place[None, :] <= place[start:stop, None]
+    return torch.log_softmax(scores if seen is None else scores.masked_fill(~seen, _NEVER), -1)
+
+
+def _relate(x: Tensor, side: AttentionInput, start: int, stop: int) -> Tensor:
+    """Return the log of how alike some tokens are to all, (B, A, t, T)."""
+    wide = x.to(wide_dtype(x.dtype))
+    scores = wide[:, :, start:stop] @ wide.transpose(-1, -2) * x.shape[-1] ** -0.5
+    return _log_softmax_seen(scores, side, start, stop)
+
+
+def _join_heads(x: Tensor) -> Tensor:
+    """(B, K, T, H) to (B, T, K * H)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _divide(x: Tensor, here: int, heads: int) -> Tensor:
+    """Divide the channels of all heads into other parts: (B, A, T, channels / A)."""
+    joined = _join_heads(x)
+    if not here or joined.shape[-1] % here:
+        raise ShapeError(
+            f"relation_heads={heads} must divide the {joined.shape[-1]} channels of both sides, "
+            "and be divided by the processes that share them."
+        )
+    return joined.unflatten(-1, (here, -1)).transpose(1, 2)

@@ -1,0 +1,70 @@
+"""Comparing what two models return: classes, spans, and logits of models that make them whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.compress.distill.capture import Recorder
+from bmforge.compress.distill.losses import compare_logits
+from bmforge.compress.distill.tokens import shifts_labels
+from bmforge.errors import ConfigError
+
+__all__ = ["compare_outputs"]
+
+
+def compare_outputs(
+    student: Recorder, teacher: Recorder, model: nn.Module, temperature: float, num_items: float
+) -> Tensor:
+    """Return KL(teacher || student) times T^2 of the logits that both returned, over the items.
+
+    Args:
+        student, teacher: of one call each.
+        model: the student.
+        temperature: T.
+        num_items: what the sum over rows or tokens is divided by.
+
+    Raises:
+        ConfigError: one of them returned none.
+    """
+    mine, theirs = student.output, teacher.output
+    logits = _logits_of(mine), _logits_of(theirs)
+    if logits[0] is None or logits[1] is None:
+        return _compare_spans(mine, theirs, temperature) / num_items
+    found = compare_logits(logits[0], logits[1], temperature)
+    return (found * _counted(student, model, found)).sum() / num_items
+
+
+def _logits_of(output: Any) -> Tensor | None:
+    found = getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
+    """Return the mean of what starts and ends differ by, summed over rows."""
+    total: Tensor | None = None
+    for name in ("start_logits", "end_logits"):
+        mine, theirs = getattr(student, name, None), getattr(teacher, name, None)
+        if mine is None or theirs is None:
+            raise ConfigError(
+                f"{type(student).__name__} has no logits to learn from: kind='logits' needs a "
+                "model that returns them, or one of ours with a head."
+            )
+        found = compare_logits(mine, theirs, temperature).sum() / 2
+        total = found if total is None else total + found
+    assert total is not None
+    return total
+
+
+def _counted(recorder: Recorder, model: nn.Module, found: Tensor) -> Tensor:
+    """Return 1 for the rows or tokens that a label asks for."""
+    labels = recorder.inputs.get("labels")
+    if labels is None or labels.is_floating_point() or labels.dim() != found.dim():
+        return torch.ones_like(found)
+    if labels.dim() == 2 and shifts_labels(model):
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return (labels != IGNORE_INDEX).to(found)

@@ -1,0 +1,80 @@
+"""How much each token counts inside: the items of a batch, spread over the tokens they are of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.compress.distill.capture import Recorder
+
+__all__ = ["shifts_labels", "spread_items"]
+
+
+def spread_items(
+    recorder: Recorder, model: nn.Module, place: str, shape: tuple[int, int] | torch.Size
+) -> Tensor:
+    """Return a weight per token; together they are the number of items, as labels are counted.
+
+    Where a token predicts a label it counts 1. Elsewhere (encoders, classifiers) each row's labels
+    are spread evenly over its tokens, so that the masked ones are not the only ones to learn.
+
+    Args:
+        recorder: of the student's call.
+        model: the student.
+        place: of the tokens: a module's name.
+        shape: (B, T).
+
+    Shape:
+        returns (B, T)
+    """
+    rows, length = shape
+    labels = _labels_of(recorder, rows)
+    in_encoder = "encoder" in place.split(".")
+    fits = labels.dim() == 2 and labels.shape[1] == length
+    if fits and not in_encoder and _predicts_in_place(model):
+        if shifts_labels(model):
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return (labels != IGNORE_INDEX).double()
+    if labels.dim() == 2 and not labels.is_floating_point():
+        if fits and not in_encoder and shifts_labels(model):
+            labels = labels[:, 1:]
+        items = (labels != IGNORE_INDEX).sum(1)
+    else:
+        is_class = labels.dim() == 1 and not labels.is_floating_point()
+        items = (labels != IGNORE_INDEX) if is_class else torch.ones(rows, device=labels.device)
+    real = _real_tokens(recorder, rows, length, labels.device)
+    return real * (items.double() / real.sum(1).clamp(min=1))[:, None]
+
+
+def _labels_of(recorder: Recorder, rows: int) -> Tensor:
+    """Return the labels that the model was given; of question answering one per row."""
+    labels = recorder.inputs.get("labels")
+    return torch.zeros(rows, dtype=torch.long) if labels is None else labels
+
+
+def _real_tokens(recorder: Recorder, rows: int, length: int, device: Any) -> Tensor:
+    mask = recorder.inputs.get("attention_mask")
+    if mask is None or mask.dim() != 2 or tuple(mask.shape) != (rows, length):
+        return torch.ones(rows, length, dtype=torch.float64, device=device)
+    return (mask != 0).to(device).double()
+
+
+def _predicts_in_place(model: nn.Module) -> bool:
+    """Whether every token of the last stack predicts one, as in decoders."""
+    traits = getattr(model, "traits", None)
+    if traits is None:
+        return shifts_labels(model)
+    return traits.reads != "both"
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether position t predicts label t + 1: models of ours say so, others' names do."""
+    config = getattr(model, "config", None)
+    if hasattr(model, "shifts_labels"):
+        return bool(model.shifts_labels) and getattr(config, "head", "") == "language_model"
+    name = type(model).__name__
+    return name.endswith(("LMHeadModel", "ForCausalLM"))
