@@ -178,7 +178,8 @@ def watch_inputs(
         for members in by_module.values():
             module: Any = members[0].module
             if isinstance(module, Experts):
-                module.multiply = partial(_told_multiply, module.multiply, members, note)
+                told = partial(_told_multiply, module.multiply, members, note)
+                module.__dict__["multiply"] = told
                 undo.append(partial(module.__dict__.pop, "multiply"))
             else:
                 hook = partial(_tell, members[0], note)

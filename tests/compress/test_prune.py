@@ -74,8 +74,20 @@ def test_half_of_each_matrix(build: Callable[[], nn.Module]) -> None:
     assert torch.isfinite(logits(model, texts()[0])).all()
 
 
-@pytest.mark.parametrize("optimizer", [adamw, sgd, muon])
-@pytest.mark.parametrize("build", [gpt2, hf_gpt2])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("build", "optimizer"),
+    [
+        (gpt2, adamw),
+        (gpt2, muon),
+        pytest.param(gpt2, sgd, marks=LONG),
+        pytest.param(hf_gpt2, adamw, marks=LONG),
+        pytest.param(hf_gpt2, sgd, marks=LONG),
+        pytest.param(hf_gpt2, muon, marks=LONG),
+    ],
+)
 def test_zeros_stay_zeros(build: Callable[[], nn.Module], optimizer: Any) -> None:
     model = build()
     zeros = prune(model, PruneConfig(pattern="2:4"))
@@ -105,8 +117,17 @@ def test_the_gradient_is_the_masked_one() -> None:
         assert torch.equal(b.grad, want)
 
 
-@pytest.mark.parametrize("method", ["magnitude", "movement"])
-@pytest.mark.parametrize("scope", ["layer", "row", "global"])
+@pytest.mark.parametrize(
+    ("method", "scope"),
+    [
+        ("magnitude", "layer"),
+        ("movement", "global"),
+        pytest.param("magnitude", "row", marks=LONG),
+        pytest.param("magnitude", "global", marks=LONG),
+        pytest.param("movement", "layer", marks=LONG),
+        pytest.param("movement", "row", marks=LONG),
+    ],
+)
 def test_a_schedule(method: Any, scope: Any) -> None:
     """Zeros come as the cubic rule says, and momentum does not bring them back."""
     model = gpt2()
@@ -324,7 +345,9 @@ def test_sparsegpt_against_a_plain_one(pattern: Any) -> None:
     assert error(got) < 0.8 * error(dropped)
 
 
-@pytest.mark.parametrize("build", [gpt2, mixtral, hf_gpt2, hf_bert])
+@pytest.mark.parametrize(
+    "build", [mixtral, hf_gpt2, pytest.param(gpt2, marks=LONG), pytest.param(hf_bert, marks=LONG)]
+)
 def test_texts_help(build: Callable[[], nn.Module]) -> None:
     """SparseGPT is nearer to the plain model than the smallest weights' way is, on any model."""
     batches, plain = texts(8), build()

@@ -11,8 +11,9 @@ from torch import Tensor
 from zeros_cases import run
 
 from bmforge.compress.prune import PruneConfig
+from bmforge.errors import DistributedError
 from bmforge.parallel import Layout, OffloadConfig
-from bmforge.testing import assert_close, run_distributed
+from bmforge.testing import assert_close, assert_equal_trees, run_distributed
 
 LAYOUTS = {
     "zero2x2": (2, Layout(zero=2)),
@@ -119,3 +120,15 @@ def test_resumed_on_another_layout(first: str, second: str, tmp_path: Path) -> N
         assert torch.equal(found[name] == 0, tensor == 0), name
         if "k_proj.bias" not in name:
             assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.long
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    """Killed between two checkpoints, in the middle of a schedule: bit for bit what it would be."""
+    config, options = SCHEDULES["global"], {"dtype": torch.float32}
+    want = joined(run_distributed(run, 2, "gpt2", Layout(), config, 12, **options))
+    options["run_dir"] = str(tmp_path)
+    with pytest.raises(DistributedError):
+        run_distributed(run, 2, "gpt2", Layout(), config, 12, kill_at=7, **options)
+    found = joined(run_distributed(run, 2, "gpt2", Layout(), config, 12, **options))
+    assert_equal_trees(found, want)

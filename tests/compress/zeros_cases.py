@@ -33,10 +33,10 @@ def build(family: str) -> Any:
 
 
 class Loader:
-    """The same global batch of every step, cut by process."""
+    """Cuts the global batch of every step by process; carries the state of the zeros along."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world, self.step = rank, world, 0
+    def __init__(self, rank: int, world: int, zeros: Zeros) -> None:
+        self.rank, self.world, self.step, self.zeros = rank, world, 0, zeros
 
     def __next__(self) -> list[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(self.step)
@@ -46,10 +46,11 @@ class Loader:
         return [{"input_ids": part, "labels": part} for part in mine.split(1)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
+        return {"step": self.step, "zeros": self.zeros.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
+        self.zeros.load_state_dict(state["zeros"])
 
 
 def run(
@@ -85,7 +86,7 @@ def run(
 
     trainer = Trainer(
         model,
-        Loader(data_parallel_rank(mesh), data_parallel_size(mesh)),
+        Loader(data_parallel_rank(mesh), data_parallel_size(mesh), zeros),
         TrainConfig(
             steps=steps,
             save_every_steps=None if run_dir is None else 5,
@@ -97,26 +98,10 @@ def run(
         mesh=mesh,
         run_dir=run_dir,
         offload=offload,
-        callbacks=(_Stateful(go_on, zeros),),
+        callbacks=(go_on,),
     )
     trainer.fit(until)
     return {name: _whole(parameter) for name, parameter in model.named_parameters()}
-
-
-class _Stateful:
-    """A callback with state, as runs of compression have it."""
-
-    def __init__(self, call: Any, zeros: Zeros) -> None:
-        self.call, self.zeros = call, zeros
-
-    def __call__(self, trainer: Trainer, row: Any) -> None:
-        self.call(trainer, row)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.zeros.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.zeros.load_state_dict(state)
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ over all of them is counted where it lies, and the counts are summed over the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +71,8 @@ def choose_masks(
         config: what is compared.
         share: of zeros.
 
-    Comm: a whole parameter at a time is gathered where it is sharded; with scope="global" three
-        all-reduces of counts instead.
+    Comm: a whole parameter at a time is gathered where it is sharded; with scope="global"
+        four all-reduces of counts instead.
     """
     if config.scope == "global" and config.pattern == "free":
         yield from _choose_globally(found, names, share)
@@ -90,32 +90,66 @@ def _choose_globally(
     found: Mapping[str, Scored], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Find the score below which all go, then how many of those that have just this one."""
-    device = next((one.scores.device for one in found.values()), device_at())
-    here = {n: one for n, one in found.items() if is_first_replica(one.parameter, _leads())}
-    high = torch.zeros(1 << _HALF_BITS, dtype=torch.int64, device=device)
-    for one in here.values():
-        high += torch.bincount(_ordered(one.scores) >> _HALF_BITS, minlength=1 << _HALF_BITS)
-    high = _sum(high).cumsum(0)
+    counts = _Counts(found, names)
+    high = counts.histogram(lambda keys: keys >> _HALF_BITS)
     zeros = round(share * int(high[-1]))
     if not zeros:
         yield from ((n, torch.ones_like(one.scores, dtype=torch.bool)) for n, one in found.items())
         return
-    top = int(torch.searchsorted(high, torch.tensor(zeros, device=device)))
+    top = _first_at_least(high, zeros)
     before = int(high[top - 1]) if top else 0
-    low = torch.zeros(1 << _HALF_BITS, dtype=torch.int64, device=device)
-    for one in here.values():
-        keys = _ordered(one.scores)
-        keys = keys[keys >> _HALF_BITS == top] & (1 << _HALF_BITS) - 1
-        low += torch.bincount(keys, minlength=1 << _HALF_BITS)
-    low = _sum(low).cumsum(0)
-    bottom = int(torch.searchsorted(low, torch.tensor(zeros - before, device=device)))
+
+    def lower(keys: Tensor) -> Tensor:
+        return keys[keys >> _HALF_BITS == top] & (1 << _HALF_BITS) - 1
+
+    low = counts.histogram(lower)
+    bottom = _first_at_least(low, zeros - before)
     border = (top << _HALF_BITS) + bottom
     left = zeros - before - (int(low[bottom - 1]) if bottom else 0)
-    ties = torch.zeros(len(names), dtype=torch.int64, device=device)
-    for number, name in enumerate(names):
-        if name in here:
-            ties[number] = (_ordered(here[name].scores) == border).sum()
-    yield from _cut_at(found, names, border, left, _sum(ties).tolist())
+    yield from _cut_at(found, names, border, left, counts.ties(border))
+
+
+def _first_at_least(sums: Tensor, count: int) -> int:
+    return int(torch.searchsorted(sums, torch.tensor(count, device=sums.device)))
+
+
+class _Counts:
+    """Counts weights over all processes, each weight once however many have it.
+
+    Comm: an all-reduce per count, and one of a number per parameter when it is made.
+    """
+
+    def __init__(self, found: Mapping[str, Scored], names: Sequence[str]) -> None:
+        self._names = names
+        self._here = {n: one for n, one in found.items() if is_first_replica(one.parameter, True)}
+        self._device = next((one.scores.device for one in found.values()), device_at())
+        counted = self._new(len(names))
+        for number, name in enumerate(names):
+            if name in self._here:
+                counted[number] = self._here[name].scores.numel()
+        # Plain tensors, and what stages of a pipeline share, are on several processes.
+        times = dict(zip(names, _sum(counted).tolist(), strict=True))
+        self._share = {n: one.parameter.numel() / times[n] for n, one in self._here.items()}
+
+    def _new(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.float64, device=self._device)
+
+    def histogram(self, keys_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return how many weights have a key of at most 0, 1, 2, ..."""
+        total = self._new(1 << _HALF_BITS)
+        for name, one in self._here.items():
+            keys = keys_of(_ordered(one.scores))
+            total += self._share[name] * torch.bincount(keys, minlength=1 << _HALF_BITS)
+        return _sum(total).round().to(torch.int64).cumsum(0)
+
+    def ties(self, border: int) -> list[int]:
+        """Return how many weights of every parameter have this key."""
+        found = self._new(len(self._names))
+        for number, name in enumerate(self._names):
+            if name in self._here:
+                equal = (_ordered(self._here[name].scores) == border).sum()
+                found[number] = self._share[name] * equal
+        return _sum(found).round().to(torch.int64).tolist()
 
 
 def _cut_at(
@@ -143,10 +177,6 @@ def _ordered(scores: Tensor) -> Tensor:
     # Of two negative floats the one with the larger bits is smaller; both zeros are one.
     flipped = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
     return flipped + (1 << 31)
-
-
-def _leads() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _sum(counts: Tensor) -> Tensor:
