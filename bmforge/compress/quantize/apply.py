@@ -1,0 +1,114 @@
+"""Quantising a model that is trained: with or without texts, into the runtime's storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from bmforge.compress.calibrate import check_batches
+from bmforge.compress.matrices import Matrix, find_matrices
+from bmforge.compress.quantize.config import QuantizeConfig
+from bmforge.compress.quantize.gptq import quantize_gptq_
+from bmforge.compress.quantize.place import as_globs, by_spec
+from bmforge.compress.quantize.scaling import quantize_scaled_
+from bmforge.compress.sensitivity import choose_specs
+from bmforge.errors import ConfigError
+from bmforge.models.pack import quantize_
+from bmforge.nn.packing import QuantSpec
+
+__all__ = ["check_widths", "quantize"]
+
+
+def quantize(
+    model: nn.Module,
+    spec: str | QuantSpec | QuantizeConfig = "int8",
+    *,
+    method: str | None = None,
+    batches: Sequence[Any] | None = None,
+    where: Sequence[str] = (),
+    specs: Mapping[str, QuantSpec] | None = None,
+) -> nn.Module:
+    """Keep the weights of any model as integers, in place; return it.
+
+    What is quantised are the linear layers and experts of the blocks: embeddings, heads, norms and
+    routers stay floats. The model is then what the runtime's `quantize_` makes of it: a model of
+    ours remembers it, and is saved, opened and streamed so.
+
+    Args:
+        model: bmforge's, transformers' or any other, whole and in memory.
+        spec: a scheme by its name, what it stands for, or a whole config.
+        method: "absmax", "smooth", "awq" or "gptq"; None is the config's, or "absmax".
+        batches: texts for all methods but "absmax", and for "auto": the model's arguments, or token
+            ids alone.
+        where: name globs of modules; empty is the config's.
+        specs: name of a module -> its scheme, instead of one for all.
+
+    Raises:
+        ConfigError: an unknown scheme or method, a layer that is quantised already or does not fit
+            the scheme (with those that would), a glob that matches nothing, missing, too few or
+            empty texts.
+
+    Memory: with texts their hidden states and the statistics of one block.
+    """
+    config = _config_of(spec, method, tuple(where))
+    if config.is_calibrated and (specs is None or config.method != "absmax"):
+        check_batches(batches)
+    elif batches is not None:
+        raise ConfigError(
+            f"batches have no effect with method={config.method!r}: leave them out, or take "
+            "'smooth', 'awq' or 'gptq'."
+        )
+    matrices = find_matrices(model, config.where or tuple(specs or ()))
+    chosen = dict(specs) if specs is not None else _specs_of(model, config, matrices, batches)
+    check_widths(matrices, chosen)
+    if config.method == "gptq":
+        quantize_gptq_(model, config, chosen, batches or ())
+    elif config.method != "absmax":
+        quantize_scaled_(model, config, chosen, batches or ())
+    else:
+        for one, names in by_spec(chosen).items():
+            quantize_(model, one, where=as_globs(model, names))
+    return model
+
+
+def _config_of(
+    spec: str | QuantSpec | QuantizeConfig, method: str | None, where: tuple[str, ...]
+) -> QuantizeConfig:
+    given: dict[str, Any] = {"method": method} if method is not None else {}
+    given |= {"where": where} if where else {}
+    if isinstance(spec, QuantizeConfig):
+        clash = [name for name in given if getattr(spec, name) != given[name]]
+        if clash:
+            raise ConfigError(f"{clash[0]} is given twice: in the config, and beside it.")
+        return spec
+    if isinstance(spec, QuantSpec):
+        return QuantizeConfig(spec=spec, **given)
+    return QuantizeConfig(scheme=spec, **given)
+
+
+def _specs_of(
+    model: nn.Module,
+    config: QuantizeConfig,
+    matrices: Sequence[Matrix],
+    batches: Sequence[Any] | None,
+) -> dict[str, QuantSpec]:
+    if config.is_auto:
+        assert config.average_bits is not None
+        return choose_specs(model, batches or (), config.average_bits, where=config.where)
+    return {matrix.owner: config.used_spec for matrix in matrices}
+
+
+def check_widths(matrices: Sequence[Matrix], specs: Mapping[str, QuantSpec]) -> None:
+    """Raise `ConfigError` with all matrices whose width their scheme does not fit."""
+    problems = {}
+    for matrix in matrices:
+        part = matrix.parameter[matrix.index or 0] if matrix.parameter.dim() == 3 else None
+        columns = matrix.read().shape[1] if part is None else part.shape[1]
+        if problem := specs[matrix.owner].problem(columns):
+            problems[matrix.owner] = problem
+    if problems:
+        said = [f"{name}: {problem}" for name, problem in problems.items()]
+        more = f" And {len(said) - 3} more." if len(said) > 3 else ""
+        raise ConfigError(f"{'. '.join(said[:3])}.{more} Leave them out of `where`.")

@@ -1,0 +1,139 @@
+"""How weights become integers, after training or during it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from bmforge.errors import ConfigError, suggest
+from bmforge.nn.packing import QuantSpec, find_preset
+
+__all__ = ["AUTO", "QuantizeConfig"]
+
+AUTO = "auto"
+_CHOICES = {
+    "method": ("absmax", "smooth", "awq", "gptq"),
+    "training": ("none", "fake", "int8", "int8-both"),
+}
+# Setting -> the method that it is for.
+_OF_METHOD = {"strength": "smooth", "grid": "awq", "damp": "gptq", "block_columns": "gptq"}
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Into which integers, by which method, of which layers.
+
+    Args:
+        scheme: a name in `nn.packing.PRESETS`, or "auto": "int4" or "int8" by how much each matrix
+            harms, so that `average_bits` are spent.
+        spec: instead of a scheme, all that it stands for.
+        method: "absmax" rounds; "smooth" (SmoothQuant) and "awq" scale what goes in first, so that
+            the large is rounded finely; "gptq" lets later columns make up for earlier ones. All but
+            the first need texts.
+        where: name globs of modules; empty takes the blocks' linear layers and experts.
+        average_bits: with "auto", of a weight and its share of scales.
+        training: "none"; "fake" computes with rounded weights and inputs; "int8" multiplies
+            integers, rows of weights by tokens, in the forward pass, "int8-both" in the backward
+            pass as well; both need the scheme "int8-dynamic".
+        strength: smooth: how much of the inputs' range goes into the weights, from 0 to 1.
+        grid: awq: how many scales are tried.
+        damp: gptq: share of the mean of the Hessian's diagonal that is added to it.
+        block_columns: gptq: columns after which the rest is brought up to date.
+    """
+
+    scheme: str = "int8"
+    spec: QuantSpec | None = None
+    method: Literal["absmax", "smooth", "awq", "gptq"] = "absmax"
+    where: tuple[str, ...] = ()
+    average_bits: float | None = None
+    training: Literal["none", "fake", "int8", "int8-both"] = "none"
+    strength: float = 0.5
+    grid: int = 20
+    damp: float = 0.01
+    block_columns: int = 128
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` with everything that contradicts itself or has no effect."""
+        where = (self.where,) if isinstance(self.where, str) else tuple(self.where)
+        object.__setattr__(self, "where", where)
+        for name, known in _CHOICES.items():
+            value = str(getattr(self, name))
+            if value not in known:
+                raise ConfigError(
+                    f"quantize.{name}={value!r} is unknown.{suggest(value, known)} "
+                    f"Known: {', '.join(known)}."
+                )
+        problems = [*self._scheme_problems(), *self._method_problems()]
+        if problems:
+            raise ConfigError(f"quantize: {'; '.join(problems)}.")
+
+    def _scheme_problems(self) -> list[str]:
+        found = []
+        if self.is_auto != (self.average_bits is not None):
+            found.append(
+                'scheme="auto" needs average_bits, such as 5.0'
+                if self.is_auto
+                else f'average_bits={self.average_bits} is for scheme="auto"'
+            )
+        if self.spec is not None:
+            found += self._without_effect("scheme", "where a spec is given")
+        elif not self.is_auto:
+            find_preset(self.scheme)
+        if self.training.startswith("int8") and not self.is_rows_by_tokens:
+            found.append(
+                f"training={self.training!r} multiplies whole rows by whole tokens: take "
+                'scheme="int8-dynamic", or training="fake"'
+            )
+        return found
+
+    def _method_problems(self) -> list[str]:
+        found = []
+        for name, method in _OF_METHOD.items():
+            if self.method != method:
+                found += self._without_effect(name, f"with method={self.method!r}")
+        if not 0 <= self.strength <= 1:
+            found.append(f"strength={self.strength} must lie between 0 and 1")
+        if self.grid < 1 or self.block_columns < 1:
+            found.append(f"grid={self.grid} and block_columns={self.block_columns} must be above 0")
+        if not self.damp > 0:
+            found.append(f"damp={self.damp} must be above 0")
+        if self.training != "none" and self.method != "absmax":
+            found.append(
+                f"method={self.method!r} moves weights after training; with training="
+                f"{self.training!r} they are what training has made of them: leave method out"
+            )
+        if self.spec is not None and self.spec.outlier_ratio:
+            if self.method == "gptq":
+                found.append("gptq has no outliers: set spec.outlier_ratio=0")
+            if self.training != "none":
+                found.append("training rounds all columns alike: set spec.outlier_ratio=0")
+        return found
+
+    def _without_effect(self, name: str, when: str) -> list[str]:
+        usual = next(field.default for field in fields(self) if field.name == name)
+        value = getattr(self, name)
+        return [] if value == usual else [f"{name}={value!r} has no effect {when}"]
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether each matrix has its own scheme."""
+        return self.scheme == AUTO and self.spec is None
+
+    @property
+    def used_spec(self) -> QuantSpec:
+        """What the scheme stands for; not with "auto"."""
+        return self.spec or find_preset(self.scheme)
+
+    @property
+    def is_rows_by_tokens(self) -> bool:
+        """Whether whole rows of integers are multiplied with whole tokens of them."""
+        if self.is_auto:
+            return False
+        spec = self.used_spec
+        whole = spec.bits == 8 and spec.group_size == 0 and spec.symmetric
+        return whole and spec.activations == "int8"
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it needs texts."""
+        return self.method != "absmax" or self.is_auto

@@ -1,0 +1,208 @@
+"""Quantisation during training: layers of a run compute as the quantised model will.
+
+Weights stay floats, and what the optimizer steps. `finish_` packs them into the runtime's storage:
+the bits that were computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compress.matrices import Matrix, find_matrices
+from bmforge.compress.method import MethodBase
+from bmforge.compress.quantize.apply import check_widths, quantize
+from bmforge.compress.quantize.config import QuantizeConfig
+from bmforge.compress.quantize.int8_product import int8_linear
+from bmforge.compress.rounding import round_activations, round_weight
+from bmforge.errors import ConfigError
+from bmforge.nn.moe import Experts
+from bmforge.nn.packing import QuantSpec
+from bmforge.surgery import match_names, unwrap_forward_, wrap_forward_
+
+__all__ = ["FakeQuantize"]
+
+_PLACE = "rounding"
+
+
+class FakeQuantize(MethodBase):
+    """Lets linear layers of a run compute with rounded weights and inputs, and packs them in the
+    end.
+
+    Of experts the weights are rounded, not what goes in. With ``training="none"`` the run is as
+    ever.
+
+    Args:
+        config: how; its scheme is not "auto" unless `specs` are given.
+        batches: texts for what `finish_` does with ``training="none"``.
+        specs: name of a module -> its scheme, where they differ.
+    """
+
+    name = "quantize"
+
+    def __init__(
+        self,
+        config: QuantizeConfig,
+        batches: Sequence[Any] | None = None,
+        specs: Mapping[str, QuantSpec] | None = None,
+    ) -> None:
+        if config.training != "none" and config.is_auto and specs is None:
+            raise ConfigError(
+                'training with scheme="auto" needs the schemes first: specs=choose_specs(...).'
+            )
+        self.config, self.batches, self.specs = config, batches, specs
+        self._names: list[str] = []
+        self._seen = _Seen()
+
+    def attach_(self, model: nn.Module) -> None:
+        """Let layers compute with rounded values.
+
+        Raises:
+            ConfigError: a glob that matches nothing, weights that are integers already, or widths
+                that the scheme does not divide.
+        """
+        if self.config.training == "none":
+            return
+        matrices = find_matrices(model, self.config.where)
+        specs = {m.owner: self._spec_of(m.owner) for m in matrices}
+        check_widths(matrices, specs)
+        self._names = list(specs)
+        rows = _cut_by_inputs(model)
+        modules = {m.owner: m for m in matrices}
+        for owner, matrix in modules.items():
+            spec = specs[owner]
+            _check_kind(matrix, self.config)
+            if spec.group_size == 0 and owner in rows:
+                matrix.module.uncut_reason = (  # type: ignore[assignment]
+                    "rows that share one scale cannot be cut by what goes in while they are "
+                    "rounded; take a scheme with groups, or tp=1"
+                )
+            wrap_forward_(matrix.module, self._wrapper(matrix, spec), _PLACE)
+
+    def _spec_of(self, owner: str) -> QuantSpec:
+        return self.config.used_spec if self.specs is None else self.specs[owner]
+
+    def _wrapper(self, matrix: Matrix, spec: QuantSpec) -> Callable[..., Any]:
+        if self.config.training == "fake":
+            keys = ("gate_proj", "up_proj", "down_proj")
+            used = keys if isinstance(matrix.module, Experts) else ("weight",)
+            return partial(_run_fake, matrix.module, used, spec, self._seen)
+        in_both = self.config.training == "int8-both"
+        return partial(_run_int8, matrix.module, in_both, self._seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return in which dtype weights were rounded."""
+        return {"dtype": None if self._seen.dtype is None else str(self._seen.dtype)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on."""
+        name = state.get("dtype")
+        self._seen.dtype = None if name is None else getattr(torch, name.removeprefix("torch."))
+
+    def finish_(self, model: nn.Module) -> dict[str, Any]:
+        """Pack the weights; return what was done."""
+        if self.config.training == "none":
+            quantize(model, self.config, batches=self.batches)
+            return {"scheme": self.config.scheme, "method": self.config.method}
+        for owner in self._names:
+            module = model.get_submodule(owner)
+            unwrap_forward_(module, _PLACE)
+            module.__dict__.pop("uncut_reason", None)
+        dtype = self._seen.dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            # What was rounded in training had this dtype.
+            with torch.no_grad():
+                for matrix in find_matrices(model, tuple(self._names)):
+                    matrix.write_(matrix.read().to(dtype).to(matrix.read().dtype))
+        specs = {owner: self._spec_of(owner) for owner in self._names}
+        quantize(model, self.config, specs=specs)
+        return {"scheme": self.config.scheme, "training": self.config.training}
+
+
+class _Seen:
+    """The dtype in which layers have their weights while they compute."""
+
+    dtype: torch.dtype | None = None
+
+
+def _run_fake(
+    module: nn.Module,
+    keys: Sequence[str],
+    spec: QuantSpec,
+    seen: _Seen,
+    inner: Callable[..., Any],
+    /,
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    own = module._parameters
+    whole = {key: own[key] for key in keys if own.get(key) is not None}
+    is_turned = hasattr(module, "nf")
+    group = _group_here(spec, module, whole)
+    if spec.activations == "int8" and not isinstance(module, Experts):
+        x = round_activations(x, group)
+    try:
+        for key, weight in whole.items():
+            assert weight is not None
+            seen.dtype = weight.dtype
+            own[key] = round_weight(weight, spec, is_turned)  # type: ignore[assignment]
+        return inner(x, *args, **kwargs)
+    finally:
+        own.update(whole)
+
+
+def _group_here(spec: QuantSpec, module: nn.Module, whole: Mapping[str, Any]) -> int:
+    """Return how many columns share a scale; raise where tensor parallelism has cut a group."""
+    for key, weight in whole.items():
+        columns = weight.shape[0 if hasattr(module, "nf") else -1]
+        if spec.group_size and columns % spec.group_size:
+            raise ConfigError(
+                f"{key} of a {type(module).__name__} has {columns} columns here, no multiple of "
+                f"group_size={spec.group_size}: a layout has cut through a group. Take smaller "
+                "groups, or less tp."
+            )
+    return spec.group_of(columns)
+
+
+def _run_int8(
+    module: Any,
+    in_both: bool,
+    seen: _Seen,
+    inner: Callable[..., Any],
+    /,
+    x: Tensor,
+) -> Tensor:
+    weight = module.weight.t() if hasattr(module, "nf") else module.weight
+    seen.dtype = weight.dtype
+    return int8_linear(x, weight, module.bias, in_both=in_both)
+
+
+def _check_kind(matrix: Matrix, config: QuantizeConfig) -> None:
+    is_plain = not isinstance(matrix.module, (Experts, nn.Embedding)) and not hasattr(
+        matrix.module, "asks_parts"
+    )
+    if config.training.startswith("int8") and not is_plain:
+        raise ConfigError(
+            f"{matrix.owner} is a {type(matrix.module).__name__}: training={config.training!r} is "
+            'for linear layers of blocks. Leave it out of `where`, or take training="fake".'
+        )
+    if isinstance(matrix.module, nn.Embedding) or hasattr(matrix.module, "matrix"):
+        raise ConfigError(
+            f"{matrix.owner} is a {type(matrix.module).__name__}: while training, linear layers "
+            "and experts are rounded. Leave it out of `where`; quantize it afterwards."
+        )
+
+
+def _cut_by_inputs(model: Any) -> set[str]:
+    """Return the names of layers that tensor parallelism would cut by what goes in."""
+    if not hasattr(model, "layout_rules"):
+        return set()
+    names = [name for name, _ in model.named_modules()]
+    cuts = model.layout_rules().tensor_parallel
+    globs = [cut.glob for cut in cuts if cut.style in ("row", "experts")]
+    return set(match_names(names, globs))

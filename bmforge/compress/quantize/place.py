@@ -1,0 +1,69 @@
+"""Putting integers that were chosen with care in the place of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from bmforge.compress.matrices import Matrix
+from bmforge.models.changes import Change, apply_change_
+from bmforge.nn.packing import Integers, QuantSpec, pack_matrix
+from bmforge.surgery import match_glob
+
+__all__ = ["as_globs", "by_spec", "remember_", "store_block_"]
+
+
+def store_block_(
+    model: nn.Module,
+    matrices: Sequence[Matrix],
+    specs: Mapping[str, QuantSpec],
+    integers: Mapping[str, Integers] | None = None,
+) -> None:
+    """Pack the matrices of a block, in place; `remember_` when all are.
+
+    Args:
+        model: has them.
+        matrices: all those of their modules.
+        specs: name of a module -> how.
+        integers: name of a matrix -> its integers; None rounds.
+    """
+    mine = {matrix.owner: specs[matrix.owner] for matrix in matrices}
+    for spec, names in by_spec(mine).items():
+        apply_change_(model, Change("quantize", tuple(names), asdict(spec)))
+    for matrix in matrices if integers is not None else ():
+        assert integers is not None
+        store: Any = model.get_submodule(matrix.owner)
+        packed = pack_matrix(integers[matrix.name], mine[matrix.owner])
+        if matrix.index is None:
+            store.take_packed_(packed)
+        else:
+            store.put_(f"{matrix.key}_", packed, number=matrix.index)
+
+
+def by_spec(specs: Mapping[str, QuantSpec]) -> dict[QuantSpec, list[str]]:
+    """Return scheme -> the names that have it."""
+    found: dict[QuantSpec, list[str]] = {}
+    for name, spec in specs.items():
+        found.setdefault(spec, []).append(name)
+    return found
+
+
+def remember_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
+    """Let a model of ours know that its layers were quantised."""
+    if hasattr(model, "remember_part_"):
+        for spec, names in by_spec(specs).items():
+            model.remember_part_("quantize", as_globs(model, names), asdict(spec), "")
+
+
+def as_globs(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return globs that match these modules and no others, few where blocks are alike."""
+    known, wanted = [name for name, _ in model.named_modules() if name], set(names)
+    found: dict[str, None] = {}
+    for name in names:
+        glob = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        fits = all(other in wanted for other in known if match_glob(other, glob))
+        found[glob if fits else name] = None
+    return list(found)

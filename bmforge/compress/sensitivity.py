@@ -1,0 +1,209 @@
+"""How much each matrix harms when it is rounded, and how bits are best spent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.compress.calibrate import check_batches, prepare_batch
+from bmforge.compress.matrices import Matrix, find_matrices
+from bmforge.compress.rounding import round_matrix
+from bmforge.errors import ConfigError
+from bmforge.logging import track
+from bmforge.nn.packing import PRESETS, QuantSpec
+
+__all__ = ["Sensitivity", "choose_specs", "measure_sensitivity"]
+
+_AUTO_SCHEMES = ("int4", "int8")
+Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What rounding one module alone costs.
+
+    Args:
+        name: of the module.
+        scheme: by which it was rounded.
+        loss: how much the loss grew.
+        weights: how many it has.
+        bits: of each, with its share of scales.
+    """
+
+    name: str
+    scheme: str
+    loss: float
+    weights: int
+    bits: float
+
+
+@torch.no_grad()
+def measure_sensitivity(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    schemes: Sequence[str] = _AUTO_SCHEMES,
+    where: Sequence[str] = (),
+    loss: Loss | None = None,
+) -> list[Sensitivity]:
+    """Return what rounding each matrix alone adds to the loss, the others staying as they are.
+
+    Args:
+        model: whole and in memory; it is the same afterwards.
+        batches: the model's arguments, or token ids alone. With `labels` the task's loss is taken,
+            else how far the outputs move (the divergence of the logits, or the squared change of
+            the hidden states).
+        schemes: names in `nn.packing.PRESETS`; those that do not fit a width are passed over.
+        where: name globs of modules; empty takes the blocks' linear layers and experts.
+        loss: of (model, batch) instead.
+
+    Raises:
+        ConfigError: no or empty batches, an unknown scheme, or a matrix that none fits.
+
+    Memory: one matrix twice; without labels the outputs of one batch.
+    Compute: a forward pass per batch, module and scheme.
+    """
+    prepared = [prepare_batch(model, batch) for batch in check_batches(batches)]
+    groups: dict[str, list[Matrix]] = {}
+    for matrix in find_matrices(model, where):
+        groups.setdefault(matrix.owner, []).append(matrix)
+    trials = {name: _fitting(members, schemes) for name, members in groups.items()}
+    added = {(name, scheme): 0.0 for name, found in trials.items() for scheme in found}
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in track(prepared, "sensitivity"):
+            measure = _measurer(model, batch, loss)
+            base = measure()
+            for name, scheme in added:
+                kept = [matrix.read().clone() for matrix in groups[name]]
+                for matrix in groups[name]:
+                    matrix.write_(round_matrix(matrix.read(), PRESETS[scheme]))
+                added[name, scheme] += (measure() - base) / len(prepared)
+                for matrix, old in zip(groups[name], kept, strict=True):
+                    matrix.write_(old)
+    finally:
+        model.train(was_training)
+    return [
+        Sensitivity(name, scheme, found, *_size(groups[name], PRESETS[scheme]))
+        for (name, scheme), found in added.items()
+    ]
+
+
+def _fitting(members: Sequence[Matrix], schemes: Sequence[str]) -> list[str]:
+    found = []
+    for scheme in schemes:
+        if scheme not in PRESETS:
+            raise ConfigError(f"the scheme {scheme!r} is unknown; known: {', '.join(PRESETS)}.")
+        if all(PRESETS[scheme].fits(m.read().shape[1]) for m in members):
+            found.append(scheme)
+    if not found:
+        columns = members[0].read().shape[1]
+        raise ConfigError(
+            f"{members[0].owner}: {PRESETS[schemes[-1]].problem(columns)}. Leave it out of `where`."
+        )
+    return found
+
+
+def _size(members: Sequence[Matrix], spec: QuantSpec) -> tuple[int, float]:
+    columns = members[0].read().shape[1]
+    each = spec.scale_type.itemsize * 8 * (1 if spec.symmetric else 2)
+    return sum(m.read().numel() for m in members), spec.bits + each / spec.group_of(columns)
+
+
+def _measurer(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> Callable[[], float]:
+    """Return what gives a batch's loss; without labels that is 0 before anything is rounded."""
+    if loss is not None:
+        return lambda: float(loss(model, batch))
+    if "labels" in batch:
+        return lambda: float(model(**batch).loss)
+    before = model(**batch)
+    key = next((k for k in ("logits", "last_hidden_state") if _take(before, k) is not None), "")
+    kept = _take(before, key)
+    if kept is None:
+        raise ConfigError(
+            f"{type(model).__name__} returns neither logits nor hidden states: give `loss`, or "
+            "labels in the batches."
+        )
+
+    def moved() -> float:
+        now = _take(model(**batch), key)
+        assert now is not None
+        if key != "logits":
+            return float((now - kept).square().mean())
+        pair = F.log_softmax(now, -1).flatten(0, -2), F.log_softmax(kept, -1).flatten(0, -2)
+        return float(F.kl_div(*pair, reduction="batchmean", log_target=True))
+
+    return moved
+
+
+def _take(out: Any, key: str) -> Tensor | None:
+    return out if isinstance(out, Tensor) else getattr(out, key, None)
+
+
+def choose_specs(
+    model: nn.Module,
+    batches: Sequence[Any],
+    average_bits: float,
+    *,
+    where: Sequence[str] = (),
+    loss: Loss | None = None,
+) -> dict[str, QuantSpec]:
+    """Return name of a module -> "int4" or "int8", so that bits go where they help most.
+
+    Args:
+        model: see `measure_sensitivity`.
+        batches: see there.
+        average_bits: of a weight, with its share of scales, over all of them.
+        where: see there.
+        loss: see there.
+
+    Raises:
+        ConfigError: fewer bits than there can be (the fewest), or more than help.
+    """
+    found = measure_sensitivity(model, batches, where=where, loss=loss)
+    return {name: PRESETS[scheme] for name, scheme in spend_bits(found, average_bits).items()}
+
+
+def spend_bits(found: Sequence[Sensitivity], average_bits: float) -> dict[str, str]:
+    """Return name -> scheme within a budget: from the fewest bits on, the best gain per bit first.
+
+    Raises:
+        ConfigError: a budget below the fewest bits, or above the most.
+    """
+    by_name: dict[str, list[Sensitivity]] = {}
+    for one in found:
+        by_name.setdefault(one.name, []).append(one)
+    options = {name: sorted(each, key=lambda one: one.bits) for name, each in by_name.items()}
+    weights = sum(each[0].weights for each in options.values())
+    least = sum(each[0].bits * each[0].weights for each in options.values())
+    most = sum(each[-1].bits * each[-1].weights for each in options.values())
+    budget = average_bits * weights
+    if not least <= budget * (1 + 1e-9):
+        raise ConfigError(
+            f"average_bits={average_bits} is out of reach: the fewest here are "
+            f"{least / weights:.3f}."
+        )
+    if budget > most * (1 + 1e-9):
+        raise ConfigError(
+            f"average_bits={average_bits} is more than there is to spend, {most / weights:.3f}: "
+            'take the scheme "int8".'
+        )
+    chosen = {name: each[0] for name, each in options.items()}
+    steps = [(name, each[0], each[-1]) for name, each in options.items() if len(each) > 1]
+    steps.sort(key=lambda step: _gain(step[1], step[2]), reverse=True)
+    spent = least
+    for name, low, high in steps:
+        more = (high.bits - low.bits) * low.weights
+        if spent + more <= budget * (1 + 1e-9) and high.loss < low.loss:
+            chosen[name], spent = high, spent + more
+    return {name: one.scheme for name, one in chosen.items()}
+
+
+def _gain(low: Sensitivity, high: Sensitivity) -> float:
+    return (low.loss - high.loss) / ((high.bits - low.bits) * low.weights)
