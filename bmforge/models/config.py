@@ -25,6 +25,7 @@ from bmforge.models.changes import (
     changes_to_json,
     quantization_to_json,
 )
+from bmforge.models.formats.compressed_tensors import without_compression
 from bmforge.models.formats.gguf_config import read_gguf_config
 from bmforge.models.formats.gptq import without_packing
 from bmforge.models.heads import Head, check_head
@@ -340,4 +341,4 @@ def read_config_file(directory: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{str(file)!r} is not valid JSON: {error}. Copy it anew.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{str(file)!r} holds a {type(raw).__name__}; it must be a JSON object.")
-    return without_packing(raw)
+    return without_compression(without_packing(raw))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bmforge.errors import CheckpointError
 from bmforge.gguf_header import is_gguf
+from bmforge.models.formats.compressed_tensors import CompressedLinears, find_compression
 from bmforge.models.formats.gguf import GgufFile
 from bmforge.models.formats.gguf_blocks import Groups
 from bmforge.models.formats.gptq import PackedLinears, find_packing
@@ -48,6 +49,8 @@ _SINGLE = "model.safetensors"
 _BROKEN = (RuntimeError, EOFError, ValueError, AttributeError)
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _MODEL_CENTER = "pytorch_model.pt"  # other names in it; see `model_center.py`
+# Kinds of files with integers that our layout may hold as they are.
+_HOLDS_INTEGERS = (GgufFile, PackedLinears, CompressedLinears)
 
 
 def has_weights(directory: Path) -> bool:
@@ -160,8 +163,8 @@ class WeightFiles:
         for file in [self._gguf] if self._gguf else self._open_files():
             self.shapes.update(file.shapes)
             self._files.update(dict.fromkeys(file.shapes, file))
-        if packing := None if self._gguf else find_packing(self.directory):
-            packed = PackedLinears(dict(self._files), packing)
+        packed = None if self._gguf else self._packed_linears()
+        if packed is not None:
             for name in packed.parts & self.shapes.keys():
                 del self.shapes[name]
             self.shapes.update(packed.shapes)
@@ -174,6 +177,14 @@ class WeightFiles:
             SafeFile(path, self._reads) if path.suffix == ".safetensors" else _PickledFile(path)
             for path in _find_files(self.directory)
         ]
+
+    def _packed_linears(self) -> PackedLinears | CompressedLinears | None:
+        """Return what reads integers of linear layers as weights, where there are such."""
+        files = dict(self._files)
+        if packing := find_packing(self.directory):
+            return PackedLinears(files, packing)
+        how = find_compression(self.directory)
+        return None if how is None else CompressedLinears(files, how)
 
     def rules_for(self, model: Any, names: Collection[str]) -> list[WeightRule]:
         """Return the rules by which a model is read from what has these names."""
@@ -194,12 +205,12 @@ class WeightFiles:
     def stored_spec(self, name: str) -> QuantSpec | None:
         """Return the scheme by which a tensor is stored as integers, where our layout has it."""
         file = self._files[name]
-        return file.stored_spec(name) if isinstance(file, GgufFile | PackedLinears) else None
+        return file.stored_spec(name) if isinstance(file, _HOLDS_INTEGERS) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
         """Return the integers of whole rows of a tensor that has a `stored_spec`."""
         file = self._files[name]
-        assert isinstance(file, GgufFile | PackedLinears)
+        assert isinstance(file, _HOLDS_INTEGERS)
         return file.read_groups(name, slices)
 
     def map_tensor(self, name: str) -> Tensor | None:

@@ -1,0 +1,284 @@
+"""Checkpoints in vLLM's compressed-tensors format: integers of linear layers, read as they are.
+
+A linear layer X has ``X.weight`` in int8 with ``X.weight_scale``, or ``X.weight_packed``, words of
+32 bits that hold integers of 4 or 8, with ``X.weight_scale`` and ``X.weight_shape``. Weights are
+``scale * q``, with a scale for every row or every group of inputs. `compressed_write.py` writes it.
+
+Source: the format of the package compressed-tensors (0.20), as its files are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.models.formats.gguf_blocks import Groups
+from bmforge.models.formats.safe_file import TensorFile
+from bmforge.nn.packing import QuantSpec
+
+__all__ = [
+    "Compression",
+    "INT_FORMAT",
+    "METHOD",
+    "PACKED_FORMAT",
+    "CompressedLinears",
+    "find_compression",
+    "pack_words",
+    "unpack_words",
+    "without_compression",
+]
+
+METHOD = "compressed-tensors"
+INT_FORMAT, PACKED_FORMAT = "int-quantized", "pack-quantized"
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A layer's tensors: how many bits an integer has, and whether words hold several."""
+
+    bits: int
+    is_packed: bool
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How a checkpoint is compressed.
+
+    Args:
+        bits: of packed integers.
+        group_size: inputs that share a scale; 0: those of a row.
+    """
+
+    bits: int
+    group_size: int
+
+
+def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json's contents as those of the uncompressed model.
+
+    Raises:
+        ConfigError: compressed in a way that is not read.
+    """
+    if _find(raw) is None:
+        return raw
+    return {name: value for name, value in raw.items() if name != "quantization_config"}
+
+
+def find_compression(directory: Path) -> Compression | None:
+    """Return how a directory's weights are compressed; None where it is not in this format.
+
+    Raises:
+        ConfigError: compressed in a way that is not read.
+    """
+    file = directory / "config.json"
+    try:
+        raw = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except ValueError:  # said by who reads the config
+        return None
+    return _find(raw) if isinstance(raw, dict) else None
+
+
+def _find(raw: Mapping[str, Any]) -> Compression | None:
+    found = raw.get("quantization_config")
+    if not isinstance(found, dict) or found.get("quant_method") != METHOD:
+        return None
+    groups = found.get("config_groups")
+    problems: list[str] = []
+    forms: set[tuple[Any, Any]] = set()
+    if not isinstance(groups, dict) or not groups:
+        groups = {}
+        problems.append("no config_groups")
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            problems.append(f"{name} without weights")
+            continue
+        forms.add((weights.get("num_bits"), weights.get("group_size")))
+        problems += [f"{name}: {said}" for said in _weight_problems(weights)]
+        if group.get("output_activations"):
+            problems.append(f"{name}: output_activations")
+    form = found.get("format")
+    if form not in (INT_FORMAT, PACKED_FORMAT):
+        problems.append(f"format={form!r}")
+    if found.get("quantization_status", "compressed") != "compressed":
+        problems.append(f"quantization_status={found['quantization_status']!r}")
+    problems += [
+        f"{name}={found[name]!r}"
+        for name in ("kv_cache_scheme", "sparsity_config", "transform_config")
+        if found.get(name)
+    ]
+    if len(forms) > 1:
+        problems.append(f"several schemes, (bits, group) of {sorted(map(str, forms))}")
+    if problems:
+        raise ConfigError(
+            f"quantization_config of {METHOD} has {'; '.join(problems)}, which is not read. "
+            "Read are symmetric integers of 8 bits by rows and of 4 or 8 bits by groups or rows, "
+            "weights alone or with 8-bit tokens: take such a checkpoint, or the model that is not "
+            "quantised."
+        )
+    bits, group = forms.pop()
+    return Compression(int(bits), max(0, group or 0))
+
+
+def _weight_problems(weights: Mapping[str, Any]) -> list[str]:
+    allowed: dict[str, tuple[Any, ...]] = {
+        "num_bits": (4, 8),
+        "type": ("int",),
+        "symmetric": (True,),
+        "strategy": ("channel", "group"),
+        "dynamic": (False,),
+    }
+    usual = {"type": "int", "symmetric": True, "dynamic": False}
+    found = [
+        f"{name}={value!r}"
+        for name, known in allowed.items()
+        if (value := weights.get(name, usual.get(name))) not in known
+    ]
+    if weights.get("actorder") in ("group", True):
+        found.append(f"actorder={weights['actorder']!r}")
+    return found
+
+
+class CompressedLinears:
+    """The compressed linear layers of a checkpoint as weights; see `TensorFile`.
+
+    Args:
+        files: tensor name -> the file that has it.
+        how: they are compressed.
+
+    Raises:
+        CheckpointError: parts of a layer are missing, or their shapes contradict each other.
+    """
+
+    def __init__(self, files: Mapping[str, TensorFile], how: Compression) -> None:
+        self.files, self._how = files, how
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.parts: set[str] = set()
+        self._kinds: dict[str, _Parts] = {}
+        for name in files:
+            stem, _, part = name.rpartition(".")
+            if part != "weight_scale":
+                continue
+            weight, packed = f"{stem}.weight", f"{stem}.weight_packed"
+            is_packed = packed in files
+            self._kinds[weight] = _Parts(how.bits if is_packed else 8, is_packed)
+            self.shapes[weight] = self._check(stem, self._kinds[weight])
+            self.parts |= {name, weight, packed, f"{stem}.weight_shape"}
+
+    def _check(self, stem: str, kind: _Parts) -> tuple[int, int]:
+        """Return the shape of a layer's weight."""
+        held, scale = "weight_packed" if kind.is_packed else "weight", self._shape(stem, "scale")
+        name = f"{stem}.{held}"
+        found = self.files[name].shapes[name] if name in self.files else ()
+        shape = tuple(found)
+        if kind.is_packed:
+            shape = tuple(self._read(f"{stem}.weight_shape", (slice(0, 2),)).tolist())
+            words = -(-shape[1] * kind.bits // _WORD_BITS) if len(shape) == 2 else 0
+            if tuple(found) != (shape[0], words):
+                shape = ()
+        elif name in self.files and self.files[name].dtype(name) != torch.int8:
+            shape = ()
+        fits = len(shape) == 2 and len(scale) == 2 and scale[0] == shape[0]
+        if not fits or not scale[1] or shape[1] % scale[1]:
+            raise CheckpointError(
+                f"the compressed parts of {stem} do not fit each other: {held} of {tuple(found)}, "
+                f"weight_scale of {scale}."
+            )
+        return shape[0], shape[1]
+
+    def _shape(self, stem: str, part: str) -> tuple[int, ...]:
+        name = f"{stem}.weight_{part}"
+        return tuple(self.files[name].shapes[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return fp32, in which values come."""
+        return torch.float32
+
+    def map_tensor(self, name: str) -> Tensor | None:
+        """None: the values lie nowhere."""
+
+    def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
+        """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
+        rows, columns = slices
+        whole = slice(0, self.shapes[name][1])
+        target.copy_(self.read_groups(name, (rows, whole)).values()[:, columns])
+
+    def stored_spec(self, name: str) -> QuantSpec | None:
+        """Return the scheme of ours that a layer's integers fit; None where none does."""
+        stem, columns = name.removesuffix(".weight"), self.shapes[name][1]
+        groups = self._shape(stem, "scale")[1]
+        group, bits = columns // groups, self._kinds[name].bits
+        if groups == 1 and group != self._how.group_size:
+            group = 0
+        if group % (32 if bits == 4 else 16):
+            return None
+        scale = f"{stem}.weight_scale"
+        is_half = self.files[scale].dtype(scale) == torch.float16
+        if not is_half:  # such as fit in 16 bits may be kept in them
+            values = self._read_whole(scale).float()
+            is_half = bool(group) and torch.equal(values.half().float(), values)
+        spec = QuantSpec(bits, group, scale_dtype="float16" if is_half else "float32")
+        return spec if spec.fits(columns) else None
+
+    def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
+        """Return the integers of whole rows as they are stored.
+
+        Args:
+            name: of a layer.
+            slices: rows, and all columns.
+        """
+        rows, columns = slices[0], self.shapes[name][1]
+        stem, kind = name.removesuffix(".weight"), self._kinds[name]
+        groups = self._shape(stem, "scale")[1]
+        scales = self._read(f"{stem}.weight_scale", (rows, slice(0, groups))).float()
+        if kind.is_packed:
+            words = self.files[f"{stem}.weight_packed"].shapes[f"{stem}.weight_packed"][1]
+            found = self._read(f"{stem}.weight_packed", (rows, slice(0, words)))
+            values = unpack_words(found, kind.bits)[:, :columns]
+        else:
+            values = self._read(f"{stem}.weight", (rows, slice(0, columns)))
+        return Groups(values.unflatten(1, (groups, -1)), scales, None)
+
+    def _read_whole(self, name: str) -> Tensor:
+        return self._read(name, tuple(slice(0, n) for n in self.files[name].shapes[name]))
+
+    def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        if name not in self.files:
+            raise CheckpointError(f"{name} of a compressed layer is missing.")
+        file = self.files[name]
+        out = torch.empty([s.stop - s.start for s in slices], dtype=file.dtype(name))
+        file.fill(name, slices, out)
+        return out
+
+
+def pack_words(values: Tensor, bits: int) -> Tensor:
+    """Return integers as words of 32 bits, the first in the lowest bits.
+
+    Shape:
+        values: (rows, columns) int8, of 4 or 8 bits; returns (rows, words) int32
+    """
+    each = _WORD_BITS // bits
+    wide = values.to(torch.int64) + (1 << (bits - 1))
+    wide = torch.nn.functional.pad(wide, (0, -values.shape[1] % each))
+    shifts = torch.arange(0, _WORD_BITS, bits)
+    words = (wide.unflatten(1, (-1, each)) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << _WORD_BITS), words).to(torch.int32)
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """Return the integers of words, those behind the last column too.
+
+    Shape:
+        words: (rows, words) int32; returns (rows, columns) int8
+    """
+    shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
+    found = words[..., None] >> shifts & (1 << bits) - 1
+    return (found - (1 << (bits - 1))).to(torch.int8).flatten(1)

@@ -1,0 +1,206 @@
+"""Writing quantised models in vLLM's compressed-tensors format; see `compressed_tensors.py`.
+
+What others open: transformers and vLLM. Linear layers of blocks keep their integers; what else is
+quantised (embedding, head) is written as the floats that it stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.models.formats.compressed_tensors import (
+    INT_FORMAT,
+    METHOD,
+    PACKED_FORMAT,
+    pack_words,
+)
+from bmforge.models.formats.hf_format import has_weights, plan_files, write_file, write_index
+from bmforge.models.weights import (
+    OWN_PREFIX,
+    PACKED_KEYS,
+    assemble_source,
+    group_by_source,
+)
+from bmforge.nn.head import LMHead
+from bmforge.nn.packed_store import MatrixStore
+from bmforge.nn.packing import PackedMatrix, QuantSpec, unpack_values
+from bmforge.nn.quantized import QuantizedExperts, QuantizedLinear
+from bmforge.surgery import persistent_tensors
+
+__all__ = ["save_compressed"]
+
+
+def save_compressed(
+    model: Any, directory: str | Path, *, overwrite: bool = False, max_file_bytes: int = 4 << 30
+) -> Path:
+    """Write a quantised model so that transformers and vLLM open it; return the directory.
+
+    Args:
+        model: of ours, in one process, with layers that were quantised (`quantize`): whole rows of
+            8 bits go with tokens of 8 bits, all else is weights alone.
+        directory: made when it does not exist.
+        overwrite: replace weights that are already there.
+        max_file_bytes: size above which the weights are divided over several files.
+
+    Raises:
+        ConfigError: nothing is quantised, or in a way, or in a family, that the format has not.
+        CheckpointError: the directory holds weights already and `overwrite` is off.
+    """
+    out = Path(directory)
+    if has_weights(out) and not overwrite:
+        raise CheckpointError(f"{str(out)!r} already holds a model. Name another.")
+    source = _Source(model)
+    spec = _check(model, source.stems)
+    out.mkdir(parents=True, exist_ok=True)
+    sizes: dict[str, int] = {}
+    homes: dict[str, str] = {}
+    for place in source.places():
+        tensors = source.read(place)
+        sizes |= {name: t.numel() * t.element_size() for name, t in tensors.items()}
+        homes |= dict.fromkeys(tensors, place)
+    plan = plan_files(sizes, max_file_bytes)
+    for file, names in plan.items():
+        found: dict[str, Tensor] = {}
+        for place in dict.fromkeys(homes[name] for name in names):
+            found |= {name: t for name, t in source.read(place).items() if name in names}
+        write_file(out / file, found)
+    _write_config(model, out, source.stems, spec)
+    write_index(out, plan, sum(sizes.values()))
+    return out
+
+
+class _Source:
+    """Gives what the format has of a model: a packed layer, or a published tensor, at a time.
+
+    Attributes:
+        stems: owner -> the published name of its layer, of all that is packed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._tensors = model, persistent_tensors(model)
+        self._groups = group_by_source(model.active_rules())
+        self.stems: dict[str, str] = {}
+        for theirs, rules in self._groups.items():
+            owner, _, key = rules[0].ours.rpartition(".")
+            if key == "packed":
+                self.stems[owner] = theirs.removesuffix(".packed")
+
+    def places(self) -> list[str]:
+        """Return owners of what is packed, and published names of the rest."""
+        found: dict[str, None] = {}
+        for theirs, rules in self._groups.items():
+            owner, _, key = rules[0].ours.rpartition(".")
+            found[owner if owner in self.stems and key in PACKED_KEYS else theirs] = None
+        return list(found)
+
+    def read(self, place: str) -> dict[str, Tensor]:
+        """Return the tensors of one place."""
+        if place not in self.stems:
+            rules = self._groups[place]
+            whole = assemble_source(rules, lambda name: self._tensors[name].detach())
+            return {place: whole.cpu()}
+        store, stem = self._model.get_submodule(place), self.stems[place]
+        if not isinstance(store, QuantizedLinear):
+            return {f"{stem}.weight": store.dense(store.like.dtype).cpu()}
+        return dict(_tensors_of(store, stem))
+
+
+def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
+    """Return the one scheme of the linear layers."""
+    problems: list[str] = []
+    specs: dict[QuantSpec, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedExperts):
+            problems.append(f"{name}: experts are stacked here, and single layers there")
+        elif isinstance(module, QuantizedLinear):
+            specs.setdefault(module.spec, name)
+            if stems[name].startswith(OWN_PREFIX):
+                problems.append(f"{name} is a part of a fused or turned tensor in this family")
+            if not module.spec.symmetric or module.spec.outlier_ratio:
+                problems.append(f"{name} has minima or outliers")
+    if not specs:
+        raise ConfigError(
+            f"{type(model).__name__} has no quantised linear layers: compress.quantize(model, "
+            '"int8-dynamic") makes some.'
+        )
+    if len({_form_of(spec) for spec in specs}) > 1:
+        problems.append(f"several schemes, as of {' and '.join(specs.values())}")
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ConfigError(
+            f"{METHOD} cannot hold this model: {'; '.join(problems[:3])}{more}. Save it in our own "
+            "form (save_pretrained), or quantise it otherwise."
+        )
+    return next(iter(specs))
+
+
+def _form_of(spec: QuantSpec) -> tuple[int, int]:
+    return spec.bits, spec.group_size
+
+
+def _tensors_of(store: MatrixStore, stem: str) -> Iterator[tuple[str, Tensor]]:
+    matrix = PackedMatrix(*(None if t is None else t.cpu() for t in store._tensors()))  # type: ignore[arg-type]
+    values = unpack_values(matrix.packed, store.spec)[: store.rows]
+    scales = matrix.scales.float().transpose(1, 2).flatten(0, 1)[: store.rows].contiguous()
+    if _form_of(store.spec) == (8, 0):
+        yield f"{stem}.weight", values.contiguous()
+    else:
+        yield f"{stem}.weight_packed", pack_words(values, store.spec.bits)
+        yield f"{stem}.weight_shape", torch.tensor([store.rows, store.columns])
+    yield f"{stem}.weight_scale", scales
+
+
+def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec) -> None:
+    others = tuple(change for change in model.config.changes if change.kind != "quantize")
+    config = model.config.replace(changes=others).to_hf()
+    floats = (t.dtype for t in persistent_tensors(model).values() if t.is_floating_point())
+    config["dtype"] = str(next(floats, torch.float32)).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    linear = [stems[n] for n, m in model.named_modules() if isinstance(m, QuantizedLinear)]
+    known = [rule.theirs.rpartition(".")[0] for rule in model.active_rules()]
+    heads = [stems.get(n, n) for n, m in model.named_modules() if isinstance(m, LMHead)]
+    is_rows = _form_of(spec) == (8, 0)
+    weights = {"num_bits": spec.bits, "type": "int", "symmetric": True, "dynamic": False}
+    weights |= (
+        {"strategy": "channel"}
+        if not spec.group_size
+        else {
+            "strategy": "group",
+            "group_size": spec.group_size,
+        }
+    )
+    tokens = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    config["quantization_config"] = {
+        "quant_method": METHOD,
+        "format": INT_FORMAT if is_rows else PACKED_FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": _as_targets(linear, known),
+                "weights": weights,
+                "input_activations": tokens if is_rows else None,
+                "output_activations": None,
+            }
+        },
+        "ignore": heads,
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    (out / "config.json").write_text(text, encoding="utf-8")
+
+
+def _as_targets(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return patterns of these published names and no others, few where layers are alike."""
+    found: dict[str, None] = {}
+    for name in names:
+        pattern = re.escape(re.sub(r"\.\d+(?=\.)", ".#", name)).replace(r"\#", r"\d+")
+        fits = all(other in names for other in known if re.fullmatch(pattern, other))
+        found[f"re:^{pattern if fits else re.escape(name)}$"] = None
+    return list(found)
