@@ -29,6 +29,7 @@ from bmforge.models.pack import load_quantized
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
+from bmforge.models.split import split_modules, split_rules
 from bmforge.models.stack import check_ids, expert_names, find_heads, given_inputs
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, expand_rules
@@ -54,6 +55,7 @@ class Model(nn.Module):
         hf_old_names: (ending of a published name, what older checkpoints have in its place).
         tied_head: the parameter that `tie_word_embeddings` makes one with the embedding.
         shifts_labels: the language-model head predicts the label after each position.
+        fixed_width: why the hidden states cannot become narrower; "" where they can.
         arrived: what the stage before carried on, where a pipeline cuts the model.
     """
 
@@ -64,6 +66,7 @@ class Model(nn.Module):
     hf_old_names: ClassVar[tuple[tuple[str, str], ...]] = ()
     tied_head: ClassVar[tuple[str, str]] = ("lm_head.weight", "embed.weight")
     shifts_labels: ClassVar[bool] = True
+    fixed_width: ClassVar[str] = ""
     arrived: tuple[Tensor, ...] = ()
 
     def __init__(self, config: ModelConfig) -> None:
@@ -347,7 +350,9 @@ class Model(nn.Module):
         own = self._own_names()
         if not any(".mlp.experts." in rule.ours for rule in rules):
             own |= expert_names(self)
-        return expand_rules(rules, shapes, own)
+        for name, module in split_modules(self):
+            own |= {f"{name}.{key}" for key, _ in module.named_parameters()}
+        return expand_rules(rules, shapes, own, split_rules(self, rules))
 
     def _own_names(self) -> set[str]:
         """Return the names of tensors that published checkpoints have no place for."""

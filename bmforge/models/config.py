@@ -58,6 +58,10 @@ _POSITIVE_FIELDS = """
     vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads num_labels
 """
 _POSITIVE = frozenset(_POSITIVE_FIELDS.split())
+# Sizes that only a narrowed model says for itself, under our names, where its family leaves them
+# to follow from others.
+_PER_LAYER = "per_layer_config"
+_OWN_SIZES = frozenset({"head_dim", "intermediate_size"})
 
 
 @dataclass(kw_only=True)
@@ -122,6 +126,11 @@ class ModelConfig:
         self.head = self.head or next(iter(self.heads))
         self.check()
 
+    def says(self, name: str) -> bool:
+        """Tell whether config.json says a size that published ones leave to follow from others."""
+        is_own = name in _OWN_SIZES and name not in self.hf_names
+        return is_own and self.raw.get(name) == getattr(self, name)
+
     def check(self) -> None:
         """Raise `ConfigError` with every contradiction among the fields."""
         problems = [
@@ -177,6 +186,8 @@ class ModelConfig:
             if name in theirs:
                 if value is not None:
                     values[theirs[name]] = value
+            elif name in _OWN_SIZES and hasattr(cls, name):
+                values[name] = value
             elif name in cls.hf_required:
                 if value not in cls.hf_required[name]:
                     problems.append(f"{name}={value!r} (only {list(cls.hf_required[name])})")
@@ -234,8 +245,34 @@ class ModelConfig:
         out = {**raw, **fixed, **self._give_head(), **named, **self._give_special()}
         if self.changes:
             out[CHANGES_KEY] = changes_to_json(self.changes)
+        if others := self._differing_layers():
+            out[_PER_LAYER] = others
         packed = quantization_to_json(self.changes)
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
+
+    def _differing_layers(self) -> dict[str, dict[str, Any]]:
+        """Return what transformers is told of layers of other sizes: by layer, its field names.
+
+        It opens no family of ours with them yet, and refuses; `skip` alone it would not see, and
+        draw what is missing at random, so layers without a part have no heads for it either.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        own = self.own_sizes() if self.changes else {}
+        now = self.stack_sizes() if self.changes else {}
+        for stack, layers in own.items():
+            for number, (usual, layer) in enumerate(zip(layers, now[stack], strict=True)):
+                told: dict[str, Any] = {
+                    self.hf_names[name]: getattr(layer, name)
+                    for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+                    if name in self.hf_names and getattr(layer, name) != getattr(usual, name)
+                }
+                lost = [("attention", usual.attn and not layer.attn)]
+                lost.append(("mlp", bool(usual.intermediate_size and not layer.intermediate_size)))
+                if skipped := [name for name, gone in lost if gone]:
+                    told = {self.hf_names["num_heads"]: 0, "skip": skipped}
+                if told and not (layer.num_experts and not usual.num_experts):
+                    found.setdefault(str(number), told)
+        return found
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, allow_unknown: tuple[str, ...] = ()) -> Self:
@@ -320,6 +357,7 @@ def _without_changes(raw: dict[str, Any]) -> dict[str, Any]:
     packed = raw.get(QUANTIZATION_KEY)
     is_ours = isinstance(packed, dict) and packed.get("quant_method") == QUANT_METHOD
     left_out = {CHANGES_KEY, QUANTIZATION_KEY} if is_ours else {CHANGES_KEY}
+    left_out |= {_PER_LAYER} if CHANGES_KEY in raw else set()
     return {name: value for name, value in raw.items() if name not in left_out}
 
 

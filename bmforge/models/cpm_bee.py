@@ -105,6 +105,7 @@ class CPMBee(CPMLive):
 
     config_class = CPMBeeConfig
     family_traits = Traits("left", "documents", "relative", tokenizer="CPMBeeTokenizer")
+    fixed_width = "tokens are turned by their sub ids, in pairs of its features"
     hf_prefix = "cpmbee."
 
     def __init__(self, config: CPMBeeConfig) -> None:

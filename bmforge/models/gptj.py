@@ -97,9 +97,8 @@ class GPTJConfig(ModelConfig):
         super().check()
         problems = []
         if (
-            self.num_heads * self.head_dim != self.hidden_size
-            or self.num_kv_heads != self.num_heads
-        ):
+            self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
+        ) or self.num_kv_heads != self.num_heads:
             problems.append(
                 f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
                 f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same"

@@ -177,7 +177,7 @@ class MiniCPMConfig(RotaryConfig):
         """Check the fields against each other."""
         super().check()
         problems = []
-        if self.num_heads * self.head_dim != self.hidden_size:
+        if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
             problems.append(
                 f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
                 f"head_dim={self.head_dim}"

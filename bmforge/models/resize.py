@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.init import NoDrawing, init_tensor_
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
+from bmforge.models.split import fill_split_
 from bmforge.models.stack import number_places_
-from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, MoESpec
+from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, MoE, MoESpec
 
-__all__ = ["resize_", "resize_block"]
+__all__ = ["kept_dims", "resize_", "resize_block"]
 
 # Where blocks stand -> the field of a model's spec with those that differ.
 _FIELDS = {
@@ -87,7 +88,7 @@ def resize_block(block: BlockSpec, sizes: Sizes, name: str = "a layer") -> Block
             block,
             attn=_resize_attention(block.attn, new) if new.attn else None,
             cross_attn=_resize_attention(block.cross_attn, new),
-            mlp=_resize_feed(block.mlp, new),
+            mlp=_split_feed(block.mlp, new, sizes) if sizes.split else _resize_feed(block.mlp, new),
         )
     except ConfigError as error:
         raise ConfigError(f"{name} cannot be resized: {error}") from None
@@ -132,6 +133,26 @@ def _resize_feed(spec: MLPSpec | MoESpec | None, new: LayerSizes) -> MLPSpec | M
         gated=spec.gated,
         in_scale=spec.in_scale,
         out_scale=out_scale,
+    )
+
+
+def _split_feed(spec: Any, new: LayerSizes, sizes: Sizes) -> MoESpec:
+    """Return an MLP as experts that are its features, which are as many as before."""
+    return MoESpec(
+        new.num_experts,
+        new.experts_per_token,
+        new.intermediate_size,
+        spec.activation,
+        spec.gated,
+        shared_size=new.shared_size,
+        shared_gate=False,
+        choice=sizes.choice or "top_k",
+        in_scale=spec.in_scale,
+        out_scale=spec.out_scale,
+        weighs=False,
+        bias=spec.bias,
+        router=sizes.router or "linear",
+        split=True,
     )
 
 
@@ -227,6 +248,10 @@ def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
         else:
             box = tuple(slice(min(p)) for p in zip(parameter.shape, source.shape, strict=True))
             parameter[box] = source[box]
+    was, feed = old.spec.mlp, new.mlp
+    is_new = isinstance(feed, MoE) and feed.is_split and isinstance(was, MLPSpec)
+    if is_new and not any(parameter.is_meta for parameter in feed.parameters()):
+        fill_split_(feed, old.mlp)
 
 
 def _keep_heads_(
@@ -247,7 +272,7 @@ def _keep_heads_(
     common = tuple(slice(min(pair)) for pair in zip(*(d[:-1] for d in dims), strict=True))
     into, source = (t.unflatten(0, d)[common] for t, d in zip((new, old), dims, strict=True))
     widths = specs[0].head_dim, specs[1].head_dim
-    places = _kept_dims(*widths, rotary_dim, specs[0].rope_interleaved)
+    places = kept_dims(*widths, rotary_dim, specs[0].rope_interleaved)
     target, chosen = (torch.tensor(p, device=new.device) for p in zip(*places, strict=True))
     axis = len(common)
     into.index_copy_(axis, target, source.index_select(axis, chosen))
@@ -262,7 +287,7 @@ def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
     return (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
 
 
-def _kept_dims(new: int, old: int, rotary_dim: int, interleaved: bool) -> list[tuple[int, int]]:
+def kept_dims(new: int, old: int, rotary_dim: int, interleaved: bool) -> list[tuple[int, int]]:
     """Return the places, (in the new, in the old), of the dims of a head that both have.
 
     Rotary pairs that are halves apart stay pairs, of the same speed; see `nn.narrow_rope`.

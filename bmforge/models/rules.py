@@ -17,8 +17,8 @@ class TensorCut:
         style: "part": what is cut inside begins with the whole input; "column": a linear layer by
             its outputs; "row": by its inputs; "key_value": by its outputs, or where there are fewer
             heads than processes each takes the one it needs; "bias": a table by its columns, one
-            per head; "head_norm": whole, but used by each process for its heads; "embedding" and
-            "head": by rows of the vocabulary; "experts": each expert by its width.
+            per head; "head_norm" and "gate": whole, but used by each process for its heads;
+            "embedding" and "head": by rows of the vocabulary; "experts": each expert by its width.
         units: how many pieces cannot be cut further (heads); 0: every row or column can.
     """
 
@@ -82,6 +82,7 @@ _STYLES = {
     "o_proj": ("row", "heads"),
     "q_norm": ("head_norm", ""),
     "k_norm": ("head_norm", ""),
+    "thin": ("gate", ""),
     "gate_proj": ("column", ""),
     "up_proj": ("column", ""),
     "down_proj": ("row", ""),

@@ -70,11 +70,12 @@ def write_config(model: Any, out: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _warn_of_changes(model: Any, out: Path) -> None:
-    if model.config.changes:
-        kinds = ", ".join(dict.fromkeys(change.kind for change in model.config.changes))
+    changes = [change for change in model.config.changes if not change.options.get("split")]
+    if changes:
+        kinds = ", ".join(dict.fromkeys(change.kind for change in changes))
         get_logger().warning(
-            "%s holds a changed model (%s): bmforge opens it; transformers would draw what was "
-            "changed at random",
+            "%s holds a changed model (%s): bmforge opens it; transformers would refuse it, or "
+            "draw what was changed at random",
             *(out, kinds),
         )
 

@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from bmforge.errors import ConfigError
 from bmforge.nn import BlockSpec, MLPSpec, MoESpec
+from bmforge.nn.router import RouterKind
 
 __all__ = ["LayerSizes", "Sizes", "feed_sizes", "sizes_of"]
 
@@ -28,6 +29,11 @@ class Sizes:
         mlp: False takes the MLP or the experts away, with their norm.
         num_experts: E; of a layer with an MLP, experts in its place.
         experts_per_token: k.
+        split: the experts in an MLP's place are its features, side by side, added up as they are;
+            each has (F - shared_size) / E of them.
+        shared_size: with `split`: so many features, the first, work on every token.
+        router: with `split`: how experts are chosen; see `nn.MoESpec`, as for
+        choice: per token ("top_k") or "per_call".
     """
 
     num_heads: int | None = None
@@ -38,6 +44,10 @@ class Sizes:
     mlp: bool | None = None
     num_experts: int | None = None
     experts_per_token: int | None = None
+    split: bool | None = None
+    shared_size: int | None = None
+    router: RouterKind | None = None
+    choice: Literal["top_k", "per_call"] | None = None
 
     def __post_init__(self) -> None:
         """Check each by itself."""
@@ -45,13 +55,21 @@ class Sizes:
         given = {name: value for name, value in given.items() if value is not None}
         problems = ["nothing is to change"] * (not given)
         for name, value in given.items():
-            if name in ("attn", "mlp"):
+            if name in _WORDS:
+                if value not in _WORDS[name]:
+                    known = ", ".join(map(repr, _WORDS[name]))
+                    problems.append(f"{name}={value!r} must be {known}")
+            elif name in ("attn", "mlp"):
                 if value is not False:
                     problems.append(f"{name}={value!r} can only be False, which takes it away")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 problems.append(f"{name}={value!r} must be a positive whole number")
         heads = self.num_heads or self.num_kv_heads or self.head_dim
         feed = self.intermediate_size or self.num_experts or self.experts_per_token
+        if self.split and (not self.num_experts or self.intermediate_size):
+            problems.append("split=True needs num_experts, from which intermediate_size follows")
+        if not self.split and (self.shared_size or self.router or self.choice):
+            problems.append("shared_size, router and choice belong to split=True")
         if self.mlp is False and feed:
             problems.append("an MLP that is taken away has no size")
         if self.attn is False and heads:
@@ -61,6 +79,11 @@ class Sizes:
 
 
 _NAMES = [f.name for f in fields(Sizes)]
+_WORDS: dict[str, tuple[Any, ...]] = {
+    "split": (True,),
+    "router": ("linear", "two_layer"),
+    "choice": ("top_k", "per_call"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +102,7 @@ class LayerSizes:
         experts_per_token: k.
         shared_size: F of an expert that works on every token.
         shared_gate: that one has a gate of its own.
+        two_layers: the router has a second layer, from experts to experts.
     """
 
     num_heads: int
@@ -92,6 +116,7 @@ class LayerSizes:
     experts_per_token: int = 0
     shared_size: int = 0
     shared_gate: bool = False
+    two_layers: bool = False
 
     def __str__(self) -> str:
         """Say it in words."""
@@ -117,7 +142,9 @@ class LayerSizes:
         attention = 2 * hidden_size * inner * self.num_attentions
         each = 3 if self.gated else 2
         width = self.intermediate_size * (self.experts_per_token or 1) + self.shared_size
-        return attention + hidden_size * (each * width + self.num_experts + self.shared_gate)
+        router = self.num_experts**2 * self.two_layers
+        feed = hidden_size * (each * width + self.num_experts + self.shared_gate)
+        return attention + feed + router
 
     @property
     def num_attentions(self) -> int:
@@ -149,6 +176,12 @@ class LayerSizes:
             problems.append("it has no MLP")
         if sizes.experts_per_token and not (self.num_experts or sizes.num_experts):
             problems.append("it has no experts: experts_per_token needs num_experts")
+        if sizes.split and self.num_experts:
+            problems.append("it has experts already: only an MLP can be split")
+        elif sizes.split and (self.intermediate_size - (sizes.shared_size or 0)) % (
+            sizes.num_experts or 1
+        ):
+            problems.append(_nearest_experts(self.intermediate_size, sizes))
         new = self._with(sizes)
         if new.num_kv_heads and new.num_heads % new.num_kv_heads:
             problems.append(
@@ -173,6 +206,11 @@ class LayerSizes:
         if "num_experts" in own and not self.num_experts:
             own.setdefault("experts_per_token", 1)
         own.pop("attn", None)
+        if sizes.split:
+            own["two_layers"] = sizes.router == "two_layer"
+            left = self.intermediate_size - (sizes.shared_size or 0)
+            own["intermediate_size"] = left // (sizes.num_experts or 1)
+        own = {name: value for name, value in own.items() if name not in _WORDS}
         return replace(self, **own).without(sizes.attn is False, sizes.mlp is False)
 
     def without(self, attn: bool, mlp: bool) -> LayerSizes:
@@ -181,6 +219,16 @@ class LayerSizes:
         if mlp:
             new = replace(new, **feed_sizes(None))
         return new if new.num_attentions else replace(new, num_heads=0, num_kv_heads=0, head_dim=0)
+
+
+def _nearest_experts(width: int, sizes: Sizes) -> str:
+    """Say which numbers of experts divide an MLP's features."""
+    left, count = width - (sizes.shared_size or 0), sizes.num_experts or 1
+    fits = sorted((n for n in range(1, left + 1) if left % n == 0), key=lambda n: abs(n - count))
+    return (
+        f"num_experts={count} does not divide the {left} features that are split: the nearest that "
+        f"does is {fits[0] if fits else 1}"
+    )
 
 
 def sizes_of(block: BlockSpec) -> LayerSizes:
@@ -200,12 +248,17 @@ def sizes_of(block: BlockSpec) -> LayerSizes:
 def feed_sizes(mlp: MLPSpec | MoESpec | None) -> dict[str, Any]:
     """Return the fields of `LayerSizes` that a feed-forward part decides."""
     if mlp is None:
-        return dict.fromkeys(_FEED, 0) | {"gated": False, "shared_gate": False}
+        return dict.fromkeys(_FEED, 0) | dict.fromkeys(_FLAGS, False)
     if isinstance(mlp, MLPSpec):
         found = {"intermediate_size": mlp.intermediate_size, "gated": mlp.gated}
         return feed_sizes(None) | found
     found = {name: getattr(mlp, name) for name in (*_FEED, "gated")}
-    return found | {"shared_gate": bool(mlp.shared_size) and mlp.shared_gate}
+    two_layers = mlp.router == "two_layer"
+    return found | {
+        "shared_gate": bool(mlp.shared_size) and mlp.shared_gate,
+        "two_layers": two_layers,
+    }
 
 
+_FLAGS = ("gated", "shared_gate", "two_layers")
 _FEED = ("intermediate_size", "num_experts", "experts_per_token", "shared_size")

@@ -135,9 +135,8 @@ class ViTConfig(ModelConfig):
                 f"num_channels={self.num_channels} must be positive, and a patch fit the image."
             )
         if (
-            self.num_heads * self.head_dim != self.hidden_size
-            or self.num_kv_heads != self.num_heads
-        ):
+            self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
+        ) or self.num_kv_heads != self.num_heads:
             raise ConfigError(
                 f"ViTConfig: hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
                 f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same."

@@ -41,6 +41,7 @@ class WeightRule:
         part: (first row, all rows) of the fused tensor, in our orientation; None: it is all ours.
             In layers of other sizes than the usual the parts' own rows count, in the same order.
         index: theirs is this entry of our stacked tensor; `expand_rules` sets it.
+        part_dim: what `part` counts, in our orientation: 0 rows, 1 columns.
     """
 
     ours: str
@@ -48,12 +49,15 @@ class WeightRule:
     transpose: bool = False
     part: tuple[int, int] | None = None
     index: int | None = None
+    part_dim: int = 0
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape `theirs` must have when our whole tensor has `shape`."""
         shape = shape if self.index is None else shape[1:]
-        rows = (self.part[1] if self.part else shape[0], *shape[1:])
-        return rows[::-1] if self.transpose else rows
+        whole = list(shape)
+        if self.part is not None:
+            whole[self.part_dim] = self.part[1]
+        return tuple(reversed(whole)) if self.transpose else tuple(whole)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
         """Return where in `theirs` the box of our tensor lies; None where it has nothing of it."""
@@ -63,8 +67,8 @@ class WeightRule:
             if not stack.start <= self.index < stack.stop:
                 return None
         if self.part is not None:
-            first = self.part[0]
-            slices[0] = slice(slices[0].start + first, slices[0].stop + first)
+            first, own = self.part[0], slices[self.part_dim]
+            slices[self.part_dim] = slice(own.start + first, own.stop + first)
         return tuple(reversed(slices)) if self.transpose else tuple(slices)
 
     def target(self, local: Tensor, box: Box) -> Tensor:
@@ -102,6 +106,7 @@ def expand_rules(
     rules: Iterable[WeightRule],
     shapes: Mapping[str, tuple[int, ...]],
     own: Collection[str] = (),
+    expanded: Sequence[WeightRule] = (),
 ) -> list[WeightRule]:
     """Return the rules of the tensors in `shapes`, in their order, with numbers put in.
 
@@ -109,13 +114,16 @@ def expand_rules(
         rules: of a family; those without a tensor are left out.
         shapes: our tensors' names and whole shapes.
         own: names of tensors that were changed, and what shares a published tensor with them:
-            published checkpoints have no place for them, and files have them under our names.
+            published checkpoints have no place for them, and files have them under our names,
+            but for those of which `expanded` says more.
+        expanded: rules with numbers put in already, of some of them.
 
     Raises:
         TypeError: a tensor that no rule names, which saving would lose.
     """
     patterns = [(_pattern_of(rule), rule) for rule in rules]
     kept = _expand_family(patterns, {n: s for n, s in shapes.items() if n not in own})
+    kept += expanded
     ours = {rule.ours for rule in kept}
     alone = [WeightRule(n, _own_name(n, patterns)) for n in shapes if n not in ours]
     places = {name: place for place, name in enumerate(shapes)}
@@ -194,5 +202,5 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 def assemble_source(rules: list[WeightRule], whole: Callable[[str], Tensor]) -> Tensor:
     """Build their tensor from ours; `whole` returns our whole tensor by name."""
     parts = [rule.to_source(whole(rule.ours)) for rule in rules]
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts, rules[0].part_dim)
     return joined.t().contiguous() if rules[0].transpose else joined.contiguous()

@@ -244,6 +244,7 @@ class Attention(nn.Module):
         enter: what `x`, and
         enter_memory: what `memory` goes through first, and
         mix: what weighs the values; a layout that cuts heads or tokens puts its own here.
+        thin: what the heads' results, side by side, go through before `o_proj`: a gate of heads.
         head_share: which share of the heads is here, and how many shares there are; likewise.
         prefix: None, or a module that returns keys and values to put before all others; see
             `nn.prefix`.
@@ -262,6 +263,7 @@ class Attention(nn.Module):
         self.enter: Pass = pass_on
         self.enter_memory: Pass = pass_on
         self.mix: Mix = mix_values
+        self.thin: Pass = pass_on
         query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.q_proj = nn.Linear(hidden_size, query_size, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(hidden_size, key_size, bias=spec.qkv_bias)
@@ -317,7 +319,7 @@ class Attention(nn.Module):
             mixed = attend(self.layer_index, self.window, self._mix, query, key, value)
         else:
             mixed = self._mix(query, key, value, mask, bias)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return self.o_proj(self.thin(mixed.transpose(1, 2).flatten(2)))
 
     def pick_heads(self, bias: Tensor) -> Tensor:
         """Return this layer's part of a bias that several layers share: that of the first heads.

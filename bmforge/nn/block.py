@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.errors import ConfigError
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
 from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.mlp import MLP, MLPSpec
@@ -19,7 +18,10 @@ from bmforge.nn.norm import NormSpec, build_norm
 from bmforge.nn.remake import call_and_drop, hold_weights
 from bmforge.nn.window import WindowAttention
 
-__all__ = ["Block", "BlockSpec"]
+__all__ = ["Block", "BlockSpec", "Weigh"]
+
+# (x before a part of a block, x after it) -> what goes on
+Weigh = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class BlockSpec:
         mlp: feed-forward part, of one MLP or of experts; None likewise.
         cross_attn: attention to a memory, in decoders of encoder-decoders.
         norm: kind, epsilon and bias of the norms.
-        norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": one norm, and
-            attention and MLP side by side.
+        norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": one norm
+            (`attn_norm`), and attention and MLP side by side.
         residual_dropout: dropout on what a part adds to the residual.
         residual_scale: factor on what a part adds to the residual.
         sum_scale: factor on the residual after a part was added.
@@ -53,11 +55,6 @@ class BlockSpec:
     guards_half: bool = False
     layer_drop: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Check that the parts can stand side by side."""
-        if self.norm_place == "parallel" and (self.attn is None or self.mlp is None):
-            raise ConfigError("norm_place='parallel' needs attention and an MLP in every layer.")
-
 
 class Block(nn.Module):
     """Attention, attention to a memory where there is one, and MLP, each with its norm.
@@ -70,6 +67,10 @@ class Block(nn.Module):
     Attributes:
         agree: what is drawn for whole rows goes through it: processes that share them draw alike; a
             layout puts its own here.
+        attn_share: None, or what takes x before and after attention to itself, its norm included,
+            and says what goes on: a gate of this half;
+        mlp_share: likewise of the MLP, and
+        block_share: of the whole block. Where the parts stand side by side, a half is what it adds.
 
     Shape:
         x: (B, T, D) -> (B, T, D), and with experts the router's logits (B * T, E)
@@ -83,10 +84,14 @@ class Block(nn.Module):
         self.sum_scale, self.layer_drop = spec.sum_scale, spec.layer_drop
         self.guards_half = spec.guards_half
         self.agree: Pass = pass_on
+        self.attn_share: Weigh | None = None
+        self.mlp_share: Weigh | None = None
+        self.block_share: Weigh | None = None
         self.attn_scales, self.mlp_scales = _scales(spec.attn), _scales(spec.mlp)
         self.attn: Attention | WindowAttention | None = None
-        if spec.attn is not None:
+        if spec.attn is not None or (spec.norm_place == "parallel" and spec.mlp is not None):
             self.attn_norm = build_norm(spec.norm, spec.hidden_size)
+        if spec.attn is not None:
             attention = WindowAttention if spec.attn.global_tokens else Attention
             self.attn = attention(spec.hidden_size, spec.attn)
             self.attn.layer_index = layer_index
@@ -141,10 +146,10 @@ class Block(nn.Module):
 
         before = x = self._guard(x)
         if self.norm_place == "parallel":
-            x = self._run_parallel(x, attend, feed)
+            x = x if self.attn is None and self.mlp is None else self._run_parallel(x, attend, feed)
         else:
             x = self._run_parts(x, attend, feed, cache, memory, memory_mask)
-        x = self._keep_or_drop(before, x)
+        x = self._keep_or_drop(before, _weigh(self.block_share, before, x))
         return (x, router_logits[0]) if router_logits else x
 
     def _run_parts(
@@ -158,7 +163,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Run the parts one after the other."""
         if self.attn is not None:
-            x = self._add(x, self.attn_norm, attend, self.attn_scales)
+            added = self._add(x, self.attn_norm, attend, self.attn_scales)
+            x = _weigh(self.attn_share, x, added)
         if self.cross_attn is not None:
             cross = self.cross_attn
             x = self._add(
@@ -166,7 +172,9 @@ class Block(nn.Module):
                 self.cross_attn_norm,
                 lambda value: cross(value, memory_mask, None, cache, None, memory),
             )
-        return x if self.mlp is None else self._add(x, self.mlp_norm, feed, self.mlp_scales)
+        if self.mlp is None:
+            return x
+        return _weigh(self.mlp_share, x, self._add(x, self.mlp_norm, feed, self.mlp_scales))
 
     def _add(
         self,
@@ -202,8 +210,14 @@ class Block(nn.Module):
         (attn_in, attn_out), (mlp_in, mlp_out) = self.attn_scales, self.mlp_scales
 
         def both(value: Tensor) -> Tensor:
-            attended = self._shrink(attend(_times(value, attn_in)), attn_out)
-            return attended + self._shrink(feed(_times(value, mlp_in)), mlp_out)
+            added = []
+            if self.attn is not None:
+                attended = self._shrink(attend(_times(value, attn_in)), attn_out)
+                added.append(_weigh_alone(self.attn_share, attended))
+            if self.mlp is not None:
+                fed = self._shrink(feed(_times(value, mlp_in)), mlp_out)
+                added.append(_weigh_alone(self.mlp_share, fed))
+            return added[0] if len(added) == 1 else added[0] + added[1]
 
         again = hold_weights(self.attn_norm)
         added = call_and_drop(both, self.attn_norm(x), lambda: again(x))
@@ -220,6 +234,14 @@ class Block(nn.Module):
         """Dropout and scale, each only where there is one."""
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
         return _times(x, self.scale * out_scale)
+
+
+def _weigh(share: Weigh | None, before: Tensor, after: Tensor) -> Tensor:
+    return after if share is None else share(before, after)
+
+
+def _weigh_alone(share: Weigh | None, added: Tensor) -> Tensor:
+    return added if share is None else share(torch.zeros_like(added), added)
 
 
 def _times(x: Tensor, factor: float) -> Tensor:

@@ -91,6 +91,7 @@ class MLP(nn.Module):
 
     Attributes:
         enter: what `x` goes through first; a layout that cuts the projections puts its own here.
+        thin: what goes into `down_proj` goes through it first: a gate of features.
 
     Shape:
         x: (..., D) -> (..., D)
@@ -99,6 +100,7 @@ class MLP(nn.Module):
     def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
         super().__init__()
         self.enter: Pass = pass_on
+        self.thin: Pass = pass_on
         self.activation = get_activation(spec.activation)
         self.dropout, self.widens_half = spec.dropout, spec.widens_half
         sizes = hidden_size, spec.intermediate_size
@@ -118,6 +120,11 @@ class MLP(nn.Module):
         def inner() -> Tensor:
             return self.activation(up) if gate is None else self.activation(gate) * up
 
+        if self.thin is not pass_on:  # it sees weights that backward may not see again
+            return self.down_proj(self.thin(self._drop(inner())))
         if self.dropout and self.training:
-            return self.down_proj(F.dropout(inner(), self.dropout))
+            return self.down_proj(self._drop(inner()))
         return call_and_drop(self.down_proj, inner(), inner)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x

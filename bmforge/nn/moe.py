@@ -6,7 +6,7 @@ a capacity no token is dropped.
 Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
 experts" (2024); the shared expert with its own gate: Qwen team, "Qwen1.5-MoE" (2024); balanced
 choice: Lewis et al., "BASE layers" (2021), as CPM-2 has it; capacity: Lepikhin et al., "GShard"
-(2020).
+(2020); experts that are the features of an MLP: Zhang et al., "MoEfication" (2022).
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.nn.balanced import assign_balanced
+from bmforge.nn.chosen import run_chosen, takes_chosen
 from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.grouped import grouped_linear, take_rows
 from bmforge.nn.mlp import MLP, MLPSpec, get_activation
 from bmforge.nn.part import beside_parts
 from bmforge.nn.remake import call_and_drop
+from bmforge.nn.router import RouterKind, build_router
 
 __all__ = [
     "Dispatch",
@@ -63,11 +65,18 @@ class MoESpec:
         shared_gate: the shared expert's output is weighed by a sigmoid of the token.
         choice: "top_k": by the router's softmax, whose values weigh the experts; "balanced": one
             expert, not weighed (the router gets no gradient), which is in training such that all
-            have equally many of all tokens, otherwise the one the router likes best.
+            have equally many of all tokens, otherwise the one the router likes best; "per_call":
+            the same k for all tokens of a call, those that suit them best together.
         capacity_factor: in training an expert takes at most this times its even share of a
             process's tokens, see `limit_loads`; None takes all.
         in_scale: factor on what goes into router and experts, and
         out_scale: on what goes into their last projections; as in `AttentionSpec`.
+        weighs: the chosen experts' results are weighed; else they are added up as they are, and
+            the router gets no gradient.
+        bias: experts have biases on gate and up, and their sum has one.
+        router: "linear", or "two_layer" (`router.py`).
+        split: the experts, and before them the shared one, are an MLP's features side by side,
+            and files have that MLP.
     """
 
     num_experts: int
@@ -78,13 +87,24 @@ class MoESpec:
     normalize_weights: bool = True
     shared_size: int = 0
     shared_gate: bool = True
-    choice: Literal["top_k", "balanced"] = "top_k"
+    choice: Literal["top_k", "balanced", "per_call"] = "top_k"
     capacity_factor: float | None = None
     in_scale: float = 1.0
     out_scale: float = 1.0
+    weighs: bool = True
+    bias: bool = False
+    router: RouterKind = "linear"
+    split: bool = False
 
     def __post_init__(self) -> None:
         """Check the counts."""
+        if self.choice == "per_call" and (self.weighs or self.capacity_factor is not None):
+            raise ConfigError(
+                "choice='per_call' adds up what the same experts make of all tokens: it needs "
+                "weighs=False and no capacity_factor."
+            )
+        if self.split and self.weighs:
+            raise ConfigError("split=True: an MLP's features are added up; set weighs=False.")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"experts_per_token={self.experts_per_token} must be from 1 to "
@@ -153,6 +173,14 @@ def _run_limited(run: RunExperts, x: Tensor, ends: Tensor) -> Tensor:
     return F.pad(run(x[:kept], ends), (0, 0, 0, x.shape[0] - kept))
 
 
+def _add_biases(x: Tensor, biases: Tensor | None, ends: Tensor) -> Tensor:
+    """Add to rows, sorted by expert, the bias of theirs, (E, F)."""
+    if biases is None:
+        return x
+    numbers = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
+    return x + biases.index_select(0, torch.searchsorted(ends, numbers, right=True))
+
+
 class Experts(nn.Module):
     """E feed-forward parts with stacked weights, each working on its own rows.
 
@@ -179,11 +207,20 @@ class Experts(nn.Module):
         for parameter in self.parameters():
             bound = 1 / math.sqrt(parameter.shape[-1])
             nn.init.uniform_(parameter, -bound, bound)
+        wide = (spec.num_experts, spec.intermediate_size) if spec.bias else None
+        self.up_bias = nn.Parameter(torch.zeros(wide)) if wide else None
+        self.gate_bias = nn.Parameter(torch.zeros(wide)) if wide and spec.gated else None
+
+    def keep_biases_of_(self, plain: Experts) -> None:
+        """Take the biases of the experts that a storage form stands for."""
+        self.register_parameter("up_bias", plain.up_bias)
+        self.register_parameter("gate_bias", plain.gate_bias)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Apply every expert to its rows."""
-        up = self.product("up_proj", x, ends)
+        up = _add_biases(self.product("up_proj", x, ends), self.up_bias, ends)
         gate = self.product("gate_proj", x, ends) if self.has_gate() else None
+        gate = gate if gate is None else _add_biases(gate, self.gate_bias, ends)
 
         def inner() -> Tensor:
             return self.activation(up) if gate is None else self.activation(gate) * up
@@ -247,12 +284,15 @@ class MoE(nn.Module):
         self.assign: Pass = assign_balanced
         self.enter: Pass = pass_on
         self.leave: Pass = pass_on
-        self.router = nn.Linear(hidden_size, spec.num_experts, bias=False)
+        self.weighs, self.is_split = spec.weighs, spec.split
+        self.router = build_router(spec.router, hidden_size, spec.num_experts)
         self.experts = Experts(hidden_size, spec)
+        self.down_bias = nn.Parameter(torch.zeros(hidden_size)) if spec.bias else None
         self.shared_expert = self.shared_gate = None
         if spec.shared_size:
-            shared = MLPSpec(spec.shared_size, spec.activation, gated=spec.gated, bias=False)
+            shared = MLPSpec(spec.shared_size, spec.activation, gated=spec.gated, bias=spec.bias)
             self.shared_expert = MLP(hidden_size, shared)
+            self.shared_expert.down_proj.register_parameter("bias", None)
             if spec.shared_gate:
                 self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
 
@@ -260,17 +300,9 @@ class MoE(nn.Module):
         """Return the experts' weighed sum and the router's logits."""
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
-        weights, index = self._route(logits)
-        run: RunExperts = self.experts
-        if self.capacity_factor is not None and self.training:
-            even = index.numel() / self.num_experts
-            index = limit_loads(index, self.num_experts, math.ceil(self.capacity_factor * even))
-            run = partial(_run_limited, run)
-        parts = self.dispatch(self.enter(tokens), index, self.num_experts, run)
-        out = parts.squeeze(1)
-        if weights is not None:
-            out = (parts * self.enter(weights).to(parts.dtype).unsqueeze(-1)).sum(1)
-        out = self.leave(out)
+        out = self.leave(self._mix(tokens, *self._route(logits)))
+        if self.down_bias is not None:
+            out = out + self.down_bias
         if self.shared_expert is not None:
             shared = self.shared_expert(tokens)
             if self.shared_gate is not None:
@@ -278,12 +310,32 @@ class MoE(nn.Module):
             out = out + shared
         return out.view_as(x), logits
 
+    def _mix(self, tokens: Tensor, weights: Tensor | None, index: Tensor) -> Tensor:
+        """Let experts work, and add up what they make of every token."""
+        run: RunExperts = self.experts
+        alike = not self.weighs and (self.choice == "per_call" or index.shape[0] == 1)
+        if alike and self.dispatch is dispatch_locally and takes_chosen(run, Experts):
+            return run_chosen(run, self.enter(tokens), index[0])
+        if self.capacity_factor is not None and self.training:
+            even = index.numel() / self.num_experts
+            index = limit_loads(index, self.num_experts, math.ceil(self.capacity_factor * even))
+            run = partial(_run_limited, run)
+        parts = self.dispatch(self.enter(tokens), index, self.num_experts, run)
+        if weights is not None:
+            return (parts * self.enter(weights).to(parts.dtype).unsqueeze(-1)).sum(1)
+        return parts.squeeze(1) if parts.shape[1] == 1 else parts.sum(1)
+
     def _route(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
         """Pick k experts for every token: their weights, if any, and numbers, (M, k) each."""
         if self.choice == "balanced":
             index = self.assign(logits) if self.training else logits.argmax(-1)
             return None, index.unsqueeze(-1)
         wide = logits.to(wide_dtype(logits.dtype))
+        if self.choice == "per_call":
+            best = torch.sigmoid(wide).sum(0).topk(self.experts_per_token).indices
+            return None, best.expand(logits.shape[0], -1)
+        if not self.weighs:
+            return None, wide.topk(self.experts_per_token, dim=-1).indices
         weights, index = F.softmax(wide, dim=-1).topk(self.experts_per_token, dim=-1)
         if self.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -83,7 +83,7 @@ class WindowAttention(Attention):
             mixed = mixed * mask.real[..., None]
         if mask.chosen is not None:
             mixed = self._put_globals(mixed, x, mask)
-        return self.o_proj(self.pick_own(mixed))
+        return self.o_proj(self.thin(self.pick_own(mixed)))
 
     def _mix_whole(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None

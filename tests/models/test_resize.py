@@ -81,7 +81,7 @@ def test_fewer_heads_and_a_narrower_mlp(name: str) -> None:
     assert_close(run(small, name), run(whole, name))
 
 
-@pytest.mark.parametrize("name", [n for n in TINY if n not in (*POST_NORM, "gptj", "cpm_bee")])
+@pytest.mark.parametrize("name", [n for n in TINY if n not in (*POST_NORM, "cpm_bee")])
 def test_parts_that_are_gone(name: str) -> None:
     """As the whole model in which they add nothing (CPM-Bee's do more: they scale the residual)."""
     whole = build(name)
@@ -325,9 +325,8 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_families_refuse_what_they_cannot_have() -> None:
-    """A missing part, parts side by side, columns of a shared bias, global tokens."""
+    """A missing part, columns of a shared bias, global tokens."""
     cases = [
-        ("gptj", {"attn": False}, "parallel"),
         ("t5", {"num_heads": 8}, "4 heads for which the layers share a bias"),
         ("longformer", {"num_kv_heads": 2}, "global tokens"),
     ]

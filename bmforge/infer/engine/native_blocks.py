@@ -255,7 +255,7 @@ def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
     projections = [f"{part}_proj" for part in "qkvo"]
     _know(attn, watch, (Attention,), (*projections, "q_norm", "k_norm"))
     _require(attn.enter is pass_on, attn.enter_memory is pass_on, attn.mix is mix_values)
-    _require(attn.prefix is None, attn.head_share == (0, 1))
+    _require(attn.prefix is None, attn.head_share == (0, 1), attn.thin is pass_on)
     matrices = [_describe_matrix(getattr(attn, part), watch) for part in projections]
     _require(matrices[0].rows == attn.num_heads * attn.head_dim == matrices[3].columns)
     into, out = block.attn_scales if name == "attn" else (1.0, 1.0)
@@ -275,7 +275,7 @@ def _describe_feed(block: Any, watch: Watch) -> Any:
     if mlp is None:
         return _FeedPart()
     _know(mlp, watch, (MLP,), ("gate_proj", "up_proj", "down_proj"))
-    _require(mlp.enter is pass_on, mlp.activation in _ACTIVATIONS)
+    _require(mlp.enter is pass_on, mlp.thin is pass_on, mlp.activation in _ACTIVATIONS)
     gate, up, down = (
         _describe_matrix(part, watch) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     )
@@ -293,5 +293,6 @@ def _describe_block(block: Any, watch: Watch) -> Any:
     _know(block, watch, (Block,), (*parts, *(f"{part}_norm" for part in parts)))
     attn, cross = (_describe_attention(block, name, watch) for name in parts[:2])
     feed, place = _describe_feed(block, watch), _NORM_PLACES[block.norm_place]
-    _require(place != 2 or not cross.exists)
+    _require(place != 2 or (not cross.exists and attn.exists and feed.exists))
+    _require(all(getattr(block, f"{name}_share") is None for name in ("attn", "mlp", "block")))
     return Layer(attn, cross, feed, block.sum_scale, place, 0)

@@ -56,9 +56,10 @@ CUT_DIMS: dict[str, dict[str, int]] = {
     "row": {"weight": 1},
     "bias": {"weight": 1},
     "head_norm": {},
+    "gate": {},
     "embedding": {"weight": 0},
     "head": {"weight": 0, "bias": 0},
-    "experts": {"gate_proj": 1, "up_proj": 1, "down_proj": 2},
+    "experts": {"gate_proj": 1, "up_proj": 1, "down_proj": 2, "gate_bias": 1, "up_bias": 1},
 }
 
 
@@ -205,7 +206,7 @@ def _cut_parameters_(
     is_cut = cut is not None and bool(CUT_DIMS[cut.style])
     # So is what a prefix makes its keys of. Behind a table all processes have all of its result.
     follows = cut is not None and (
-        cut.style == "head_norm"
+        cut.style in ("head_norm", "gate")
         or (is_cut and is_beside(module) and cut.style != "embedding")
         or (cut.style == "key_value" and hasattr(module, "tensor_notes"))
     )

@@ -235,9 +235,15 @@ def _apply_head_(module: Any, tensor: TensorGroup) -> None:
     module.vocab = _Vocab(module.weight.shape[0], tensor)
 
 
+def _apply_gate_(module: Any, tensor: TensorGroup) -> None:
+    """Let gates of what is cut know which share of it is here."""
+    module.share = (tensor.rank, tensor.size)
+
+
 APPLY: dict[str, Callable[[Any, TensorGroup], None]] = {
     "part": _apply_part_,
     "row": _apply_row_,
     "embedding": _apply_embedding_,
     "head": _apply_head_,
+    "gate": _apply_gate_,
 }

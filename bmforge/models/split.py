@@ -1,0 +1,110 @@
+"""An MLP whose features lie side by side as experts: how it comes to be, and how files have it.
+
+In memory it is a mixture of experts (`nn.MoE`) that adds up what the chosen ones make; in a file it
+is the MLP that it was made of, with its router beside it, so others open the dense model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmforge.models.weights import WeightRule
+from bmforge.nn.moe import MoE
+from bmforge.nn.part import tensor_notes
+
+__all__ = ["fill_split_", "split_modules", "split_rules"]
+
+
+def split_modules(model: nn.Module) -> Iterator[tuple[str, MoE]]:
+    """Yield name and module of every MLP that was split into experts."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoE) and module.is_split:
+            yield name, module
+
+
+@torch.no_grad()
+def fill_split_(new: MoE, old: Any) -> None:
+    """Fill experts with the features of an MLP, the first ones into the shared expert."""
+    experts, shared = new.experts, new.shared_expert
+    count, size, _ = experts.up_proj.shape
+    first = 0 if shared is None else shared.up_proj.weight.shape[0]
+    for key in ("gate_proj", "up_proj"):
+        linear = getattr(old, key)
+        if linear is None:
+            continue
+        stack, bias = getattr(experts, key), getattr(experts, key.replace("proj", "bias"))
+        stack.copy_(linear.weight[first:].unflatten(0, (count, size)))
+        if bias is not None:
+            bias.copy_(linear.bias[first:].view(count, size))
+        if shared is not None:
+            part = getattr(shared, key)
+            part.weight.copy_(linear.weight[:first])
+            if part.bias is not None:
+                part.bias.copy_(linear.bias[:first])
+    down = old.down_proj
+    columns = down.weight[:, first:].unflatten(1, (count, size))
+    experts.down_proj.copy_(columns.permute(1, 0, 2))
+    if shared is not None:
+        shared.down_proj.weight.copy_(down.weight[:, :first])
+    if new.down_bias is not None:
+        new.down_bias.copy_(down.bias)
+
+
+def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRule]:
+    """Return where the tensors of split MLPs lie in the MLPs of a file.
+
+    A layer with packed experts has none: its tensors are in files as they are in memory.
+
+    Args:
+        model: any.
+        rules: of its family, with `{i}` for layers.
+    """
+    found = []
+    for name, module in split_modules(model):
+        if any(tensor_notes(part) for part in module.modules()):
+            continue
+        shared = module.shared_expert
+        count, size, _ = module.experts.up_proj.shape
+        first = 0 if shared is None else shared.up_proj.weight.shape[0]
+        total = first + count * size
+        for key in ("gate_proj", "up_proj", "down_proj"):
+            if getattr(module.experts, key) is None:
+                continue
+            dim = 1 if key == "down_proj" else 0
+            for kind in ("weight", "bias"):
+                dense = _rule_of(rules, f"{name}.{key}.{kind}")
+                ours, alone = f"{name}.shared_expert.{key}.{kind}", f"{name}.down_bias"
+                if dense is None or (kind == "bias" and module.down_bias is None):
+                    continue
+                if kind == "bias" and key == "down_proj":
+                    found.append(WeightRule(alone, dense.theirs, dense.transpose))
+                    continue
+                base, rows = dense.part or (0, total)
+                stack = key if kind == "weight" else key.replace("proj", "bias")
+                if shared is not None:
+                    part = (base, rows)
+                    found.append(WeightRule(ours, dense.theirs, dense.transpose, part, None, dim))
+                for number in range(count):
+                    part = (base + first + number * size, rows)
+                    expert = f"{name}.experts.{stack}"
+                    found.append(
+                        WeightRule(expert, dense.theirs, dense.transpose, part, number, dim)
+                    )
+    return found
+
+
+def _rule_of(rules: Sequence[WeightRule], name: str) -> WeightRule | None:
+    """Return the family's rule of a tensor of ours, with its numbers put in."""
+    for rule in rules:
+        match = re.fullmatch(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"), name)
+        if match:
+            theirs = rule.theirs
+            for number in match.groups():
+                theirs = theirs.replace("{i}", number)
+            return WeightRule(name, theirs, rule.transpose, rule.part)
+    return None

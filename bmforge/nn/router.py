@@ -1,0 +1,44 @@
+"""What tells, for every token, which experts suit it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["RouterKind", "TwoLayerRouter", "build_router"]
+
+RouterKind = Literal["linear", "two_layer"]
+
+
+class TwoLayerRouter(nn.Module):
+    """``second(tanh(first(x / |x|)))``, without biases.
+
+    Args:
+        hidden_size: D.
+        num_experts: E.
+
+    Shape:
+        x: (M, D) -> (M, E)
+
+    Source: Zhang et al., "MoEfication" (2022), as in BMCook: it begins as the similarity of a token
+        to each expert's mean row (`first`), passed on as it is (`second` is the identity).
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(hidden_size, num_experts, bias=False)
+        self.second = nn.Linear(num_experts, num_experts, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return how well each expert suits each token."""
+        return self.second(torch.tanh(self.first(F.normalize(x, dim=-1))))
+
+
+def build_router(kind: RouterKind, hidden_size: int, num_experts: int) -> nn.Module:
+    """Return a router of a kind, (M, D) -> (M, E)."""
+    if kind == "two_layer":
+        return TwoLayerRouter(hidden_size, num_experts)
+    return nn.Linear(hidden_size, num_experts, bias=False)
