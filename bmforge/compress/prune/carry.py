@@ -1,0 +1,296 @@
+"""Making a model smaller for good: fewer heads, narrower MLPs and hidden states, parts that go.
+
+What comes out is a model of the same family: its config says the new sizes, with the published
+fields where those can, else with changes of kind "resize". So it is saved, opened, laid out,
+streamed and served like any other.
+
+Source: the sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, halves, layers),
+which cut weights in a file that nothing opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bmforge.compress.prune.pick import Picks, fold_block, pick_block, take
+from bmforge.compress.prune.plan import Kept, Plan, blocks_of
+from bmforge.compress.prune.sizing import Settled, own_fields, settle_config
+from bmforge.errors import ConfigError
+from bmforge.models.changes import changed_modules
+from bmforge.surgery import persistent_tensors
+
+__all__ = ["Shrunk", "carry_out_"]
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What became of a model.
+
+    Args:
+        plan: what stayed.
+        parameters_before: numbers in the model, a tied one once.
+        parameters_after: likewise.
+        opens_elsewhere: whether the published classes of its family open it as it is.
+        reason: what keeps them from it.
+    """
+
+    plan: Plan
+    parameters_before: int
+    parameters_after: int
+    opens_elsewhere: bool
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        share = self.parameters_after / self.parameters_before
+        text = (
+            f"{self.parameters_before:,} parameters became {self.parameters_after:,} ({share:.1%})"
+        )
+        where = (
+            "transformers opens it"
+            if self.opens_elsewhere
+            else f"only bmforge opens it: {self.reason}"
+        )
+        return f"{text}; {where}"
+
+
+@torch.no_grad()
+def carry_out_(model: Any, plan: Plan, *, uniform: bool = False) -> Shrunk:
+    """Make a model smaller, in place: with its weights, or on meta.
+
+    It computes what the whole model does in which all that goes adds nothing (of hidden features:
+    in which they are zero, and norms divide by those that stay).
+
+    Args:
+        model: of any family, not yet laid out.
+        plan: what stays.
+        uniform: refuse sizes that only bmforge can open.
+
+    Raises:
+        ConfigError: the plan does not fit the model, or the model is quantised, laid out or
+            changed; it is as it was then.
+    """
+    plan.check(model)
+    _check_plain(model, plan)
+    plan = _order_shared_heads(model, plan)
+    before = _count(model)
+    settled = settle_config(model, plan)
+    reason = "; ".join(own_fields(settled.config))
+    if uniform and reason:
+        raise ConfigError(
+            f"uniform=True: nothing published has fields for {reason}. Give all layers the same "
+            "sizes, such as the class allows, or leave uniform out."
+        )
+    values = _collect(model, settled, plan)
+    flags = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+    _fill_(settled, values, flags)
+    settled.model.train(model.training)
+    for name in [name for name in model.__dict__ if name not in settled.model.__dict__]:
+        del model.__dict__[name]
+    model.__dict__.update(settled.model.__dict__)
+    return Shrunk(plan, before, _count(model), not reason, reason)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(tensor.numel() for tensor in persistent_tensors(model).values())
+
+
+def _check_plain(model: Any, plan: Plan) -> None:
+    tensors = persistent_tensors(model).values()
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        raise ConfigError(f"{type(model).__name__} is laid out: shrink it before parallelize.")
+    others = [change.kind for change in model.config.changes if change.kind != "resize"]
+    others += [type(module).__name__ for module in changed_modules(model).values()]
+    if any(change.options.get("split") for change in model.config.changes):
+        others.append("experts made of MLPs")
+    if others:
+        raise ConfigError(
+            f"{type(model).__name__} was changed already ({', '.join(dict.fromkeys(others))}). The "
+            "order is: structure, experts, zeros, quantisation, parts beside layers."
+        )
+    if plan.hidden is not None and model.fixed_width:
+        raise ConfigError(
+            f"the hidden states of a {type(model).__name__} keep their width: {model.fixed_width}."
+        )
+
+
+def _order_shared_heads(model: Any, plan: Plan) -> Plan:
+    """Bring the heads of layers that share a bias on the scores into one order.
+
+    The bias has a column per head, and a layer with fewer of them uses the first columns: what one
+    layer keeps must be among what every larger one keeps.
+    """
+    layers = dict(plan.layers)
+    for stack, table in _shared_biases(model).items():
+        mine = {n: b for n, b in blocks_of(model).items() if n.rpartition(".")[0] == stack}
+        mine = {n: b for n, b in mine.items() if n not in plan.gone and b.attn is not None}
+        mine = {n: b for n, b in mine.items() if layers.get(n, Kept()).attn}
+        every = tuple(range(table.shape[1]))
+        sets = {
+            n: tuple(layers.get(n, Kept()).heads or every[: _heads(b)]) for n, b in mine.items()
+        }
+        order: list[int] = []
+        for heads in sorted(sets.values(), key=len):
+            order += [head for head in heads if head not in order]
+            if set(order) != set(heads):
+                raise ConfigError(
+                    f"the layers of {stack} share a bias with a column per head: of two layers the "
+                    "one with fewer heads must keep some of those that the other keeps."
+                )
+        for name, heads in sets.items():
+            if (name in layers and layers[name].heads is not None) or list(heads) != order[
+                : len(heads)
+            ]:
+                kept = layers.get(name, Kept())
+                layers[name] = _with_heads(kept, tuple(order[: len(heads)]))
+    return Plan(layers, plan.gone, plan.hidden)
+
+
+def _with_heads(kept: Kept, heads: tuple[int, ...]) -> Kept:
+    """Return the same of heads in another order; lists of dims follow their heads."""
+    old = kept.heads or tuple(sorted(heads))
+    places = [old.index(head) for head in heads]
+    changes: dict[str, Any] = {"heads": heads}
+    for key in ("query_dims", "value_dims"):
+        lists = getattr(kept, key)
+        if lists is not None:
+            changes[key] = tuple(lists[place] for place in places)
+    return Kept(**{**{f: getattr(kept, f) for f in kept.__dataclass_fields__}, **changes})
+
+
+def _heads(block: Any) -> int:
+    return int(block.spec.attn.num_heads)
+
+
+def _shared_biases(model: Any) -> dict[str, Tensor]:
+    """Return the name of every stack whose layers share a bias -> its table, a column per head."""
+    found = {}
+    for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks_of(model)):
+        owner = model.get_submodule(stack.rpartition(".")[0])
+        table = getattr(owner, "rel_bias", None)
+        if table is not None:
+            found[stack] = table.weight
+    return found
+
+
+def _collect(model: Any, settled: Settled, plan: Plan) -> dict[str, Tensor]:
+    """Return every tensor of the smaller model, by its name there."""
+    picks = _pick_beside(model, settled, plan)
+    wide = _hidden_dims(model, plan)
+    stay = None if plan.hidden is None else torch.tensor(plan.hidden)
+    old_blocks, old = blocks_of(model), persistent_tensors(model)
+    found = {}
+    for name in persistent_tensors(settled.model):
+        block, key = _split_name(name, settled.sources)
+        source = name if block is None else f"{settled.sources[block]}.{key}"
+        mine: Picks = list(picks.get(source, []))
+        if block is not None:
+            kept = plan.layers.get(settled.sources[block], Kept())
+            mine += pick_block(old_blocks[settled.sources[block]], kept).get(key, [])
+        if stay is not None:
+            mine += [(dim, stay) for dim in wide[source]]
+        value = take(old[source], mine)
+        factor = 1.0
+        if block is not None:
+            was, now = old_blocks[settled.sources[block]], settled.model.get_submodule(block)
+            has_norm = getattr(was.attn, "q_norm", None) is not None
+            factor = fold_block(was.spec, now.spec, key, has_norm)
+        else:
+            factor = _fold_beside(model, settled.model, name)
+        found[name] = value if factor == 1.0 else value * factor
+    return found
+
+
+def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
+    """Return the block that a tensor is in, and its name in there."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        if (block := ".".join(parts[:count])) in blocks:
+            return block, ".".join(parts[count:])
+    return None, name
+
+
+def _pick_beside(model: Any, settled: Settled, plan: Plan) -> dict[str, Picks]:
+    """Return what stays of the biases on the scores that layers share: columns, kept ones first."""
+    found: dict[str, Picks] = {}
+    for stack, table in _shared_biases(model).items():
+        heads: list[int] = []
+        for name, kept in plan.layers.items():
+            if name.rpartition(".")[0] == stack and kept.heads is not None and kept.attn:
+                heads += [head for head in kept.heads if head not in heads]
+        owner = stack.rpartition(".")[0]
+        name = f"{owner}.rel_bias.weight" if owner else "rel_bias.weight"
+        order = heads + [head for head in range(table.shape[1]) if head not in heads]
+        left = settled.model.get_parameter(name).shape[1]
+        if order[:left] != list(range(table.shape[1])):
+            found[name] = [(1, torch.tensor(order[:left]))]
+    return found
+
+
+def _hidden_dims(model: Any, plan: Plan) -> dict[str, list[int]]:
+    """Return which dims of every tensor are as wide as the hidden states: tried out on meta."""
+    if plan.hidden is None:
+        return {}
+    only = settle_config(model, Plan(hidden=plan.hidden)).model
+    tried = persistent_tensors(only)
+    return {
+        name: [
+            dim
+            for dim, (a, b) in enumerate(zip(tensor.shape, tried[name].shape, strict=True))
+            if a != b
+        ]
+        for name, tensor in persistent_tensors(model).items()
+    }
+
+
+def _fold_beside(old: Any, new: Any, name: str) -> float:
+    """Return the factor that a tensor beside the blocks takes over from embedding and head."""
+    scales = [
+        (getattr(m.spec, "embed_scale", 1.0), getattr(m.spec, "head_scale", 1.0))
+        for m in (old, new)
+    ]
+    (embed_old, head_old), (embed_new, head_new) = scales
+    embed, head = embed_old / embed_new, head_old / head_new
+    if name.split(".")[0] in ("embed", "embed_prompt", "embed_segments"):
+        return embed
+    if not hasattr(old, "lm_head") or name not in _last_norms(old):
+        return 1.0
+    tied = old.lm_head.weight is old.embed.weight
+    return head / (embed if tied else 1.0)
+
+
+def _last_norms(model: Any) -> Sequence[str]:
+    """Return the names of the weights of the norm before the head."""
+    owner = "decoder.norm" if getattr(model, "decoder", None) is not None else "norm"
+    return [f"{owner}.weight", f"{owner}.bias"]
+
+
+def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, bool]) -> None:
+    """Put tensors into the empty model; what is tied stays so."""
+    made: dict[int, Any] = {}
+    described = persistent_tensors(settled.model)
+    for name, tensor in described.items():
+        if tuple(values[name].shape) != tuple(tensor.shape):
+            raise ConfigError(
+                f"{name} would be {tuple(values[name].shape)}, and the smaller model needs "
+                f"{tuple(tensor.shape)}."
+            )
+        block, key = _split_name(name, settled.sources)
+        source = name if block is None else f"{settled.sources[block]}.{key}"
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made[id(tensor)] = (
+            nn.Parameter(values[name], requires_grad=flags.get(source, True))
+            if is_parameter
+            else values[name]
+        )
+    for module in settled.model.modules():
+        for own in (module._parameters, module._buffers):
+            for key, tensor in own.items():
+                if tensor is not None and id(tensor) in made:
+                    own[key] = made[id(tensor)]

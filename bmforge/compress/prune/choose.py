@@ -1,0 +1,231 @@
+"""From sizes that are wanted, and how much every part matters, to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.compress.prune.importance import Scores
+from bmforge.compress.prune.plan import Kept, Plan, blocks_of, heads_per_group
+from bmforge.errors import ConfigError
+from bmforge.models.resize import kept_dims
+from bmforge.models.sizes import Sizes
+from bmforge.nn import AttentionSpec, Block, MoESpec
+from bmforge.surgery import match_names
+
+__all__ = ["choose_plan", "nearest_fit", "pick_heads", "shared_scores"]
+
+
+def choose_plan(
+    model: Any,
+    scores: Scores,
+    sizes: Mapping[str, Sizes],
+    *,
+    gone: Mapping[str, int] | None = None,
+    hidden_size: int = 0,
+) -> Plan:
+    """Return which parts stay where sizes are given.
+
+    Args:
+        model: of any family.
+        scores: of `measure_importance`.
+        sizes: name glob of blocks -> what they are to be; later ones count.
+        gone: stack of blocks -> how many of them go, those that matter least.
+        hidden_size: of the smaller model; 0 leaves it.
+
+    Raises:
+        ConfigError: sizes that do not fit, with the nearest that do.
+    """
+    blocks = blocks_of(model)
+    wanted: dict[str, dict[str, Any]] = {}
+    for glob, size in sizes.items():
+        given = {k: v for k, v in vars(size).items() if v is not None}
+        for name in match_names(blocks, (glob,), "layer"):
+            wanted.setdefault(name, {}).update(given)
+    lost = [
+        name
+        for stack, count in (gone or {}).items()
+        for name in _least(scores, blocks, stack, count)
+    ]
+    shared = shared_scores(model, blocks, scores)
+    layers = {
+        name: _keep(model, name, blocks[name], options, scores | shared)
+        for name, options in wanted.items()
+        if name not in lost
+    }
+    hidden = None
+    if hidden_size and hidden_size != model.config.hidden_size:
+        if not 0 < hidden_size < model.config.hidden_size:
+            raise ConfigError(
+                f"hidden_size={hidden_size} must be below the model's {model.config.hidden_size}."
+            )
+        hidden = _best(scores["", "hidden"], hidden_size)
+    return Plan({n: k for n, k in layers.items() if k != Kept()}, tuple(lost), hidden)
+
+
+def nearest_fit(wanted: int, unit: int, most: int) -> int:
+    """Return the multiple of `unit` nearest to a size, at least one of it and at most `most`."""
+    return max(unit, min(most // unit, round(wanted / unit)) * unit)
+
+
+def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads: int) -> list[int]:
+    """Return the query heads that stay: of the best key-value heads equally many each.
+
+    Raises:
+        ConfigError: numbers that do not fit each other.
+    """
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > heads_per_group(spec):
+        fit = nearest_fit(num_heads, num_kv_heads, num_kv_heads * heads_per_group(spec))
+        raise ConfigError(
+            f"num_heads={num_heads} does not fit num_kv_heads={num_kv_heads}, of which each has at "
+            f"most {heads_per_group(spec)}: the nearest that fits is {fit}."
+        )
+    each = num_heads // num_kv_heads
+    groups = scores.view(spec.num_kv_heads, -1)
+    best = groups.topk(each, -1)
+    kept = _best(best.values.sum(-1), num_kv_heads)
+    per = heads_per_group(spec)
+    return [g * per + h for g in kept for h in sorted(best.indices[g].tolist())]
+
+
+def _best(scores: Tensor, count: int) -> tuple[int, ...]:
+    """Return the numbers of the largest, in their own order; of equal ones the first."""
+    order = scores.double().argsort(descending=True, stable=True)
+    return tuple(sorted(order[:count].tolist()))
+
+
+def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) -> list[str]:
+    names = [name for name in blocks if name.rpartition(".")[0] == stack]
+    if not 0 <= count < len(names):
+        raise ConfigError(f"{count} of the {len(names)} layers of {stack} cannot go.")
+    return sorted(names, key=lambda name: float(scores[name, "block"]))[:count]
+
+
+def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Scores:
+    """Return common scores of heads where layers share a bias with a column per head."""
+    found: Scores = {}
+    for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
+        owner = model.get_submodule(stack.rpartition(".")[0])
+        if getattr(owner, "rel_bias", None) is None:
+            continue
+        mine = [
+            n for n, b in blocks.items() if n.rpartition(".")[0] == stack and b.attn is not None
+        ]
+        widest = max(len(scores[name, "heads"]) for name in mine)
+        total = torch.zeros(widest)
+        for name in mine:
+            part = scores[name, "heads"].cpu()
+            total[: len(part)] += part / part.sum().clamp(min=1e-30)
+        for name in mine:
+            found[name, "heads"] = total[: len(scores[name, "heads"])]
+    return found
+
+
+def _keep(model: Any, name: str, block: Block, options: dict[str, Any], scores: Scores) -> Kept:
+    """Return what stays of one layer."""
+    kept: dict[str, Any] = {}
+    spec = block.spec.attn or block.spec.cross_attn
+    if options.get("attn") is False:
+        kept["attn"] = False
+    if options.get("mlp") is False:
+        kept["mlp"] = False
+    try:
+        if spec is not None and (options.get("attn") is not False or block.spec.cross_attn):
+            kept |= _keep_heads(model, name, block, spec, options, scores)
+        if block.spec.mlp is not None and options.get("mlp") is not False:
+            kept |= _keep_features(name, block, options, scores)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return Kept(**kept)
+
+
+def _keep_heads(
+    model: Any,
+    name: str,
+    block: Block,
+    spec: AttentionSpec,
+    options: dict[str, Any],
+    scores: Scores,
+) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    groups = options.get("num_kv_heads")
+    heads = options.get("num_heads")
+    if groups is None:
+        groups = (
+            (heads or spec.num_heads) if spec.num_kv_heads == spec.num_heads else spec.num_kv_heads
+        )
+    if heads is None:
+        heads = groups * heads_per_group(spec)
+    for what, most, have in (
+        ("num_heads", spec.num_heads, heads),
+        ("num_kv_heads", spec.num_kv_heads, groups),
+    ):
+        if have > most:
+            raise ConfigError(f"{what}={have} is more than the {most} that it has.")
+    if (heads, groups) != (spec.num_heads, spec.num_kv_heads):
+        for key, part in (("heads", "attn"), ("cross_heads", "cross_attn")):
+            own = getattr(block.spec, part)
+            if own is not None:
+                kept[key] = tuple(pick_heads(own, scores[name, key], heads, groups))
+    width = options.get("head_dim") or spec.head_dim
+    if width == spec.head_dim:
+        return kept
+    if width > spec.head_dim:
+        raise ConfigError(f"head_dim={width} is more than the {spec.head_dim} that it has.")
+    chosen = kept.get("heads") or kept.get("cross_heads") or range(spec.num_heads)
+    mine = list(dict.fromkeys(head // heads_per_group(spec) for head in chosen))
+    turned = getattr(model.spec, "rope", None)
+    kept["query_dims"] = _query_dims(block, spec, scores[name, "query_dims"][mine], width, turned)
+    kept["value_dims"] = tuple(_best(row, width) for row in scores[name, "value_dims"][mine])
+    return kept
+
+
+def _query_dims(
+    block: Block, spec: AttentionSpec, scores: Tensor, width: int, rope: Any
+) -> tuple[tuple[int, ...], ...]:
+    """Return the dims of q and k that stay, for every key-value head: no rotary pair is torn."""
+    module: Any = block.attn or block.cross_attn
+    if getattr(module, "q_norm", None) is not None:  # one norm for all heads
+        scores = scores.sum(0, keepdim=True).expand_as(scores)
+    turned = 0 if rope is None or block.attn is None else min(rope.rotary_dim, spec.head_dim)
+    if width < turned:
+        if width % 2:
+            raise ConfigError(
+                f"head_dim={width} would tear a rotary pair: the nearest that fits is {width + 1}."
+            )
+        pairs = sorted(kept_dims(width, spec.head_dim, rope.rotary_dim, spec.rope_interleaved))
+        return (tuple(old for _, old in pairs),) * len(scores)
+    fixed = tuple(range(turned))
+    return tuple(
+        fixed + tuple(turned + d for d in _best(row[turned:], width - turned)) for row in scores
+    )
+
+
+def _keep_features(
+    name: str, block: Block, options: dict[str, Any], scores: Scores
+) -> dict[str, Any]:
+    spec, kept = block.spec.mlp, {}
+    assert spec is not None
+    features = scores[name, "features"]
+    if (count := options.get("num_experts")) is not None:
+        if not isinstance(spec, MoESpec):
+            raise ConfigError("num_experts is given, but it has an MLP: moefy makes experts of it.")
+        if count > spec.num_experts:
+            raise ConfigError(f"num_experts={count} is more than the {spec.num_experts} it has.")
+        if count < spec.num_experts:
+            kept["experts"] = _best(scores[name, "experts"], count)
+            features = features[list(kept["experts"])]
+    size = options.get("intermediate_size") or spec.intermediate_size
+    if size > spec.intermediate_size:
+        raise ConfigError(
+            f"intermediate_size={size} is more than the {spec.intermediate_size} that it has."
+        )
+    if size < spec.intermediate_size:
+        if isinstance(spec, MoESpec):
+            kept["features"] = tuple(_best(row, size) for row in features)
+        else:
+            kept["features"] = _best(features, size)
+    return kept

@@ -1,0 +1,139 @@
+"""Gates in a model: where they stand, what they say, and how they go again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from bmforge.compress.prune.plan import blocks_of
+from bmforge.errors import ConfigError
+from bmforge.nn import Block
+from bmforge.nn.cuts import pass_on
+from bmforge.nn.draw import draw_tensor_
+from bmforge.nn.gates import HardConcrete
+from bmforge.nn.mlp import MLP
+
+__all__ = ["Gates", "attach_gates_", "densities", "detach_gates_", "find_gates"]
+
+# (name of a block, kind) -> its gate
+Gates = dict[tuple[str, str], HardConcrete]
+
+
+def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
+    """Put gates into the blocks of a model that is not laid out yet; return them.
+
+    Args:
+        model: of any family.
+        kinds: of `GATE_KINDS`. Heads that share keys and values share a gate; both attentions of
+            an encoder-decoder's layer have the same gates of heads, and `attn` is that to itself.
+        seed: of where they begin.
+
+    Raises:
+        ConfigError: a kind that no layer has, or a model that has gates.
+    """
+    if find_gates(model):
+        raise ConfigError(f"{type(model).__name__} has gates already.")
+    found: Gates = {}
+    for name, block in blocks_of(model).items():
+        for kind in kinds:
+            gate = _gate_of(name, block, kind)
+            if gate is None:
+                continue
+            like = next(block.parameters())
+            gate.to(device=like.device, dtype=like.dtype)
+            found[name, kind] = gate.train(block.training)
+    for kind in kinds:
+        if not any(mine == kind for _, mine in found):
+            raise ConfigError(f"gates: no layer of this {type(model).__name__} has {kind}.")
+    for (name, kind), gate in found.items():
+        places = _slots(model.get_submodule(name), kind)
+        for owner, slot in places:
+            if slot in owner.__dict__:
+                delattr(owner, slot)
+            setattr(owner, slot, gate)
+        if not gate.delta.is_meta:
+            owner, slot = places[0]
+            place = name if isinstance(owner, Block) else f"{name}.{_part_of(kind)}"
+            note = gate.tensor_notes()["delta"]
+            draw_tensor_(gate.delta, f"{place}.{slot}.delta", note, 0.0, seed)
+    return found
+
+
+def _part_of(kind: str) -> str:
+    return "attn" if kind == "heads" else "mlp"
+
+
+def _gate_of(name: str, block: Block, kind: str) -> HardConcrete | None:
+    """Return a new gate of one kind; None where the block has no such part."""
+    spec = block.spec
+    if kind == "heads" and spec.attn is not None:
+        width = spec.attn.num_heads * spec.attn.head_dim
+        return HardConcrete(f"{name}.heads", spec.attn.num_kv_heads, width)
+    if kind == "features" and isinstance(block.mlp, MLP):
+        assert spec.mlp is not None
+        return HardConcrete(f"{name}.features", spec.mlp.intermediate_size)
+    there = {"attn": spec.attn, "mlp": spec.mlp, "block": spec}
+    return None if there.get(kind) is None else HardConcrete(f"{name}.{kind}", 1)
+
+
+def _slots(block: Block, kind: str) -> list[tuple[Any, str]]:
+    """Return where the gates of a kind stand."""
+    if kind == "heads":
+        return [(part, "thin") for part in (block.attn, block.cross_attn) if part is not None]
+    if kind == "features":
+        return [(block.mlp, "thin")]
+    return [(block, f"{kind}_share")]
+
+
+def detach_gates_(model: Any, gates: Gates) -> None:
+    """Take gates away again, in place."""
+    for name, kind in gates:
+        for owner, slot in _slots(model.get_submodule(name), kind):
+            delattr(owner, slot)
+            setattr(owner, slot, pass_on if slot == "thin" else None)
+
+
+def find_gates(model: nn.Module) -> list[HardConcrete]:
+    """Return the gates that are in a model."""
+    return [module for module in model.modules() if isinstance(module, HardConcrete)]
+
+
+def densities(gates: Gates) -> dict[tuple[str, str], Tensor]:
+    """Return how likely every unit is open, with gradients, on every layout alike.
+
+    Comm: with sharded parameters an all-gather of every gate, and a reduce-scatter backward.
+    """
+    return {key: gate.density(_whole(gate.delta)) for key, gate in gates.items()}
+
+
+class _Average(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.count, None
+
+
+def _whole(delta: Tensor) -> Tensor:
+    """Return all of a parameter; its gradient is the mean over processes, as all others are."""
+    if not isinstance(delta, DTensor):
+        return delta
+    mesh = delta.device_mesh
+    whole = delta.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    return _Average.apply(whole, mesh.size())
+
+
+def masks_of(chosen: Mapping[tuple[str, str], Sequence[int]], gates: Gates) -> None:
+    """Fix every gate: open where it is chosen, closed elsewhere; they are not trained any more."""
+    for key, gate in gates.items():
+        mask = torch.zeros(gate.units)
+        mask[list(chosen[key])] = 1.0
+        gate.mask = mask
+        gate.delta.requires_grad_(False)

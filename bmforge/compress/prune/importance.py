@@ -1,0 +1,250 @@
+"""How much every part of a model matters: its heads, features, halves, blocks, hidden features.
+
+| `by` | what counts | needs batches |
+|---|---|---|
+| "size" | the norm of a part's own weights | no |
+| "activation" | the norm of what a part adds to the residual, over tokens | yes |
+| "taylor" | how much the loss would change without it, to first order | with labels |
+| "influence" | halves and blocks: how far they turn hidden states; else activation | yes |
+
+Source: Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019): the square of
+activation times gradient; Men et al., "ShortGPT" (2024): block influence; Muralidharan et al.,
+"Minitron" (2024): activations as importance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compress.prune.plan import blocks_of
+from bmforge.errors import ConfigError, suggest
+from bmforge.nn import Block, MoESpec
+from bmforge.nn.cuts import pass_on
+
+__all__ = ["By", "Scores", "measure_importance"]
+
+By = Literal["size", "activation", "taylor", "influence"]
+# (name of a block, or "" for the whole model; what) -> one number per unit. What: "heads",
+# "cross_heads" (N,); "query_dims", "value_dims" (K, H); "features" (F,) or (E, F); "experts" (E,);
+# "attn", "mlp", "block" (1,); "hidden" (D,).
+Scores = dict[tuple[str, str], Tensor]
+
+
+def measure_importance(
+    model: Any, batches: Iterable[Mapping[str, Any]] = (), by: By = "size"
+) -> Scores:
+    """Return how much every part matters.
+
+    Args:
+        model: of any family, in the mode in which it is to be measured; its weights stay.
+        batches: arguments of its forward; with labels for "taylor".
+        by: see above.
+
+    Raises:
+        ConfigError: an unknown measure, or no batches for one that needs them.
+    """
+    if by not in get_args(By):
+        raise ConfigError(
+            f"by={by!r} is unknown.{suggest(by, get_args(By))} Known: {get_args(By)}."
+        )
+    blocks = blocks_of(model)
+    scores = _sizes(model, blocks)
+    if by == "size":
+        return scores
+    batches = list(batches)
+    if not batches:
+        raise ConfigError(f"by={by!r} needs batches to measure on; by='size' needs none.")
+    probes = _Probes(blocks, by == "taylor")
+    with probes.attached(model):
+        for batch in batches:
+            probes.run(model, batch)
+    return scores | probes.scores(model, len(batches), by)
+
+
+def _sizes(model: Any, blocks: Mapping[str, Block]) -> Scores:
+    scores: Scores = {}
+    for name, block in blocks.items():
+        for part, what in (("attn", "heads"), ("cross_attn", "cross_heads")):
+            attn: Any = getattr(block, part)
+            if attn is None:
+                continue
+            spec = getattr(block.spec, part)
+            query, key, value, out = (_squares(attn, f"{p}_proj", p == "o") for p in "qkvo")
+            asks = (query + out).view(spec.num_kv_heads, -1, spec.head_dim)
+            answers = (key + value).view(spec.num_kv_heads, 1, spec.head_dim)
+            scores[name, what] = (asks + answers).sum(-1).flatten().sqrt()
+            if part == "attn" or block.attn is None:
+                per_head = (spec.num_kv_heads, -1, spec.head_dim)
+                asked = query.view(per_head).sum(1) + key.view(per_head).sum(1)
+                given = out.view(per_head).sum(1) + value.view(per_head).sum(1)
+                scores[name, "query_dims"], scores[name, "value_dims"] = asked.sqrt(), given.sqrt()
+        if block.mlp is not None:
+            features = _feature_sizes(block)
+            scores[name, "features"] = features
+            if isinstance(block.spec.mlp, MoESpec):
+                scores[name, "experts"] = features.square().sum(1).sqrt()
+            scores[name, "mlp"] = features.square().sum().sqrt().view(1)
+        if block.attn is not None:
+            scores[name, "attn"] = scores[name, "heads"].square().sum().sqrt().view(1)
+        weights = [p.detach().float().square().sum() for p in block.parameters()]
+        scores[name, "block"] = torch.stack(weights).sum().sqrt().view(1)
+    scores["", "hidden"] = _hidden_sizes(model, blocks)
+    return scores
+
+
+def _hidden_sizes(model: Any, blocks: Mapping[str, Block]) -> Tensor:
+    """Return how much is written into each hidden feature: by the embedding and by every part."""
+    width = model.config.hidden_size
+    table: Any = getattr(model, "embed", None)
+    total = torch.zeros(width)
+    if isinstance(table, nn.Embedding) and table.weight.shape[1] == width:
+        total = table.weight.detach().float().square().sum(0)
+    for block in blocks.values():
+        for part, key in (("attn", "o_proj"), ("cross_attn", "o_proj"), ("mlp", "down_proj")):
+            module = getattr(block, part)
+            if hasattr(module, "experts"):
+                total = total + module.experts.down_proj.detach().float().square().sum((0, 2))
+            elif module is not None:
+                total = total + _squares(module, key)
+    return total.sqrt()
+
+
+def _squares(module: nn.Module, key: str, inputs: bool = False) -> Tensor:
+    """Return the sum of squares of every row of a linear layer's weight, or of every column."""
+    weight = getattr(module, key).weight.detach().float()
+    found: Tensor = weight.square().sum(0 if inputs else 1)
+    return found
+
+
+def _feature_sizes(block: Block) -> Tensor:
+    mlp: Any = block.mlp
+    if isinstance(block.spec.mlp, MoESpec):
+        stacks = [(mlp.experts.up_proj, 2), (mlp.experts.gate_proj, 2), (mlp.experts.down_proj, 1)]
+        parts = [s.detach().float().square().sum(dim) for s, dim in stacks if s is not None]
+    else:
+        parts = [_squares(mlp, "up_proj"), _squares(mlp, "down_proj", True)]
+        parts += [] if mlp.gate_proj is None else [_squares(mlp, "gate_proj")]
+    return torch.stack(parts).sum(0).sqrt()
+
+
+class _Probes:
+    """What stands in the slots of blocks while batches run, and what it has seen.
+
+    Args:
+        blocks: by name.
+        wants_gradient: watch gradients as well.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block], wants_gradient: bool) -> None:
+        self.blocks, self.wants_gradient = blocks, wants_gradient
+        self.seen: dict[tuple[str, str], Tensor] = {}
+        self.scales: list[tuple[tuple[str, str], Tensor]] = []
+
+    @contextmanager
+    def attached(self, model: Any) -> Iterator[None]:
+        """Fill the slots, and leave them as they were."""
+        changed: list[tuple[Any, str, Any]] = []
+        for name, block in self.blocks.items():
+            slots: list[tuple[Any, str, Callable[..., Tensor]]] = [
+                (block, "block_share", partial(self._share, (name, "block"))),
+            ]
+            if block.attn is not None:
+                slots.append((block.attn, "thin", partial(self._thin, (name, "attn.thin"))))
+                slots.append((block, "attn_share", partial(self._share, (name, "attn"))))
+            if block.cross_attn is not None:
+                slots.append((block.cross_attn, "thin", partial(self._thin, (name, "cross.thin"))))
+            if block.mlp is not None:
+                slots.append((block, "mlp_share", partial(self._share, (name, "mlp"))))
+                if hasattr(block.mlp, "thin"):
+                    slots.append((block.mlp, "thin", partial(self._thin, (name, "mlp.thin"))))
+            for owner, slot, probe in slots:
+                before = getattr(owner, slot)
+                if before is not None and before is not pass_on:
+                    raise ConfigError(
+                        f"{name} has gates: measure importance before they are put there."
+                    )
+                changed.append((owner, slot, before))
+                setattr(owner, slot, probe)
+        try:
+            yield
+        finally:
+            for owner, slot, before in changed:
+                setattr(owner, slot, before)
+
+    def run(self, model: Any, batch: Mapping[str, Any]) -> None:
+        """Let one batch go through."""
+        if not self.wants_gradient:
+            with torch.no_grad():
+                model(**batch)
+            return
+        loss = model(**batch).loss
+        if loss is None:
+            raise ConfigError("by='taylor' needs batches with labels: the model returned no loss.")
+        keys, scales = zip(*self.scales, strict=True)
+        for key, grad in zip(
+            keys, torch.autograd.grad(loss, scales, allow_unused=True), strict=True
+        ):
+            if grad is not None:
+                self._add(key, grad.float().square())
+        self.scales.clear()
+
+    def _add(self, key: tuple[str, str], value: Tensor) -> None:
+        self.seen[key] = self.seen[key] + value if key in self.seen else value
+
+    def _thin(self, key: tuple[str, str], x: Tensor) -> Tensor:
+        if not self.wants_gradient:
+            self._add(key, x.detach().float().square().flatten(0, -2).sum(0))
+            return x
+        scale = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device, requires_grad=True)
+        self.scales.append((key, scale))
+        return x * scale
+
+    def _share(self, key: tuple[str, str], before: Tensor, after: Tensor) -> Tensor:
+        if not self.wants_gradient:
+            turned = torch.cosine_similarity(before.float(), after.float(), -1)
+            # Side by side, a half is what it adds: nothing before it has a direction.
+            added = (after - before).float().norm(dim=-1)
+            self._add((key[0], f"{key[1]}.turn"), (1 - turned).mean().view(1))
+            self._add((key[0], f"{key[1]}.size"), added.mean().view(1))
+            if key[1] == "block":
+                self._add(("", "hidden"), after.detach().float().abs().flatten(0, -2).mean(0))
+            return after
+        scale = torch.ones(1, dtype=after.dtype, device=after.device, requires_grad=True)
+        self.scales.append((key, scale))
+        return before + scale * (after - before)
+
+    def scores(self, model: Any, batches: int, by: By) -> Scores:
+        """Return what was seen, per unit."""
+        found: Scores = {}
+        for (name, what), total in self.seen.items():
+            mean = total / batches
+            if what.endswith(".thin"):
+                found |= self._unit_scores(name, what, mean)
+            elif what in ("hidden",) or self.wants_gradient:
+                found[name, what] = mean
+            elif what.endswith(".turn" if by == "influence" else ".size"):
+                found[name, what.partition(".")[0]] = mean
+        return found
+
+    def _unit_scores(self, name: str, what: str, mean: Tensor) -> Scores:
+        """Return the scores of heads, dims and features from those of what goes into o and down."""
+        block = self.blocks[name]
+        if what == "mlp.thin":
+            mlp: Any = block.mlp
+            mean = mean if self.wants_gradient else mean * _squares(mlp, "down_proj", True)
+            return {(name, "features"): mean if self.wants_gradient else mean.sqrt()}
+        part, key = ("attn", "heads") if what == "attn.thin" else ("cross_attn", "cross_heads")
+        spec = getattr(block.spec, part)
+        if not self.wants_gradient:
+            mean = mean * _squares(getattr(block, part), "o_proj", True)
+        units = mean.view(spec.num_kv_heads, -1, spec.head_dim)
+        found: Scores = {(name, key): units.sum(-1).flatten()}
+        if part == "attn" or block.attn is None:
+            found[name, "value_dims"] = units.sum(1)
+        return found

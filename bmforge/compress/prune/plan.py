@@ -1,0 +1,255 @@
+"""Which parts of a model stay when it is made smaller, by their numbers: data, checked, in JSON.
+
+A plan says nothing of weights: importance or gates make one (`choose.py`, `structure.py`), and
+`shrink_` carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+from bmforge.errors import ConfigError, suggest
+from bmforge.nn import Attention, AttentionSpec, Block, MoESpec
+
+__all__ = ["Kept", "Plan", "blocks_of", "heads_per_group", "kept_groups"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays of one layer, by number, in the order in which it is to lie; None is all of it.
+
+    Args:
+        heads: query heads of the attention to itself; equally many of each key-value head that
+            stays.
+        cross_heads: likewise of the attention to a memory: as many as `heads`.
+        query_dims: dims of q and k, for every key-value head that stays a list, all of one length;
+            of rotary ones the first pairs, as the others' speeds have no place in a narrower head.
+        value_dims: dims of v and of what goes into o, likewise; as many as `query_dims`.
+        features: of the MLP; with experts for every expert that stays a list.
+        experts: of a layer that has some.
+        attn: whether the attention to itself stays.
+        mlp: whether the MLP stays.
+    """
+
+    heads: tuple[int, ...] | None = None
+    cross_heads: tuple[int, ...] | None = None
+    query_dims: tuple[tuple[int, ...], ...] | None = None
+    value_dims: tuple[tuple[int, ...], ...] | None = None
+    features: tuple[Any, ...] | None = None
+    experts: tuple[int, ...] | None = None
+    attn: bool = True
+    mlp: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays of a model; of layers that are not named, everything.
+
+    Args:
+        layers: name of a block -> what stays of it.
+        gone: names of blocks that go as a whole.
+        hidden: features of the hidden states that stay; None is all of them.
+    """
+
+    layers: Mapping[str, Kept] = field(default_factory=dict)
+    gone: tuple[str, ...] = ()
+    hidden: tuple[int, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values, without what says nothing."""
+        layers = {
+            name: {
+                f.name: getattr(kept, f.name)
+                for f in fields(kept)
+                if getattr(kept, f.name) != f.default
+            }
+            for name, kept in self.layers.items()
+        }
+        return {"layers": layers, "gone": list(self.gone), "hidden": self.hidden}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Plan:
+        """Read what `to_json` made.
+
+        Raises:
+            ConfigError: a part that plans do not have.
+        """
+        known = {f.name for f in fields(Kept)}
+        layers = {}
+        for name, kept in dict(value.get("layers") or {}).items():
+            if unknown := sorted(set(kept) - known):
+                raise ConfigError(
+                    f"{name}: a plan has no {unknown[0]!r}.{suggest(unknown[0], known)} "
+                    f"Known: {', '.join(sorted(known))}."
+                )
+            layers[name] = Kept(**{key: _as_tuples(item) for key, item in kept.items()})
+        hidden = value.get("hidden")
+        return cls(layers, tuple(value.get("gone") or ()), _as_tuples(hidden))
+
+    def check(self, model: nn.Module) -> None:
+        """Raise for what does not fit a model.
+
+        Raises:
+            ConfigError: all that is wrong, and what would be right.
+        """
+        blocks = blocks_of(model)
+        problems = [
+            f"{name!r} is no layer of this model{suggest(name, blocks) or '.'}"
+            for name in (*self.layers, *self.gone)
+            if name not in blocks
+        ]
+        for name, kept in self.layers.items():
+            if name in blocks:
+                problems += [f"{name}: {text}" for text in _problems(blocks[name], kept)]
+        width = model.config.hidden_size  # type: ignore[union-attr]
+        if self.hidden is not None:
+            problems += _numbers(self.hidden, width, "features of the hidden states")
+        for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
+            left = [
+                name
+                for name, block in blocks.items()
+                if name.rpartition(".")[0] == stack
+                and name not in self.gone
+                and block.attn is not None
+                and self.layers.get(name, Kept()).attn
+            ]
+            if not left:
+                problems.append(f"no attention would be left in any layer of {stack}")
+        if problems:
+            raise ConfigError(f"the model cannot be shrunk so: {'; '.join(problems[:8])}.")
+
+
+def blocks_of(model: nn.Module) -> dict[str, Block]:
+    """Return name -> block of a model of ours.
+
+    Raises:
+        ConfigError: it has none, so nobody knows what its sizes mean.
+    """
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
+    if not blocks or getattr(model, "spec", None) is None:
+        raise ConfigError(
+            f"a {type(model).__name__} has no layers of bmforge, so nothing knows what its sizes "
+            "mean. Open it with bmforge.models.AutoModel."
+        )
+    return blocks
+
+
+def heads_per_group(spec: AttentionSpec) -> int:
+    """Return how many query heads share a key-value head."""
+    return spec.num_heads // spec.num_kv_heads
+
+
+def kept_groups(spec: AttentionSpec, heads: Sequence[int]) -> tuple[int, ...]:
+    """Return the key-value heads that these query heads ask, in their order."""
+    return tuple(dict.fromkeys(head // heads_per_group(spec) for head in heads))
+
+
+def _problems(block: Block, kept: Kept) -> list[str]:
+    found = []
+    for what, name in (("heads", "attn"), ("cross_heads", "cross_attn")):
+        heads, attn = getattr(kept, what), getattr(block.spec, name)
+        if heads is None:
+            continue
+        if attn is None:
+            found.append(f"{what} are given, but it has no {name}")
+        else:
+            found += _head_problems(attn, heads, what)
+    counts = {len(heads) for heads in (kept.heads, kept.cross_heads) if heads is not None}
+    if len(counts) > 1:
+        found.append("both attentions of a layer keep equally many heads")
+    if kept.query_dims is not None or kept.value_dims is not None:
+        found += _dim_problems(block, kept)
+    if (kept.features is not None or kept.experts is not None) and block.mlp is None:
+        found.append("features are given, but it has no MLP")
+    elif kept.features is not None or kept.experts is not None:
+        found += _feature_problems(block, kept)
+    if not kept.attn and block.attn is None:
+        found.append("it has no attention to lose")
+    if not kept.mlp and block.mlp is None:
+        found.append("it has no MLP to lose")
+    return found
+
+
+def _head_problems(spec: AttentionSpec, heads: Sequence[int], what: str) -> list[str]:
+    found = _numbers(heads, spec.num_heads, what)
+    if found:
+        return found
+    groups = [head // heads_per_group(spec) for head in heads]
+    counts = {group: groups.count(group) for group in groups}
+    if len(set(counts.values())) > 1:
+        return [
+            f"{what} must be equally many of every key-value head that stays; these are "
+            + ", ".join(f"{count} of head {group}" for group, count in counts.items())
+        ]
+    if groups != [group for group, count in counts.items() for _ in range(count)]:
+        return [f"{what} of one key-value head must lie side by side"]
+    return []
+
+
+def _dim_problems(block: Block, kept: Kept) -> list[str]:
+    spec = block.spec.attn or block.spec.cross_attn
+    if spec is None:
+        return ["dims of heads are given, but it has no attention"]
+    if kept.query_dims is None or kept.value_dims is None:
+        return ["query_dims and value_dims belong together: a head has one width"]
+    groups = spec.num_kv_heads
+    if kept.heads is not None:
+        groups = len(kept_groups(spec, kept.heads))
+    found = []
+    widths = set()
+    for what in ("query_dims", "value_dims"):
+        lists = getattr(kept, what)
+        if len(lists) != groups:
+            found.append(f"{what} has {len(lists)} lists for {groups} key-value heads")
+        for dims in lists:
+            widths.add(len(dims))
+            found += _numbers(dims, spec.head_dim, what)
+    if len(widths) > 1:
+        found.append(f"all heads of a layer have one width, not {sorted(widths)}")
+    module: Any = block.attn or block.cross_attn
+    is_normed = isinstance(module, Attention) and module.q_norm is not None
+    if is_normed and len(set(kept.query_dims)) > 1:
+        found.append("heads that share a norm keep the same query_dims")
+    return found
+
+
+def _feature_problems(block: Block, kept: Kept) -> list[str]:
+    spec = block.spec.mlp
+    assert spec is not None
+    if not isinstance(spec, MoESpec):
+        if kept.experts is not None:
+            return ["experts are given, but it has an MLP"]
+        return _numbers(kept.features or (), spec.intermediate_size, "features")
+    found = []
+    experts = spec.num_experts
+    if kept.experts is not None:
+        experts = len(kept.experts)
+        found += _numbers(kept.experts, spec.num_experts, "experts")
+    if kept.features is not None:
+        if len(kept.features) != experts:
+            found.append(f"features has {len(kept.features)} lists for {experts} experts")
+        for one in kept.features:
+            found += _numbers(one, spec.intermediate_size, "features")
+        if len({len(one) for one in kept.features}) > 1:
+            found.append("all experts of a layer have one width")
+    return found
+
+
+def _numbers(given: Sequence[int], count: int, what: str) -> list[str]:
+    if not given:
+        return [f"{what}: at least one must stay"]
+    if len(set(given)) < len(given):
+        return [f"{what} has a number twice"]
+    if not 0 <= min(given) <= max(given) < count:
+        return [f"{what} go from 0 to {count - 1}, not from {min(given)} to {max(given)}"]
+    return []
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_as_tuples(item) for item in value)
+    return value

@@ -1,0 +1,72 @@
+"""`shrink_`: a smaller model at once, from exact sizes, a share of its cost, or a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from bmforge.compress.prune.carry import Shrunk, carry_out_
+from bmforge.compress.prune.choose import choose_plan
+from bmforge.compress.prune.importance import measure_importance
+from bmforge.compress.prune.plan import Plan, blocks_of
+from bmforge.compress.prune.structure_config import StructureConfig, wanted_sizes
+from bmforge.compress.prune.target import plan_for_target
+from bmforge.errors import ConfigError
+
+__all__ = ["Shrunk", "choose_structure", "shrink_"]
+
+
+def shrink_(
+    model: Any,
+    what: StructureConfig | Plan,
+    batches: Iterable[Mapping[str, Any]] = (),
+    *,
+    uniform: bool = False,
+) -> Shrunk:
+    """Make a model smaller, in place, at once.
+
+    Args:
+        model: of any family, with its weights, before `parallelize`.
+        what: sizes or a target, or which parts stay, by number.
+        batches: arguments of the model's forward on which importance is measured, with labels for
+            ``by="taylor"``; a plan needs none.
+        uniform: refuse sizes that only bmforge can open (or `StructureConfig.uniform`).
+
+    Returns:
+        what stayed, how much it is, and whether transformers opens it.
+
+    Raises:
+        ConfigError: sizes that do not fit, or a target out of reach; the model is as it was then.
+    """
+    if isinstance(what, Plan):
+        return carry_out_(model, what, uniform=uniform)
+    if what.gates:
+        raise ConfigError(
+            f"gates={what.gates} are trained: use StructureMethod in a run, or leave them out."
+        )
+    plan = choose_structure(model, what, batches)
+    return carry_out_(model, plan, uniform=uniform or what.uniform)
+
+
+def choose_structure(
+    model: Any, config: StructureConfig, batches: Iterable[Mapping[str, Any]] = ()
+) -> Plan:
+    """Return which parts of a model stay, without touching it; see `shrink_`."""
+    was_training = model.training
+    model.eval()
+    try:
+        scores = measure_importance(model, batches, config.by)
+    finally:
+        model.train(was_training)
+    if config.target != "sizes":
+        return plan_for_target(model, config, scores)
+    gone = {}
+    for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks_of(model)):
+        count = len(model.get_submodule(stack))
+        if config.num_layers > count:
+            raise ConfigError(
+                f"num_layers={config.num_layers} is more than the {count} layers of {stack}."
+            )
+        gone[stack] = count - (config.num_layers or count)
+    sizes = wanted_sizes(model, config)
+    return choose_plan(model, scores, sizes, gone=gone, hidden_size=config.hidden_size)

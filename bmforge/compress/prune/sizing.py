@@ -1,0 +1,265 @@
+"""The config of a smaller model: published fields where they can say its sizes, else `Change`s."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from bmforge.compress.prune.plan import Kept, Plan, blocks_of, kept_groups
+from bmforge.errors import ConfigError
+from bmforge.models.changes import Change
+from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
+from bmforge.nn import Block, MoESpec
+
+__all__ = ["Settled", "own_fields", "settle_config"]
+
+_HEADS = ("num_heads", "num_kv_heads", "head_dim")
+_FEED = ("intermediate_size", "num_experts", "experts_per_token")
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a model is to be built of.
+
+    Args:
+        config: of the smaller model, its changes included.
+        model: it, on meta.
+        sources: name of each of its blocks -> the block it is made of.
+    """
+
+    config: Any
+    model: Any
+    sources: Mapping[str, str]
+
+
+def settle_config(model: Any, plan: Plan) -> Settled:
+    """Return the config, and the empty model, of what a plan leaves.
+
+    Raises:
+        ConfigError: the family has no place for what would be left.
+    """
+    blocks = blocks_of(model)
+    sources = _number_anew(blocks, plan)
+    wanted = {
+        name: _sizes_left(blocks[old], plan.layers.get(old, Kept()))
+        for name, old in sources.items()
+    }
+    base = _without_blocks(model.config, blocks, plan)
+    base = base.replace(changes=())
+    if hasattr(base, "mask_modules") and not getattr(base, "folded", False):
+        # CPM-Live has a field for layers that lack a part.
+        lacking = tuple((not s.attn, not s.intermediate_size) for s in wanted.values())
+        base = base.replace(mask_modules=lacking if any(map(any, lacking)) else ())
+    best: Settled | None = None
+    tries = [(n, own) for n in ((*_HEADS, *_FEED), _FEED, _HEADS, ()) for own in (False, True)]
+    for names, says_own in tries:
+        try:
+            values = _common_fields(base, wanted.values(), names)
+            if plan.hidden is not None:
+                values["hidden_size"] = len(plan.hidden)
+            config = _with_fields(base, values, says_own)
+            config = config.replace(changes=tuple(_changes_to(config, wanted)))
+            new = type(model).from_config(config, device="meta", dtype=_dtype_of(model))
+        except ConfigError:
+            if (names, says_own) != tries[-1] or best is not None:
+                continue
+            raise
+        if getattr(new.spec, "rope", None) != getattr(model.spec, "rope", None):
+            continue  # another width of head, other speeds of its rotary pairs
+        if best is None or len(config.changes) < len(best.config.changes):
+            best = Settled(config, new, sources)
+    if best is None:
+        raise ConfigError(
+            f"a {type(model).__name__} has no place for these sizes: its rotary positions follow "
+            "from the heads' width."
+        )
+    for name, source in sources.items():
+        _check_block(best.model.get_submodule(name), blocks[source], wanted[name], name)
+    return best
+
+
+def own_fields(config: Any) -> list[str]:
+    """Return what of a config's sizes only we can say: others cannot open such a model."""
+    out = config.to_hf()
+    named = set(config.hf_names.values())
+    found = [name for name in ("head_dim", "intermediate_size") if name in out]
+    found = [name for name in found if name not in named]
+    return found + [f"{change.kind} {', '.join(change.where)}" for change in config.changes]
+
+
+def _number_anew(blocks: Mapping[str, Block], plan: Plan) -> dict[str, str]:
+    """Return the new name of every block that stays -> its old one."""
+    found: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for name in blocks:
+        stack = name.rpartition(".")[0]
+        if name not in plan.gone:
+            found[f"{stack}.{counts.get(stack, 0)}"] = name
+            counts[stack] = counts.get(stack, 0) + 1
+    return found
+
+
+def _sizes_left(block: Block, kept: Kept) -> LayerSizes:
+    sizes = sizes_of(block.spec)
+    spec = block.spec.attn or block.spec.cross_attn
+    heads = kept.heads or kept.cross_heads
+    if spec is not None and heads is not None:
+        groups = len(kept_groups(spec, heads))
+        sizes = replace(sizes, num_heads=len(heads), num_kv_heads=groups)
+    if kept.query_dims is not None:
+        sizes = replace(sizes, head_dim=len(kept.query_dims[0]))
+    if kept.experts is not None:
+        count = len(kept.experts)
+        per_token = min(sizes.experts_per_token, count)
+        sizes = replace(sizes, num_experts=count, experts_per_token=per_token)
+    if kept.features is not None:
+        has_lists = isinstance(block.spec.mlp, MoESpec)
+        width = len(kept.features[0]) if has_lists else len(kept.features)
+        sizes = replace(sizes, intermediate_size=width)
+    return sizes.without(not kept.attn, not kept.mlp)
+
+
+def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: Plan) -> Any:
+    """Return a config without the blocks that go."""
+    if not plan.gone:
+        return config
+    kept: dict[str, list[int]] = {}
+    for name in blocks:
+        stack, _, number = name.rpartition(".")
+        kept.setdefault(stack, [])
+        if name not in plan.gone:
+            kept[stack].append(int(number))
+    changes: dict[str, Any] = {}
+    for stack, numbers in kept.items():
+        has_own = stack.startswith("decoder.") and hasattr(config, "num_decoder_layers")
+        key = "num_decoder_layers" if has_own else "num_layers"
+        if changes.setdefault(key, len(numbers)) != len(numbers):
+            raise ConfigError(
+                f"a {type(config).__name__} has one num_layers for all its stacks: take as many "
+                f"blocks from each ({', '.join(f'{s}: {len(n)}' for s, n in kept.items())} left)."
+            )
+    numbers = next(iter(kept.values()))
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if not isinstance(value, (list, tuple)) or item.name == "changes" or not value:
+            continue
+        if item.name.endswith("_layers") and item.name in _NUMBERED:
+            changes[item.name] = type(value)(numbers.index(v) for v in value if v in numbers)
+        elif len(value) == config.num_layers:
+            changes[item.name] = type(value)(value[number] for number in numbers)
+    if getattr(config, "sparse_step", 1) != 1:  # every so many layers would be other ones
+        step, dense = config.sparse_step, config.dense_layers
+        lacking = [n for n in numbers if n in dense or (n + 1) % step]
+        changes |= {"sparse_step": 1, "dense_layers": [numbers.index(n) for n in lacking]}
+    if hasattr(config, "depth_scale"):  # a share of 1 / sqrt(num_layers), which stays what it was
+        changes["depth_scale"] = config.depth_scale * (len(numbers) / config.num_layers) ** 0.5
+    return config.replace(**changes)
+
+
+# Fields that hold numbers of layers.
+_NUMBERED = ("window_layers", "dense_layers")
+
+
+def _with_fields(config: Any, values: Mapping[str, Any], says_own: bool) -> Any:
+    """Return a config with fields changed.
+
+    Where widths are published as following from others, `says_own` lets it say them all the same.
+    """
+    own = {
+        name: values.get(name, getattr(config, name))
+        for name in ("head_dim", "intermediate_size")
+        if name not in config.hf_names and (says_own or config.says(name))
+    }
+    return config.replace(**values, raw={**config.raw, **own})
+
+
+def _common_fields(
+    config: Any, wanted: Iterable[LayerSizes], names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the fields whose value all layers share, of those that the config has."""
+    layers, found = list(wanted), {}
+    with_heads = [layer for layer in layers if layer.num_attentions]
+    with_mlp = [layer for layer in layers if layer.intermediate_size]
+    dense = [layer for layer in with_mlp if not layer.num_experts]
+    sparse = [layer for layer in with_mlp if layer.num_experts]
+    groups: list[tuple[str, str, list[LayerSizes]]] = [(n, n, with_heads) for n in _HEADS]
+    groups.append(("intermediate_size", "intermediate_size", dense))
+    if sparse:
+        own = "expert_size" if hasattr(config, "expert_size") else "intermediate_size"
+        groups.append((own, "intermediate_size", sparse))
+        groups += [(n, n, sparse) for n in ("num_experts", "experts_per_token")]
+    for key, name, mine in groups:
+        values = {getattr(layer, name) for layer in mine}
+        if name in names and hasattr(config, key) and len(values) == 1:
+            found[key] = values.pop()
+    return found
+
+
+def _changes_to(config: Any, wanted: Mapping[str, LayerSizes]) -> list[Change]:
+    """Return the changes from the layers that a config describes to others."""
+    own = config.own_sizes()
+    layers = {f"{stack}.{n}": size for stack, sizes in own.items() for n, size in enumerate(sizes)}
+    groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+    for name, want in wanted.items():
+        if name not in layers:
+            raise ConfigError(f"{name} is not among the layers of {type(config).__name__}.")
+        if options := _options_to(layers[name], want):
+            groups.setdefault(tuple(options.items()), []).append(name)
+    return [Change("resize", tuple(names), dict(options)) for options, names in groups.items()]
+
+
+def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
+    """Return the options of a change "resize" from one layer to another; {} where they are one."""
+    options: dict[str, Any] = {}
+    if have.attn and not want.attn:
+        options["attn"] = False
+    if have.intermediate_size and not want.intermediate_size:
+        options["mlp"] = False
+    heads = _HEADS if want.num_attentions else ()
+    feed = _FEED if want.intermediate_size else ()
+    options |= {
+        name: getattr(want, name)
+        for name in (*heads, *feed)
+        if getattr(want, name) != getattr(have, name)
+    }
+    if options and have.resized(Sizes(**options)) != want:
+        raise ConfigError(f"nothing turns {have} into {want}.")
+    return options
+
+
+def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
+    """Raise where a block would differ from what it is made of in more than its sizes."""
+    spec = old.spec
+    if spec.attn is not None and new.spec.attn is not None:
+        spec = replace(spec, attn=_alike(new.spec.attn, spec.attn))
+    if spec.cross_attn is not None and new.spec.cross_attn is not None:
+        spec = replace(spec, cross_attn=_alike(new.spec.cross_attn, spec.cross_attn))
+    if new.spec.mlp is not None and spec.mlp is not None:
+        spec = replace(spec, mlp=_alike(new.spec.mlp, spec.mlp))
+    lost = {key: None for key in ("attn", "mlp") if getattr(new.spec, key) is None}
+    expected = replace(
+        spec,
+        hidden_size=new.spec.hidden_size,
+        residual_scale=new.spec.residual_scale,
+        **lost,  # type: ignore[arg-type]
+    )
+    if expected != new.spec or sizes_of(new.spec) != want:
+        raise ConfigError(
+            f"{name} would be of another kind than the layer that it is made of: blocks of this "
+            "family cannot be counted anew so. Let them lose attention and MLP instead."
+        )
+
+
+def _alike(new: Any, old: Any) -> Any:
+    """Return the old part's data with the sizes and scales of the new one."""
+    names = (*_HEADS, *_FEED, "in_scale", "out_scale")
+    known = {item.name for item in dataclasses.fields(old)}
+    return replace(old, **{name: getattr(new, name) for name in names if name in known})
+
+
+def _dtype_of(model: Any) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -1,0 +1,242 @@
+"""Structure as a method of a run: at once, or by gates that training opens and closes.
+
+Gates are trained by the task's loss and by a Lagrangian that pulls what is left to the target; its
+multipliers go up while the target is missed. When it is reached the gates are made 0 or 1 and stay
+so, training goes on, and `finish_` leaves the smaller model.
+
+Source: Louizos et al. (2018) for the gates; Wang et al., "Structured Pruning of Large Language
+Models" (2020) for the Lagrangian; BMCook for the constants and the order of things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compress.method import MethodBase
+from bmforge.compress.prune.binarise import binarise, open_units, plan_of_units
+from bmforge.compress.prune.gates import (
+    Gates,
+    attach_gates_,
+    densities,
+    detach_gates_,
+    find_gates,
+    masks_of,
+)
+from bmforge.compress.prune.plan import Plan
+from bmforge.compress.prune.shrink import Shrunk, shrink_
+from bmforge.compress.prune.structure_config import StructureConfig
+from bmforge.compress.prune.target import Costs, count_costs
+from bmforge.errors import ConfigError
+
+__all__ = ["StructureConfig", "StructureMethod"]
+
+_CLOSE = 5e-5
+# How far gates are moved together at most, and how exactly.
+_FAR, _HALVINGS = 32.0, 40
+
+
+class StructureMethod(MethodBase):
+    """Makes a model smaller: when it is put in, or by gates over a run.
+
+    Args:
+        config: what the model is to become.
+        batches: on which importance is measured, where parts are chosen at once.
+
+    Attributes:
+        plan: what stays, once that is decided.
+    """
+
+    name = "structure"
+
+    def __init__(self, config: StructureConfig, batches: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.config, self.batches = config, batches
+        self.plan: Plan | None = None
+        self.gates: Gates = {}
+        self.costs = Costs({})
+        self.wanted: dict[tuple[str, str], float] = {}
+        self.shrunk: Shrunk | None = None
+        self.missed = 1.0
+        self._multipliers = torch.zeros(2, 1, dtype=torch.float64)
+        self._moments = torch.zeros(2, 2, 1, dtype=torch.float64)
+        self._step = 0
+
+    def attach_(self, model: nn.Module) -> None:
+        """Shrink the model, or put gates into it.
+
+        Raises:
+            ConfigError: sizes that do not fit, or a target out of reach.
+        """
+        if not self.config.gates:
+            self.shrunk = shrink_(model, self.config, self.batches)
+            self.plan = self.shrunk.plan
+            return
+        target = "flops" if self.config.target == "flops" else "parameters"
+        self.costs = count_costs(model, target, self.config.seq_len)
+        self.wanted = open_units(model, self.config)
+        self.gates = attach_gates_(model, self.config.gates, self.config.seed)
+        everything = {key: torch.ones(gate.units) for key, gate in self.gates.items()}
+        try:  # what is impossible at the end is said now
+            binarise(model, self.config, self.costs, everything)
+        except ConfigError:
+            detach_gates_(model, self.gates)
+            raise
+        count = len(self.wanted) or 1
+        self._multipliers = torch.zeros(2, count, dtype=torch.float64)
+        self._moments = torch.zeros(2, 2, count, dtype=torch.float64)
+        self._draw_(0)
+
+    def optim_groups(self) -> dict[str, dict[str, float]]:
+        """Return glob -> settings for the optimizer's group of gates."""
+        settings = {"lr": self.config.gate_lr, "weight_decay": 0.0}
+        return {"**.delta": settings} if self.gates else {}
+
+    def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
+        """Return the Lagrangian: how far what is left is from the target.
+
+        Raises:
+            ConfigError: the model is one stage of a pipeline, whose gates others do not see.
+        """
+        if not self.gates or self.plan is not None:
+            return None
+        if len(find_gates(model)) < len({id(gate) for gate in self.gates.values()}):
+            raise ConfigError(
+                "gates need all blocks on every process: train them with pp=1, or choose parts at "
+                "once (gates=())."
+            )
+        missed = self._missed(step)
+        linear, square = self._multipliers.to(missed.device)
+        return (linear * missed + square * missed.square()).sum()
+
+    def after_step_(self, model: nn.Module, step: int) -> None:
+        """Let the multipliers go up, and fix the gates when the target is reached."""
+        self._step = step
+        if not self.gates or self.plan is not None:
+            return
+        with torch.no_grad():
+            missed = self._missed(step).cpu()
+            self.missed = float(missed.abs().max())
+            self._ascend_(missed, step)
+        warm = step >= self.config.warmup_steps
+        if step >= self.config.gate_steps or (warm and self.missed < _CLOSE):
+            self._fix_(model)
+        else:
+            self._draw_(step)
+
+    def _draw_(self, step: int) -> None:
+        for gate in self.gates.values():
+            gate.draw_(self.config.seed, step)
+
+    def _missed(self, step: int) -> Tensor:
+        """Return sparsity less its target of this step, one number or one for every layer."""
+        grown = min(1.0, (step + 1) / max(1, self.config.warmup_steps))
+        likely = densities(self.gates)
+        if self.wanted:
+            parts = [
+                (1 - likely[key].mean()) - grown * (1 - left) for key, left in self.wanted.items()
+            ]
+            return torch.stack(parts)
+        sparsity = 1 - self.costs.expect(likely) / self.costs.total
+        return (sparsity - grown * (1 - self.config.keep_ratio)).view(1)
+
+    def _ascend_(self, missed: Tensor, step: int) -> None:
+        """One step of Adam, upwards, for the multipliers."""
+        slopes = torch.stack((missed, missed.square()))
+        first, second = self._moments
+        first.mul_(0.9).add_(slopes, alpha=0.1)
+        second.mul_(0.999).add_(slopes.square(), alpha=0.001)
+        done = max(1, step)
+        even = (first / (1 - 0.9**done)) / ((second / (1 - 0.999**done)).sqrt() + 1e-8)
+        self._multipliers += self.config.gate_lr * even
+
+    @torch.no_grad()
+    def _fix_(self, model: nn.Module) -> None:
+        """Decide which units stay, and let the gates say it from now on."""
+        self._shift_()
+        likely = {key: value.cpu() for key, value in densities(self.gates).items()}
+        self.missed = float(self._missed(self.config.warmup_steps).abs().max())
+        chosen = binarise(model, self.config, self.costs, likely)
+        self.plan = plan_of_units(model, chosen)
+        masks_of(chosen, self.gates)
+
+    def _shift_(self) -> None:
+        """Move all gates of a target alike until it is met: what the last steps have left of it."""
+        targets = [[key] for key in self.wanted] or [list(self.gates)]
+        for keys in targets:
+            low, high = -_FAR, _FAR
+            place = list(self.wanted).index(keys[0]) if self.wanted else 0
+            moved = 0.0
+            for _ in range(_HALVINGS):
+                middle = (low + high) / 2
+                for key in keys:
+                    self.gates[key].delta.add_(middle - moved)
+                moved = middle
+                # Sparser than wanted: open them.
+                too_sparse = float(self._missed(self.config.warmup_steps)[place]) > 0
+                low, high = (middle, high) if too_sparse else (low, middle)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return multipliers, their moments, and what was decided."""
+        return {
+            "step": self._step,
+            "multipliers": self._multipliers.tolist(),
+            "moments": self._moments.tolist(),
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "open": {
+                f"{name}/{kind}": gate.mask.nonzero().flatten().tolist()
+                for (name, kind), gate in self.gates.items()
+                if gate.mask is not None
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; `attach_` comes before.
+
+        Raises:
+            ConfigError: the state is of another recipe.
+        """
+        multipliers = torch.tensor(state["multipliers"], dtype=torch.float64)
+        if multipliers.shape != self._multipliers.shape:
+            raise ConfigError(
+                "this checkpoint's gates are of another recipe: go on with the one it was begun "
+                "with."
+            )
+        self._multipliers = multipliers
+        self._moments = torch.tensor(state["moments"], dtype=torch.float64)
+        self._step = int(state["step"])
+        self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
+        if state["open"]:
+            chosen = {
+                (name, kind): tuple(numbers)
+                for key, numbers in state["open"].items()
+                for name, _, kind in [key.rpartition("/")]
+            }
+            masks_of(chosen, self.gates)
+        elif self.gates:
+            self._draw_(self._step)
+
+    def finish_(self, model: nn.Module) -> dict[str, Any]:
+        """Leave the smaller model; of one that is laid out, the plan is in `state_dict`.
+
+        Raises:
+            ConfigError: the model is laid out.
+        """
+        if self.gates:
+            if self.plan is None:
+                self._fix_(model)
+            assert self.plan is not None
+            detach_gates_(model, self.gates)
+            self.gates = {}
+            self.shrunk = shrink_(model, self.plan, uniform=self.config.uniform)
+        if self.shrunk is None:
+            return {}
+        return {
+            "parameters_before": self.shrunk.parameters_before,
+            "parameters_after": self.shrunk.parameters_after,
+            "opens_elsewhere": self.shrunk.opens_elsewhere,
+            "reason": self.shrunk.reason,
+            "plan": self.shrunk.plan.to_json(),
+        }

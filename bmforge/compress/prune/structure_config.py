@@ -1,0 +1,157 @@
+"""What a smaller model is to be: sizes, or a share of what it costs, and how parts are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from bmforge.compress.prune.choose import nearest_fit
+from bmforge.compress.prune.importance import By
+from bmforge.compress.prune.plan import blocks_of
+from bmforge.config import config_from_dict
+from bmforge.errors import ConfigError, suggest
+from bmforge.models.sizes import Sizes
+
+__all__ = ["GATE_KINDS", "StructureConfig", "Target", "wanted_sizes"]
+
+Target = Literal["sizes", "parameters", "flops"]
+GATE_KINDS = ("heads", "features", "attn", "mlp", "block")
+# Fields that are sizes of every layer, as `models.sizes.Sizes` has them.
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts")
+
+
+@dataclass(frozen=True)
+class StructureConfig:
+    """What a model is to become; 0 leaves a size as it is.
+
+    Args:
+        num_heads: query heads of every layer.
+        num_kv_heads: key-value heads; not given, they stay where queries share them.
+        head_dim: width of a head.
+        intermediate_size: of every MLP, or of every expert.
+        num_experts: of every layer with experts.
+        hidden_size: of the hidden states.
+        num_layers: how many blocks are left, of every stack.
+        layers: name glob of blocks -> sizes of those, as a change of kind "resize" has them
+            (`num_heads`, `intermediate_size`, `attn = false`, ...); they count before the others.
+        target: "sizes" are those above; else heads and MLPs become narrower, each layer as little
+            as it can bear, until `keep_ratio` of the blocks' "parameters", or "flops", is left.
+        keep_ratio: see there.
+        by: how parts are chosen; see `importance.py`.
+        gates: kinds of parts that get trained gates (of "heads", "features", "attn", "mlp",
+            "block"); none chooses at once.
+        uniform: sizes that the published classes can open, or an error.
+        multiple_of: of which MLPs' widths are multiples, where a target decides them.
+        tp: of how many processes a tensor-parallel layout will be, which heads must allow.
+        gate_steps: steps in which gates are trained; the first `warmup_steps` let the target grow.
+        warmup_steps: see there.
+        gate_lr: learning rate of gates and of the Lagrangian's multipliers.
+        seq_len: length of the rows for which "flops" are counted.
+        seed: of what gates draw.
+    """
+
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    num_experts: int = 0
+    hidden_size: int = 0
+    num_layers: int = 0
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    target: Target = "sizes"
+    keep_ratio: float = 0.5
+    by: By = "size"
+    gates: tuple[str, ...] = ()
+    uniform: bool = False
+    multiple_of: int = 1
+    tp: int = 1
+    gate_steps: int = 1000
+    warmup_steps: int = 200
+    gate_lr: float = 0.1
+    seq_len: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check each by itself, and what has no effect."""
+        problems = [
+            f"{f.name}={getattr(self, f.name)!r} must not be below 0"
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), int) and getattr(self, f.name) < 0
+        ]
+        problems += [
+            f"{name}={getattr(self, name)} must be above 0"
+            for name in ("multiple_of", "tp", "seq_len")
+            if getattr(self, name) < 1
+        ]
+        if self.target not in get_args(Target):
+            problems.append(
+                f"target={self.target!r} is unknown{suggest(self.target, get_args(Target))}"
+            )
+        sizes = [name for name in (*_SIZES, "hidden_size", "num_layers") if getattr(self, name)]
+        if self.target == "sizes" and not sizes and not self.layers:
+            problems.append("no size is given: give some, or a target")
+        if self.target != "sizes" and (sizes or self.layers):
+            given = ", ".join([*sizes, *(["layers"] if self.layers else [])])
+            problems.append(f"{given} and target={self.target!r} both say how large it is to be")
+        if self.target != "sizes" and not 0 < self.keep_ratio < 1:
+            problems.append(f"keep_ratio={self.keep_ratio} must be between 0 and 1")
+        problems += [f"gates: {kind!r} is unknown" for kind in self.gates if kind not in GATE_KINDS]
+        if self.gates and not self.warmup_steps <= self.gate_steps:
+            problems.append(
+                f"warmup_steps={self.warmup_steps} must not be above gate_steps={self.gate_steps}"
+            )
+        if problems:
+            raise ConfigError(f"structure: {'; '.join(problems)}.")
+
+
+def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
+    """Return the sizes of every layer that a config names, by name; later ones count.
+
+    Raises:
+        ConfigError: sizes that tensor parallelism or the model forbids, with the nearest that fit.
+    """
+    given = {name: getattr(config, name) for name in _SIZES if getattr(config, name)}
+    found: dict[str, Sizes] = {}
+    for name, block in blocks_of(model).items():
+        sizes = sizes_that_apply(block.spec, given)
+        if sizes:
+            found[name] = Sizes(**sizes)
+    lacking = [n for n in given if not any(getattr(sizes, n) for sizes in found.values())]
+    if lacking:
+        raise ConfigError(
+            f"{lacking[0]}={given[lacking[0]]}: no layer of this {type(model).__name__} has such "
+            "parts."
+        )
+    for glob, options in config.layers.items():
+        found[glob] = config_from_dict(Sizes, dict(options), f"layers.{glob}.")
+    _check_layout(model, config)
+    return found
+
+
+def sizes_that_apply(spec: Any, given: Mapping[str, int]) -> dict[str, int]:
+    """Return those of the sizes for all layers that one layer has."""
+    heads = spec.attn is not None or spec.cross_attn is not None
+    has = {"num_heads": heads, "num_kv_heads": heads, "head_dim": heads}
+    has["intermediate_size"] = spec.mlp is not None
+    has["num_experts"] = spec.mlp is not None and hasattr(spec.mlp, "num_experts")
+    return {name: size for name, size in given.items() if has[name]}
+
+
+def _check_layout(model: Any, config: StructureConfig) -> None:
+    """Raise for sizes that a tensor-parallel layout could not cut."""
+    if config.tp == 1:
+        return
+    block = next(block for block in blocks_of(model).values() if block.spec.attn is not None)
+    spec = block.spec.attn
+    assert spec is not None
+    most = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+    most["intermediate_size"] = block.spec.mlp.intermediate_size if block.spec.mlp else 0
+    for name, limit in most.items():
+        size = getattr(config, name)
+        shares = name == "num_kv_heads" and size and config.tp % size == 0
+        if size and size % config.tp and not shares:
+            raise ConfigError(
+                f"{name}={size} cannot be cut over tp={config.tp}: the nearest that fits is "
+                f"{nearest_fit(size, config.tp, limit)}."
+            )
