@@ -1,0 +1,82 @@
+"""Groups of equal size: rows that point the same way belong together."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.nn.balanced import assign_balanced
+
+__all__ = ["group_at_random", "group_rows", "order_of"]
+
+_MAX_ROUNDS = 20
+
+
+def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
+    """Group rows by their directions, equally many in each group: balanced k-means on unit rows.
+
+    Args:
+        rows: what is grouped.
+        groups: how many groups; divides the number of rows.
+        seed: of the first centres.
+
+    Shape:
+        rows: (n, D) -> (n,), the number of each row's group
+
+    Raises:
+        ConfigError: the groups cannot be of one size.
+
+    Source: Zhang et al., "MoEfication" (2022), which assigns greedily and swaps pairs; here every
+        assignment is the best balanced one (`nn.balanced`). The first centres are those of
+        k-means++ (Arthur and Vassilvitskii, 2007).
+    """
+    _check(rows.shape[0], groups)
+    unit = F.normalize(rows.detach().float(), dim=-1)
+    centers = _first_centers(unit, groups, seed)
+    found = torch.full((rows.shape[0],), -1)
+    for _ in range(_MAX_ROUNDS):
+        before, found = found, assign_balanced(unit @ centers.T)
+        if torch.equal(found, before):
+            break
+        sums = torch.zeros_like(centers).index_add_(0, found, unit)
+        centers = F.normalize(sums, dim=-1)
+    return found
+
+
+def group_at_random(count: int, groups: int, seed: int = 0) -> Tensor:
+    """Group numbers at random, equally many in each group: the control.
+
+    Shape:
+        returns (count,)
+    """
+    _check(count, groups)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator) % groups
+
+
+def order_of(groups: Tensor) -> Tensor:
+    """Return the order in which members of one group lie side by side, in their own order.
+
+    Shape:
+        groups: (n,) -> (n,)
+    """
+    return groups.argsort(stable=True)
+
+
+def _check(count: int, groups: int) -> None:
+    if count % groups:
+        raise ConfigError(f"{groups} groups of one size do not fit {count} rows.")
+
+
+def _first_centers(unit: Tensor, groups: int, seed: int) -> Tensor:
+    """Return rows that lie far apart, drawn one after the other."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [int(torch.randint(unit.shape[0], (1,), generator=generator))]
+    far = (1 - unit @ unit[chosen[0]]).clamp(min=0)
+    for _ in range(groups - 1):
+        weights = far.cpu().double().square() + 1e-12
+        chosen.append(int(torch.multinomial(weights, 1, generator=generator)))
+        far = torch.minimum(far, (1 - unit @ unit[chosen[-1]]).clamp(min=0))
+    return unit[chosen]

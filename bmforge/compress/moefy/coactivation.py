@@ -1,0 +1,89 @@
+"""Groups of equal size: features that are active on the same tokens belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.nn.balanced import assign_balanced
+
+__all__ = ["count_together", "group_together"]
+
+# So many neighbours of a feature, those that it is active with most, are edges of the graph.
+_NEIGHBOURS = 64
+_LARGEST_WEIGHT = 10_000
+
+
+def count_together(activities: Iterable[Tensor], share: float) -> Tensor:
+    """Count how often two features are among a token's most active ones together.
+
+    Args:
+        activities: how active each feature is on each token, in parts.
+        share: of the features that count as active on a token; one that does nothing never does.
+
+    Shape:
+        activities: (M, F) each; returns (F, F), symmetric, zeros on the diagonal
+    """
+    total: Tensor | None = None
+    for part in activities:
+        count = max(1, round(share * part.shape[1]))
+        values, index = part.topk(count, dim=1)
+        active = torch.zeros_like(part).scatter_(1, index, (values > 0).to(part.dtype))
+        together = active.T @ active
+        total = together if total is None else total + together
+    if total is None:
+        raise ConfigError("group='coactivation' needs batches of tokens to look at.")
+    return total.fill_diagonal_(0)
+
+
+def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
+    """Cut the graph of co-activation so that few edges are cut, and even the groups.
+
+    Args:
+        together: how often two features are active together.
+        groups: how many; divides the number of features.
+        seed: of METIS.
+
+    Shape:
+        together: (F, F) -> (F,), the number of each feature's group
+
+    Raises:
+        ConfigError: the groups cannot be of one size.
+        MissingDependencyError: pymetis is not installed.
+
+    Source: Zhang et al., "MoEfication" (2022); Karypis and Kumar, "METIS" (1998). MoEfication evens
+        the groups by moving random features; here each goes where the sum of its edges is largest.
+    """
+    if together.shape[0] % groups:
+        raise ConfigError(f"{groups} groups of one size do not fit {together.shape[0]} features.")
+    try:
+        import pymetis
+    except ImportError as error:
+        raise MissingDependencyError("pymetis", "compress", "group='coactivation'") from error
+    starts, neighbours, weights = _edges_of(together)
+    _, parts = pymetis.part_graph(
+        groups,
+        pymetis.CSRAdjacency(starts, neighbours),
+        eweights=weights,
+        options=pymetis.Options(seed=seed),
+    )
+    members = torch.nn.functional.one_hot(torch.tensor(parts), groups).to(together)
+    affinity = together @ members
+    # Who is somewhere stays there unless another gains more by it.
+    return assign_balanced(affinity + members * 1e-3 * affinity.mean())
+
+
+def _edges_of(together: Tensor) -> tuple[list[int], list[int], list[int]]:
+    """Return METIS's form of the graph: where each node's edges begin, to whom, how heavy."""
+    count = min(_NEIGHBOURS, together.shape[0] - 1)
+    values, index = together.topk(count, dim=1)
+    kept = torch.zeros_like(together).scatter_(1, index, values)
+    kept = torch.maximum(kept, kept.T)
+    largest = kept.max().clamp(min=1)
+    heavy = (kept * (_LARGEST_WEIGHT / largest)).round().long()
+    nodes, neighbours = heavy.nonzero(as_tuple=True)
+    starts = torch.searchsorted(nodes, torch.arange(together.shape[0] + 1))
+    return starts.tolist(), neighbours.tolist(), heavy[nodes, neighbours].tolist()

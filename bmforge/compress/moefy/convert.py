@@ -1,0 +1,241 @@
+"""`moefy`: MLPs become experts, a few of which work on a token.
+
+The features of an MLP are grouped, the groups laid side by side, and the MLP is read as a mixture
+of experts that adds up what the chosen ones make. All of them together are the MLP. In a file it
+stays the dense MLP, its features in another order, with the router beside it.
+
+Source: Zhang et al., "MoEfication: Transformer Feed-forward Layers are Mixtures of Experts" (2022),
+and BMCook, which records what its scripts need but has no layer that runs experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compress.moefy.activity import collect_inputs, each_activity, sum_groups
+from bmforge.compress.moefy.cluster import group_at_random, group_rows, order_of
+from bmforge.compress.moefy.coactivation import count_together, group_together
+from bmforge.compress.moefy.config import MoEfyConfig
+from bmforge.compress.moefy.router import captured_share, make_router, train_router_
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger, track
+from bmforge.models.changes import Change
+from bmforge.models.sizes import Sizes, sizes_of
+from bmforge.nn import MLP, Block, MoE, MoESpec
+from bmforge.nn.part import beside_parts
+from bmforge.surgery import match_names
+
+__all__ = ["LayerReport", "MoEfyReport", "moefy"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What became of one MLP.
+
+    Args:
+        num_experts: E.
+        experts_per_token: how many work on a token.
+        captured: which share of the activity of the batches' tokens the chosen experts have.
+        oracle: the share of the experts that are most active on each token.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    captured: float
+    oracle: float
+
+
+@dataclass(frozen=True)
+class MoEfyReport:
+    """What became of a model's MLPs, by the names of their blocks."""
+
+    layers: Mapping[str, LayerReport]
+
+    @property
+    def captured(self) -> float:
+        """The routers' share of activity against the oracle's, the mean over layers."""
+        shares = [layer.captured / max(layer.oracle, 1e-30) for layer in self.layers.values()]
+        return sum(shares) / len(shares)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {name: dict(vars(layer)) for name, layer in self.layers.items()}
+
+
+def moefy(
+    model: Any, config: MoEfyConfig | None = None, batches: Iterable[Mapping[str, Any]] = ()
+) -> MoEfyReport:
+    """Turn a model's MLPs into experts, in place.
+
+    Args:
+        model: of any family, with its weights, before `parallelize`.
+        config: how; None takes the defaults.
+        batches: arguments of the model's forward, by whose tokens features are grouped (where
+            asked), routers trained and shares measured.
+
+    Returns:
+        what the routers capture of the activity in every layer.
+
+    Raises:
+        ConfigError: an MLP that is experts already, is quantised or has parts beside it, or whose
+            features the experts do not divide; no batches. The model is as it was then.
+    """
+    config = config or MoEfyConfig()
+    shares = _find_layers(model, config)
+    for name in shares:
+        _check_layer(model, name, config)
+    batches = list(batches)
+    if not batches:
+        raise ConfigError(
+            "moefy needs batches of real text: which features are active depends on the tokens."
+        )
+    if config.relu:
+        _use_relu_(model)
+    inputs = collect_inputs(model, [f"{name}.mlp" for name in shares], batches, config.max_tokens)
+    routers: dict[str, nn.Module] = {}
+    found: dict[str, LayerReport] = {}
+    for name, per_token in track(list(shares.items()), "experts"):
+        tokens = inputs.pop(f"{name}.mlp")
+        routers[name], found[name] = _split_layer(model, name, tokens, per_token, config)
+    groups: dict[int, list[str]] = {}
+    for name, per_token in shares.items():
+        groups.setdefault(per_token, []).append(name)
+    for per_token, names in groups.items():
+        model.change_(Change("resize", tuple(names), _options(config, per_token)))
+    for name, router in routers.items():
+        with torch.no_grad():
+            feed: MoE = model.get_submodule(f"{name}.mlp")
+            for key, parameter in feed.router.named_parameters():
+                parameter.copy_(router.get_parameter(key))
+    report = MoEfyReport(found)
+    get_logger().info(
+        "%d MLPs became experts; the routers capture %.3f of the oracle's activity",
+        *(len(found), report.captured),
+    )
+    return report
+
+
+def _options(config: MoEfyConfig, per_token: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "num_experts": config.num_experts,
+        "experts_per_token": per_token,
+        "split": True,
+        "router": "two_layer" if config.router == "two_layer" else "linear",
+        "choice": config.choice,
+    }
+    return options | ({"shared_size": config.always} if config.always else {})
+
+
+def _find_layers(model: Any, config: MoEfyConfig) -> dict[str, int]:
+    """Return the blocks whose MLPs are split -> how many experts work on a token."""
+    blocks = {n: m for n, m in model.named_modules() if isinstance(m, Block) and m.mlp is not None}
+    if not blocks or getattr(model, "spec", None) is None:
+        raise ConfigError(
+            f"a {type(model).__name__} has no MLPs of bmforge to split: open it with "
+            "bmforge.models.AutoModel."
+        )
+    names = match_names(blocks, config.where, "layer")
+    shares = dict.fromkeys(names, config.share)
+    for glob, share in config.shares.items():
+        shares |= dict.fromkeys(match_names(names, (glob,), "layer"), share)
+    return {name: max(1, round(share * config.num_experts)) for name, share in shares.items()}
+
+
+def _check_layer(model: Any, name: str, config: MoEfyConfig) -> None:
+    block: Block = model.get_submodule(name)
+    if isinstance(block.spec.mlp, MoESpec):
+        raise ConfigError(
+            f"{name} has experts already. Leave it out of `where`; fewer experts are a matter of "
+            "structure (StructureConfig.num_experts)."
+        )
+    parts = [part for _, part in block.mlp.named_modules()]  # type: ignore[union-attr]
+    strange = [type(p).__name__ for p in parts[1:] if not isinstance(p, nn.Linear)]
+    strange += [n for part in parts for n, _ in beside_parts(part)]
+    if type(block.mlp) is not MLP or strange:
+        raise ConfigError(
+            f"the MLP of {name} was changed before ({', '.join(strange) or type(block.mlp)}). The "
+            "order is: structure, experts, zeros, quantisation, parts beside layers."
+        )
+    options = Sizes(**_options(config, 1))
+    sizes_of(block.spec).resized(options, name)
+
+
+def _use_relu_(model: Any) -> None:
+    """Swap the activation of all MLPs for ReLU, as the config can say it."""
+    config = model.config
+    if hasattr(config, "feed_forward"):
+        gate = "gated-" if config.is_gated else ""
+        changed = config.replace(feed_forward=f"{gate}relu")
+    elif "activation" in config.__dataclass_fields__:
+        changed = config.replace(activation="relu")
+    else:
+        raise ConfigError(
+            f"relu=True: a {type(model).__name__} has one activation, and its config none to say."
+        )
+    described = type(model).from_config(changed, device="meta")
+    for name, block in model.named_modules():
+        if isinstance(block, Block):
+            new: Block = described.get_submodule(name)
+            block.spec = new.spec
+            if isinstance(block.mlp, MLP) and isinstance(new.mlp, MLP):
+                block.mlp.activation = new.mlp.activation
+    model.config, model.spec = changed, described.spec
+
+
+def _split_layer(
+    model: Any, name: str, tokens: Tensor, per_token: int, config: MoEfyConfig
+) -> tuple[nn.Module, LayerReport]:
+    """Lay the features of one MLP in the order of their experts; return the trained router."""
+    mlp: MLP = model.get_submodule(f"{name}.mlp")
+    groups = _group(mlp, tokens, config)
+    order = torch.cat([(groups < 0).nonzero()[:, 0], _inside(groups)])
+    _permute_(mlp, order)
+    groups = groups[order]
+    parts = [sum_groups(part, groups, config.num_experts) for part in each_activity(mlp, tokens)]
+    activity = torch.cat(parts)
+    first = mlp.up_proj if mlp.gate_proj is None else mlp.gate_proj
+    router = make_router(first.weight, groups, config)
+    captured = train_router_(router, tokens, activity, config, per_token)
+    oracle = captured_share(activity, activity, per_token)
+    return router, LayerReport(config.num_experts, per_token, captured, oracle)
+
+
+def _inside(groups: Tensor) -> Tensor:
+    """Return the features that are in a group, in the order of their groups."""
+    order = order_of(groups)
+    return order[(groups[order] >= 0)]
+
+
+@torch.no_grad()
+def _group(mlp: MLP, tokens: Tensor, config: MoEfyConfig) -> Tensor:
+    """Return the expert of every feature, -1 for those that always work."""
+    width = mlp.up_proj.weight.shape[0]
+    free = torch.arange(width)
+    if config.always:
+        total = sum((part.sum(0) for part in each_activity(mlp, tokens)), torch.zeros(width))
+        free = total.argsort(descending=True, stable=True)[config.always :].sort().values
+    if config.group == "random":
+        mine = group_at_random(len(free), config.num_experts, config.seed)
+    elif config.group == "weights":
+        first = mlp.up_proj if mlp.gate_proj is None else mlp.gate_proj
+        mine = group_rows(first.weight[free], config.num_experts, config.seed)
+    else:
+        parts = (part[:, free] for part in each_activity(mlp, tokens))
+        mine = group_together(count_together(parts, config.share), config.num_experts, config.seed)
+    groups = torch.full((width,), -1)
+    groups[free] = mine
+    return groups
+
+
+@torch.no_grad()
+def _permute_(mlp: MLP, order: Tensor) -> None:
+    """Bring the features of an MLP into another order, in place; it computes what it did."""
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        for parameter in () if linear is None else linear.parameters():
+            parameter.copy_(parameter[order].clone())
+    mlp.down_proj.weight.copy_(mlp.down_proj.weight[:, order].clone())

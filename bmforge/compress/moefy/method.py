@@ -1,0 +1,37 @@
+"""Experts as one of the methods that make a model small; see `compress.method`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from bmforge.compress.method import MethodBase
+from bmforge.compress.moefy.config import MoEfyConfig
+from bmforge.compress.moefy.convert import MoEfyReport, moefy
+
+__all__ = ["ExpertsMethod"]
+
+
+class ExpertsMethod(MethodBase):
+    """Splits MLPs when it is put into a model; training goes on with the experts.
+
+    Args:
+        config: how MLPs become experts.
+        batches: of real text, for grouping and routers.
+    """
+
+    name = "experts"
+
+    def __init__(self, config: MoEfyConfig, batches: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.config, self.batches = config, batches
+        self.report: MoEfyReport | None = None
+
+    def attach_(self, model: nn.Module) -> None:
+        """Split the MLPs."""
+        self.report = moefy(model, self.config, self.batches)
+
+    def finish_(self, model: nn.Module) -> dict[str, Any]:
+        """Return what the routers captured when they were trained."""
+        return {} if self.report is None else {"experts": self.report.to_json()}

@@ -1,0 +1,99 @@
+"""What picks experts: made of their rows, and trained on what their features do with tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.compress.moefy.config import MoEfyConfig
+from bmforge.nn.router import TwoLayerRouter, build_router
+
+__all__ = ["captured_share", "make_router", "train_router_"]
+
+
+def make_router(rows: Tensor, groups: Tensor, config: MoEfyConfig) -> nn.Module:
+    """Return a router that compares a token with the mean direction of every expert's rows.
+
+    Args:
+        rows: of the MLP's first projection.
+        groups: the expert of each, -1 for none.
+        config: which form the router has.
+
+    Shape:
+        rows: (F, D); groups: (F,)
+    """
+    unit, inside = F.normalize(rows.detach().float(), dim=-1), groups >= 0
+    sums = unit.new_zeros(config.num_experts, rows.shape[1])
+    sums.index_add_(0, groups[inside], unit[inside])
+    centers = sums / torch.bincount(groups[inside], minlength=config.num_experts)[:, None]
+    kind = "two_layer" if config.router == "two_layer" else "linear"
+    router = build_router(kind, rows.shape[1], config.num_experts).to(rows.device)
+    with torch.no_grad():
+        if isinstance(router, TwoLayerRouter):
+            router.first.weight.copy_(centers)
+            router.second.weight.copy_(torch.eye(config.num_experts))
+        else:
+            router.weight.copy_(centers)  # type: ignore[operator,union-attr]
+    return router
+
+
+def train_router_(
+    router: nn.Module, tokens: Tensor, activity: Tensor, config: MoEfyConfig, per_token: int
+) -> float:
+    """Train a router to tell which experts are active, in place; return what the best one captures.
+
+    Args:
+        router: of `make_router`.
+        tokens: what goes into the MLP.
+        activity: of every expert on every token.
+        config: how.
+        per_token: experts that work on a token, by which routers are compared.
+
+    Shape:
+        tokens: (M, D); activity: (M, E)
+
+    Source: Zhang et al., "MoEfication" (2022), and BMCook: binary cross entropy, Adam, the best of
+        all epochs on a tenth that is not trained on. There the target is divided by the largest of
+        a batch; here by the largest of each token, so that every token counts alike.
+    """
+    generator = torch.Generator().manual_seed(config.seed)
+    tokens = tokens.float()
+    target = activity / activity.amax(1, keepdim=True).clamp(min=1e-30)
+    order = torch.randperm(len(tokens), generator=generator)
+    held = max(1, len(tokens) // 10)
+    test, train = order[:held], order[held:] if len(tokens) > held else order
+    best = captured_share(router(tokens[test]), activity[test], per_token)
+    kept = {name: p.detach().clone() for name, p in router.named_parameters()}
+    if config.router == "similarity":
+        return best
+    with torch.enable_grad():
+        optimizer = torch.optim.Adam(router.parameters(), lr=config.lr)
+        for _ in range(config.epochs):
+            shuffled = train[torch.randperm(len(train), generator=generator)]
+            for index in shuffled.split(config.batch_size):
+                logits = router(tokens[index])
+                loss = F.binary_cross_entropy_with_logits(logits, target[index])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            with torch.no_grad():
+                now = captured_share(router(tokens[test]), activity[test], per_token)
+            if now > best:
+                best = now
+                kept = {name: p.detach().clone() for name, p in router.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in router.named_parameters():
+            parameter.copy_(kept[name])
+    return best
+
+
+@torch.no_grad()
+def captured_share(scores: Tensor, activity: Tensor, per_token: int) -> float:
+    """Return which share of all activity the experts have that scores choose.
+
+    Shape:
+        scores, activity: (M, E)
+    """
+    chosen = scores.topk(per_token, dim=1).indices
+    return float(activity.gather(1, chosen).sum() / activity.sum().clamp(min=1e-30))
