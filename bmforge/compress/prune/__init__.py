@@ -1,6 +1,7 @@
 """Fewer weights: zeros that stay, and smaller shapes.
 
-Start reading at `zeros.py` (weights that become 0, in any run) and `masks.py` (which ones).
+Start reading at `zeros.py` (weights that become 0, in any run) and `masks.py` (which ones); at
+`plan.py` (which parts stay), `shrink.py` (a smaller model at once) and `structure.py` (by gates).
 """
 
 from __future__ import annotations
@@ -13,10 +14,24 @@ from torch import nn
 from bmforge.compress.calibrate import check_batches
 from bmforge.compress.prune.calibrated import prune_by_texts_
 from bmforge.compress.prune.config import PruneConfig
+from bmforge.compress.prune.plan import Kept, Plan
+from bmforge.compress.prune.shrink import Shrunk, shrink_
+from bmforge.compress.prune.structure import StructureConfig, StructureMethod
 from bmforge.compress.prune.zeros import Zeros, keep_zeros
 from bmforge.errors import ConfigError
 
-__all__ = ["PruneConfig", "Zeros", "keep_zeros", "prune"]
+__all__ = [
+    "Kept",
+    "Plan",
+    "PruneConfig",
+    "Shrunk",
+    "StructureConfig",
+    "StructureMethod",
+    "Zeros",
+    "keep_zeros",
+    "prune",
+    "shrink_",
+]
 
 
 def prune(
