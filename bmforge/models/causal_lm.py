@@ -13,7 +13,13 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ShapeError
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
-from bmforge.models.heads import find_last_token, finish_classes, finish_spans
+from bmforge.models.heads import (
+    check_places,
+    find_last_token,
+    finish_classes,
+    finish_spans,
+    pick_states,
+)
 from bmforge.models.output import ModelOutput
 from bmforge.models.stack import StackSpec, build_layers, given_inputs, run_layers, span_of
 from bmforge.models.traits import Traits
@@ -139,6 +145,7 @@ class CausalLM(Model):
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        logits_at: Tensor | None = None,
     ) -> ModelOutput:
         """Predict the next token at every position, or what the head answers.
 
@@ -157,17 +164,19 @@ class CausalLM(Model):
             start_positions: first token of the answers, for question answering.
             end_positions: last token of the answers.
             inputs_embeds: instead of `input_ids`, what the token embedding would have returned.
+            logits_at: return logits of only these positions of every row.
 
         Shape:
             input_ids, document_ids: (B, T); attention_mask: (B, past + T) or (B, 1, T, past + T);
             position_ids: (B or 1, T); labels: (B, T) or (B,); start_positions, end_positions: (B,);
-            inputs_embeds: (B, T, width of the embedding)
+            inputs_embeds: (B, T, width of the embedding); logits_at: (B, M)
 
         Raises:
             ShapeError: more positions than the model has, ids outside the vocabulary, or not one of
                 ids and embeddings.
         """
         given = given_inputs(input_ids, inputs_embeds)
+        check_places(self.config.head, labels, logits_at)
         past = cache.length if cache is not None else 0
         self._check_length(past + given.shape[1])
         if position_ids is None:
@@ -188,7 +197,8 @@ class CausalLM(Model):
         x = self._finish(x)
         kept = (*states[:-1], x) if output_hidden_states else None
         if self.config.head == "language_model":
-            out = self._predict(x, labels, num_items_in_batch, logits_to_keep, kept)
+            states = pick_states(x, logits_to_keep, logits_at) if labels is None else x
+            out = self._predict(x, labels, num_items_in_batch, states, kept)
             return self._balance(out, routed, attention_mask, labels, num_items_in_batch)
         routers = tuple(routed) or None
         out = ModelOutput(last_hidden_state=x, hidden_states=kept, router_logits=routers)
@@ -235,15 +245,14 @@ class CausalLM(Model):
         x: Tensor,
         labels: Tensor | None,
         num_items: float | Tensor | None,
-        logits_to_keep: int | None,
+        states: Tensor,
         kept: tuple[Tensor, ...] | None,
     ) -> ModelOutput:
-        """The language-model head: the loss with labels, else logits."""
+        """The language-model head: the loss with labels, else the logits of `states`."""
         if labels is not None:
             loss = self.lm_head(self._leave(x), labels, num_items, shift=True)
             return ModelOutput(loss, None, x, kept)
-        tail = x if logits_to_keep is None else x[:, -logits_to_keep:]
-        return ModelOutput(None, self.lm_head(self._leave(tail)), x, kept)
+        return ModelOutput(None, self.lm_head(self._leave(states)), x, kept)
 
     def _balance(
         self,

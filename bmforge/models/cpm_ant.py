@@ -94,6 +94,7 @@ class CPMAnt(CPMLive):
         segment: Tensor | None = None,
         span: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        logits_at: Tensor | None = None,
     ) -> ModelOutput:
         """Predict the next token at every position.
 
@@ -120,9 +121,10 @@ class CPMAnt(CPMLive):
             span: tokens see only those of their own span; None is one span.
             inputs_embeds: instead of `input_ids`, what the embedding would have returned, not
                 scaled; with `segment` the prompt's rows in front.
+            logits_at: return logits of only these positions of every row of `input_ids`.
 
         Shape:
-            input_ids, labels: (B, T); length: (B,); inputs_embeds: (B, T, D);
+            input_ids, labels: (B, T); length: (B,); inputs_embeds: (B, T, D); logits_at: (B, M);
             all others (B, past + T)
 
         Raises:
@@ -145,7 +147,9 @@ class CPMAnt(CPMLive):
                 real = places < length[:, None]
             x, mask, bias = self._read_segments(given, segment, context, span, real, past)
         x, kept = self._run(x, mask, bias, cache, output_hidden_states, own)
-        return self._answer(x, kept, labels, num_items_in_batch, logits_to_keep)
+        return self._answer(
+            x, kept, labels, num_items_in_batch, logits_to_keep, logits_at=logits_at
+        )
 
     def _read_text(
         self,

@@ -136,6 +136,7 @@ class CPMBee(CPMLive):
         ext_table_ids: Tensor | None = None,
         ext_table_sub: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        logits_at: Tensor | None = None,
     ) -> ModelOutput:
         """Predict the next token at every position.
 
@@ -168,11 +169,12 @@ class CPMBee(CPMLive):
             ext_table_sub: their sub ids.
             inputs_embeds: instead of `input_ids`, what the token embedding would have returned,
                 neither scaled nor turned by sub ids.
+            logits_at: return logits of only these positions of every row.
 
         Shape:
             input_ids, input_sub, labels: (B, T); length: (B,); segment_rel: (B, R);
             ext_table_ids, ext_table_sub: (E,); all others (B, past + T);
-            inputs_embeds: (B, T, D); returns logits (B, T, V + E)
+            inputs_embeds: (B, T, D); logits_at: (B, M); returns logits (B, T, V + E)
 
         Raises:
             ShapeError: ids outside the vocabulary, or inputs that do not belong together.
@@ -202,7 +204,9 @@ class CPMBee(CPMLive):
         if ext_table_ids is not None and self.is_done:
             sub = None if ext_table_sub is None else ext_table_sub[None]
             extension = self._turn(self.embed_inputs(ext_table_ids[None]), sub)[0]
-        return self._answer(x, kept, labels, num_items_in_batch, logits_to_keep, extension)
+        return self._answer(
+            x, kept, labels, num_items_in_batch, logits_to_keep, extension, logits_at
+        )
 
     def _turn(self, x: Tensor, sub: Tensor | None) -> Tensor:
         """Scale the tokens' embeddings, (B, T, D), and turn them by their sub ids."""

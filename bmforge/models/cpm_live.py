@@ -18,6 +18,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
+from bmforge.models.heads import check_places, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.sizes import LayerSizes
 from bmforge.models.stack import differing, run_layers, span_of, width_into
@@ -267,6 +268,7 @@ class CPMLive(CausalLM):
         num_items: float | Tensor | None,
         logits_to_keep: int | None,
         extension: Tensor | None = None,
+        logits_at: Tensor | None = None,
     ) -> ModelOutput:
         """The head: the loss with labels, which are not shifted, else logits.
 
@@ -277,7 +279,9 @@ class CPMLive(CausalLM):
             num_items: what the summed loss is divided by.
             logits_to_keep: of so many positions.
             extension: further rows of the head, (E, D), which read the hidden states unscaled.
+            logits_at: of these positions of every row instead.
         """
+        check_places(self.config.head, labels, logits_at)
         if not self.is_done:
             return ModelOutput(carry=(x,))
         if self.config.head == "none":
@@ -285,8 +289,8 @@ class CPMLive(CausalLM):
         if extension is not None:
             extension = extension / self.spec.head_scale
         if labels is None:
-            tail = x if logits_to_keep is None else x[:, -logits_to_keep:]
-            logits = self.lm_head(self._leave(tail), more_rows=extension)
+            states = pick_states(x, logits_to_keep, logits_at)
+            logits = self.lm_head(self._leave(states), more_rows=extension)
             return ModelOutput(None, logits, x, kept)
         loss = self.lm_head(self._leave(x), labels, num_items, more_rows=extension)
         return ModelOutput(loss, None, x, kept)

@@ -18,7 +18,7 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.base import Model
 from bmforge.models.encoder_config import EncoderConfig
 from bmforge.models.encoder_heads import DeepClassifier, MaskedHead
-from bmforge.models.heads import finish_classes, finish_spans
+from bmforge.models.heads import check_places, finish_classes, finish_spans, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.stack import StackSpec, build_layers, given_inputs, run_layers, span_of
 from bmforge.models.traits import Traits
@@ -132,6 +132,7 @@ class EncoderModel(Model):
         end_positions: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        logits_at: Tensor | None = None,
         **extra: Any,
     ) -> ModelOutput:
         """Read a text and return what the head answers.
@@ -152,18 +153,20 @@ class EncoderModel(Model):
                 positions are then counted over all tokens.
             cache: keys and values of earlier tokens, which do not see these; the mask must then be
                 written out.
+            logits_at: return logits of only these positions of every row.
             extra: further arguments of `build_masks`, in families that have some.
 
         Shape:
             input_ids, token_type_ids, document_ids: (B, T); attention_mask: (B, T) or
             (B, 1, T, past + T); position_ids: (B or 1, T); labels: (B, T) or (B,);
-            start_positions, end_positions: (B,); inputs_embeds: (B, T, D)
+            start_positions, end_positions: (B,); inputs_embeds: (B, T, D); logits_at: (B, M)
 
         Raises:
             ShapeError: more positions than the model has, ids outside the vocabulary, or not one of
                 ids and embeddings.
         """
         given = given_inputs(input_ids, inputs_embeds)
+        check_places(self.config.head, labels, logits_at)
         masks = self.build_masks(given, attention_mask, document_ids, **extra)
         span = span_of(self.layers)
         if span.first:
@@ -181,7 +184,7 @@ class EncoderModel(Model):
         )
         head = self.config.head
         if head == "masked_lm":
-            return self._predict(out, x, labels, num_items_in_batch)
+            return self._predict(out, x, labels, num_items_in_batch, logits_at)
         if head == "none":
             return out._replace(pooler_output=self._pool(x))
         if head == "question_answering":
@@ -290,12 +293,17 @@ class EncoderModel(Model):
         return first if self.pooler is None else torch.tanh(self.pooler(first))
 
     def _predict(
-        self, out: ModelOutput, x: Tensor, labels: Tensor | None, num_items: float | Tensor | None
+        self,
+        out: ModelOutput,
+        x: Tensor,
+        labels: Tensor | None,
+        num_items: float | Tensor | None,
+        logits_at: Tensor | None,
     ) -> ModelOutput:
         """The masked-token head: the loss with labels, else logits."""
         decoder = self.mlm_head.decoder
         if labels is None:
-            return out._replace(logits=decoder(self.mlm_head(x)))
+            return out._replace(logits=decoder(self.mlm_head(pick_states(x, None, logits_at))))
         x, labels = x.flatten(0, 1), labels.flatten()
         if reads_are_free(labels):
             # Most tokens are not masked; the head, a fifth of a base model, need not see them.

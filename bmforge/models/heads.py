@@ -21,11 +21,13 @@ __all__ = [
     "Head",
     "check_head",
     "check_labels",
+    "check_places",
     "classification_loss",
     "classifier_heads",
     "find_last_token",
     "finish_classes",
     "finish_spans",
+    "pick_states",
     "span_loss",
 ]
 
@@ -183,3 +185,42 @@ def check_labels(labels: Tensor, rows: int) -> None:
     """Raise `ShapeError` where labels cannot belong to `rows` rows."""
     if labels.shape[0] != rows:
         raise ShapeError(f"labels have {labels.shape[0]} rows, the input has {rows}.")
+
+
+def check_places(head: str, labels: Tensor | None, logits_at: Tensor | None) -> None:
+    """Refuse places for logits where there are none: with labels, or a head of another kind.
+
+    Raises:
+        ShapeError: they are given there.
+    """
+    if logits_at is None:
+        return
+    if labels is not None or head not in ("masked_lm", "language_model", "sequence_to_sequence"):
+        found = "with labels" if labels is not None else f"the head {head!r}"
+        raise ShapeError(
+            f"logits_at says of which positions a token is predicted, and has no effect {found}."
+        )
+
+
+def pick_states(x: Tensor, last: int | None, logits_at: Tensor | None) -> Tensor:
+    """Return the hidden states whose logits are wanted.
+
+    Args:
+        x: of all positions.
+        last: of the last so many; None of all.
+        logits_at: of these positions of every row instead.
+
+    Shape:
+        x: (B, T, D); logits_at: (B, M); returns (B, T, D), (B, last, D) or (B, M, D)
+
+    Raises:
+        ShapeError: both are given, or the places are of another form.
+    """
+    if logits_at is None:
+        return x if last is None else x[:, -last:]
+    if last is not None or logits_at.dim() != 2 or logits_at.shape[0] != x.shape[0]:
+        raise ShapeError(
+            f"logits_at has shape {tuple(logits_at.shape)} and logits_to_keep is {last}; needed is "
+            f"(B={x.shape[0]}, M), without logits_to_keep."
+        )
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], logits_at]

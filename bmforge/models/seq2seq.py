@@ -14,7 +14,7 @@ from bmforge.errors import ShapeError
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
 from bmforge.models.encoder import DeepClassifier
-from bmforge.models.heads import finish_classes, finish_spans
+from bmforge.models.heads import check_places, finish_classes, finish_spans, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
 from bmforge.models.seq2seq_stack import Seq2SeqSpec, Stack
@@ -90,6 +90,7 @@ class Seq2Seq(Model):
         decoder_role_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
+        logits_at: Tensor | None = None,
     ) -> ModelOutput:
         """Read the source and predict the target, or what the head answers.
 
@@ -112,18 +113,20 @@ class Seq2Seq(Model):
             decoder_role_ids: likewise of the target.
             inputs_embeds: instead of `input_ids`, what the token embedding would have returned.
             decoder_inputs_embeds: likewise of the target.
+            logits_at: return logits of only these positions of every target.
 
         Shape:
             input_ids, attention_mask, role_ids: (B, S);
             decoder_input_ids, decoder_role_ids: (B, T);
             decoder_attention_mask: (B, past + T); labels: (B, T) or (B,);
             start_positions, end_positions: (B,); inputs_embeds: (B, S, D);
-            decoder_inputs_embeds: (B, T, D)
+            decoder_inputs_embeds: (B, T, D); logits_at: (B, M)
 
         Raises:
             ShapeError: no source or no target, one given twice, or ids outside the vocabulary.
         """
         head, source = self.config.head, encoder_outputs
+        check_places(head, labels, logits_at)
         if source is None and input_ids is None and inputs_embeds is None:
             raise ShapeError("no source: pass input_ids or encoder_outputs, or inputs_embeds.")
         target, begun = decoder_input_ids, decoder_inputs_embeds
@@ -155,7 +158,7 @@ class Seq2Seq(Model):
             assert out.last_hidden_state is not None
             return ModelOutput(carry=(x, out.last_hidden_state))
         if head == "sequence_to_sequence":
-            return self._predict(out, labels, num_items_in_batch, logits_to_keep)
+            return self._predict(out, labels, num_items_in_batch, logits_to_keep, logits_at)
         if head == "question_answering":
             assert out.last_hidden_state is not None
             logits = self.classifier(out.last_hidden_state)
@@ -250,12 +253,13 @@ class Seq2Seq(Model):
         labels: Tensor | None,
         num_items: float | Tensor | None,
         logits_to_keep: int | None,
+        logits_at: Tensor | None,
     ) -> ModelOutput:
         """The sequence-to-sequence head: the loss with labels, else logits."""
         x, scale = out.last_hidden_state, self.spec.head_scale
         assert x is not None
-        if labels is None and logits_to_keep is not None:
-            x = x[:, -logits_to_keep:]
+        if labels is None:
+            x = pick_states(x, logits_to_keep, logits_at)
         x = x if scale == 1.0 else x * scale
         if labels is None:
             return out._replace(logits=self.lm_head(x))

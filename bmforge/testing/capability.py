@@ -59,6 +59,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "ia3",
         "prefix",
         "soft-prompt",
+        "prompt",
         "delta rows",
         "deltas: zero-3",
         "deltas: tensor",

@@ -23,6 +23,7 @@ from bmforge.testing.delta_suite import DeltaSuite
 from bmforge.testing.engine_suite import EngineSuite
 from bmforge.testing.layouts import check_layout
 from bmforge.testing.native_suite import NativeSuite
+from bmforge.testing.prompt_suite import PromptSuite
 from bmforge.testing.quantized_suite import QuantizedSuite
 from bmforge.testing.serving_suite import ServingSuite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
@@ -30,7 +31,9 @@ from bmforge.testing.tolerance import assert_close, assert_equal_trees
 __all__ = ["FamilySuite"]
 
 
-class FamilySuite(QuantizedSuite, EngineSuite, NativeSuite, ServingSuite, DeltaSuite):
+class FamilySuite(
+    QuantizedSuite, EngineSuite, NativeSuite, ServingSuite, DeltaSuite, PromptSuite
+):
     """Building, copying, compiling, laying out. A subclass sets `model_class` and `tiny_config`.
 
     Attributes:

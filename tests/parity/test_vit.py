@@ -57,8 +57,10 @@ class TestViT(ModelSuite, FileSuite):
         "generate": "has no next token",
         "native step": "writes no text",
         "soft-prompt": "reads no tokens",
+        "prompt": "reads images",
     }
     takes_prompts = False
+    test_prompt = None
     cases = {  # noqa: RUF012
         "default": VIT_TINY,
         "no_bias": {**VIT_TINY, "qkv_bias": False, "hidden_act": "gelu_new"},

@@ -1,18 +1,33 @@
 """Prompts: templates, label words and few examples on any family.
 
 Start reading at `language.py` (what a template's text may say), then `template.py` (examples to
-ids), `verbalizer.py` (scores of tokens to scores of classes) and `classifier.py`.
+ids), `asking.py` and `lay.py` (how each kind of model is asked), `verbalizer.py` (what the model
+says to scores of classes), `classifier.py` and `generator.py`; `rows.py` is how a run reads them.
 """
 
-from bmforge.tune.prompt.automatic import find_label_tokens
+from bmforge.tune.prompt.automatic import AutomaticVerbalizer, find_label_tokens
 from bmforge.tune.prompt.classifier import ClassOutput, PromptClassifier, calibrate
 from bmforge.tune.prompt.ensemble import classify_together
+from bmforge.tune.prompt.generation import GenerationVerbalizer
+from bmforge.tune.prompt.generator import PromptGenerator, WriteOutput
 from bmforge.tune.prompt.language import parse_template
+from bmforge.tune.prompt.lay import Encoded
+from bmforge.tune.prompt.levels import score_levels
 from bmforge.tune.prompt.pieces import Piece, TemplateError
 from bmforge.tune.prompt.post_processing import register_post_processing
+from bmforge.tune.prompt.prefix import PrefixTemplate
+from bmforge.tune.prompt.rows import (
+    PromptRows,
+    TargetRows,
+    prompt_objective,
+    target_objective,
+)
 from bmforge.tune.prompt.sampler import draw_few
-from bmforge.tune.prompt.soft import fold_rows_
-from bmforge.tune.prompt.template import Encoded, Template, read_template
+from bmforge.tune.prompt.search_template import search_templates
+from bmforge.tune.prompt.search_words import search_label_words
+from bmforge.tune.prompt.soft import draw_rows_, fold_rows_
+from bmforge.tune.prompt.template import Template, read_template
+from bmforge.tune.prompt.trained import PrototypeVerbalizer, SoftVerbalizer
 from bmforge.tune.prompt.verbalizer import (
     KnowledgeableVerbalizer,
     ManualVerbalizer,
@@ -21,22 +36,37 @@ from bmforge.tune.prompt.verbalizer import (
 )
 
 __all__ = [
+    "AutomaticVerbalizer",
     "ClassOutput",
-    "PromptClassifier",
-    "calibrate",
-    "classify_together",
     "Encoded",
+    "GenerationVerbalizer",
     "KnowledgeableVerbalizer",
     "ManualVerbalizer",
     "OneToOneVerbalizer",
     "PTRVerbalizer",
     "Piece",
+    "PrefixTemplate",
+    "PromptClassifier",
+    "PromptGenerator",
+    "PromptRows",
+    "PrototypeVerbalizer",
+    "SoftVerbalizer",
+    "TargetRows",
     "Template",
     "TemplateError",
+    "WriteOutput",
+    "calibrate",
+    "classify_together",
     "draw_few",
+    "draw_rows_",
     "find_label_tokens",
     "fold_rows_",
     "parse_template",
+    "prompt_objective",
     "read_template",
     "register_post_processing",
+    "score_levels",
+    "search_label_words",
+    "search_templates",
+    "target_objective",
 ]

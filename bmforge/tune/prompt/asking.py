@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from bmforge.errors import ConfigError
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.prompt.pieces import SPECIALS
 
 __all__ = ["ASKINGS", "Asking", "find_asking", "role_token"]
+
+Form = Literal["row", "apart", "behind", "hidden", "document"]
 
 
 @dataclass(frozen=True)
@@ -19,30 +21,60 @@ class Asking:
     Args:
         kind: its name.
         about: what a mask is there.
+        form: where the answer is predicted: at the mask in the "row", by a decoder "apart", in the
+            row "behind" the text, in the place of a "hidden" token, or in a "document".
         begins: roles of the token that stands before all; () for none.
         ends: roles of the token that stands behind all; () for none.
         reads_behind: whether what stands behind the mask is read.
-        writes_apart: the answer is written by a decoder of its own.
         shows_mask: the mask itself stands in what is read.
+        start_is_blank: a decoder's start token is the first blank itself.
+        marks: field of the model's config -> role of the tokenizer that must be the same token.
     """
 
     kind: str
     about: str
+    form: Form = "row"
     begins: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     reads_behind: bool = True
-    writes_apart: bool = False
     shows_mask: bool = True
+    start_is_blank: bool = False
+    marks: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def writes_apart(self) -> bool:
+        """The answer is written by a decoder of its own."""
+        return self.form == "apart"
+
+    @property
+    def goes_on(self) -> bool:
+        """An answer's later tokens are predicted after its earlier ones; else all at once."""
+        return self.form != "row" or not self.shows_mask
 
 
+_GLM = (("sop_token_id", "sop"), ("mask_token_id", "mask"))
 ASKINGS = {
     asking.kind: asking
     for asking in (
-        Asking("masked", "the mask token", ("cls", "bos"), ("sep", "eos")),
-        Asking("causal", "the next token", reads_behind=False, shows_mask=False),
-        Asking("spans", "a sentinel in the source", (), ("eos",), writes_apart=True),
-        Asking("prefix spans", "what the decoder writes", (), ("eos",), False, True, False),
+        Asking("masked", "the mask token", "row", ("cls", "bos"), ("sep", "eos")),
+        Asking("causal", "the next token", "row", reads_behind=False, shows_mask=False),
+        Asking("spans", "a sentinel in the source", "apart", (), ("eos",)),
+        Asking("prefix spans", "what the decoder writes", "apart", (), ("eos",), False, False),
+        Asking("dialogues", "a sentinel in the source", "apart", start_is_blank=True),
+        Asking("blanks", "its mask, filled behind", "behind", ("cls",), ("eos",), marks=_GLM),
+        Asking("segments", "a hidden token", "hidden", ("bos",), ("eos",)),
+        Asking("documents", "a numbered blank, filled under <ans>", "document"),
     )
+}
+# What a family's traits say (how it reads, what it learned) -> how it is asked.
+_BY_TRAITS = {
+    ("both", "masked tokens"): "masked",
+    ("left", "next token"): "causal",
+    ("apart", "spans"): "spans",
+    ("apart", "dialogues"): "dialogues",
+    ("blanks", "blanks"): "blanks",
+    ("blanks", "hidden tokens"): "segments",
+    ("left", "documents"): "documents",
 }
 
 
@@ -55,22 +87,20 @@ def find_asking(model: Any) -> Asking:
     traits = getattr(model, "traits", None)
     if traits is None:
         return _ask_other(model)
-    if traits.objective == "masked tokens" and traits.reads == "both" and not traits.has_images:
-        return ASKINGS["masked"]
-    if (traits.reads, traits.objective) == ("left", "next token"):
-        return ASKINGS["causal"]
-    if traits.reads == "apart" and traits.answer_sentinel:
-        return ASKINGS["spans"]
-    raise ConfigError(
-        f"{type(model).__name__} ({traits.objective}) cannot be asked with a template. Families "
-        "that learned masked tokens, the next token or spans can."
-    )
+    kind = _BY_TRAITS.get((traits.reads, traits.objective))
+    if kind is None or traits.has_images:
+        raise ConfigError(
+            f"{type(model).__name__} ({traits.objective}) cannot be asked with a template: it "
+            "reads no texts. Take a family that does."
+        )
+    return ASKINGS[kind]
 
 
 def _ask_other(model: Any) -> Asking:
     """Return how a model of transformers is asked."""
     config = getattr(model, "config", None)
     names = " ".join(getattr(config, "architectures", None) or [type(model).__name__])
+    names += f" {type(model).__name__}"
     if getattr(config, "is_encoder_decoder", False):
         return ASKINGS["spans"]
     if "MaskedLM" in names:
@@ -101,3 +131,20 @@ def special_token(tokenizer: Tokenizer, name: str) -> int:
             f"the tokenizer has no token for {name}: it has {', '.join(tokenizer.special_ids)}."
         )
     return found
+
+
+def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
+    """Refuse a model that looks for its blanks by other tokens than the tokenizer has.
+
+    Raises:
+        ConfigError: it does.
+    """
+    config = getattr(model, "config", None)
+    needed = {field: tokenizer.role_id(role) for field, role in asking.marks}
+    wrong = [f"{n}={getattr(config, n, None)}" for n, id in needed.items()
+             if getattr(config, n, None) != id]  # fmt: skip
+    if wrong:
+        raise ConfigError(
+            f"the model has {', '.join(wrong)}: where blanks are it finds by these ids, which are "
+            f"others in the tokenizer. Give its config {needed}."
+        )

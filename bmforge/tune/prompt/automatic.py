@@ -6,13 +6,16 @@ classification" (2020).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError
+from bmforge.tokenizers import Tokenizer
+from bmforge.tune.prompt.verbalizer import ManualVerbalizer
 
-__all__ = ["find_label_tokens"]
+__all__ = ["AutomaticVerbalizer", "find_label_tokens"]
 
 _TINY = 1e-15
 
@@ -60,3 +63,59 @@ def find_label_tokens(
             value = yes[mine].sum(0) + factor * no[~mine].sum(0)
         found.append(likely[value.argsort(descending=True)[:words_per_class]].tolist())
     return found
+
+
+class AutomaticVerbalizer(ManualVerbalizer):
+    """Classes told by the tokens that tell their examples best (PETAL).
+
+    It knows none until `fit_`; from then on it is a `ManualVerbalizer` of tokens.
+
+    Args:
+        num_classes: C.
+        tokenizer: that of the model.
+        normalize: as of a `ManualVerbalizer`.
+        options: of `find_label_tokens`.
+    """
+
+    def __init__(
+        self, num_classes: int, tokenizer: Tokenizer, normalize: bool = True, **options: Any
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        self._tokenizer, self._options = tokenizer, options
+        self.classes = [str(number) for number in range(num_classes)]
+        self.words: list[list[str]] = [[] for _ in self.classes]
+        self.join, self.normalize, self.takes = "first", normalize, "logits"
+        self.prior = None
+
+    def fit_(self, logits: Tensor, labels: Tensor) -> None:
+        """Choose the words by labelled examples.
+
+        Args:
+            logits: at their masks.
+            labels: their classes.
+
+        Shape:
+            logits: (N, V); labels: (N,)
+
+        Raises:
+            ConfigError: a class has no example.
+        """
+        found = find_label_tokens(logits, labels, **self._options)
+        if len(found) != self.num_classes:
+            raise ConfigError(
+                f"the labels go up to class {len(found) - 1}, and there are {self.num_classes} "
+                "classes: give examples of every one."
+            )
+        self.words = [["<!>" + self._tokenizer.decode([id]) for id in row] for row in found]
+        self._set_tokens([[[id] for id in row] for row in found])
+        self.to(logits.device)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """As of a `ManualVerbalizer`.
+
+        Raises:
+            ConfigError: no words were chosen yet.
+        """
+        if not hasattr(self, "ids"):
+            raise ConfigError("no label words were chosen yet: call fit_ with labelled examples.")
+        return super().forward(logits)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.errors import ConfigError
+from bmforge.batch import IGNORE_INDEX
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.tune.prompt.call import Answers, ask_model
+from bmforge.tune.prompt.questions import Question, ask_example, lay_questions, score_words
 from bmforge.tune.prompt.template import Encoded, Template
-from bmforge.tune.prompt.truncate import Cut
 
-__all__ = ["ClassOutput", "PromptClassifier", "calibrate"]
+__all__ = ["ClassOutput", "PromptClassifier", "calibrate", "class_loss", "score_batch"]
 
 Batch = dict[str, Tensor]
 
@@ -23,8 +25,9 @@ class ClassOutput(NamedTuple):
 
     Attributes:
         class_logits: (B, C), of most verbalizers log-probabilities.
-        loss: the mean cross-entropy; None without labels.
-        vocab_logits: (B, V), or (B, M, V) for several masks.
+        loss: the mean of the rows' losses; None without labels.
+        vocab_logits: (B, V), or (B, M, V) for several masks; of a verbalizer that takes words
+            their log-probabilities, (B, W).
     """
 
     class_logits: Tensor
@@ -38,22 +41,19 @@ class PromptClassifier(nn.Module):
     Args:
         model: predicts tokens, and is the template's.
         template: makes its input.
-        verbalizer: turns scores of tokens into scores of classes.
+        verbalizer: turns what the model says into scores of classes.
         frozen: train only the template's rows and the verbalizer.
 
     Raises:
-        ConfigError: the verbalizer needs another number of masks than the template has.
+        ConfigError: the verbalizer needs another number of masks than the template has, or what
+            stands behind the mask would not be scored.
     """
 
     def __init__(
         self, model: nn.Module, template: Template, verbalizer: Any, *, frozen: bool = False
     ) -> None:
         super().__init__()
-        needed = verbalizer.num_masks
-        if needed != template.num_masks:
-            raise ConfigError(
-                f"the template has {template.num_masks} masks, and the verbalizer reads {needed}."
-            )
+        check_masks(template, verbalizer)
         self.model, self.template, self.verbalizer = model, template, verbalizer
         self.pad_id = template.tokenizer.pad_id or 0
         if frozen:
@@ -62,60 +62,49 @@ class PromptClassifier(nn.Module):
                 parameter.requires_grad_(True)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        mask_at: Tensor,
-        decoder_input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
+        self, mask_at: Tensor, labels: Tensor | None = None, **inputs: Tensor
     ) -> ClassOutput:
         """Score the classes of prompts.
 
         Args:
-            input_ids: as `collate` puts them together.
-            attention_mask: 1 for tokens, 0 for padding.
             mask_at: where answers are predicted.
-            decoder_input_ids: of a decoder of its own.
-            labels: the right classes; returns the loss too.
+            labels: the right classes, see `class_loss`; returns the loss too.
+            inputs: what else `collate` puts together.
 
         Shape:
-            input_ids, attention_mask: (B, T); mask_at: (B, M); decoder_input_ids: (B, S);
-            labels: (B,)
+            mask_at: (B, M)
         """
-        apart = {} if decoder_input_ids is None else {"decoder_input_ids": decoder_input_ids}
-        out = self.model(input_ids=input_ids, attention_mask=attention_mask, **apart)
-        rows = torch.arange(len(mask_at), device=mask_at.device)[:, None]
-        logits = out.logits[rows, mask_at]
-        logits = logits[:, 0] if self.template.num_masks == 1 else logits
-        scores = self.verbalizer(logits)
-        loss = None if labels is None else F.cross_entropy(scores, labels)
-        return ClassOutput(scores, loss, logits)
+        found = score_batch(self.model, self.verbalizer, {"mask_at": mask_at, **inputs})
+        assert found is not None, "a pipeline's stages are asked by `prompt_objective`"
+        scores, said = found
+        loss = None
+        if labels is not None:
+            loss = class_loss(scores, labels, self.verbalizer).mean()
+        return ClassOutput(scores, loss, said)
 
-    def collate(self, prompts: Sequence[Encoded], labels: Sequence[int] | None = None) -> Batch:
-        """Return a batch of prompts, padded behind."""
+    def collate(
+        self,
+        prompts: Sequence[Encoded | Question],
+        labels: Sequence[Any] | None = None,
+    ) -> Batch:
+        """Return a batch of prompts, or of what `ask` gives, padded behind."""
         device = next(self.model.parameters()).device
-        width = max(len(prompt.input_ids) for prompt in prompts)
-        spare = [width - len(prompt.input_ids) for prompt in prompts]
-        filled = [p.input_ids + [self.pad_id] * n for p, n in zip(prompts, spare, strict=True)]
-        columns: dict[str, list[Any]] = {
-            "input_ids": filled,
-            "attention_mask": [[1] * (width - n) + [0] * n for n in spare],
-            "mask_at": [prompt.mask_at for prompt in prompts],
-        }
-        if self.template.asking.writes_apart:
-            columns["decoder_input_ids"] = [prompt.decoder_input_ids for prompt in prompts]
+        asked = [p if isinstance(p, Question) else Question([p], [], []) for p in prompts]
+        columns = lay_questions(asked, self.pad_id)
         if labels is not None:
             columns["labels"] = list(labels)
         return {name: torch.tensor(values, device=device) for name, values in columns.items()}
 
-    def batches(
-        self, examples: Sequence[Any], size: int = 32, max_seq_len: int = 512, cut: Cut = "tail"
-    ) -> Iterator[Batch]:
-        """Yield batches of examples, each tokenised when it is asked for."""
+    def ask(self, example: Any, **options: Any) -> Question:
+        """Return what is asked about an example; `options` as for `Template.encode`."""
+        return ask_example(self.template, self.verbalizer, example, **options)
+
+    def batches(self, examples: Sequence[Any], size: int = 32, **options: Any) -> Iterator[Batch]:
+        """Yield batches of examples, each tokenised when it is asked for; `options` as there."""
         for begin in range(0, len(examples), size):
             part = range(begin, min(begin + size, len(examples)))
             yield self.collate(
-                [self.template.encode(examples[n], max_seq_len, cut, f"example {n}") for n in part]
+                [self.ask(examples[n], **{"name": f"example {n}", **options}) for n in part]
             )
 
     @torch.no_grad()
@@ -126,6 +115,121 @@ class PromptClassifier(nn.Module):
         found = [self(**batch).class_logits for batch in self.batches(examples, **options)]
         self.train(was_training)
         return torch.cat(found)
+
+    @torch.no_grad()
+    def look(self, examples: Sequence[Any], hidden: bool = False, **options: Any) -> Answers:
+        """Return what the model says at the masks of examples: what verbalizers are fitted by.
+
+        Args:
+            examples: as for `batches`.
+            hidden: the last hidden states too.
+            options: as for `batches`.
+
+        Shape:
+            logits: (N, V), or (N, M, V); hidden: (N, D), or (N, M, D)
+        """
+        was_training = self.training
+        self.eval()
+        logits, states = [], []
+        for batch in self.batches(examples, **options):
+            places = batch.pop("mask_at")
+            found = ask_model(self.model, _inputs(batch), places, hidden)
+            assert found is not None
+            one = _single(found)
+            logits.append(one.logits)
+            states.append(one.hidden)
+        self.train(was_training)
+        return Answers(torch.cat(logits), torch.cat(states) if hidden else None)  # type: ignore[arg-type]
+
+
+def check_masks(template: Template, verbalizer: Any) -> None:
+    """Refuse a template and a verbalizer that do not go together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if verbalizer.num_masks != template.num_masks:
+        raise ConfigError(
+            f"the template has {template.num_masks} masks, and the verbalizer reads "
+            f"{verbalizer.num_masks}."
+        )
+    if template.behind == "score" and verbalizer.takes != "words":
+        raise ConfigError(
+            "behind='score' scores the text after each word: give a verbalizer with join='joint'."
+        )
+
+
+def score_batch(
+    model: Any, verbalizer: Any, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """Return the scores of classes, and what the verbalizer was given of the model.
+
+    None where a pipeline's stage has only carried on.
+    """
+    given = dict(batch)
+    takes, mask_at = verbalizer.takes, given.pop("mask_at")
+    found = ask_model(model, _inputs(given), mask_at, takes in ("hidden", "both"))
+    if found is None:
+        return None
+    if takes == "words":
+        scores = score_words(found.logits, given["answers"], given["which"])
+        if getattr(verbalizer, "per_token", False):
+            scores = scores / (given["answers"] != IGNORE_INDEX).sum(-1)
+        return verbalizer(scores), scores
+    one = _single(found)
+    if takes == "logits":
+        return verbalizer(one.logits), one.logits
+    extra = (one.logits,) if takes == "both" else ()
+    return verbalizer(one.hidden, *extra), one.logits
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in batch.items() if name not in ("answers", "which")}
+
+
+def _single(found: Answers) -> Answers:
+    """Leave the dim of masks out where there is one."""
+    if found.logits.shape[1] > 1:
+        return found
+    return Answers(found.logits[:, 0], None if found.hidden is None else found.hidden[:, 0])
+
+
+def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
+    """Return every row's loss, (B,); 0 for rows labelled -100.
+
+    Args:
+        scores: of a verbalizer.
+        labels: numbers of classes; or (B, C) floats, 1 for each class that a row has; or (B,)
+            floats between 0 and 1: how far from the first of two classes to the second.
+        verbalizer: that gave them.
+
+    Shape:
+        scores: (B, C)
+
+    Raises:
+        ConfigError: several classes a row need scores that are not normalized.
+        ShapeError: floats that are neither.
+
+    Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021) for
+    regression between two words.
+    """
+    if not labels.is_floating_point():
+        return F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    if labels.shape == scores.shape:
+        if verbalizer.normalize:
+            raise ConfigError(
+                "several classes a row: their scores compete in one softmax. Give the verbalizer "
+                "normalize=False."
+            )
+        found = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+        return found.mean(-1)
+    if labels.shape != scores.shape[:1] or scores.shape[1] != 2:
+        raise ShapeError(
+            f"labels {tuple(labels.shape)} of floats: needed is one for each of the classes "
+            f"{tuple(scores.shape)}, or one a row for two classes."
+        )
+    chances = scores.log_softmax(-1)
+    return -((1 - labels) * chances[:, 0] + labels * chances[:, 1])
 
 
 @torch.no_grad()

@@ -36,8 +36,12 @@ _ONLY = {
 _MAX_CHARS, _MAX_DEPTH, _MAX_DUPLICATE = 100_000, 16, 10_000
 
 
-def parse_template(text: str) -> tuple[Piece, ...]:
+def parse_template(text: str, needs_mask: bool = True) -> tuple[Piece, ...]:
     """Return the pieces of a template.
+
+    Args:
+        text: in the template language.
+        needs_mask: refuse one without a mask.
 
     Raises:
         TemplateError: it is none; with line, column and what is needed.
@@ -59,7 +63,7 @@ def parse_template(text: str) -> tuple[Piece, ...]:
             pieces.append(Piece("text", plain.rstrip(" "), spaced, at=at))
             end = at + len(plain.rstrip(" "))
         at, spaced = end, False
-    if not any(piece.kind == "mask" for piece in pieces):
+    if needs_mask and not any(piece.kind == "mask" for piece in pieces):
         raise TemplateError('there is no {"mask"}; one is needed', text, len(text))
     return tuple(pieces)
 

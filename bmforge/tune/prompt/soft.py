@@ -8,13 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bmforge.errors import ConfigError
 from bmforge.nn.prompt import Prompt
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.prompt.pieces import Piece
 
-__all__ = ["MadeRows", "SoftRow", "fold_rows_", "number_rows", "put_rows_"]
+__all__ = [
+    "MadeRows",
+    "SoftRow",
+    "draw_rows_",
+    "fold_rows_",
+    "number_rows",
+    "put_rows_",
+    "token_table",
+]
 
 
 @dataclass(frozen=True)
@@ -102,34 +111,72 @@ class MadeRows(nn.Module):
         return nn.functional.embedding(rows, self.weight)
 
 
-def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> nn.Module:
-    """Put rows behind a model's token table; return the part that has them.
+def token_table(model: Any) -> nn.Embedding:
+    """Return a model's table of tokens, transformers' too.
 
     Raises:
-        ConfigError: it has some already, or no table of tokens.
+        ConfigError: it has none.
     """
     table = getattr(model, "embed", None)
+    if table is None and hasattr(model, "get_input_embeddings"):
+        table = model.get_input_embeddings()
     if not isinstance(table, nn.Embedding):
         raise ConfigError(
             f"{type(model).__name__} has no token embedding `embed` for soft rows to stand behind."
         )
-    if getattr(table, "prompt", None) is not None:
+    return table
+
+
+def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> nn.Module:
+    """Put rows behind a model's token table; return the part that has them.
+
+    A model on meta may have them already, as its config told.
+
+    Raises:
+        ConfigError: it has some already, or no table of tokens.
+    """
+    table = token_table(model)
+    known = getattr(table, "prompt", None)
+    if isinstance(known, Prompt) and known.weight.is_meta and len(known.weight) == len(rows):
+        return known
+    if known is not None:
         raise ConfigError("the model has soft rows already: open it anew for another template.")
-    width, words = table.embedding_dim, [row.token for row in rows]
-    generator = torch.Generator().manual_seed(seed)
+    width = table.embedding_dim
     if encoder:
         table.prompt = MadeRows(len(rows), width, encoder).to(table.weight)
         return table.prompt
-    part = Prompt(len(rows), width).to(table.weight)
-    with torch.no_grad():
-        std = float(table.weight.float().std())
-        drawn = torch.randn(part.weight.shape, generator=generator) * std
-        known = torch.tensor([max(token, 0) for token in words])
-        is_drawn = torch.tensor([token < 0 for token in words])[:, None]
-        part.weight.copy_(torch.where(is_drawn, drawn.to(table.weight), table.weight[known]))
-    table.prompt = part
-    _remember(model, part)
-    return part
+    table.prompt = Prompt(len(rows), width).to(table.weight)
+    if not table.weight.is_meta:
+        draw_rows_(model, rows, seed)
+    _remember(model, table.prompt)
+    return table.prompt
+
+
+@torch.no_grad()
+def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
+    """Let a model's soft rows begin: as the words they were given, the others drawn.
+
+    Args:
+        model: on any layout; every process gets the same rows.
+        rows: of its template.
+        seed: of what is drawn, with the spread of the table.
+
+    Comm: of a table that is divided, two sums of a row of numbers.
+    """
+    table = token_table(model)
+    weight = table.weight
+    spread = weight.float().std()
+    std = float(spread.full_tensor() if isinstance(spread, DTensor) else spread)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(table.prompt.weight.shape, generator=generator) * std
+    known = torch.tensor([max(row.token, 0) for row in rows], device=weight.device)
+    is_drawn = torch.tensor([row.token < 0 for row in rows], device=weight.device)[:, None]
+    words = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    found = torch.where(is_drawn, drawn.to(words), words[known])
+    place = table.prompt.weight
+    if isinstance(place, DTensor):
+        found = distribute_tensor(found, place.device_mesh, place.placements)
+    place.copy_(found)
 
 
 def _remember(model: Any, rows: Prompt) -> None:
@@ -141,10 +188,11 @@ def _remember(model: Any, rows: Prompt) -> None:
 
 def fold_rows_(model: Any) -> None:
     """Replace what makes a model's rows by the rows that it made."""
-    made = model.embed.prompt
+    table = token_table(model)
+    made = table.prompt
     if isinstance(made, MadeRows):
         rows = made.weight.detach()
-        model.embed.prompt = Prompt(*rows.shape).to(rows)
+        table.prompt = Prompt(*rows.shape).to(rows)
         with torch.no_grad():
-            model.embed.prompt.weight.copy_(rows)
-        _remember(model, model.embed.prompt)
+            table.prompt.weight.copy_(rows)
+        _remember(model, table.prompt)

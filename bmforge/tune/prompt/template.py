@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bmforge.errors import ConfigError
 from bmforge.tokenizers import Tokenizer
-from bmforge.tune.prompt.asking import (
-    ASKINGS,
-    Asking,
-    find_asking,
-    role_token,
-    special_token,
-)
+from bmforge.tune.prompt.asking import ASKINGS, Asking, check_marks, find_asking, special_token
 from bmforge.tune.prompt.language import parse_template
+from bmforge.tune.prompt.lay import Encoded, Text, lay_out, make_frame
 from bmforge.tune.prompt.pieces import Piece, Wrapped
-from bmforge.tune.prompt.soft import SoftRow, number_rows, put_rows_
+from bmforge.tune.prompt.soft import SoftRow, number_rows, put_rows_, token_table
 from bmforge.tune.prompt.truncate import Cut, cut_parts
 
-__all__ = ["Encoded", "Template", "read_template"]
+__all__ = ["Encoded", "Template", "read_fields", "read_template"]
 
-
-@dataclass(frozen=True)
-class Encoded:
-    """A prompt as a model reads it.
-
-    Attributes:
-        input_ids: T of them; from the vocabulary's size on they are soft rows.
-        mask_at: where the M answers are predicted: positions of the input or, where the answer is
-            written apart, of `decoder_input_ids`.
-        decoder_input_ids: what a decoder of its own has read; empty without one.
-        num_cut: tokens of the example that were left out.
-    """
-
-    input_ids: list[int]
-    mask_at: list[int]
-    decoder_input_ids: list[int] = field(default_factory=list)
-    num_cut: int = 0
+_BEHIND = ("refuse", "leave out", "score")
 
 
 class Template:
@@ -49,12 +27,18 @@ class Template:
         text: in the template language (see `language`).
         tokenizer: that of the model.
         model: reads the prompts; where the template has soft pieces their rows are put into it
-            (`nn.prompt`). A frozen one may stay frozen: the rows are trained.
+            (`nn.prompt`). A frozen one may stay frozen: the rows are trained. One on meta is only
+            told of them; `draw_rows_` fills them later.
         front: rows that stand before everything else, the first token included.
         encoder: "" trains the rows themselves; "lstm" or "mlp" trains what makes them (P-tuning).
-        behind: "refuse" or "leave out" text behind the mask, where the model cannot read it.
+        behind: what becomes of text behind the mask where the model does not read it: "refuse",
+            "leave out", or "score" it after each word, which a verbalizer with "joint" words does.
         asking: a name of `ASKINGS` instead of what the model's family says.
         seed: of fresh rows.
+
+    Attributes:
+        shown: examples with their answers that stand in front of every prompt.
+        blanks: sentinels that stand for the masks.
 
     Raises:
         TemplateError: the text is no template.
@@ -75,42 +59,76 @@ class Template:
     ) -> None:
         if asking and asking not in ASKINGS:
             raise ConfigError(f"asking={asking!r} is unknown. Known: {', '.join(ASKINGS)}.")
-        if behind not in ("refuse", "leave out"):
-            raise ConfigError(f"behind={behind!r} must be 'refuse' or 'leave out'.")
+        if behind not in _BEHIND:
+            raise ConfigError(f"behind={behind!r} must be one of {', '.join(_BEHIND)}.")
         self.text, self.tokenizer, self.front, self.encoder = text, tokenizer, front, encoder
         self.pieces = parse_template(text)
         self.asking: Asking = ASKINGS[asking] if asking else find_asking(model)
-        masks = sum(piece.kind == "mask" for piece in self.pieces)
+        masks = sum(_is_mask(piece) for piece in self.pieces)
         self.num_masks = masks if self.asking.reads_behind else 1
-        self._check_masks(behind)
+        self.behind = self._check_masks(behind)
+        check_marks(self.asking, tokenizer, model)
         rows, self._numbers = number_rows(self.pieces, tokenizer)
         self.rows: tuple[SoftRow, ...] = (SoftRow(),) * front + rows
-        self.vocab_size = model.embed.num_embeddings if self.rows else 0
+        self.vocab_size = token_table(model).num_embeddings if self.rows else 0
         if self.rows:
             self._prompt = put_rows_(model, self.rows, encoder, seed)
-        self._begin = role_token(tokenizer, self.asking.begins)
-        self._end = role_token(tokenizer, self.asking.ends)
-        self._sentinel = getattr(getattr(model, "traits", None), "sentinel", "") or "<extra_id_{}>"
+        sentinel = getattr(getattr(model, "traits", None), "sentinel", "") or "<extra_id_{}>"
         config = getattr(model, "config", None)
-        self._start = getattr(config, "decoder_start_token_id", None) or 0
+        start = getattr(config, "decoder_start_token_id", None) or 0
+        self._frame = make_frame(self.asking, tokenizer, config, self.num_masks)
+        self.blanks: list[int] = []
+        if self.asking.writes_apart:
+            self.blanks = [self._sentinel_id(sentinel, n) for n in range(self.num_masks)]
+        skipped = int(self.asking.start_is_blank)
+        self._begun = [start, *self.blanks[skipped:]]
+        self.shown: list[list[Wrapped]] = []
 
     @property
     def soft_parameters(self) -> list[Any]:
         """What is trained of the template."""
         return list(self._prompt.parameters()) if self.rows else []
 
-    def _check_masks(self, behind: str) -> None:
-        """Refuse what a model cannot read."""
+    def _check_masks(self, behind: str) -> str:
+        """Refuse what a model cannot read; return what becomes of it."""
         if self.asking.reads_behind:
-            return
-        first = next(n for n, piece in enumerate(self.pieces) if piece.kind == "mask")
+            return "refuse"
+        first = next(n for n, piece in enumerate(self.pieces) if _is_mask(piece))
         rest = self.pieces[first + 1 :]
         if rest and behind == "refuse":
             raise ConfigError(
                 f"the template has {rest[0].kind} {rest[0].value or ''!r} behind its mask, which a "
                 f"model of the kind {self.asking.kind!r} never reads: let the mask stand last, or "
-                "give behind='leave out'."
+                "give behind='leave out' or behind='score'."
             )
+        if behind == "score" and (not rest or self.asking.form != "row"):
+            raise ConfigError(
+                "behind='score' has no effect: nothing stands behind the mask of a causal model."
+            )
+        if behind == "score" and any(map(_is_mask, rest)):
+            raise ConfigError("behind='score' is for one mask, and the template has several.")
+        return behind
+
+    def show(self, examples: Sequence[Any], answers: Sequence[str], between: str = "\n") -> None:
+        """Let examples with their answers stand in front of every prompt from now on.
+
+        Args:
+            examples: as for `wrap`.
+            answers: of each, what stands at its mask.
+            between: what stands behind each.
+
+        Raises:
+            ConfigError: not one answer for every example.
+        """
+        if len(examples) != len(answers):
+            raise ConfigError(f"{len(examples)} examples have {len(answers)} answers.")
+        first = next(piece for piece in self.pieces if _is_mask(piece))
+        self.shown = []
+        for example, answer in zip(examples, answers, strict=True):
+            said = Wrapped(" " + answer if first.spaced else answer)
+            row = [said if one.kind == "mask" else one for one in self.wrap(example)]
+            fixed = (Wrapped(one.text, one.kind, one.soft) for one in row)  # none of it is cut
+            self.shown.append([*fixed, Wrapped(between)])
 
     def wrap(self, example: Any) -> list[Wrapped]:
         """Return the pieces with an example's texts in them.
@@ -140,14 +158,16 @@ class Template:
             text = "<mask>" if piece.kind == "mask" or piece.value == "<mask>" else piece.value
             yield Wrapped(text or "", piece.kind if text != "<mask>" else "mask")  # type: ignore[arg-type]
             return
-        text = piece.value or ""
-        if piece.kind != "text":
-            text = _take(piece, fields, meta)
-            text = text if piece.process is None else piece.process(text)
+        text = fill_piece(piece, fields, meta)
         yield Wrapped(" " + text if piece.spaced else text, shortenable=piece.shortenable)
 
     def encode(
-        self, example: Any, max_seq_len: int = 512, cut: Cut = "tail", name: str = "the example"
+        self,
+        example: Any,
+        max_seq_len: int = 512,
+        cut: Cut = "tail",
+        name: str = "the example",
+        answer: Sequence[int] = (),
     ) -> Encoded:
         """Return the ids of an example's prompt, the mask always among them.
 
@@ -156,41 +176,47 @@ class Template:
             max_seq_len: longest prompt in tokens, soft rows and marks included.
             cut: see `cut_parts`.
             name: of the example, for messages.
+            answer: tokens to be predicted at the one mask; () predicts one.
 
         Raises:
             ConfigError: what may not be cut is too long, or there is nothing before a mask.
         """
-        parts: list[tuple[list[int], bool]] = []
+        parts: list[tuple[list[int], bool]] = [
+            (self._read(one), False) for row in self.shown for one in row
+        ]
         masks: list[int] = []  # parts that are masks
         for one in self.wrap(example):
             if one.kind == "mask":
                 masks.append(len(parts))
-                parts.append((self._mask_ids(len(masks) - 1), False))
-                if not self.asking.reads_behind:
+                parts.append((self._mask_ids(len(masks) - 1, answer), False))
+                if not self.asking.reads_behind and (self.behind != "score" or not answer):
                     break
             else:
                 parts.append((self._read(one), one.shortenable))
-        around = (self._begin is not None) + (self._end is not None) + self.front
+        around = len(self._frame) + self.front
+        if self.asking.form in ("behind", "document"):
+            around += max(0, len(answer) - 1)
         kept = cut_parts(parts, max_seq_len - around, cut, name)
-        ids = [self.vocab_size + row for row in range(self.front)]
-        ids += [] if self._begin is None else [self._begin]
+        ids: list[int] = []
         places = []
         for number, part in enumerate(kept):
             if number in masks:
                 places.append(len(ids))
             ids += part
+        front = [self.vocab_size + row for row in range(self.front)]
+        text = Text(ids, places, answer)
+        laid = lay_out(self.asking, self._frame, text, front, self._begun, name)
         num_cut = sum(len(ids) for ids, _ in parts) - sum(map(len, kept))
-        if self.asking.writes_apart:
-            answers = [self._start, *(self._sentinel_id(n) for n in range(len(masks)))]
-            places = list(range(1, len(answers)))
-        elif not self.asking.shows_mask:
-            places, answers = [len(ids) - 1], []
-            if not ids:
-                raise ConfigError(f"{name}: nothing stands before the mask; a token is needed.")
-        else:
-            answers = []
-        ids += [] if self._end is None else [self._end]
-        return Encoded(ids, places, answers, num_cut)
+        return Encoded(
+            laid.input_ids, laid.mask_at, laid.decoder_input_ids, num_cut,
+            laid.columns, laid.fixed, laid.predicted,
+        )  # fmt: skip
+
+    def question_of(self, answer: Sequence[int]) -> tuple[int, ...]:
+        """Return what of an answer is in its prompt: answers with the same share one."""
+        if self.behind == "score":
+            return tuple(answer)
+        return tuple(answer[:-1]) if self.asking.goes_on else (0,) * len(answer)
 
     def _read(self, one: Wrapped) -> list[int]:
         if one.kind == "soft":
@@ -199,28 +225,40 @@ class Template:
             return [special_token(self.tokenizer, one.text)]
         return self.tokenizer.encode_plain([one.text])[0] if one.text else []
 
-    def _mask_ids(self, number: int) -> list[int]:
+    def _mask_ids(self, number: int, answer: Sequence[int]) -> list[int]:
+        form = self.asking.form
+        if (form == "hidden" and answer) or (form == "row" and not self.asking.shows_mask):
+            return list(answer)
         if not self.asking.shows_mask:
             return []
-        if self.asking.writes_apart:
-            return [self._sentinel_id(number)]
-        return [special_token(self.tokenizer, "<mask>")]
+        if form == "apart":
+            return [self.blanks[number]]
+        times = max(1, len(answer)) if form == "row" else 1
+        return [special_token(self.tokenizer, "<mask>")] * times
 
-    def _sentinel_id(self, number: int) -> int:
-        token = self._sentinel.format(number)
+    def _sentinel_id(self, sentinel: str, number: int) -> int:
+        token = sentinel.format(number)
         found = self.tokenizer.token_to_id(token)
         if found is None:
             raise ConfigError(f"the tokenizer has no {token}, which stands for a mask.")
         return found
 
 
+def _is_mask(piece: Piece) -> bool:
+    return piece.kind == "mask" or (piece.kind == "special" and piece.value == "<mask>")
+
+
 def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return the texts of an example by name, and its meta entries; text_a is the first text."""
+    """Return the texts of an example by name, and its meta entries; text_a is the first text.
+
+    Of a `TaskExample` with choices these are choice1, choice2, ...
+    """
     if isinstance(example, Mapping):
         fields = {k: v for k, v in example.items() if isinstance(v, str)}
         meta = example.get("meta") or {}
     elif hasattr(example, "fields"):
-        fields, meta = dict(example.fields), example.fields
+        choices = {f"choice{n}": text for n, text in enumerate(example.choices, 1)}
+        fields, meta = dict(example.fields), {**choices, **example.fields}
     elif hasattr(example, "text_a"):
         fields = {"text_a": example.text_a, "text_b": getattr(example, "text_b", "")}
         meta = getattr(example, "meta", None) or {}
@@ -231,11 +269,19 @@ def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
     return fields, meta
 
 
-def _take(piece: Piece, fields: Mapping[str, str], meta: Mapping[str, str]) -> str:
+def fill_piece(piece: Piece, fields: Mapping[str, str], meta: Mapping[str, str]) -> str:
+    """Return the text of a text, placeholder or meta piece.
+
+    Raises:
+        ConfigError: the example lacks it.
+    """
+    if piece.kind == "text":
+        return piece.value or ""
     places = (fields,) if piece.kind == "placeholder" else (meta, fields)
     for place in places:
         if piece.value is not None and piece.value in place:
-            return str(place[piece.value])
+            text = str(place[piece.value])
+            return text if piece.process is None else piece.process(text)
     has = ", ".join(dict.fromkeys([*meta, *fields] if piece.kind == "meta" else fields))
     raise ConfigError(
         f"the template asks for the {piece.kind} {piece.value!r}, and the example has: {has}."

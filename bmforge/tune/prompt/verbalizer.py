@@ -9,7 +9,7 @@ Zhao et al., "Calibrate before use" (2021); Hu et al., "Knowledgeable prompt-tun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
 from bmforge.tokenizers import Tokenizer
+from bmforge.tune.prompt.words import Words, check_left, check_shared, read_words, spell_word
 
 __all__ = ["KnowledgeableVerbalizer", "ManualVerbalizer", "OneToOneVerbalizer", "PTRVerbalizer"]
 
-Words = Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]]
-Joining = Literal["first", "max", "mean"]
+Joining = Literal["first", "max", "mean", "joint"]
+_JOININGS = ("first", "max", "mean", "joint")
 # What a word that is not there scores, and what probabilities are kept from 0 by.
 _ABSENT, _TINY = -10_000.0, 1e-15
 
@@ -32,30 +34,34 @@ class ManualVerbalizer(nn.Module):
 
     Args:
         words: of every class, in order; or class name -> words. A word begins with a blank, where
-            the tokenizer tells words by it, unless it is written with "<!>" in front.
+            the tokenizer tells words by it, unless it is Chinese or written with "<!>" in front.
         tokenizer: that of the model.
-        join: a word of several tokens scores as its "first", the "max" or the "mean" of them.
+        join: a word of several tokens scores as its "first", the "max" or the "mean" of them at
+            one mask; or "joint": its log-probability over as many masks or steps as it has tokens.
         normalize: return log-probabilities; off, the mean of the words' own scores.
 
+    Attributes:
+        takes: what it reads: "logits", scores of tokens at the mask; or "words", those of words.
+
     Shape:
-        logits: (B, V) -> (B, C)
+        logits: (B, V), or of "joint" (B, number of all words) -> (B, C)
 
     Raises:
         ConfigError: no words, a word that cannot be spelled, or one that two classes share.
     """
 
     shares_words = False
-    takes = "logits"
     num_masks = 1
 
     def __init__(
         self, words: Words, tokenizer: Tokenizer, join: Joining = "first", normalize: bool = True
     ) -> None:
         super().__init__()
-        if join not in ("first", "max", "mean"):
-            raise ConfigError(f"join={join!r} is unknown. Known: first, max, mean.")
+        if join not in _JOININGS:
+            raise ConfigError(f"join={join!r} is unknown. Known: {', '.join(_JOININGS)}.")
         self.classes, self.words = read_words(words)
         self.join, self.normalize = join, normalize
+        self.takes = "words" if join == "joint" else "logits"
         self.prior: Tensor | None = None
         if not self.shares_words:
             check_shared(self.words)
@@ -67,22 +73,47 @@ class ManualVerbalizer(nn.Module):
         return len(self.words)
 
     def _spell(self, tokenizer: Tokenizer) -> None:
-        """Look the words' tokens up: `ids` (C, W, L), and which of them are there."""
-        self.tokens = [[spell_word(word, tokenizer) for word in row] for row in self.words]
-        width = max(map(len, self.tokens))
-        length = max(len(ids) for row in self.tokens for ids in row)
-        ids = torch.zeros(len(self.tokens), width, length, dtype=torch.long)
+        """Look the words' tokens up."""
+        self._set_tokens([[spell_word(word, tokenizer) for word in row] for row in self.words])
+        long = {
+            word: [tokenizer.decode([id]) for id in ids]
+            for row, tokens in zip(self.words, self.tokens, strict=True)
+            for word, ids in zip(row, tokens, strict=True)
+            if len(ids) > 1
+        }
+        if long and self.join == "first":
+            get_logger().warning(
+                "only the first token of these words is looked at: %s. Give join='joint' to score "
+                "them whole",
+                "; ".join(f"{word!r} = {' | '.join(ids)}" for word, ids in long.items()),
+            )
+
+    def _set_tokens(self, tokens: list[list[list[int]]]) -> None:
+        """Take words by their tokens: `ids` (C, W, L), and which of them are there."""
+        self.tokens = tokens
+        width = max(map(len, tokens))
+        length = max(len(ids) for row in tokens for ids in row)
+        ids = torch.zeros(len(tokens), width, length, dtype=torch.long)
         there = torch.zeros(ids.shape, dtype=torch.bool)
-        for number, row in enumerate(self.tokens):
+        for number, row in enumerate(tokens):
             for place, word in enumerate(row):
                 ids[number, place, : len(word)] = torch.tensor(word)
                 there[number, place, : len(word)] = True
         self.register_buffer("ids", ids, persistent=False)
         self.register_buffer("there", there, persistent=False)
 
+    def answers(self, example: Any) -> list[list[int]]:
+        """Return the tokens of all words, class after class: what "joint" asks a model for."""
+        return [word for row in self.tokens for word in row]
+
     def project(self, logits: Tensor) -> Tensor:
         """Return the words' scores: (B, V) -> (B, C, W)."""
-        found, there = logits[:, self.ids], self.there
+        there = self.there
+        if self.join == "joint":
+            scores = logits.new_full((len(logits), *there.shape[:2]), _ABSENT)
+            scores[:, there[..., 0]] = logits
+            return scores
+        found = logits[:, self.ids]
         if self.join == "first":
             scores = found[..., 0]
         elif self.join == "max":
@@ -115,7 +146,7 @@ class ManualVerbalizer(nn.Module):
             logits: of texts that say nothing of a class; their mean is taken. None undoes it.
 
         Shape:
-            logits: (N, V)
+            logits: (N, V), or as `forward` takes them
 
         Raises:
             ConfigError: there are none.
@@ -136,6 +167,9 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         drop_ratio: part of the vocabulary, the least likely, whose words calibration removes.
         temperature: factor on the weights when it does not train.
         options: further ones of a `ManualVerbalizer`.
+
+    Raises:
+        ConfigError: as there; or join="joint", of whose words no vocabulary tells the rare ones.
     """
 
     shares_words = True
@@ -149,6 +183,10 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         temperature: float = 1.0,
         **options: Any,
     ) -> None:
+        if options.get("join") == "joint":
+            raise ConfigError(
+                "join='joint' scores words, refinement tokens: give first, max or mean."
+            )
         classes, rows = read_words(words)
         firsts = {row[0] for row in rows}
         counts = {word: sum(word in row for row in rows) for row in rows for word in row}
@@ -161,7 +199,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
             ]
             for row in rows
         ]
-        _check_left(classes, kept, "refinement")
+        check_left(classes, kept, "refinement")
         self.drop_ratio, self.temperature = drop_ratio, temperature
         super().__init__(dict(zip(classes, kept, strict=True)), tokenizer, **options)
         self._tokenizer = tokenizer
@@ -189,7 +227,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
             [word for word, ids in zip(row, tokens, strict=True) if not rare & set(ids)]
             for row, tokens in zip(self.words, self.tokens, strict=True)
         ]
-        _check_left(self.classes, kept, f"calibration with drop_ratio={self.drop_ratio}")
+        check_left(self.classes, kept, f"calibration with drop_ratio={self.drop_ratio}")
         self.words = kept
         self._spell(self._tokenizer)
         self.to(logits.device)
@@ -226,6 +264,7 @@ class PTRVerbalizer(nn.Module):
     """
 
     takes = "logits"
+    normalize = True
 
     def __init__(
         self,
@@ -237,6 +276,8 @@ class PTRVerbalizer(nn.Module):
         super().__init__()
         if len({len(row) for row in words}) != 1:
             raise ConfigError("every class needs one word for each mask, all the same number.")
+        if options.get("join") == "joint":
+            raise ConfigError("join='joint' needs the masks for itself: give first, max or mean.")
         self.num_masks, self.num_classes, self.per_mask = len(words[0]), len(words), per_mask
         columns = list(zip(*words, strict=True))
         unique = [list(dict.fromkeys(column)) for column in columns]
@@ -255,58 +296,3 @@ class PTRVerbalizer(nn.Module):
             own = [F.log_softmax(o, -1)[:, p] for o, p in zip(each, self.places, strict=True)]
             total = total + torch.stack(own).mean(0)
         return total
-
-
-def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
-    """Return the classes' names and their words.
-
-    Raises:
-        ConfigError: a class without words, or something that is no word.
-    """
-    if isinstance(words, str) or not isinstance(words, (Mapping, Sequence)) or not words:
-        raise ConfigError(f"words={words!r:.60} must be a list with words for every class.")
-    pairs = list(words.items()) if isinstance(words, Mapping) else list(enumerate(words))
-    rows = [[row] if isinstance(row, str) else list(row) for _, row in pairs]
-    bad = [n for n, row in enumerate(rows) if not all(isinstance(w, str) and w for w in row)]
-    if bad:
-        raise ConfigError(f"class {bad[0]} has {rows[bad[0]]!r:.60}: words are texts, not empty.")
-    classes = [str(name) for name, _ in pairs]
-    _check_left(classes, rows, "the list")
-    return classes, rows
-
-
-def _check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str) -> None:
-    empty = [name for name, row in zip(classes, rows, strict=True) if not row]
-    if empty:
-        raise ConfigError(
-            f"after {after} these classes have no words: {', '.join(empty)}. Give them more."
-        )
-
-
-def check_shared(rows: Sequence[Sequence[str]]) -> None:
-    """Refuse a word of two classes.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    owner: dict[str, int] = {}
-    for number, row in enumerate(rows):
-        for word in row:
-            if owner.setdefault(word, number) != number:
-                raise ConfigError(
-                    f"the word {word!r} is of class {owner[word]} and of class {number}: it tells "
-                    "neither. Give each its own."
-                )
-
-
-def spell_word(word: str, tokenizer: Tokenizer) -> list[int]:
-    """Return a word's tokens.
-
-    Raises:
-        ConfigError: the tokenizer cannot spell it.
-    """
-    text = word.removeprefix("<!>") if word.startswith("<!>") else " " + word.lstrip(" ")
-    ids = tokenizer.encode_plain([text])[0]
-    if not ids or tokenizer.unk_id in ids:
-        raise ConfigError(f"the tokenizer cannot spell the word {word!r}: choose another.")
-    return ids

@@ -1,0 +1,111 @@
+"""What every family must do with prompts: answer zero shot, train soft rows, score whole words."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bmforge.models import Model, ModelConfig
+from bmforge.testing.capability import capability
+from bmforge.testing.letters import letters_for
+from bmforge.testing.tolerance import assert_close
+from bmforge.tune.prompt import ManualVerbalizer, PromptClassifier, Template
+
+__all__ = ["PROMPT", "PROMPTED", "PromptSuite", "open_prompted"]
+
+PROMPT = '{"placeholder":"text_a"} {"soft"}{"soft"} it is {"mask"}'
+PROMPTED = [{"text_a": "a film"}, {"text_a": "not a good one"}]
+_WORDS = [["good", "fine"], ["bad"]]
+_HEADS = ("masked_lm", "language_model", "sequence_to_sequence")
+
+
+def prompted_config(config: Any) -> Any:
+    """Return a tiny config with a head that predicts tokens, and GLM's marks as letters have."""
+    config = config.replace(head=next(head for head in _HEADS if head in config.heads))
+    if hasattr(config, "sop_token_id"):
+        config = config.replace(sop_token_id=5, mask_token_id=4)
+    if hasattr(config, "num_relations"):  # of documents, as many as their tree can have
+        config = config.replace(num_relations=80)
+    return config
+
+
+def open_prompted(model_class: type[Model], config: Any, **options: Any) -> tuple[Any, Any]:
+    """Return a model in float64 that can be asked, and its tokenizer."""
+    model = model_class.from_config(prompted_config(config), dtype=torch.float64, **options)
+    return model.eval(), letters_for(model)
+
+
+class PromptSuite:
+    """Prompts on a family; `FamilySuite` inherits this."""
+
+    model_class: ClassVar[type[Model]]
+
+    def tiny_config(self) -> ModelConfig:
+        """Return a tiny config of the family."""
+        raise TypeError(f"{type(self).__name__} defines no tiny_config")
+
+    @capability("prompt")
+    def test_prompt(self) -> None:
+        """Classes zero shot and by whole words are closed forms of all logits; rows learn."""
+        model, tokenizer = open_prompted(self.model_class, self.tiny_config())
+        template = Template(PROMPT, tokenizer, model)
+        words = ManualVerbalizer(_WORDS, tokenizer, join="mean", normalize=False)
+        _check_first(PromptClassifier(model, template, words, frozen=True))
+        _check_whole(model, template, tokenizer)
+        _check_learning(PromptClassifier(model, template, words, frozen=True))
+
+
+def _all_logits(classifier: PromptClassifier, prompts: Any) -> tuple[Tensor, Tensor]:
+    """Return the logits of all positions, and where the answers are."""
+    batch = classifier.collate(prompts)
+    places = batch.pop("mask_at")
+    return classifier.model(**batch).logits, places
+
+
+def _check_first(classifier: PromptClassifier) -> None:
+    template, words = classifier.template, classifier.verbalizer
+    with torch.no_grad():
+        found = classifier.classify(PROMPTED)
+        logits, places = _all_logits(classifier, [template.encode(one) for one in PROMPTED])
+    for row in range(len(PROMPTED)):
+        said = logits[row, places[row, 0]]
+        scores = [torch.stack([said[ids].mean() for ids in own]).mean() for own in words.tokens]
+        assert_close(found[row], torch.stack(scores))
+
+
+def _check_whole(model: Any, template: Template, tokenizer: Any) -> None:
+    """Whole words: every token after those before it, or each at a mask of its own."""
+    words = ManualVerbalizer(_WORDS, tokenizer, join="joint", normalize=False)
+    classifier = PromptClassifier(model, template, words, frozen=True)
+    found = classifier.classify(PROMPTED)
+    with torch.no_grad():
+        for row, example in enumerate(PROMPTED):
+            scores = []
+            for ids in words.answers(example):
+                prompt = template.encode(example, answer=ids)
+                logits, places = _all_logits(classifier, [prompt])
+                said = logits[0, places[0]].log_softmax(-1)
+                assert prompt.predicted == ids
+                scores.append(sum(said[n, id] for n, id in enumerate(ids)))
+            whole = torch.stack(scores)
+            assert_close(found[row], torch.stack([whole[:2].mean(), whole[2]]))
+
+
+def _check_learning(classifier: PromptClassifier) -> None:
+    """Three steps on the rows alone lower the loss."""
+    (rows,) = classifier.template.soft_parameters
+    batch = classifier.collate([classifier.ask(one) for one in PROMPTED], [0, 1])
+    optimizer, losses = torch.optim.Adam([rows], lr=1e-3), []
+    for _ in range(4):
+        loss = classifier(**batch).loss
+        assert loss is not None
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert rows.grad is not None
+    assert bool(rows.grad.any(1).all())
+    assert losses[3] < losses[0]
+    assert all(p.grad is None for p in classifier.model.parameters() if p is not rows)

@@ -1,0 +1,61 @@
+"""Asking a model: scores of tokens, or last hidden states, where answers are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmforge.nn.prompt import look_up
+
+__all__ = ["Answers", "ask_model", "pick_places"]
+
+
+class Answers(NamedTuple):
+    """What a model says at M places of every row.
+
+    Shape:
+        logits: (B, M, V); hidden: (B, M, D), where asked for
+    """
+
+    logits: Tensor
+    hidden: Tensor | None
+
+
+def ask_model(
+    model: Any, inputs: Mapping[str, Tensor], mask_at: Tensor, hidden: bool = False
+) -> Answers | None:
+    """Return what a model says; None where a pipeline's stage has only carried on.
+
+    Of ours only these places go through the head. Of a model of transformers all do.
+
+    Args:
+        model: ours on any layout, or one of transformers.
+        inputs: its arguments.
+        mask_at: the places.
+        hidden: return the last hidden states too.
+
+    Shape:
+        mask_at: (B, M)
+    """
+    if hasattr(model, "traits"):
+        out = model(**inputs, logits_at=mask_at)
+        if out.logits is None:
+            return None
+        return Answers(out.logits, pick_places(out.last_hidden_state, mask_at) if hidden else None)
+    given, table = dict(inputs), model.get_input_embeddings()
+    if getattr(table, "prompt", None) is not None:
+        given["inputs_embeds"] = look_up(table, given.pop("input_ids"))
+    out = model(**given, output_hidden_states=hidden)
+    states = None
+    if hidden:
+        key = "decoder_hidden_states" if "decoder_input_ids" in given else "hidden_states"
+        states = pick_places(getattr(out, key)[-1], mask_at)
+    return Answers(pick_places(out.logits, mask_at), states)
+
+
+def pick_places(x: Tensor, places: Tensor) -> Tensor:
+    """Return some positions of every row: (B, T, ...) at (B, M) -> (B, M, ...)."""
+    return x[torch.arange(len(places), device=x.device)[:, None], places]

@@ -1,0 +1,80 @@
+"""Classes told by whole texts that a model writes, the same for all examples or made of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.tokenizers import Tokenizer
+from bmforge.tune.prompt.language import parse_template
+from bmforge.tune.prompt.template import fill_piece, read_fields
+from bmforge.tune.prompt.words import Words, read_words
+
+__all__ = ["GenerationVerbalizer"]
+
+
+class GenerationVerbalizer(nn.Module):
+    """A class's score is the log-probability of its text at the mask; the right text is the target.
+
+    Args:
+        words: a text of every class, in order; of several the first is taken.
+        tokenizer: that of the model.
+        rule: the texts are templates without a mask, filled from each example, such as
+            `{"meta":"choice1"}`.
+        per_token: divide by the number of tokens, so that long texts are not the unlikelier.
+
+    Shape:
+        scores: (B, C), of the texts -> (B, C)
+
+    Raises:
+        ConfigError: no texts, or a rule that is no template.
+    """
+
+    takes = "words"
+    num_masks = 1
+
+    def __init__(
+        self, words: Words, tokenizer: Tokenizer, rule: bool = False, per_token: bool = False
+    ) -> None:
+        super().__init__()
+        self.classes, rows = read_words(words)
+        self.words = [row[:1] for row in rows]
+        self.normalize, self.per_token = False, per_token
+        self._tokenizer = tokenizer
+        self._rules = [parse_template(row[0], needs_mask=False) for row in rows] if rule else None
+        kinds = {p.kind for rule in self._rules or () for p in rule}
+        if kinds & {"mask", "soft", "special"}:
+            raise ConfigError("a class's text has no mask, soft or special pieces: it is written.")
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return len(self.words)
+
+    def write(self, example: Any, label: int) -> str:
+        """Return the text of a class for an example: what a `PromptGenerator` learns to write."""
+        if self._rules is None:
+            return self.words[label][0]
+        fields, meta = read_fields(example)
+        found = ""
+        for piece in self._rules[label]:
+            found += " " * piece.spaced + fill_piece(piece, fields, meta)
+        return found
+
+    def answers(self, example: Any) -> list[list[int]]:
+        """Return the tokens of all classes' texts.
+
+        Raises:
+            ConfigError: a text without tokens.
+        """
+        texts = [self.write(example, label) for label in range(self.num_classes)]
+        found = self._tokenizer.encode_plain(texts)
+        if not all(found):
+            raise ConfigError(f"class {found.index([])} has a text without tokens: {texts}.")
+        return found
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """Return the classes' scores, which are the texts'."""
+        return scores

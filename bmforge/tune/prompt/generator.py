@@ -1,0 +1,207 @@
+"""Generation by a prompt: a model learns to write, or writes, at a template's mask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.errors import ConfigError
+from bmforge.tune.prompt.call import ask_model
+from bmforge.tune.prompt.questions import Question, lay_questions
+from bmforge.tune.prompt.template import Encoded, Template
+
+__all__ = ["PromptGenerator", "WriteOutput", "encode_target", "target_loss"]
+
+Batch = dict[str, Tensor]
+# Kinds of models whose prompts a search over tokens goes on with.
+_WRITING = ("causal", "spans", "prefix spans", "dialogues", "blanks")
+
+
+class WriteOutput(NamedTuple):
+    """What a `PromptGenerator` answers.
+
+    Attributes:
+        loss: of a row the sum of its tokens', then the mean over rows.
+        logits: (B, L, V), where the target's tokens are predicted.
+    """
+
+    loss: Tensor
+    logits: Tensor
+
+
+class PromptGenerator(nn.Module):
+    """A model that writes at a template's mask.
+
+    Args:
+        model: predicts tokens, and is the template's.
+        template: with one mask, which is where texts are written.
+        write: (model, input_ids, attention_mask, **options) -> ids, such as
+            `bmforge.infer.generate`; only `write` needs it. None takes the model's own `generate`.
+        frozen: train only the template's rows.
+
+    Raises:
+        ConfigError: the template has several masks, or the model fills masks with one token each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        template: Template,
+        write: Callable[..., Tensor] | None = None,
+        *,
+        frozen: bool = False,
+    ) -> None:
+        super().__init__()
+        if template.num_masks != 1 or not template.asking.goes_on:
+            raise ConfigError(
+                f"texts are written at one mask by a model that goes on from token to token; this "
+                f"template has {template.num_masks}, and is asked as {template.asking.kind!r}."
+            )
+        self.model, self.template, self._write = model, template, write
+        self.pad_id = template.tokenizer.pad_id or 0
+        if frozen:
+            model.requires_grad_(False)
+            for parameter in template.soft_parameters:
+                parameter.requires_grad_(True)
+
+    def forward(self, mask_at: Tensor, labels: Tensor, **inputs: Tensor) -> WriteOutput:
+        """Return the loss of targets.
+
+        Args:
+            mask_at: where the targets' tokens are predicted.
+            labels: the tokens, -100 behind them.
+            inputs: what else `collate` puts together.
+
+        Shape:
+            mask_at, labels: (B, L)
+        """
+        found = ask_model(self.model, inputs, mask_at)
+        assert found is not None, "a pipeline's stages are asked by an objective"
+        return WriteOutput(target_loss(found.logits, labels).sum(-1).mean(), found.logits)
+
+    def encode(self, example: Any, target: str, **options: Any) -> Encoded:
+        """Return a prompt with its target, which ends with the end token where there is one.
+
+        Args:
+            example, options: as for `Template.encode`.
+            target: what is to be written.
+        """
+        return encode_target(self.template, example, target, **options)
+
+    def collate(self, prompts: Sequence[Encoded]) -> Batch:
+        """Return a batch of prompts with targets, padded behind."""
+        device = next(self.model.parameters()).device
+        columns = lay_questions([Question([prompt], [], []) for prompt in prompts], self.pad_id)
+        width = len(columns["mask_at"][0])
+        columns["labels"] = [
+            [*p.predicted, *[IGNORE_INDEX] * (width - len(p.predicted))] for p in prompts
+        ]
+        return {name: torch.tensor(values, device=device) for name, values in columns.items()}
+
+    @torch.no_grad()
+    def write(
+        self, examples: Sequence[Any], size: int = 8, max_seq_len: int = 512, **options: Any
+    ) -> list[str]:
+        """Return what the model writes for examples, many at a time.
+
+        Args:
+            examples: as for `Template.wrap`.
+            size: examples at a time.
+            max_seq_len: longest prompt in tokens.
+            options: of `write`, such as max_new_tokens, num_beams or do_sample.
+
+        Raises:
+            ConfigError: the model does not write by going on with tokens, or nothing was given that
+                writes.
+        """
+        if self.template.asking.kind not in _WRITING:
+            raise ConfigError(
+                f"a model asked as {self.template.asking.kind!r} does not go on with a row: use "
+                "bmforge.infer's write_text, or fill_documents of CPM-Bee."
+            )
+        write = self._write or getattr(type(self.model), "generate", None)
+        if write is None:
+            raise ConfigError(
+                "nothing that writes was given: make the PromptGenerator with "
+                "write=bmforge.infer.generate."
+            )
+        device = next(self.model.parameters()).device
+        found = []
+        for begin in range(0, len(examples), size):
+            prompts = [
+                self.template.encode(examples[n], max_seq_len, name=f"example {n}")
+                for n in range(begin, min(begin + size, len(examples)))
+            ]
+            ids, mask = self._pad(prompts, device)
+            apart = self.template.asking.writes_apart
+            written = write(self.model, ids, attention_mask=mask, **options)
+            new = written[:, 1 if apart else ids.shape[1] :]
+            found += [self._read(row) for row in new.tolist()]
+        return found
+
+    def _pad(self, prompts: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Fill up in front, where a model goes on behind."""
+        width = max(map(len, prompts))
+        apart = self.template.asking.writes_apart
+        rows, masks = [], []
+        for prompt in prompts:
+            spare = [self.pad_id] * (width - len(prompt))
+            ones, zeros = [1] * len(prompt), [0] * len(spare)
+            rows.append([*prompt.input_ids, *spare] if apart else [*spare, *prompt.input_ids])
+            masks.append([*ones, *zeros] if apart else [*zeros, *ones])
+        return torch.tensor(rows, device=device), torch.tensor(masks, device=device)
+
+    def _read(self, ids: Sequence[int]) -> str:
+        """Return the text of what was written, up to its end; a first sentinel is no text."""
+        tokenizer = self.template.tokenizer
+        ends = set(find_ends(self.template)) | {tokenizer.pad_id}
+        kept = []
+        for id in ids:
+            if id in self.template.blanks and not kept:
+                continue
+            if id in ends:
+                break
+            kept.append(id)
+        return tokenizer.decode_written(kept).strip()
+
+
+def find_ends(template: Template) -> list[int]:
+    """Return the token that ends a target, or none: the tokenizer's end, of GLM that of a piece."""
+    roles = ("eop", "eos") if template.asking.kind == "blanks" else ("eos",)
+    found = (template.tokenizer.role_id(role) for role in roles)
+    return [id for id in found if id is not None][:1]
+
+
+def encode_target(template: Template, example: Any, target: str, **options: Any) -> Encoded:
+    """Return a prompt with its target, ending with the end token where there is one.
+
+    Raises:
+        ConfigError: there is nothing to write.
+    """
+    first = next(piece for piece in template.pieces if piece.kind == "mask")
+    spaced = " " if first.spaced and not template.asking.writes_apart else ""
+    ids = template.tokenizer.encode_plain([spaced + target])[0]
+    ids = [*ids, *find_ends(template)]
+    if not ids:
+        raise ConfigError(f"the target {target!r} has no tokens.")
+    prompt = template.encode(example, answer=ids, **options)
+    if template.asking.form == "apart" and not template.asking.start_is_blank:
+        # The sentinel before the answer is written too.
+        places, said = [0, *prompt.mask_at], [template.blanks[0], *prompt.predicted]
+        prompt = dataclasses.replace(prompt, mask_at=places, predicted=said)
+    return prompt
+
+
+def target_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return every token's loss, (B, L); 0 for those of -100.
+
+    Shape:
+        logits: (B, L, V); labels: (B, L)
+    """
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)

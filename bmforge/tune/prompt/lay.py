@@ -1,0 +1,213 @@
+"""Prompts as rows: what stands around a text for each kind of model, and where it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bmforge.errors import ConfigError
+from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.cpm_bee.document import encode_document
+from bmforge.tune.prompt.asking import Asking, role_token
+
+__all__ = ["Encoded", "Frame", "Text", "lay_out", "make_frame"]
+
+# CPM-Ant's task of tokens hidden anywhere in a text: the number of its prompt and of its segment.
+_HIDDEN_TASK = 1
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt as a model reads it.
+
+    Attributes:
+        input_ids: T of them; from the vocabulary's size on they are soft rows.
+        mask_at: where the M answers are predicted: positions of the input or, where the answer is
+            written apart, of `decoder_input_ids`.
+        decoder_input_ids: what a decoder of its own has read; empty without one.
+        num_cut: tokens of the example that were left out.
+        columns: further arguments of the model, a number for every token.
+        fixed: further arguments of the model, the same for every prompt of the template.
+        predicted: what `mask_at` should predict, where an answer was given.
+    """
+
+    input_ids: list[int]
+    mask_at: list[int]
+    decoder_input_ids: list[int] = field(default_factory=list)
+    num_cut: int = 0
+    columns: Mapping[str, list[int]] = field(default_factory=dict)
+    fixed: Mapping[str, list[int]] = field(default_factory=dict)
+    predicted: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+class Text(NamedTuple):
+    """What is between begin and end.
+
+    Attributes:
+        ids: of the cut pieces.
+        masks: where each mask begins in them.
+        answer: tokens of the answer at the one mask; () asks for it.
+    """
+
+    ids: list[int]
+    masks: list[int]
+    answer: Sequence[int] = ()
+
+
+class Frame(NamedTuple):
+    """What stands around every prompt of a template.
+
+    Attributes:
+        begin, end: ids before and behind the text.
+        tails: for every mask what stands behind all, up to where its answer is predicted.
+        begin_columns, tail_columns: of these, what models are told of every token.
+        text_columns: the same of the text.
+        fixed: see `Encoded`.
+    """
+
+    begin: list[int]
+    end: list[int]
+    tails: list[list[int]]
+    begin_columns: dict[str, list[int]]
+    text_columns: dict[str, int]
+    tail_columns: dict[str, list[list[int]]]
+    fixed: dict[str, list[int]]
+
+    def __len__(self) -> int:
+        return len(self.begin) + len(self.end) + sum(map(len, self.tails))
+
+
+def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int) -> Frame:
+    """Return what stands around a template's texts."""
+    if asking.form == "document":
+        return _frame_document(tokenizer, num_masks)
+    found = [role_token(tokenizer, roles) for roles in (asking.begins, asking.ends)]
+    begin, end = ([] if id is None else [id] for id in found)
+    tails: list[list[int]] = []
+    columns: dict[str, list[int]] = {}
+    if asking.form == "behind":
+        start = tokenizer.role_id("sop")
+        assert start is not None
+        tails = [[start]] * num_masks
+    if asking.form == "hidden":
+        size = config.prompt_length
+        first = _HIDDEN_TASK * size + (config.vocab_size if config.prompts_in_vocabulary else 0)
+        columns = {
+            "context": [1] * (size + len(begin)),
+            "segment": [0] * size + [_HIDDEN_TASK] * len(begin),
+        }
+        begin = [*range(first, first + size), *begin]
+    told = {"context": 1, "segment": _HIDDEN_TASK} if columns else {}
+    return Frame(begin, end, tails, columns, told, {}, {})
+
+
+def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
+    """Return the document with a text and an answer for each of its blanks, cut at the text."""
+    names = [f"<mask_{n}>" for n in range(num_masks)]
+    document = {"input": "".join(names), "<ans>": dict.fromkeys(names, "")}
+    found = encode_document(document, tokenizer, blank_answers=True)
+    inside = np.flatnonzero(found.segs == 2)  # the root, the key, and then the text
+    columns: dict[str, list[int]] = {
+        "input_ids": found.ids.tolist(),
+        "input_sub": found.subs.tolist(),
+        "context": found.context.astype(int).tolist(),
+        "segment": found.segs.tolist(),
+    }
+    count, begin = len(found.ids), int(inside[0]) + 1
+    edges = [int(inside[-1]), *(slot.start + 1 for slot in found.answers)]
+    columns |= {"num_segments": [found.n_segments] * count}
+    columns |= {name: [0] * count for name in ("sample_ids", "segment_rel_offset")}
+    tails = {name: [values[a:b] for a, b in pairwise(edges)] for name, values in columns.items()}
+    told = {"input_sub": 0, "context": 1, "segment": 2, "num_segments": found.n_segments}
+    begins = {name: values[:begin] for name, values in columns.items()}
+    return Frame(
+        begins.pop("input_ids"), [], tails.pop("input_ids"), begins,
+        {**told, "sample_ids": 0, "segment_rel_offset": 0}, tails,
+        {"segment_rel": found.segment_rel.tolist()},
+    )  # fmt: skip
+
+
+def lay_out(
+    asking: Asking, frame: Frame, text: Text, front: list[int], blanks: list[int], name: str
+) -> Encoded:
+    """Return a prompt.
+
+    Args:
+        asking: how the model is asked.
+        frame: what stands around.
+        text: the pieces.
+        front: soft rows before everything; where the model has a frame of its own, before the text.
+        blanks: a decoder's start token and its sentinels, as many as masks.
+        name: of the example, for messages.
+
+    Raises:
+        ConfigError: nothing stands before what is to be predicted.
+    """
+    answer = list(text.answer)
+    inside = asking.form in ("hidden", "document")
+    before = [*frame.begin, *front] if inside else [*front, *frame.begin]
+    ids, at = [*before, *text.ids, *frame.end], len(before)
+    if asking.form == "apart":
+        begun = [*blanks, *answer[:-1]]
+        places = list(range(1 - asking.start_is_blank, len(begun)))
+        return Encoded(ids, places, begun, predicted=answer)
+    if asking.form == "row" and asking.shows_mask:
+        places = [at + n + m for n in text.masks for m in range(max(1, len(answer)))]
+        return Encoded(ids, places, predicted=answer)
+    if asking.form == "row":
+        first = at + text.masks[0] - 1
+        if first < 0:
+            raise ConfigError(f"{name}: nothing stands before the mask; a token is needed.")
+        if not answer:
+            return Encoded(ids, [first])
+        return Encoded(ids[:-1], list(range(first, len(ids) - 1)), predicted=ids[first + 1 :])
+    if asking.form == "behind":
+        places = []
+        for tail in frame.tails:
+            ids = [*ids, *tail]
+            places.append(len(ids) - 1)
+        more = range(places[-1] + 1, places[-1] + len(answer))
+        return Encoded([*ids, *answer[:-1]], [*places, *more], predicted=answer)
+    if asking.form == "hidden":
+        return _lay_hidden(frame, text, ids, at, len(front))
+    return _lay_document(frame, text, ids, at, len(front))
+
+
+def _lay_hidden(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
+    """CPM-Ant: the token before a hidden one predicts it."""
+    columns = {
+        name: [*values, *[frame.text_columns[name]] * (len(ids) - len(values))]
+        for name, values in frame.begin_columns.items()
+    }
+    length = max(1, len(text.answer))
+    hidden = [at + n + m for n in text.masks for m in range(length)]
+    for place in hidden:
+        columns["context"][place] = 0
+    return Encoded(ids, [p - 1 for p in hidden], columns=columns, predicted=list(text.answer))
+
+
+def _lay_document(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
+    """CPM-Bee: blanks are numbered in the text, and filled one after the other under <ans>."""
+    answer, count = list(text.answer), len(text.ids) + front
+    columns = {n: [*v, *[frame.text_columns[n]] * count] for n, v in frame.begin_columns.items()}
+    for number, place in enumerate(text.masks):
+        columns["input_sub"][at + place] = number
+    places = []
+    for number, tail in enumerate(frame.tails):
+        ids = [*ids, *tail]
+        for name, values in columns.items():
+            values += frame.tail_columns[name][number]
+        places.append(len(ids) - 1)
+    more = max(0, len(answer) - 1)
+    for values in columns.values():
+        values += [values[-1]] * more
+    places += range(len(ids), len(ids) + more)
+    return Encoded([*ids, *answer[:more]], places, columns=columns, fixed=frame.fixed,
+                   predicted=answer)  # fmt: skip

@@ -1,0 +1,111 @@
+"""What is asked about an example: one prompt, or as many as its words need to be scored whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.tune.prompt.template import Encoded, Template
+from bmforge.tune.prompt.truncate import Cut
+
+__all__ = ["Question", "ask_example", "lay_questions", "score_words"]
+
+
+class Question(NamedTuple):
+    """An example as it is asked about.
+
+    Attributes:
+        prompts: K of them; one where tokens at the masks are enough.
+        words: of each of W words the tokens to be predicted; none where tokens are enough.
+        which: of each word its prompt.
+    """
+
+    prompts: list[Encoded]
+    words: list[list[int]]
+    which: list[int]
+
+
+def ask_example(
+    template: Template,
+    verbalizer: Any,
+    example: Any,
+    max_seq_len: int = 512,
+    cut: Cut = "tail",
+    name: str = "the example",
+) -> Question:
+    """Return what is asked about an example; arguments as for `Template.encode`."""
+    if verbalizer.takes != "words":
+        return Question([template.encode(example, max_seq_len, cut, name)], [], [])
+    words = verbalizer.answers(example)
+    shapes = [template.question_of(word) for word in words]
+    unique = list(dict.fromkeys(shapes))
+    prompts = [
+        template.encode(example, max_seq_len, cut, name, words[shapes.index(shape)])
+        for shape in unique
+    ]
+    which = [unique.index(shape) for shape in shapes]
+    whole = [  # with what is scored behind the word
+        [*word, *prompts[at].predicted[len(word) :]] for word, at in zip(words, which, strict=True)
+    ]
+    return Question(prompts, whole, which)
+
+
+def lay_questions(questions: Sequence[Question], pad_id: int) -> dict[str, list[Any]]:
+    """Return columns of a batch, filled up behind.
+
+    Shape:
+        input_ids, attention_mask and what is told of tokens: (B K, T); mask_at: (B K, M);
+        answers: (B, W, L); which: (B, W)
+    """
+    times = max(len(question.prompts) for question in questions)
+    prompts = [
+        prompt
+        for question in questions
+        for prompt in (question.prompts + question.prompts[-1:] * times)[:times]
+    ]
+    width = max(map(len, prompts))
+    columns = {
+        "input_ids": _fill([prompt.input_ids for prompt in prompts], pad_id, width),
+        "attention_mask": _fill([[1] * len(prompt) for prompt in prompts], 0, width),
+        "mask_at": _fill([prompt.mask_at for prompt in prompts], 0),
+    }
+    for name in prompts[0].columns:
+        columns[name] = _fill([prompt.columns[name] for prompt in prompts], 0, width)
+    for name in prompts[0].fixed:
+        columns[name] = [prompt.fixed[name] for prompt in prompts]
+    if prompts[0].decoder_input_ids:
+        columns["decoder_input_ids"] = _fill([p.decoder_input_ids for p in prompts], pad_id)
+    if questions[0].words:
+        longest = max(len(word) for question in questions for word in question.words)
+        columns["answers"] = [_fill(q.words, IGNORE_INDEX, longest) for q in questions]
+        columns["which"] = [question.which for question in questions]
+    return columns
+
+
+def _fill(rows: Sequence[Sequence[int]], filling: int, width: int = 0) -> list[list[int]]:
+    width = width or max(map(len, rows))
+    return [[*row, *[filling] * (width - len(row))] for row in rows]
+
+
+def score_words(logits: Tensor, answers: Tensor, which: Tensor) -> Tensor:
+    """Return the log-probability of every word: the sum of its tokens'.
+
+    Args:
+        logits: at the places of all prompts.
+        answers: tokens of the words, -100 behind them.
+        which: of each word its prompt.
+
+    Shape:
+        logits: (B K, M, V); answers: (B, W, L <= M); which: (B, W); returns (B, W)
+    """
+    count, _, length = answers.shape
+    times = logits.shape[0] // count
+    device = logits.device
+    row = (torch.arange(count, device=device)[:, None] * times + which)[..., None]
+    place = torch.arange(length, device=device)
+    chances = logits.log_softmax(-1)[row, place, answers.clamp(min=0)]
+    return (chances * (answers != IGNORE_INDEX)).sum(-1)

@@ -1,0 +1,181 @@
+"""Examples of a run: each is tokenised when it is asked for, whatever their number.
+
+`PromptRows` and `TargetRows` are sources of examples as `recipes/inputs/examples.py` reads them;
+the objectives go with them, on every layout. A batch's first column of labels predicts nothing, as
+that of a language model that shifts its labels, so that all models count a row's labels alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.batch import IGNORE_INDEX, Batch
+from bmforge.data.load.example import fingerprint_of
+from bmforge.errors import ConfigError
+from bmforge.tune.prompt.call import ask_model
+from bmforge.tune.prompt.classifier import check_masks, class_loss, score_batch
+from bmforge.tune.prompt.generator import encode_target, target_loss
+from bmforge.tune.prompt.questions import Question, ask_example, lay_questions
+from bmforge.tune.prompt.template import Template
+from bmforge.tune.prompt.truncate import Cut
+
+__all__ = ["PromptRows", "TargetRows", "prompt_objective", "target_objective"]
+
+# Widths are multiples of it: few shapes, and little padding.
+_WIDTH_STEP = 64
+
+
+class _Rows:
+    """What both sources share.
+
+    Args:
+        template: puts an example into words.
+        examples: anything that can be asked for its n-th.
+        seq_len: longest prompt in tokens.
+        cut: see `cut_parts`.
+        told: further things that an example's row depends on.
+
+    Attributes:
+        columns: that there are labels; `collate` lays the rest.
+        fingerprint: see `ExampleSource`; of the template and the number of examples, for reading
+            all of them would take as long as their number.
+
+    Raises:
+        ConfigError: there is no example.
+    """
+
+    columns: Mapping[str, tuple[int, int]] = {"labels": (2, IGNORE_INDEX)}
+
+    def __init__(
+        self, template: Template, examples: Sequence[Any], seq_len: int, cut: Cut, *told: Any
+    ) -> None:
+        if not len(examples):
+            raise ConfigError("there is no example to learn from.")
+        self._template, self._examples, self._cut = template, examples, cut
+        self._seq_len, self._pad = seq_len, template.tokenizer.pad_id or 0
+        ends = (str(examples[0]), str(examples[len(examples) - 1]))
+        self.fingerprint = fingerprint_of(template.text, len(examples), *ends, seq_len, cut, *told)
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def _lay(self, questions: Sequence[Question]) -> Batch:
+        columns = lay_questions(questions, self._pad)
+        batch = {name: torch.tensor(values) for name, values in columns.items()}
+        width = batch["input_ids"].shape[1]
+        spare = min(-(-width // _WIDTH_STEP) * _WIDTH_STEP, self._seq_len) - width
+        told = {"input_ids": self._pad, "attention_mask": 0}
+        told |= dict.fromkeys(questions[0].prompts[0].columns, 0)
+        for name, filling in told.items():
+            if spare > 0:
+                batch[name] = nn.functional.pad(batch[name], (0, spare), value=filling)
+        return batch
+
+
+class PromptRows(_Rows):
+    """Examples as prompts with their classes.
+
+    Args:
+        template, examples, seq_len, cut: as of both sources.
+        verbalizer: decides what is asked about an example.
+        labels: a class for each example; -100 for one that is only read.
+
+    Raises:
+        ConfigError: there is no example, or template and verbalizer do not go together.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        verbalizer: Any,
+        examples: Sequence[Any],
+        labels: Sequence[int],
+        seq_len: int = 512,
+        cut: Cut = "tail",
+    ) -> None:
+        check_masks(template, verbalizer)
+        if len(examples) != len(labels):
+            raise ConfigError(f"{len(examples)} examples have {len(labels)} labels.")
+        self._verbalizer, self._labels = verbalizer, labels
+        super().__init__(template, examples, seq_len, cut, getattr(verbalizer, "words", None))
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Any:
+        """Return example `index`; nothing is drawn."""
+        name = f"example {index}"
+        asked = ask_example(
+            self._template, self._verbalizer, self._examples[index], self._seq_len, self._cut, name
+        )
+        return {"question": asked, "labels": [IGNORE_INDEX, self._labels[index]]}
+
+    def collate(self, rows: Sequence[Any]) -> Batch:
+        """Lay examples side by side."""
+        labels = torch.tensor([row["labels"] for row in rows])
+        return {**self._lay([row["question"] for row in rows]), "labels": labels}
+
+
+class TargetRows(_Rows):
+    """Examples as prompts with the texts that are to be written.
+
+    Args:
+        template, examples, seq_len, cut: as of both sources.
+        targets: a text for each example.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        examples: Sequence[Any],
+        targets: Sequence[str],
+        seq_len: int = 512,
+        cut: Cut = "tail",
+    ) -> None:
+        if len(examples) != len(targets):
+            raise ConfigError(f"{len(examples)} examples have {len(targets)} targets.")
+        self._targets = targets
+        super().__init__(template, examples, seq_len, cut, targets[0] if len(targets) else "")
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Any:
+        """Return example `index`; nothing is drawn."""
+        prompt = encode_target(
+            self._template, self._examples[index], self._targets[index],
+            max_seq_len=self._seq_len, cut=self._cut, name=f"example {index}",
+        )  # fmt: skip
+        return {"prompt": prompt, "labels": [IGNORE_INDEX, *prompt.predicted]}
+
+    def collate(self, rows: Sequence[Any]) -> Batch:
+        """Lay examples side by side."""
+        width = max(len(row["labels"]) for row in rows)
+        labels = [[*row["labels"], *[IGNORE_INDEX] * (width - len(row["labels"]))] for row in rows]
+        batch = self._lay([Question([row["prompt"]], [], []) for row in rows])
+        return {**batch, "labels": torch.tensor(labels)}
+
+
+def prompt_objective(verbalizer: Any) -> Callable[[nn.Module, Batch, float], Tensor]:
+    """Return the objective of `PromptRows`: the classes' cross-entropy.
+
+    Of a pipeline's earlier stages it returns nothing of use: what they made has been carried on.
+    """
+
+    def objective(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
+        given = dict(batch)
+        labels = given.pop("labels")[:, 1]
+        found = score_batch(model, verbalizer, given)
+        if found is None:
+            return torch.zeros(())
+        return class_loss(found[0], labels, verbalizer).sum() / num_items
+
+    return objective
+
+
+def target_objective(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
+    """Return the targets' cross-entropy by their tokens; the objective of `TargetRows`."""
+    given = dict(batch)
+    labels, places = given.pop("labels")[:, 1:], given.pop("mask_at")
+    found = ask_model(model, given, places)
+    if found is None:
+        return torch.zeros(())
+    return target_loss(found.logits, labels).sum() / num_items

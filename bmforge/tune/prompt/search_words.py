@@ -1,0 +1,64 @@
+"""Label words by search: sets of one token a class that classify best without training.
+
+Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+
+__all__ = ["search_label_words"]
+
+
+def search_label_words(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    num_candidates: int = 100,
+    keep: int = 10,
+    max_tries: int = 200_000,
+) -> list[tuple[list[int], float]]:
+    """Return the best sets of label words with the part of the examples that they get right.
+
+    Of equally good ones those come first whose words the model finds likelier. What is found may
+    then be trained with, one after the other, and chosen by held-out examples.
+
+    Args:
+        logits: at the masks of labelled examples.
+        labels: their classes, from 0.
+        num_candidates: tokens a class chooses from: those its own examples find likeliest.
+        keep: so many sets are returned.
+        max_tries: so many sets are tried at most; with many classes each has fewer candidates.
+
+    Shape:
+        logits: (N, V); labels: (N,)
+
+    Raises:
+        ConfigError: a class without examples, or counts below 1.
+    """
+    classes = int(labels.max()) + 1
+    missing = [number for number in range(classes) if not bool((labels == number).any())]
+    if missing or min(num_candidates, keep, max_tries) < 1:
+        raise ConfigError(
+            f"classes {missing} have no example, or num_candidates={num_candidates}, keep={keep}, "
+            f"max_tries={max_tries} are not all at least 1."
+        )
+    count = min(num_candidates, max(1, int(max_tries ** (1 / classes))), logits.shape[1])
+    chances = logits.float().softmax(-1)
+    found = [chances[labels == number].mean(0).topk(count) for number in range(classes)]
+    places = torch.cartesian_prod(*[torch.arange(count)] * classes).view(-1, classes)
+    sets = torch.stack([one.indices.cpu()[places[:, n]] for n, one in enumerate(found)], 1)
+    likely = sum(one.values.cpu()[places[:, n]] for n, one in enumerate(found))
+    right = torch.zeros(len(sets))
+    for row, label in zip(logits.float().cpu(), labels.tolist(), strict=True):
+        right += row[sets].argmax(-1) == label
+    # A token of two classes tells neither.
+    ordered = sets.sort(-1).values
+    shared = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    value = (right + likely / (1 + likely.max())).masked_fill(shared, -1.0)  # type: ignore[union-attr]
+    best = value.argsort(descending=True, stable=True)[:keep]
+    best = best[~shared[best]]
+    return [(sets[n].tolist(), float(right[n]) / len(labels)) for n in best.tolist()]

@@ -1,0 +1,200 @@
+"""Verbalizers that are trained: rows of a head for classes, and prototypes of classes.
+
+They read the last hidden states at the mask, not scores of tokens.
+
+Sources: Hambardzumyan et al., "WARP: word-level adversarial reprogramming" (2021); Cui et al.,
+"Prototypical verbalizer for prompt-based few-shot tuning" (2022).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.tokenizers import Tokenizer
+from bmforge.tune.prompt.verbalizer import ManualVerbalizer
+from bmforge.tune.prompt.words import Words, read_words, spell_word
+
+__all__ = ["PrototypeVerbalizer", "SoftVerbalizer"]
+
+
+class SoftVerbalizer(nn.Module):
+    """The model's own head with rows for classes, which begin as those of their words (WARP).
+
+    Args:
+        words: of every class, in order; of several the first is taken, of its tokens the mean.
+        tokenizer: that of the model.
+        model: whose head is copied; not laid out yet.
+
+    Attributes:
+        head: what stands before the head's last layer, a copy that is trained.
+        rows: (C, D), trained.
+
+    Shape:
+        hidden: (B, D) -> (B, C)
+
+    Raises:
+        ConfigError: the model has no head that predicts tokens, or is laid out.
+    """
+
+    takes = "hidden"
+    normalize = False
+    num_masks = 1
+
+    def __init__(self, words: Words, tokenizer: Tokenizer, model: Any) -> None:
+        super().__init__()
+        self.classes, self.words = read_words(words)
+        self.head, weight, self.scale = copy_head(model)
+        rows = [weight[spell_word(row[0], tokenizer)].mean(0) for row in self.words]
+        self.rows = nn.Parameter(torch.stack(rows).clone())
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return len(self.words)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the classes' scores."""
+        return F.linear(self.head(hidden * self.scale), self.rows)
+
+
+def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
+    """Return a copy of what stands before a head's last layer, that layer's rows, and a factor.
+
+    Args:
+        model: ours, or one of transformers.
+
+    Raises:
+        ConfigError: there is no such head, or the model is laid out over processes.
+    """
+    last, whole = _find_last(model)
+    weight = last.matrix(torch.float32) if hasattr(last, "matrix") else last.weight
+    if isinstance(weight, DTensor):
+        raise ConfigError("the model is laid out over processes: make the verbalizer before that.")
+    # The last layer, often as large as all of the rest of the head, is not copied.
+    kept = nn.Identity() if whole is last else copy.deepcopy(whole, {id(last): nn.Identity()})
+    scale = getattr(getattr(model, "spec", None), "head_scale", 1.0)
+    return kept.requires_grad_(True), weight.detach(), scale
+
+
+def _find_last(model: Any) -> tuple[Any, Any]:
+    """Return a head's last layer, and the module that ends with it."""
+    masked = getattr(model, "mlm_head", None)
+    if masked is not None:
+        return masked.decoder, masked
+    head = getattr(model, "lm_head", None) if hasattr(model, "traits") else None
+    if head is not None:
+        return head, head
+    find = getattr(model, "get_output_embeddings", lambda: None)
+    last = find()
+    for child in model.children():
+        if last is not None and any(module is last for module in child.modules()):
+            return last, child
+    raise ConfigError(f"{type(model).__name__} has no head that predicts tokens.")
+
+
+class PrototypeVerbalizer(nn.Module):
+    """Classes told by the nearest of trained points, one each, in a narrow space.
+
+    Args:
+        num_classes: C.
+        width: D, of the model.
+        size: of the narrow space.
+        words: a verbalizer whose scores are averaged with these, each brought to mean 0 and
+            spread 1; None for the points alone.
+        seed: of fresh points.
+
+    Shape:
+        hidden: (B, D), and with `words` logits: (B, V) -> (B, C)
+    """
+
+    normalize = False
+    num_masks = 1
+
+    def __init__(
+        self,
+        num_classes: int,
+        width: int,
+        size: int = 64,
+        words: ManualVerbalizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if words is not None and (words.num_classes != num_classes or words.takes != "logits"):
+            raise ConfigError(
+                f"words has {words.num_classes} classes and takes {words.takes}; needed are "
+                f"{num_classes} and a verbalizer that reads tokens at the mask."
+            )
+        self.num_classes, self.words = num_classes, words
+        self.takes = "hidden" if words is None else "both"
+        generator = torch.Generator().manual_seed(seed)
+        self.project = nn.Linear(width, size, bias=False)
+        self.points = nn.Parameter(torch.empty(num_classes, size))
+        with torch.no_grad():
+            bound = width**-0.5
+            self.project.weight.uniform_(-bound, bound, generator=generator)
+            bound = (6 / (num_classes + size)) ** 0.5
+            self.points.uniform_(-bound, bound, generator=generator)
+
+    def forward(self, hidden: Tensor, logits: Tensor | None = None) -> Tensor:
+        """Return the classes' scores."""
+        found = _compare(self.project(hidden), self.points)
+        if self.words is None:
+            return found
+        assert logits is not None
+        return (_spread(self.words(logits)) + _spread(found)) / 2
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss that `fit_` minimises: of rows against points, and against each other.
+
+        Shape:
+            hidden: (N, D); labels: (N,)
+        """
+        rows, count = self.project(hidden), self.num_classes
+        of_points = F.cross_entropy(_compare(rows, self.points), labels) / count
+        near = _compare(rows, rows).log_softmax(-1)
+        same = labels[:, None] == labels
+        return of_points - near[same].mean() / count
+
+    def fit_(self, hidden: Tensor, labels: Tensor, epochs: int = 5, lr: float = 1e-3) -> None:
+        """Train the points on labelled examples.
+
+        Args:
+            hidden: last hidden states at their masks.
+            labels: their classes.
+            epochs: steps over all of them.
+            lr: of Adam.
+
+        Shape:
+            hidden: (N, D); labels: (N,)
+
+        Raises:
+            ShapeError: a class without an example.
+        """
+        missing = sorted(set(range(self.num_classes)) - set(labels.tolist()))
+        if missing:
+            raise ShapeError(f"classes {missing} have no example: a point needs at least one.")
+        trained = [self.project.weight, self.points]
+        optimizer = torch.optim.Adam(trained, lr=lr)
+        with torch.enable_grad():
+            for _ in range(epochs):
+                optimizer.zero_grad()
+                self.loss(hidden.detach().to(self.points), labels).backward()
+                optimizer.step()
+        optimizer.zero_grad()
+
+
+def _compare(one: Tensor, other: Tensor) -> Tensor:
+    """Return the cosines of all pairs of rows."""
+    return F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T
+
+
+def _spread(scores: Tensor) -> Tensor:
+    """Bring every row to mean 0 and spread 1."""
+    return (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True)

@@ -1,0 +1,76 @@
+"""Label words as they are given, and as a tokenizer spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bmforge.errors import ConfigError
+from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.word_pieces import has_chinese
+
+__all__ = ["Words", "check_left", "check_shared", "read_words", "spell_word"]
+
+Words = Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]]
+
+
+def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
+    """Return the classes' names and their words.
+
+    Raises:
+        ConfigError: a class without words, or something that is no word.
+    """
+    if isinstance(words, str) or not isinstance(words, (Mapping, Sequence)) or not words:
+        raise ConfigError(f"words={words!r:.60} must be a list with words for every class.")
+    pairs = list(words.items()) if isinstance(words, Mapping) else list(enumerate(words))
+    rows = [[row] if isinstance(row, str) else list(row) for _, row in pairs]
+    bad = [n for n, row in enumerate(rows) if not all(isinstance(w, str) and w for w in row)]
+    if bad:
+        raise ConfigError(f"class {bad[0]} has {rows[bad[0]]!r:.60}: words are texts, not empty.")
+    classes = [str(name) for name, _ in pairs]
+    check_left(classes, rows, "the list")
+    return classes, rows
+
+
+def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str) -> None:
+    """Refuse classes that have lost all of their words.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    empty = [name for name, row in zip(classes, rows, strict=True) if not row]
+    if empty:
+        raise ConfigError(
+            f"after {after} these classes have no words: {', '.join(empty)}. Give them more."
+        )
+
+
+def check_shared(rows: Sequence[Sequence[str]]) -> None:
+    """Refuse a word of two classes.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    owner: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        for word in row:
+            if owner.setdefault(word, number) != number:
+                raise ConfigError(
+                    f"the word {word!r} is of class {owner[word]} and of class {number}: it tells "
+                    "neither. Give each its own."
+                )
+
+
+def spell_word(word: str, tokenizer: Tokenizer) -> list[int]:
+    """Return a word's tokens: of "<!>good" those of good, of a Chinese word its own.
+
+    Any other begins with a blank, by which many tokenizers tell words from their parts.
+
+    Raises:
+        ConfigError: the tokenizer cannot spell it.
+    """
+    bare = word.removeprefix("<!>") if word.startswith("<!>") else word.lstrip(" ")
+    is_bare = word.startswith("<!>") or has_chinese(bare)
+    ids = tokenizer.encode_plain([bare if is_bare else " " + bare])[0]
+    if not ids or tokenizer.unk_id in ids:
+        raise ConfigError(f"the tokenizer cannot spell the word {word!r}: choose another.")
+    return ids
