@@ -1,4 +1,5 @@
-"""Print the loader's tokens per second, and time and memory of opening a corpus of 1e9 tokens.
+"""Print the loader's tokens per second, from one store and from 100 shards; then time and memory
+of opening a corpus of 1e9 tokens.
 
 Run: python benchmarks/loader.py [--repetitions 7] [--steps 200]
 """
@@ -6,6 +7,7 @@ Run: python benchmarks/loader.py [--repetitions 7] [--steps 200]
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import resource
@@ -22,12 +24,14 @@ import torch
 
 from bmforge.data.load.loader import DataLoader
 from bmforge.data.load.packing import PackedDataset
+from bmforge.data.store.sharded import open_store, write_shard_list
 from bmforge.data.store.token_store import HEADER, MAGIC, TokenStore
 from bmforge.data.store.writer import TokenStoreWriter
 
 SEQ_LEN = 1024
 ROWS = 32
 TARGET_TOKENS_PER_S = 5e6
+SHARDS = 100
 BIG_TOKENS = 1_000_000_000
 BIG_DOCUMENTS = 1_000_000
 
@@ -41,9 +45,17 @@ def write_corpus(prefix: Path, documents: int = 20_000, mean_tokens: int = 1000)
             writer.end_document()
 
 
+def write_shards(prefix: Path) -> None:
+    """Write a corpus of that size in 100 stores, and the list by which they are one."""
+    shards = [prefix.with_name(f"{prefix.name}.{number:03d}") for number in range(SHARDS)]
+    for shard in shards:
+        write_corpus(shard, documents=20_000 // SHARDS)
+    write_shard_list(prefix, shards)
+
+
 def measure_rate(prefix: Path, steps: int, reset: bool, prefetch_steps: int) -> float:
     """Return tokens per second of one process over `steps` optimizer steps of 32 rows."""
-    dataset = PackedDataset(TokenStore(prefix), SEQ_LEN, eos_id=0)
+    dataset = PackedDataset(open_store(prefix), SEQ_LEN, eos_id=0)
     with DataLoader(
         dataset,
         global_batch_size=ROWS,
@@ -117,20 +129,21 @@ def main() -> None:
         f"{platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
     )
     with tempfile.TemporaryDirectory() as folder:
-        write_corpus(Path(folder, "corpus"))
-        for reset in (False, True):
-            for prefetch_steps in (2, 0):
-                rates = [
-                    measure_rate(Path(folder, "corpus"), options.steps, reset, prefetch_steps)
-                    for _ in range(options.repetitions)
-                ]
-                middle = statistics.median(rates)
-                print(
-                    f"reset_at_documents={reset!s:5} prefetch_steps={prefetch_steps}: "
-                    f"{middle / 1e6:6.1f} M tokens/s (median of {len(rates)}, "
-                    f"{min(rates) / 1e6:.1f} to {max(rates) / 1e6:.1f}), "
-                    f"{middle / TARGET_TOKENS_PER_S:.1f} x the target of 5 M"
-                )
+        write_corpus(Path(folder, "one store"))
+        write_shards(Path(folder, "100 shards"))
+        cases = itertools.product(("one store", "100 shards"), (False, True), (2, 0))
+        for name, reset, prefetch_steps in cases:
+            rates = [
+                measure_rate(Path(folder, name), options.steps, reset, prefetch_steps)
+                for _ in range(options.repetitions)
+            ]
+            middle = statistics.median(rates)
+            print(
+                f"{name:10} reset_at_documents={reset!s:5} prefetch_steps={prefetch_steps}: "
+                f"{middle / 1e6:6.1f} M tokens/s (median of {len(rates)}, "
+                f"{min(rates) / 1e6:.1f} to {max(rates) / 1e6:.1f}), "
+                f"{middle / TARGET_TOKENS_PER_S:.1f} x the target of 5 M"
+            )
         write_sparse_corpus(Path(folder, "big"))
         # A process of its own, so that the peak is that of opening alone.
         command = [sys.executable, __file__, "--open", str(Path(folder, "big"))]

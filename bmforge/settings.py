@@ -19,6 +19,7 @@ __all__ = [
     "EvaluateConfig",
     "MemoryOptions",
     "PrepareConfig",
+    "QualityConfig",
     "QuickstartConfig",
     "TalkConfig",
     "parse_size",
@@ -99,6 +100,7 @@ class PrepareConfig:
             were broken at a width).
         languages: keep documents in these languages alone, as codes such as en and zh; any keeps
             all, and notes the language of each. Empty does not ask.
+        by_paragraph: with languages, cut paragraphs in others out of what is left.
         mask_private: write <EMAIL>, <PHONE> and so on in the place of private data.
         rules: which published rules drop documents: for English, for Chinese, or for each document
             those of its language.
@@ -106,16 +108,29 @@ class PrepareConfig:
             dropped.
         bad_hosts: a file with a host on each line; documents from them, and from hosts below them,
             are dropped.
+        scores: files of `bmforge data quality`: quality.npz notes the score, quality.npz>=0.5 drops
+            documents below, perplexity.npz=head,middle those of the worst third.
         decontaminate: test sets whose examples drop a document that holds one: .jsonl files, or
             TASK=FOLDER for all splits of a task that evaluate knows, such as BoolQ=superglue.
         cut_examples: cut such examples out of the document instead.
+        licence: the licence of texts whose source says none: an id of SPDX for all, or PATH=ID for
+            those of a file or below a directory.
+        licence_policy: which licences documents may have: any; known ones; those that let
+            anything be sold (commercial); those that ask for no more than names and notices.
         near_duplicates: drop all but one of documents whose sets of word 5-grams have this Jaccard
             similarity or a higher one, 0.3 to 1; None drops exact copies alone.
+        repeated_spans: cut stretches of so many words or Chinese characters, 50 or more, that occur
+            before, in the same document or in another one.
+        earlier: corpora that were prepared with keep_index; what they hold is dropped, also what is
+            nearly the same, where near_duplicates says so.
+        keep_index: keep an index of the texts, so that later corpora can be compared with them.
         workers: processes that read, clean and encode; 0 does it all in this one. Only with workers
             do the two limits below hold. What is written does not depend on it.
         shard_bytes: a worker takes about so much input at a time, and a kill costs so much work.
         document_seconds: a document that takes a worker longer is left out.
         worker_memory_bytes: with a document that makes a worker hold more, so is it.
+        join_stores: copy the stores of all shards into one; else each stays one of its own, which
+            takes less disk, and all are read as one.
         keep_dropped: keep all documents that are dropped in dropped.jsonl, not samples.
         keep_stages: keep the work of the stages, so that the next preparation in the same place,
             with other settings and overwrite, does only what they change.
@@ -136,17 +151,25 @@ class PrepareConfig:
         ...,
     ] = ()
     languages: tuple[str, ...] = ()
+    by_paragraph: bool = False
     mask_private: bool = False
     rules: Literal["none", "english", "chinese", "mixed"] = "none"
     bad_words: str = ""
     bad_hosts: str = ""
+    scores: tuple[str, ...] = ()
     decontaminate: tuple[str, ...] = ()
     cut_examples: bool = False
+    licence: tuple[str, ...] = ()
+    licence_policy: Literal["any", "known", "commercial", "permissive"] = "any"
     near_duplicates: float | None = None
+    repeated_spans: int | None = None
+    earlier: tuple[str, ...] = ()
+    keep_index: bool = False
     workers: int = 0
     shard_bytes: int = 1 << 26
     document_seconds: float = 300.0
     worker_memory_bytes: int = 1 << 32
+    join_stores: bool = True
     keep_dropped: bool = False
     keep_stages: bool = False
 
@@ -176,6 +199,27 @@ class CollectConfig:
     page_seconds: float = 60.0
     again: bool = False
     agent: str = "bmforge (collects text to train language models)"
+
+
+@dataclass(kw_only=True)
+class QualityConfig:
+    """How to train what tells good texts from others.
+
+    Args:
+        good: files or directories of texts that are as they should be.
+        bad: texts as they come, of which some are good; none trains no classifier.
+        out: directory for quality.npz and perplexity.npz.
+        most_texts: of each side, chosen by a hash.
+        text_field: the field of a .jsonl line that holds the text.
+        seed: of the choice, and of the order in which the classifier learns.
+    """
+
+    good: tuple[str, ...] = ()
+    bad: tuple[str, ...] = ()
+    out: Path
+    most_texts: int = 20_000
+    text_field: str = "text"
+    seed: int = 0
 
 
 @dataclass(kw_only=True)

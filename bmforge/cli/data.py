@@ -1,4 +1,4 @@
-"""`bmforge data collect|explain|show|report|verify`: pages, why documents go, what a corpus is."""
+"""`bmforge data COMMAND`: pages, why documents go, what tells good ones, what a corpus is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bmforge.cli import parse
 from bmforge.cli.options import (
     DataCollectCommand,
     DataExplainCommand,
+    DataQualityCommand,
     DataReportCommand,
     DataShowCommand,
     DataVerifyCommand,
@@ -101,6 +102,12 @@ def _collect(command: DataCollectCommand) -> None:
     print(f"{report.out_dir}: {report.requests} requests, {report.body_bytes} bytes: {said}")
 
 
+def _quality(command: DataQualityCommand) -> None:
+    from bmforge.recipes.corpus_quality import train_quality
+
+    print("\n".join(map(str, train_quality(command.config))))
+
+
 def _report(command: DataReportCommand) -> None:
     from bmforge.data.report import write_corpus_report
 
@@ -133,6 +140,7 @@ _COMMANDS: dict[str, tuple[str, type[Any], Callable[[Any], None]]] = {
         _explain,
     ),
     "show": ("what became of a corpus's documents, and some of them", DataShowCommand, _show),
+    "quality": ("what tells good texts from others, for --scores", DataQualityCommand, _quality),
     "report": ("draw a prepared corpus on one page", DataReportCommand, _report),
     "verify": ("compare a prepared corpus with its record", DataVerifyCommand, _verify),
 }

@@ -9,6 +9,7 @@ from bmforge.cli.options import InfoCommand
 from bmforge.config import config_to_dict
 from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
+from bmforge.provenance import describe_provenance, read_provenance
 from bmforge.surgery import persistent_tensors
 from bmforge.tune.delta.files import is_delta_dir
 
@@ -26,9 +27,9 @@ def run_info(command: InfoCommand) -> None:
 def describe_delta(directory: Path) -> str:
     """Return a delta's card, or what its config says where it has none."""
     card = directory / "README.md"
-    if card.exists():
-        return card.read_text(encoding="utf-8").strip()
-    return (directory / "adapter_config.json").read_text(encoding="utf-8").strip()
+    file = card if card.exists() else directory / "adapter_config.json"
+    said = describe_provenance(read_provenance(directory))
+    return "\n".join((file.read_text(encoding="utf-8").strip(), "", *said))
 
 
 def describe_model(name: str, seq_len: int | None = None) -> str:
@@ -54,7 +55,10 @@ def describe_model(name: str, seq_len: int | None = None) -> str:
         f"  {'training FLOPs per token':<28}{flops:.4g} at {length} tokens",
         f"  {'KV-cache bytes per token':<28}{config.kv_bytes_per_token():,} in bf16",
     ]
-    return "\n".join([*lines, *_describe_layers(config)])
+    lines += _describe_layers(config)
+    if Path(name).exists():
+        lines += [f"  {line}" for line in describe_provenance(read_provenance(name))]
+    return "\n".join(lines)
 
 
 def _describe_layers(config: ModelConfig) -> Iterator[str]:

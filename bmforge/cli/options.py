@@ -17,6 +17,7 @@ from bmforge.settings import (
     EvaluateConfig,
     MemoryOptions,
     PrepareConfig,
+    QualityConfig,
     TalkConfig,
 )
 
@@ -25,6 +26,7 @@ __all__ = [
     "ConvertCommand",
     "DataCollectCommand",
     "DataExplainCommand",
+    "DataQualityCommand",
     "DataReportCommand",
     "DataShowCommand",
     "DataVerifyCommand",
@@ -112,6 +114,17 @@ class DataShowCommand:
     dropped: str | None = None
     kept: bool = False
     documents: int = 20
+
+
+@dataclass(kw_only=True)
+class DataQualityCommand:
+    """Train a classifier and a perplexity model that tell good texts from others.
+
+    Args:
+        config: how.
+    """
+
+    config: Annotated[QualityConfig, tyro.conf.arg(name="")]
 
 
 @dataclass(kw_only=True)

@@ -34,7 +34,9 @@ from bmforge.data.prepare.tokenise import (
 from bmforge.data.prepare.verify import verify_store
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.files import SkipCount, python_topics, read_documents
+from bmforge.data.store.sharded import ShardedStore, open_store, write_shard_list
 from bmforge.data.store.token_store import TokenStore, check_vocabulary
+from bmforge.data.store.where import Condition, parse_conditions, select_store
 from bmforge.data.store.writer import TokenStoreWriter, merge_stores
 
 __all__ = [
@@ -62,6 +64,12 @@ __all__ = [
     "load_tokenizer",
     "encode_to_store",
     "TokenStore",
+    "ShardedStore",
+    "open_store",
+    "write_shard_list",
+    "Condition",
+    "parse_conditions",
+    "select_store",
     "TokenStoreWriter",
     "merge_stores",
     "check_vocabulary",

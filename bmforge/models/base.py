@@ -36,6 +36,7 @@ from bmforge.models.weights import WeightRule, expand_rules
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.prompt import count_ids, look_up
 from bmforge.nn.quantized import PackedStore
+from bmforge.provenance import Provenance, read_provenance
 from bmforge.records import laid_out
 from bmforge.surgery import persistent_tensors
 
@@ -57,6 +58,7 @@ class Model(nn.Module):
         shifts_labels: the language-model head predicts the label after each position.
         fixed_width: why the hidden states cannot become narrower; "" where they can.
         arrived: what the stage before carried on, where a pipeline cuts the model.
+        provenance: its licence and what it was made of, as far as known.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -68,6 +70,7 @@ class Model(nn.Module):
     shifts_labels: ClassVar[bool] = True
     fixed_width: ClassVar[str] = ""
     arrived: tuple[Tensor, ...] = ()
+    provenance: Provenance = Provenance()
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -150,7 +153,10 @@ class Model(nn.Module):
             name, dtype=dtype, head=head, num_labels=num_labels, allow_unknown=allow_unknown
         )
         if quantize is not None:
-            return load_quantized(model, files, quantize, device=device, new_head=new_head).eval()
+            known = model.provenance
+            model = load_quantized(model, files, quantize, device=device, new_head=new_head)
+            model.provenance = known
+            return model.eval()
         load_weights_(model, files, device=device, new_head=new_head)
         return model.eval()
 
@@ -181,6 +187,7 @@ class Model(nn.Module):
         settled = settle_tie(model, files)
         if settled != config:
             model = cls.from_config(settled, device="meta", dtype=dtype)
+        model.provenance = read_provenance(directory)
         return model, files
 
     @classmethod

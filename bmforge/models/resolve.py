@@ -16,7 +16,7 @@ from bmforge.models.formats.hf_format import has_all_weights
 
 __all__ = ["resolve_model"]
 
-_WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*"]
+_WANTED = ["*.json", "README.md", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*"]
 # Short names of ModelCenter's whose weights lay on its own server and were never on the hub.
 _SERVER = "ModelCenter kept it on its own server (openbmb.oss-cn-hongkong.aliyuncs.com)"
 _NOT_ON_HUB = {

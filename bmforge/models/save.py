@@ -14,6 +14,7 @@ from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger, track
 from bmforge.models.formats.hf_format import has_weights, plan_files, write_file, write_index
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
+from bmforge.provenance import write_provenance
 from bmforge.shards import whole_tensor
 from bmforge.surgery import persistent_tensors
 
@@ -55,6 +56,7 @@ def write_model(model: Any, out: Path, overwrite: bool, max_file_bytes: int) -> 
     if rank == 0:
         write_config(model, out, tensors)
         _warn_of_changes(model, out)
+        write_provenance(out, model.provenance)
         write_index(out, files, sum(sizes.values()))
     if world > 1:
         dist.barrier()

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model
+from bmforge.parallel import run_on_first
+from bmforge.provenance import write_provenance
 from bmforge.train import OptimGroup, TrainConfig
 from bmforge.tune.delta import (
     IA3,
@@ -193,6 +195,10 @@ def export_delta(model: Any, config: Any, directory: Path) -> bool:
     if config.delta.merge:
         delta.merge()
         return False
+    known = model.provenance
+    data = dict.fromkeys(f"{p.name} ({p.licence})" for p in known.parts if p.kind == "data")
     card = {"base": config.init_from, "command": f"run.toml of {config.run_dir.name}"}
+    card |= {"data": ", ".join(data), "license": known.licence}
     delta.save(directory, **{key: value for key, value in card.items() if value})
+    run_on_first(lambda: write_provenance(directory, known))
     return True

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from bmforge.data import PrepareReport, TokenStore, load_tokenizer, prepare
+from bmforge.data import PrepareReport, load_tokenizer, open_store, prepare
 from bmforge.data.prepare.record import RECORD_NAME
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import check_place
@@ -113,7 +113,7 @@ def _compare(config: QuickstartConfig, corpus: PrepareReport, result: RunResult)
     """Add the n-gram models to results.json and say how the model compares."""
     assert corpus.validation_prefix is not None
     assert result.evaluation is not None
-    train, held_out = TokenStore(corpus.train_prefix), TokenStore(corpus.validation_prefix)
+    train, held_out = open_store(corpus.train_prefix), open_store(corpus.validation_prefix)
     num_bytes = corpus.validation.text_bytes
     bits = {
         "model": result.evaluation.bits_per_byte(num_bytes),
@@ -135,7 +135,7 @@ def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
     assert corpus.validation_prefix is not None
     tokenizer = load_tokenizer(corpus.tokenizer_dir)
     model = AutoModel.from_pretrained(config.run_dir / "export")
-    held_out = TokenStore(corpus.validation_prefix)
+    held_out = open_store(corpus.validation_prefix)
     with (config.run_dir / "samples.jsonl").open("w", encoding="utf-8") as file:
         for number in range(config.samples):
             start = held_out.get(number % len(held_out))[:12].tolist()

@@ -36,6 +36,7 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
+from bmforge.provenance import warn_of_licences
 from bmforge.recipes.deltas import (
     DeltaConfig,
     attach_delta,
@@ -43,6 +44,7 @@ from bmforge.recipes.deltas import (
     export_delta,
     set_rates,
 )
+from bmforge.recipes.made_of import find_provenance
 from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.run_dir import add_results, claim_run_dir, occupy_run_dir
 from bmforge.recipes.start import family_of, need_fields, settle_model, with_changes
@@ -77,7 +79,7 @@ _FREE_FIELDS = """
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
     train.log_every_steps train.profile_steps data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
-    delta.merge search
+    delta.merge search licence
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -108,6 +110,7 @@ class RunConfig:
         compile: compile the blocks.
         prefetch: sharded units gathered ahead.
         export: write a Hugging Face directory ``run_dir/export`` at the end.
+        licence: under which the export is handed on, an id of SPDX; empty says nothing.
         wandb_project: also log to this Weights & Biases project.
     """
 
@@ -128,6 +131,7 @@ class RunConfig:
     compile: bool = False
     prefetch: int = 1
     export: bool = True
+    licence: str = ""
     wandb_project: str | None = None
 
 
@@ -205,8 +209,10 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
 def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     mesh = build_mesh(config.layout, world.device)
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
+    known = find_provenance(config)
     data = open_data(config, rows)
     model = _build_model(config, world, mesh)
+    model.provenance = known
     trainer = Trainer(
         model,
         data.loader,
@@ -230,6 +236,7 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
         config.run_dir,
     )
     claim_run_dir(config.run_dir, config)
+    run_on_first(lambda: warn_of_licences(config.run_dir, known))
     try:
         trainer.fit()
         evaluation = None

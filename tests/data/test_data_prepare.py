@@ -21,6 +21,7 @@ from bmforge.data import (
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 
+KINDS = ("bin", "doc", "idx")
 SMALL = PrepareConfig(vocab_size=400, validation_fraction=0.2)
 
 
@@ -77,7 +78,7 @@ def test_end_to_end_rerun_and_conflict(tmp_path: Path, inputs: Path) -> None:
     assert sorted(before) == [
         "dropped.jsonl", "prepared.toml", "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
-        "train/tokens.bin", "train/tokens.idx", "validation/tokens.bin", "validation/tokens.idx",
+        *(f"{side}/tokens.{kind}" for side in ("train", "validation") for kind in KINDS),
     ]  # fmt: skip
 
     again = prepare([inputs / "a.jsonl", inputs / "b.txt"], out, SMALL)

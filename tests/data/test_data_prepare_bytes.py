@@ -110,7 +110,8 @@ def test_bytes_are_those_of_the_first_form(tmp_path: Path) -> None:
     report = prepare(corpus, tmp_path / "out", config)
     assert (report.documents, report.duplicates, report.empty, report.skipped) == (458, 40, 3, 0)
     assert (report.train.tokens, report.validation.tokens) == (20797, 2315)
-    assert digests(tmp_path / "out") == FIRST_FORM
+    found = digests(tmp_path / "out")
+    assert {name: one for name, one in found.items() if not name.endswith(".doc")} == FIRST_FORM
 
 
 def test_a_record_of_the_first_form_is_read(tmp_path: Path) -> None:

@@ -65,8 +65,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     ],
 )
 def test_what_is_fetched(weights: list[str], fetched: list[str], hub: Hub) -> None:
-    """All of config and tokenizer, and the weights once."""
-    assert hub([*COMMON, *weights, "README.md", "onnx/config.json"]) == [*COMMON, *fetched]
+    """All of config and tokenizer, the card, which has the licence, and the weights once."""
+    there = [*COMMON, "README.md", *weights, "train.py", "onnx/config.json"]
+    assert hub(there) == [*COMMON, "README.md", *fetched]
 
 
 def test_a_cached_copy_without_all_weights_is_completed(hub: Hub) -> None:

@@ -19,6 +19,7 @@ from bmforge.errors import ConfigError, MissingDependencyError, suggest
 
 __all__ = [
     "KNOWN",
+    "CutParagraphs",
     "DetectLanguage",
     "Language",
     "detect_language",
@@ -27,6 +28,7 @@ __all__ = [
 
 _READ = 4000  # characters of a text that the models read
 _SURE = 0.6
+_FEW_LETTERS = 20  # of a paragraph; with fewer its language is not asked for
 # What the script alone tells.
 _BY_SCRIPT = {
     "Jpan": "ja",
@@ -151,3 +153,43 @@ class DetectLanguage:
         script = detect_script(document.text)
         scores = {**document.scores, "language": found.score}
         return replace(document, language=found.code, script=script, scores=scores)
+
+
+@dataclass(frozen=True)
+class CutParagraphs:
+    """A step that cuts paragraphs out which are surely in another language.
+
+    Short ones, and those that no model is sure of, stay: a name or a formula is of no language.
+
+    Attributes:
+        languages: codes of those that are kept.
+
+    Raises:
+        ConfigError: there is none.
+    """
+
+    languages: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse to cut all there is."""
+        if not self.languages:
+            raise ConfigError("by_paragraph=True needs languages by their codes, not any")
+
+    @property
+    def version(self) -> str:
+        """What changes whenever a document may be cut differently."""
+        return f"paragraphs=1 {self!r}"
+
+    def __call__(self, document: Document) -> Document | Drop:
+        """Return the document without such paragraphs, or why it is dropped."""
+        kept = [part for part in document.text.split("\n\n") if self._stays(part)]
+        if not any(part.strip() for part in kept):
+            found = cut_excerpt(document.text)
+            return Drop("paragraphs", 0, " ".join(self.languages), found)
+        return replace(document, text="\n\n".join(kept))
+
+    def _stays(self, part: str) -> bool:
+        if sum(c.isalpha() for c in part) < _FEW_LETTERS:
+            return True
+        found = detect_language(part)
+        return found.code in self.languages or found.score < _SURE

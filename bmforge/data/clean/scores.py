@@ -26,6 +26,7 @@ __all__ = [
     "LinearScorer",
     "Perplexity",
     "ScoreText",
+    "Scorer",
     "bucket_of",
     "find_buckets",
     "train_linear",

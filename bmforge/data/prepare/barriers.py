@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from bmforge.data.prepare.journal import digest_file
 from bmforge.data.prepare.split import choose_held_out, split_keys
 from bmforge.files import sync_directory
 
+if TYPE_CHECKING:
+    from bmforge.data.prepare.earlier import Earlier
+
 __all__ = ["SORT_BYTES", "choose_split", "find_copies", "new_mask", "open_mask"]
 
 SORT_BYTES = 1 << 28  # of rows held in memory, 32 bytes a document
@@ -24,9 +27,13 @@ _KEYS = 1 << 16
 
 
 def find_copies(
-    documents: Path, counts: Sequence[int], folder: Path, bound_bytes: int
+    documents: Path,
+    counts: Sequence[int],
+    folder: Path,
+    bound_bytes: int,
+    earlier: Sequence[Earlier] = (),
 ) -> dict[str, Any]:
-    """Write the mask ``kept``: False where the text was there before.
+    """Write the mask ``kept``: False where the text was there before, or in an earlier corpus.
 
     Args:
         documents: folder of the first stage.
@@ -55,6 +62,8 @@ def find_copies(
             )
             same[0] = last == (part["high"][0], part["low"][0])
             last = part["high"][-1], part["low"][-1]
+            for index in earlier:
+                same |= index.holds(part)
             kept[part["position"][same]] = False
             copies += int(same.sum())
             read_bytes += int(part["size_bytes"][same].sum())

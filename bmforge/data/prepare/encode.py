@@ -16,12 +16,15 @@ from bmforge.data.prepare.engine import Beat, Part
 from bmforge.data.prepare.funnel import Dropped
 from bmforge.data.prepare.journal import digest_file, write_hashed
 from bmforge.data.prepare.near import NearDrops
+from bmforge.data.prepare.spans import Repeats, without
 from bmforge.data.prepare.split import Split
-from bmforge.data.prepare.summary import KEPT, Summary, group_of
+from bmforge.data.prepare.summary import KEPT, Summary, group_of, origin_of
 from bmforge.data.prepare.tokenise import EncodeCount, encode_quietly, load_tokenizer
 from bmforge.data.sources.document import Document
+from bmforge.data.store.columns import ColumnsBuilder
 from bmforge.data.store.token_store import TokenStore
 from bmforge.files import sync_directory
+from bmforge.licences import UNKNOWN, licence_name
 from bmforge.tokenizers import Tokenizer
 
 __all__ = ["DUPLICATE", "SIDES", "Chosen", "EncodeTask", "encode_shard", "training_texts"]
@@ -36,6 +39,7 @@ class Chosen:
 
     Attributes:
         near: which of those that are not kept are no exact copies.
+        repeats: which stretches of them occur before, and are cut.
     """
 
     documents: Path
@@ -45,6 +49,7 @@ class Chosen:
     cut: int | None
     cut_bytes: int
     near: NearDrops | None = None
+    repeats: Repeats | None = None
 
     def read(self, number: int) -> Iterator[tuple[Document, tuple[str, str] | None]]:
         """Yield a shard's documents with their texts to learn from and to hold out.
@@ -54,7 +59,10 @@ class Chosen:
         kept = open_mask(self.kept)
         split = Split(open_mask(self.held_out), self.cut, self.cut_bytes)
         first = sum(self.counts[:number])
+        spans = self.repeats.read(first, self.counts[number]) if self.repeats else {}
         for position, document in enumerate(read_shard(self.documents, number), first):
+            if position in spans and kept[position]:
+                document = without(document, spans[position])
             yield document, split.divide(position, document.text) if kept[position] else None
 
 
@@ -133,25 +141,48 @@ def _chain(first: Document, rest: Iterator[Document]) -> Iterator[Document]:
 
 
 def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped, Summary]:
-    """Return what is dropped here, and the counts of all documents; `prefixes` are the stores."""
+    """Return what is dropped here, and the counts of all documents; write what is known of each.
+
+    Args:
+        prefixes: of the stores, None for one that has no documents.
+    """
     dropped, near, summary = Dropped(task.keep_dropped), task.chosen.near, Summary()
     first, count = sum(task.chosen.counts[: task.number]), task.chosen.counts[task.number]
     similar = near.read(first, count) if near else {}
+    repeats = task.chosen.repeats
+    spans = repeats.read(first, count) if repeats else {}
     sizes = read_digests(task.chosen.documents, task.number)
     tokens = [iter(TokenStore(prefix).sizes.tolist() if prefix else ()) for prefix in prefixes]
+    columns = [ColumnsBuilder() for _ in prefixes]
     for entry, (document, texts) in enumerate(task.chosen.read(task.number)):
         read_bytes, group = int(sizes["read_bytes"][entry]), group_of(document.source, task.by)
         if texts is None:
             drop = Drop(DUPLICATE, None, None, cut_excerpt(document.text))
             if near and first + entry in similar:
                 drop = near.describe(document, similar[first + entry])
+            elif repeats and first + entry in spans:
+                drop = repeats.describe(document)
             dropped.add(document, drop)
             summary.add_source(group, drop.rule, read_bytes)
             continue
         summary.add_source(group, KEPT, read_bytes)
-        made = sum(next(tokens[side]) for side, text in enumerate(texts) if text)
-        summary.add_kept(document, int(sizes["text_bytes"][entry]), made)
+        made = 0
+        for side, text in enumerate(texts):
+            if text:
+                made += next(tokens[side])
+                columns[side].add(document, origin_of(document), _licence(document))
+        is_cut = first + entry in spans
+        text_bytes = len(document.text.encode()) if is_cut else int(sizes["text_bytes"][entry])
+        summary.add_kept(document, text_bytes, made)
+    for prefix, found in zip(prefixes, columns, strict=True):
+        if prefix is not None:
+            found.build().write(prefix)
     return dropped, summary
+
+
+def _licence(document: Document) -> str:
+    name = licence_name(document.licence)
+    return "" if name == UNKNOWN else name
 
 
 def _move_out(beside: Path, folder: Path, files: dict[str, str]) -> None:

@@ -153,6 +153,7 @@ def choose_survivors(
     config: DedupConfig,
     folder: Path,
     bound_bytes: int,
+    known: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Write the mask ``kept``, without near duplicates too, and the list ``drops`` of these.
 
@@ -162,6 +163,7 @@ def choose_survivors(
         copies: the mask of what is no exact copy.
         sketches: folder of the shards' sketches.
         bound_bytes: of a band's keys in memory.
+        known: folders of sketches of earlier corpora.
 
     Returns:
         ``files``; how many ``documents`` are dropped, of how many ``read_bytes``; what
@@ -181,6 +183,7 @@ def choose_survivors(
     found = find_near_duplicates(
         left,
         config,
+        known=known,
         sketches=lambda: (_map_sketches(sketches, number) for number in range(len(counts))),
         work_dir=folder,
         bound_bytes=bound_bytes,

@@ -11,16 +11,18 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from bmforge.data.prepare.barriers import SORT_BYTES
 from bmforge.data.prepare.documents import UNREADABLE, Step
+from bmforge.data.prepare.earlier import INDEX, open_earlier, write_earlier
 from bmforge.data.prepare.encode import DUPLICATE, SIDES
 from bmforge.data.prepare.funnel import Amount, Dropped, Funnel
+from bmforge.data.prepare.join import STORE_NAME, join_stores
 from bmforge.data.prepare.journal import Journal
 from bmforge.data.prepare.near import NEAR_DUPLICATE, dedup_config
-from bmforge.data.prepare.outputs import name_shard, read_outputs
+from bmforge.data.prepare.outputs import read_outputs
 from bmforge.data.prepare.record import (
     RECORD_NAME,
     PrepareConfig,
@@ -30,21 +32,21 @@ from bmforge.data.prepare.record import (
 )
 from bmforge.data.prepare.room import check_room
 from bmforge.data.prepare.shards import InputFile, Plan, plan_shards
+from bmforge.data.prepare.spans import REPEATED, check_spans
 from bmforge.data.prepare.split import check_fraction
 from bmforge.data.prepare.stages import StageState, make_keys, run_stages, stage_states
 from bmforge.data.prepare.steps import choose_steps
 from bmforge.data.prepare.summary import Summary
-from bmforge.data.prepare.tokenise import EncodeCount, end_of_text_id, load_tokenizer
+from bmforge.data.prepare.tokenise import end_of_text_id, load_tokenizer
 from bmforge.data.sources.files import list_files
 from bmforge.data.sources.standard_input import keep_standard_input
 from bmforge.data.sources.unread import check_unread
-from bmforge.data.store.token_store import TokenStore, store_paths
-from bmforge.data.store.writer import merge_stores
+from bmforge.data.store.sharded import open_store
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import check_place
 from bmforge.tokenizers import Tokenizer
 
-__all__ = ["prepare", "show_preparation"]
+__all__ = ["Paths", "plan_work", "prepare", "show_preparation", "work_dir"]
 
 _WORK_NAME = "preparing.tmp"
 _FINISHED = "finished"  # in the work, until all of it can move
@@ -60,12 +62,8 @@ _HOW_IT_RUNS = (
     "keep_stages",
 )
 _TOKENIZER = "tokenizer"  # a folder; which files are in it depends on the tokenizer
-_OUTPUTS = (
-    "train/tokens.bin",
-    "train/tokens.idx",
-    "validation/tokens.bin",
-    "validation/tokens.idx",
-)
+_STORES = tuple(f"{side}/{STORE_NAME}.*" for side in SIDES)
+_PATTERNS = (f"{_TOKENIZER}/*", f"{INDEX}/*.*", f"{INDEX}/*/*", *_STORES)
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
@@ -155,6 +153,31 @@ def show_preparation(
         return stage_states(journal, keys)
 
 
+def work_dir(out_dir: str | os.PathLike[str]) -> Path:
+    """Return where the work of a preparation lies until it is whole."""
+    return Path(out_dir) / _WORK_NAME
+
+
+def plan_work(
+    inputs: Paths | None,
+    out_dir: str | os.PathLike[str],
+    config: PrepareConfig,
+    steps: Sequence[Step] = (),
+) -> tuple[Plan, tuple[Step, ...], Tokenizer | None]:
+    """Return the plan, kept in the work; all steps; and the given tokenizer.
+
+    Raises:
+        ConfigError: settings that cannot be.
+        DataError: an input is bad.
+    """
+    all_steps = choose_steps(config, steps)
+    _check_settings(out_dir, config)
+    files = _list_inputs(inputs, config)
+    work = work_dir(out_dir)
+    check_room(files, Path(out_dir), work)
+    return plan_shards(files, config.shard_bytes, work), all_steps, _open_tokenizer(config)
+
+
 def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> None:
     """Refuse settings that cannot be, before anything is read."""
     if Path(out_dir).exists() and not Path(out_dir).is_dir():
@@ -167,7 +190,8 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
             f"{_LEAST_MEMORY_BYTES}, before it has read anything"
         )
     check_fraction(config.validation_fraction)
-    dedup_config(config)
+    open_earlier(config.earlier, dedup_config(config))
+    check_spans(config)
 
 
 def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | None:
@@ -211,9 +235,9 @@ def _check_same(
         )
     splits = ((report.train_prefix, report.train), (report.validation_prefix, report.validation))
     for prefix, count in splits:
-        if prefix is not None and TokenStore(prefix).num_tokens != count.tokens:
+        if prefix is not None and open_store(prefix).num_tokens != count.tokens:
             raise DataError(
-                f"token store {str(prefix)!r} has {TokenStore(prefix).num_tokens} tokens, "
+                f"token store {str(prefix)!r} has {open_store(prefix).num_tokens} tokens, "
                 f"{RECORD_NAME} says {count.tokens}: prepare again with overwrite=True "
                 "(--overwrite)"
             )
@@ -222,7 +246,7 @@ def _check_same(
 def _check_free(out: Path) -> None:
     """Refuse a directory with anything in it that no preparation of ours is known to have left."""
     found = sorted(path.name for path in out.iterdir()) if out.exists() else []
-    ours = {_WORK_NAME, _TOKENIZER, _DROPPED, *(name.partition("/")[0] for name in _OUTPUTS)}
+    ours = {_WORK_NAME, _TOKENIZER, _DROPPED, INDEX, *SIDES}
     if _WORK_NAME in found and ours.issuperset(found):
         return  # one was interrupted
     if found:
@@ -230,7 +254,7 @@ def _check_free(out: Path) -> None:
         raise ConfigError(
             f"out_dir={str(out)!r} holds {', '.join(found[:4])}{more} but no {RECORD_NAME}: choose "
             "a new or empty directory, or write into this one with overwrite=True (--overwrite), "
-            f"which replaces {_TOKENIZER}/* and {', '.join(_OUTPUTS)} and keeps the rest"
+            f"which replaces {', '.join(_PATTERNS)} and keeps the rest"
         )
 
 
@@ -247,8 +271,12 @@ def _finish(
     shutil.copytree(journal.folder("tokenizer"), finished / _TOKENIZER)
     tokenizer = load_tokenizer(finished / _TOKENIZER)
     funnel, summary = _sum_up(results)
-    counts, cuts = _join_stores(plan, results, journal, finished)
+    counts, cuts = join_stores(
+        plan, results["encode"], journal.folder("encode"), finished, config.join_stores
+    )
     _join_dropped(results, config, journal, finished)
+    if config.keep_index:
+        _keep_index(results, config, journal, finished)
     by_rule = {rule: amount.documents for rule, amount in funnel.dropped.items()}
     return PrepareReport(
         out_dir=finished,
@@ -274,40 +302,19 @@ def _sum_up(results: dict[str, list[Any]]) -> tuple[Funnel, Summary]:
     for result in results["documents"]:
         funnel.merge(Funnel.from_record(result["funnel"]))
         summary.merge(Summary(sources=result["sources"]))
-    for stage, rule in (("duplicates", DUPLICATE), ("near_duplicates", NEAR_DUPLICATE)):
+    stages = {"duplicates": DUPLICATE, "near_duplicates": NEAR_DUPLICATE, "spans": REPEATED}
+    for stage, rule in stages.items():
         for gone in results[stage]:
             summary.merge(Summary(clusters=gone.get("clusters", {})))
             if gone["documents"]:
                 funnel.kept.add(-gone["documents"], -gone["read_bytes"])
                 funnel.drop(rule, gone["documents"], gone["read_bytes"])
+            if any(gone.get("changed", ())):
+                funnel.change(rule, *gone["changed"])
     for result in results["encode"]:
         summary.merge(Summary.from_record(result["summary"]))
     assert funnel.missing() == Amount(), funnel
     return funnel, summary
-
-
-def _join_stores(
-    plan: Plan, results: dict[str, list[Any]], journal: Journal, finished: Path
-) -> tuple[dict[str, EncodeCount], dict[str, list[tuple[int, int, str]]]]:
-    """Join the shards' stores; return the counts, and where in the files each shard ends."""
-    counts, cuts = {}, {}
-    for side in SIDES:
-        parts = [EncodeCount(**result[side]) for result in results["encode"]]
-        counts[side] = EncodeCount(
-            sum(part.documents for part in parts),
-            sum(part.text_bytes for part in parts),
-            sum(part.tokens for part in parts),
-        )
-        shards = [number for number, part in enumerate(parts) if part.documents]
-        prefixes = [journal.folder("encode") / f"{number:06d}.{side}" for number in shards]
-        if prefixes:
-            merge_stores(prefixes, finished / side / "tokens")
-        ends = accumulate(store_paths(prefix)[0].stat().st_size for prefix in prefixes)
-        cuts[f"{side}/tokens.bin"] = [
-            (number, end, name_shard(plan.shards[number]))
-            for number, end in zip(shards, ends, strict=True)
-        ]
-    return counts, cuts
 
 
 def _join_dropped(
@@ -322,20 +329,31 @@ def _join_dropped(
         (finished / _DROPPED).write_text(lines, "utf-8", newline="\n")
 
 
+def _keep_index(
+    results: dict[str, list[Any]], config: PrepareConfig, journal: Journal, finished: Path
+) -> None:
+    last = next(stage for stage in ("near_duplicates", "duplicates") if results[stage])
+    counts = [result["documents"] for result in results["documents"]]
+    kept = journal.folder(last) / "kept"
+    near = dedup_config(config)
+    write_earlier(finished, journal.folder("documents"), counts, kept, near, SORT_BYTES)
+
+
 def _step_names(steps: Sequence[Step]) -> tuple[str, ...]:
     return tuple(f"{step.name} {step.version}" for step in steps)
 
 
 def _move_into_place(work: Path, out: Path) -> None:
     """Move the finished files out of `work`, the record last."""
-    for name in (RECORD_NAME, *_tokenizer_files(out), *_OUTPUTS, _DROPPED, _OLD_REPORT):
+    for name in (RECORD_NAME, *_files(out), _DROPPED, _OLD_REPORT):
         (out / name).unlink(missing_ok=True)
-    for name in (*_tokenizer_files(work), *_OUTPUTS, _DROPPED, RECORD_NAME):
+    for name in (*_files(work), _DROPPED, RECORD_NAME):
         if (work / name).exists():
-            (out / name).parent.mkdir(exist_ok=True)
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).replace(out / name)
 
 
-def _tokenizer_files(folder: Path) -> list[str]:
-    """Return the names, relative to `folder`, of the files of the tokenizer in it."""
-    return [f"{_TOKENIZER}/{path.name}" for path in sorted((folder / _TOKENIZER).glob("*"))]
+def _files(folder: Path) -> list[str]:
+    """Return the names, relative to `folder`, of what a preparation makes there."""
+    found = (path for pattern in _PATTERNS for path in sorted(folder.glob(pattern)))
+    return [path.relative_to(folder).as_posix() for path in found]

@@ -1,7 +1,8 @@
 """The stages of a preparation, one after the other, each asked of the journal first.
 
 documents (per shard) -> duplicates -> split -> tokenizer -> encode (per shard). To drop near
-duplicates, sketches (per shard) -> near_duplicates stand before the split. The key of a stage is
+duplicates, sketches (per shard) -> near_duplicates stand before the split, and behind them spans,
+where repeated ones are cut. The key of a stage is
 made of its settings and of the key of the stage before, so a changed setting redoes the first
 stage that reads it, and those behind.
 """
@@ -9,7 +10,7 @@ stage that reads it, and those behind.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from bmforge.data.dedup.minhash import DedupConfig
 from bmforge.data.prepare.barriers import SORT_BYTES, choose_split, find_copies, open_mask
 from bmforge.data.prepare.documents import DocumentsTask, Step, make_documents
+from bmforge.data.prepare.earlier import Earlier, open_earlier
 from bmforge.data.prepare.encode import Chosen, EncodeTask, encode_shard, training_texts
 from bmforge.data.prepare.engine import Blame, Limits, Part, Work, run_parts
 from bmforge.data.prepare.funnel import Funnel
@@ -32,6 +34,7 @@ from bmforge.data.prepare.near import (
     sketch_shard,
 )
 from bmforge.data.prepare.shards import TOPICS, Plan
+from bmforge.data.prepare.spans import SPANS, Repeats, choose_spans
 from bmforge.data.prepare.summary import choose_grouping
 from bmforge.data.prepare.tokenise import end_of_text_id, load_tokenizer, train_bpe
 from bmforge.data.sources.record import ReadOptions
@@ -40,18 +43,30 @@ from bmforge.logging import ProgressBar, get_logger
 from bmforge.settings import PrepareConfig
 from bmforge.tokenizers import Tokenizer
 
-__all__ = ["STAGES", "Keys", "StageState", "Work", "make_keys", "run_stages", "stage_states"]
+__all__ = [
+    "STAGES",
+    "Keys",
+    "Runner",
+    "StageState",
+    "Work",
+    "make_keys",
+    "run_here",
+    "run_stages",
+    "stage_states",
+]
 
 STAGES = (
     "documents",
     "duplicates",
     "sketches",
     "near_duplicates",
+    "spans",
     "split",
     "tokenizer",
     "encode",
 )
 _VERSION = 2  # of the rules of these stages; another one redoes all
+_ENCODE_VERSION = 2
 _SAMPLE_BYTES = 1 << 30  # of text that a tokenizer is trained on
 
 
@@ -63,6 +78,7 @@ class Keys:
     duplicates: str
     sketches: list[str]
     near_duplicates: list[str]
+    spans: list[str]
     split: str
     tokenizer: str
     encode: list[str]
@@ -71,6 +87,34 @@ class Keys:
         """Return the keys of a stage's parts."""
         found = getattr(self, stage)
         return found if isinstance(found, list) else [found]
+
+
+Runner = Callable[
+    [str, Work, Sequence[Part], PrepareConfig, Callable[[int, Blame], None]],
+    Iterator[tuple[int, Any]],
+]
+
+
+def run_here(
+    stage: str,
+    run: Work,
+    parts: Sequence[Part],
+    config: PrepareConfig,
+    on_blame: Callable[[int, Blame], None],
+) -> Iterator[tuple[int, Any]]:
+    """Do parts in this process, or in its workers."""
+    limits = Limits(config.document_seconds, config.worker_memory_bytes)
+    yield from run_parts(run, parts, config.workers, limits, on_blame)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What all stages need to know."""
+
+    journal: Journal
+    keys: Keys
+    config: PrepareConfig
+    runner: Runner
 
 
 @dataclass(frozen=True)
@@ -90,17 +134,20 @@ def make_keys(
     read += [config.html_reader, choose_grouping(plan.inputs)]
     taken = [[step.name, step.version] for step in steps]
     documents = [make_key("documents", shard.key, read, taken) for shard in plan.shards]
-    duplicates = make_key("duplicates", documents)
     near = dedup_config(config)
+    earlier = [one.digest for one in open_earlier(config.earlier, near)]
+    duplicates = make_key("duplicates", documents, *earlier)
     of_near = ("sketches", duplicates, near.version) if near else ()
     sketches = [make_key(*of_near, shard.number) for shard in plan.shards if near]
     near_duplicates = [make_key("near_duplicates", sketches)] if near else []
     left = near_duplicates[0] if near else duplicates
+    spans = [make_key("spans", left, config.repeated_spans)] if config.repeated_spans else []
+    left = spans[0] if spans else left
     split = make_key("split", left, config.validation_fraction, config.seed)
     used = config.vocab_size if given is None else _tokenizer_digest(given)
     tokenizer = make_key("tokenizer", split, used)
-    encode = [make_key("encode", tokenizer, shard.number) for shard in plan.shards]
-    return Keys(documents, duplicates, sketches, near_duplicates, split, tokenizer, encode)
+    encode = [make_key("encode", _ENCODE_VERSION, tokenizer, shard.number) for shard in plan.shards]
+    return Keys(documents, duplicates, sketches, near_duplicates, spans, split, tokenizer, encode)
 
 
 def _tokenizer_digest(tokenizer: Tokenizer) -> list[list[str]]:
@@ -132,16 +179,27 @@ def run_stages(
     steps: Sequence[Step],
     given: Tokenizer | None,
     journal: Journal,
+    runner: Runner = run_here,
 ) -> dict[str, list[Any]]:
-    """Run what is not done yet; return the results of each stage's parts."""
+    """Run what is not done yet; return the results of each stage's parts.
+
+    Args:
+        runner: does the parts of a stage that workers can do, in whatever order.
+    """
     keys = make_keys(plan, config, steps, given)
+    work = _Work(journal, keys, config, runner)
     results: dict[str, list[Any]] = {}
-    results["documents"] = _read_documents(plan, config, steps, journal, keys)
+    results["documents"] = _read_documents(plan, steps, work)
     _check_any_left(results["documents"])
     counts = tuple(result["documents"] for result in results["documents"])
-    chosen = _choose(counts, config, journal, keys, results)
-    (last,) = results["near_duplicates"] or results["duplicates"]
+    chosen = _choose(counts, work, results)
+    (last,) = results["spans"] or results["near_duplicates"] or results["duplicates"]
     text_bytes = last["text_bytes"]
+    if not text_bytes:
+        raise DataError(
+            "no text is left: all of it is in the earlier corpora, or repeats what is. Give other "
+            "inputs, or leave earlier out"
+        )
     folder = journal.folder("tokenizer")
 
     def make_tokenizer() -> dict[str, Any]:
@@ -155,7 +213,7 @@ def run_stages(
         return {"files": _digests(folder)}
 
     results["tokenizer"] = [_once(journal, "tokenizer", keys, make_tokenizer)]
-    results["encode"] = _encode(chosen, config, journal, keys, choose_grouping(plan.inputs))
+    results["encode"] = _encode(chosen, work, choose_grouping(plan.inputs))
     return results
 
 
@@ -174,30 +232,36 @@ def _check_any_left(results: Sequence[Any]) -> None:
     )
 
 
-def _choose(
-    counts: tuple[int, ...],
-    config: PrepareConfig,
-    journal: Journal,
-    keys: Keys,
-    results: dict[str, list[Any]],
-) -> Chosen:
+def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]]) -> Chosen:
     """Find the copies and what is held out; return that, with the stages' results in `results`."""
+    journal, keys, config = work.journal, work.keys, work.config
     documents = journal.folder("documents")
     kept = journal.folder("duplicates") / "kept"
     held_out = journal.folder("split") / "held_out"
+    near = dedup_config(config)
+    earlier = open_earlier(config.earlier, near)
     copies = _once(
         journal,
         "duplicates",
         keys,
-        lambda: find_copies(documents, counts, kept.parent, SORT_BYTES),
+        lambda: find_copies(documents, counts, kept.parent, SORT_BYTES, earlier),
     )
     results["duplicates"] = [copies]
-    near = dedup_config(config)
-    results["near_duplicates"] = []
+    results["near_duplicates"], results["spans"] = [], []
+    drops = None
     if near is not None:
-        copies = _drop_near(counts, near, config, journal, keys)
+        copies = _drop_near(counts, near, work, earlier)
         results["near_duplicates"] = [copies]
         kept = journal.folder("near_duplicates") / "kept"
+        drops = NearDrops(kept.parent / DROPS, near.threshold)
+    repeats = None
+    if least := config.repeated_spans:
+        folder, before = journal.folder("spans"), kept
+        copies = _once(
+            journal, "spans", keys, lambda: choose_spans(documents, counts, before, folder, least)
+        )
+        results["spans"] = [copies]
+        kept, repeats = folder / "kept", Repeats(folder / SPANS, least)
     split = _once(
         journal,
         "split",
@@ -218,14 +282,15 @@ def _choose(
             config.validation_fraction,
             copies["text_bytes"],
         )
-    drops = None if near is None else NearDrops(kept.parent / DROPS, near.threshold)
-    return Chosen(documents, counts, kept, held_out, split["cut"], split["cut_bytes"], drops)
+    sides = held_out, split["cut"], split["cut_bytes"]
+    return Chosen(documents, counts, kept, *sides, drops, repeats)
 
 
 def _drop_near(
-    counts: tuple[int, ...], near: DedupConfig, config: PrepareConfig, journal: Journal, keys: Keys
+    counts: tuple[int, ...], near: DedupConfig, work: _Work, earlier: Sequence[Earlier]
 ) -> dict[str, Any]:
     """Find near duplicates among what is no exact copy; return what comes of it."""
+    journal, keys = work.journal, work.keys
     documents, sketches = journal.folder("documents"), journal.folder("sketches")
     copies = journal.folder("duplicates") / "kept"
     firsts = accumulate(counts, initial=0)
@@ -233,20 +298,28 @@ def _drop_near(
         SketchTask(number, documents, copies, first, sketches, near)
         for number, first in zip(range(len(counts)), firsts, strict=False)
     ]
-    _each(journal, "sketches", keys, sketch_shard, tasks, config, "sketch")
+    _each(work, "sketches", sketch_shard, tasks, "sketch")
     folder = journal.folder("near_duplicates")
     found: dict[str, Any] = _once(
         journal,
         "near_duplicates",
         keys,
-        lambda: choose_survivors(documents, counts, copies, sketches, near, folder, SORT_BYTES),
+        lambda: choose_survivors(
+            documents,
+            counts,
+            copies,
+            sketches,
+            near,
+            folder,
+            SORT_BYTES,
+            [one.near for one in earlier],
+        ),
     )
     return found
 
 
-def _read_documents(
-    plan: Plan, config: PrepareConfig, steps: Sequence[Step], journal: Journal, keys: Keys
-) -> list[Any]:
+def _read_documents(plan: Plan, steps: Sequence[Step], work: _Work) -> list[Any]:
+    journal, config = work.journal, work.config
     # Two paths may name one file: the plan has it as it was looked at last.
     named = {Path(file.path): (file.size_bytes, file.modified_ns) for file in plan.inputs}
     tasks = []
@@ -264,12 +337,11 @@ def _read_documents(
                 by=choose_grouping(plan.inputs),
             )
         )
-    return _each(journal, "documents", keys, make_documents, tasks, config, "read and clean")
+    return _each(work, "documents", make_documents, tasks, "read and clean")
 
 
-def _encode(
-    chosen: Chosen, config: PrepareConfig, journal: Journal, keys: Keys, by: str
-) -> list[Any]:
+def _encode(chosen: Chosen, work: _Work, by: str) -> list[Any]:
+    journal, config = work.journal, work.config
     folder = journal.folder("tokenizer")
     tokenizer = load_tokenizer(folder)
     eos_id = end_of_text_id(tokenizer)
@@ -283,9 +355,9 @@ def _encode(
             config.keep_dropped,
             by,
         )
-        for number in range(len(keys.encode))
+        for number in range(len(work.keys.encode))
     ]
-    return _each(journal, "encode", keys, encode_shard, tasks, config, "tokenise")
+    return _each(work, "encode", encode_shard, tasks, "tokenise")
 
 
 def _once(journal: Journal, stage: str, keys: Keys, work: Callable[[], Any]) -> Any:
@@ -298,16 +370,9 @@ def _once(journal: Journal, stage: str, keys: Keys, work: Callable[[], Any]) -> 
     return found
 
 
-def _each(
-    journal: Journal,
-    stage: str,
-    keys: Keys,
-    work: Work,
-    tasks: Sequence[Any],
-    config: PrepareConfig,
-    title: str,
-) -> list[Any]:
+def _each(work: _Work, stage: str, run: Work, tasks: Sequence[Any], title: str) -> list[Any]:
     """Return the results of a stage's parts, from the journal or of `work` in workers."""
+    journal, keys = work.journal, work.keys
     found = [journal.find(stage, n, key) for n, key in enumerate(keys.of(stage))]
     parts = [
         Part(n, tasks[n], _known_blames(journal, stage, n, key))
@@ -320,10 +385,9 @@ def _each(
         known = [*_known_blames(journal, stage, number, key), blame]
         journal.add(f"{stage} blames", number, key, {}, [list(one) for one in known])
 
-    limits = Limits(config.document_seconds, config.worker_memory_bytes)
     with ProgressBar(title, len(tasks)) as bar:
         bar.advance(len(tasks) - len(parts))
-        for number, result in run_parts(work, parts, config.workers, limits, note_blame):
+        for number, result in work.runner(stage, run, parts, work.config, note_blame):
             journal.add(stage, number, keys.of(stage)[number], result.pop("files"), result)
             found[number] = result
             bar.advance()

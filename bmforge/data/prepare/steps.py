@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 
 from bmforge.data.clean.drop import Drop
 from bmforge.data.clean.judge import JudgeByRules
-from bmforge.data.clean.languages import DetectLanguage
+from bmforge.data.clean.languages import CutParagraphs, DetectLanguage
+from bmforge.data.clean.licence import ANY_LICENCE, KeepLicences, SayLicence, read_licences
 from bmforge.data.clean.lists import ListedHosts, ListedWords, read_list
 from bmforge.data.clean.normalise import normalise
 from bmforge.data.clean.private import MaskPrivate
+from bmforge.data.clean.score_files import read_score
 from bmforge.data.clean.tidy import TidyText
 from bmforge.data.prepare.documents import NORMALISE, Step
 from bmforge.data.prepare.examples import DropExamples
@@ -37,6 +40,12 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
     """
     tidy, judge = _choose_tidy(config.tidy), JudgeByRules(config.rules)
     steps = []
+    if config.licence:
+        say = SayLicence(read_licences(config.licence))
+        steps.append(Step("licence", say, _short(say.version)))
+    if config.licence_policy != ANY_LICENCE:
+        keep = KeepLicences(config.licence_policy)
+        steps.append(Step("licence_policy", keep, _short(keep.version)))
     if config.bad_hosts:
         hosts = ListedHosts(read_list(config.bad_hosts, "bad_hosts"))
         steps.append(Step("bad_hosts", hosts, _short(hosts.version)))
@@ -45,8 +54,14 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
         steps.append(Step("repair", repair, repair.version))
     steps.append(NORMALISE)
     if config.languages:
-        detect = DetectLanguage(_named_languages(config.languages))
+        named = _named_languages(config.languages)
+        detect = DetectLanguage(named)
         steps.append(Step("languages", detect, detect.version))
+        if config.by_paragraph:
+            cut = CutParagraphs(named)
+            steps.append(Step("paragraphs", cut, cut.version))
+    elif config.by_paragraph:
+        raise ConfigError("by_paragraph=True has no effect without languages: name some")
     if tidy != TidyText(repair=False):
         steps.append(Step("tidy", _Tidy(tidy), tidy.version))
     if config.rules != "none":
@@ -54,6 +69,9 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
     if config.bad_words:
         words = ListedWords(read_list(config.bad_words, "bad_words"))
         steps.append(Step("bad_words", words, _short(words.version)))
+    for given in config.scores:
+        score = read_score(given)
+        steps.append(Step(f"score {Path(score.path).stem}", score, _short(score.version)))
     if config.decontaminate:
         drop = DropExamples(config.decontaminate, config.cut_examples).opened()
         steps.append(Step("decontaminate", drop, drop.version))

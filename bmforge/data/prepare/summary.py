@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import PurePath
 from typing import Any
+from urllib.parse import urlsplit
 
 from bmforge.data.prepare.shards import TOPICS, InputFile
 from bmforge.data.sources.document import Document
+from bmforge.licences import licence_name
 
-__all__ = ["KEPT", "OTHERS", "UNKNOWN", "Summary", "choose_grouping", "group_of"]
+__all__ = ["KEPT", "OTHERS", "UNKNOWN", "Summary", "choose_grouping", "group_of", "origin_of"]
 
 KEPT = "kept"  # stands among the rules' names
 UNKNOWN = "unknown"
@@ -19,6 +21,8 @@ _MOST_GROUPS = 40
 _MOST_VALUES = 50  # of licences and the like in a record
 _LONGEST_VALUE = 100  # characters
 _YEAR = 4
+_NESTED = ("sources", "origins")
+_SHORTENED = ("languages", "scripts", "licences", "terms", "years")
 Counts = dict[str, list[int]]
 
 
@@ -50,8 +54,9 @@ class Summary:
     Attributes:
         sources: by group of sources, by what became of documents (the rule, or ``kept``):
             documents, and their bytes as they were read.
-        languages, scripts, licences, years: of kept documents, by what is known of them:
+        languages, scripts, licences, terms, years: of kept documents, by what is known of them:
             documents, bytes of text, tokens.
+        origins: by licence, by the host or the file that they come from: kept documents, bytes.
         lengths: by k, kept documents of 2^(k-1) to 2^k - 1 tokens: documents, bytes, tokens.
         clusters: by size, clusters of near duplicates: how many.
     """
@@ -60,7 +65,9 @@ class Summary:
     languages: Counts = field(default_factory=dict)
     scripts: Counts = field(default_factory=dict)
     licences: Counts = field(default_factory=dict)
+    terms: Counts = field(default_factory=dict)
     years: Counts = field(default_factory=dict)
+    origins: dict[str, Counts] = field(default_factory=dict)
     lengths: Counts = field(default_factory=dict)
     clusters: Counts = field(default_factory=dict)
 
@@ -70,33 +77,36 @@ class Summary:
 
     def add_kept(self, document: Document, text_bytes: int, tokens: int) -> None:
         """Count one document that is kept, by what is known of it."""
-        counts = (1, text_bytes, tokens)
+        counts, licence = (1, text_bytes, tokens), _cut(licence_name(document.licence))
         for table, value in (
             (self.languages, document.language),
             (self.scripts, document.script),
-            (self.licences, document.licence),
+            (self.licences, licence),
+            (self.terms, document.terms),
             (self.years, document.date[:_YEAR]),
         ):
-            _add(table, value[:_LONGEST_VALUE] or UNKNOWN, counts)
+            _add(table, _cut(value), counts)
+        _add(self.origins.setdefault(licence, {}), _cut(origin_of(document)), counts[:2])
         _add(self.lengths, str(tokens.bit_length()), counts)
 
     def merge(self, other: Summary) -> None:
         """Add the counts of another part of the corpus."""
-        for group, outcomes in other.sources.items():
-            for outcome, counts in outcomes.items():
-                _add(self.sources.setdefault(group, {}), outcome, counts)
+        for name in _NESTED:
+            mine: dict[str, Counts] = getattr(self, name)
+            for group, outcomes in getattr(other, name).items():
+                for outcome, counts in outcomes.items():
+                    _add(mine.setdefault(group, {}), outcome, counts)
         for one in fields(self):
-            if one.name != "sources":
+            if one.name not in _NESTED:
                 for value, counts in getattr(other, one.name).items():
                     _add(getattr(self, one.name), value, counts)
 
     def to_record(self) -> dict[str, Any]:
         """Return it as JSON and TOML have it, in the order of names."""
         record = asdict(self)
-        record["sources"] = {
-            group: dict(sorted(outcomes.items()))
-            for group, outcomes in sorted(record["sources"].items())
-        }
+        for name in _NESTED:
+            for group, outcomes in record[name].items():
+                record[name][group] = dict(sorted(outcomes.items()))
         for one in fields(self):
             record[one.name] = dict(sorted(record[one.name].items()))
         return record
@@ -104,17 +114,38 @@ class Summary:
     def shortened(self) -> Summary:
         """Return it with the rarest of many values put together as ``others``."""
         short = Summary.from_record(self.to_record())
-        for name in ("languages", "scripts", "licences", "years"):
-            table: Counts = getattr(short, name)
-            by_count = sorted(table, key=lambda value: (-table[value][0], value))
-            for value in by_count[_MOST_VALUES:]:
-                _add(table, OTHERS, table.pop(value))
+        for name in _SHORTENED:
+            _shorten_(getattr(short, name))
+        for licence in [one for one in short.origins if one not in short.licences]:
+            for origin, counts in short.origins.pop(licence).items():
+                _add(short.origins.setdefault(OTHERS, {}), origin, counts)
+        for table in short.origins.values():
+            _shorten_(table)
         return short
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Summary:
         """Return what `to_record` made a record of."""
         return Summary(**record)
+
+
+def _shorten_(table: Counts) -> None:
+    by_count = sorted(table, key=lambda value: (-table[value][0], value))
+    for value in by_count[_MOST_VALUES:]:
+        _add(table, OTHERS, table.pop(value))
+
+
+def _cut(value: str) -> str:
+    return value[:_LONGEST_VALUE] or UNKNOWN
+
+
+def origin_of(document: Document) -> str:
+    """Return the host of a page, else the name of the file: who is to be named."""
+    try:
+        host = urlsplit(document.url).hostname
+    except ValueError:
+        host = None
+    return host or PurePath(document.source).name
 
 
 def _add(table: Counts, name: str, counts: Iterable[int]) -> None:

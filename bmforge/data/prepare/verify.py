@@ -13,7 +13,8 @@ from bmforge.data.prepare.outputs import OutputFile, digest_part
 from bmforge.data.prepare.record import RECORD_NAME, PrepareReport, read_record
 from bmforge.data.prepare.summary import KEPT
 from bmforge.data.prepare.tokenise import EncodeCount
-from bmforge.data.store.token_store import TokenStore
+from bmforge.data.store.columns import read_columns
+from bmforge.data.store.sharded import open_store
 from bmforge.errors import DataError
 
 __all__ = ["verify_store"]
@@ -69,12 +70,12 @@ def _check_stores(report: PrepareReport) -> Iterator[str]:
         (report.validation_prefix, report.validation),
     ):
         if prefix is not None:
-            yield from _check_store(prefix, count, report.eos_id)
+            yield from _check_store(prefix, count, report)
 
 
-def _check_store(prefix: Path, count: EncodeCount, eos_id: int) -> Iterator[str]:
+def _check_store(prefix: Path, count: EncodeCount, report: PrepareReport) -> Iterator[str]:
     try:
-        store = TokenStore(prefix)
+        store = open_store(prefix)
     except DataError as error:
         yield str(error)
         return
@@ -86,9 +87,14 @@ def _check_store(prefix: Path, count: EncodeCount, eos_id: int) -> Iterator[str]
         if there != said:
             yield f"{name} has {there} {what}, {RECORD_NAME} says {said}"
     ends = store.pointers[:] // store.dtype.itemsize + store.sizes[:] - 1
-    open_ended = int((store.tokens[ends] != eos_id).sum()) if len(ends) else 0
+    open_ended = int((store.tokens[ends] != report.eos_id).sum()) if len(ends) else 0
     if open_ended:
-        yield f"{name}: {open_ended} documents do not end in the token {eos_id}"
+        yield f"{name}: {open_ended} documents do not end in the token {report.eos_id}"
+    if any(output.path.endswith(".doc") for output in report.outputs):
+        try:
+            read_columns(store)
+        except DataError as error:
+            yield str(error)
 
 
 def _check_sums(report: PrepareReport) -> Iterator[str]:

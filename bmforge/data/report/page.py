@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bmforge.data.prepare.funnel import Funnel
 from bmforge.data.prepare.record import PrepareReport, read_record
-from bmforge.data.prepare.summary import KEPT, Summary
+from bmforge.data.prepare.summary import KEPT, UNKNOWN, Summary
 from bmforge.data.report.drawings import draw_bars, draw_funnel
 from bmforge.data.report.samples import read_dropped, read_kept
 from bmforge.errors import DataError
@@ -73,6 +73,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
                 ("Languages · 语言", report.summary.languages),
                 ("Scripts · 文字", report.summary.scripts),
                 ("Licences · 许可", report.summary.licences),
+                ("Terms of sources · 来源条款", _known(report.summary.terms)),
                 ("Years · 年份", report.summary.years),
             )
         ),
@@ -202,6 +203,11 @@ def _values(table: dict[str, list[int]]) -> str:
     ]
     heads = ("", "documents · 文档", "bytes · 字节", "tokens · 词元", "bytes/token", "tokens/byte")
     return _table(heads, rows)
+
+
+def _known(table: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return a table of what few documents say; nothing where none does."""
+    return table if set(table) - {UNKNOWN} else {}
 
 
 def _clusters(summary: Summary) -> str:

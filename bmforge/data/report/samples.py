@@ -10,6 +10,7 @@ from typing import Any
 
 from bmforge.data.prepare.record import PrepareReport, read_record
 from bmforge.data.prepare.tokenise import load_tokenizer
+from bmforge.data.store.sharded import open_store
 from bmforge.data.store.token_store import TokenStore
 from bmforge.errors import ConfigError, DataError, suggest
 
@@ -71,7 +72,7 @@ def read_kept(out_dir: str | os.PathLike[str], most: int) -> list[str]:
         DataError: the directory has no record, or its store is damaged.
     """
     report, _ = read_record(Path(out_dir))
-    store, tokenizer = TokenStore(report.train_prefix), load_tokenizer(report.tokenizer_dir)
+    store, tokenizer = open_store(report.train_prefix), load_tokenizer(report.tokenizer_dir)
     return [
         tokenizer.decode([token for token in ids if token != report.eos_id])
         for ids in _spread(store, report, most)

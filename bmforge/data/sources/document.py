@@ -21,6 +21,7 @@ class Document:
         place: where in the file: a line, the name of a member, a page; ``"1"`` is a whole file.
         id: of the text as it was read: a hash of source, place and text, kept by every step.
         url, licence: of the page or the data set, as the source says.
+        terms: what else the source asks for, or the address where it says so.
         date: ISO 8601, as far as known: ``"2024"``, ``"2024-05-01"``.
         language, script: ISO 639-1 (or -3) and ISO 15924, such as ``"zh"`` and ``"Hans"``; a source
             may give a longer tag, such as ``"zh-CN"``, of which `primary_subtag` is the language.
@@ -37,6 +38,7 @@ class Document:
     language: str = ""
     script: str = ""
     scores: Mapping[str, float] = field(default_factory=dict, hash=False)
+    terms: str = ""
 
     def __post_init__(self) -> None:
         """Give it its id, where it has none yet."""

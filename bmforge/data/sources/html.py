@@ -35,6 +35,11 @@ _DATES = (
     ("time[datetime]", "datetime"),
 )
 _LICENCES = ('link[rel~="license"]', 'a[rel~="license"]')
+_TERMS = (
+    ('meta[name="tdm-policy"]', "content"),
+    ('link[rel~="terms-of-service"]', "href"),
+    ('a[rel~="terms-of-service"]', "href"),
+)
 
 
 def read_html(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -82,6 +87,7 @@ def parse_page(
     known = {
         "url": url or _find(tree, (('link[rel="canonical"]', "href"),)),
         "licence": _find(tree, tuple((one, "href") for one in _LICENCES)),
+        "terms": _find(tree, _TERMS),
         "date": _date(_find(tree, _DATES)),
         "language": primary_subtag(_find(tree, (("html", "lang"),))),
     }

@@ -22,6 +22,7 @@ _LONGEST_LINE_BYTES = 1 << 28
 _KNOWN = {
     "url": ("url",),
     "licence": ("licence", "license"),
+    "terms": ("terms", "terms_of_use"),
     "date": ("date", "timestamp"),
     "language": ("language", "lang"),
 }
@@ -118,7 +119,7 @@ def find_text(record: Any, field: str, place: str) -> str:
 
 
 def find_known(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what a record says of its text's url, licence, date and language."""
+    """Return what a record says of its text's url, licence, terms, date and language."""
     found: dict[str, Any] = {}
     for name, fields in _KNOWN.items():
         values = (record.get(field) for field in fields)

@@ -27,6 +27,7 @@ from bmforge.models.formats.megatron_model import (
 )
 from bmforge.models.formats.model_center import is_model_center, load_model_center
 from bmforge.models.hub import AutoModel, find_model
+from bmforge.provenance import read_provenance, warn_of_licences, write_provenance
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["convert_checkpoint", "find_companions", "find_dtype", "write_directory"]
@@ -107,7 +108,8 @@ def write_directory(
         source: a directory, hub id or short name.
         target: directory to make.
         write: given the source's directory and one to make; returns what is said of it. What
-            belongs to a model besides its weights and config is copied.
+            belongs to a model besides its weights and config is copied, with what is known of its
+            licence and parts.
 
     Raises:
         CheckpointError: the target holds something already.
@@ -126,10 +128,13 @@ def write_directory(
             _save_tokenizer(directory, partial)
         for name in find_companions(directory):
             shutil.copyfile(directory / name, partial / name)
+        known = read_provenance(directory)
+        write_provenance(partial, known, name=out.name)
         os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     get_logger().info("%s: %s", out, said)
+    warn_of_licences(out, known)
     return out
 
 

@@ -27,6 +27,7 @@ from bmforge.models.formats.gguf_names import ROPE_TENSORS, find_rules, is_permu
 from bmforge.models.formats.gguf_rope import write_rope
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
 from bmforge.nn.mlp import ACTIVATIONS
+from bmforge.provenance import to_metadata
 from bmforge.records import laid_out
 from bmforge.surgery import persistent_tensors
 
@@ -83,6 +84,7 @@ def write_gguf(
     _check_said(model, found, values, plan)
     if left_out:
         get_logger().warning("GGUF's %s has no place for %s", found.kind, ", ".join(left_out))
+    values |= to_metadata(model.provenance)
     partial = out.with_name(partial_name(out.name))
     try:
         _write(partial, found, {**values, **(tokens or _NO_TOKENS)}, plan)

@@ -12,15 +12,24 @@ from bmforge.data import (
     Mixture,
     PackedDataset,
     PrepareReport,
-    TokenStore,
     check_vocabulary,
     iter_once,
     load_tokenizer,
+    open_store,
+    parse_conditions,
+    select_store,
 )
-from bmforge.data.prepare.record import RECORD_NAME, read_record
 from bmforge.data.prepare.tokenise import end_of_text_id
 from bmforge.errors import ConfigError, DataError
+from bmforge.logging import get_logger
 from bmforge.parallel import World, run_on_first
+from bmforge.recipes.inputs.selection import (
+    check_where,
+    open_text,
+    place_of,
+    read_report,
+    train_prefix,
+)
 from bmforge.recipes.inputs.splitting import StorePart, check_split
 from bmforge.recipes.inputs.vocabulary import check_tokenizers
 
@@ -30,8 +39,6 @@ __all__ = [
     "HeldOut",
     "open_corpus",
     "open_held_out",
-    "read_report",
-    "train_prefix",
 ]
 
 
@@ -41,7 +48,10 @@ class CorpusConfig:
 
     Args:
         paths: directories made by `bmforge prepare`, or prefixes of .bin/.idx token stores; several
-            are mixed.
+            are mixed. With conditions behind it, as in `corpus?language=zh&date>=2020`, a path is
+            those of its documents that fit.
+        where: conditions for the documents of all paths, held-out ones too: source, language,
+            licence (with * and commas), date, quality; such as language=zh or quality>=0.5.
         weights: share of each path, relative; empty weighs all the same.
         seq_len: tokens per row.
         global_batch_size: rows per optimizer step over all processes.
@@ -63,6 +73,7 @@ class CorpusConfig:
     """
 
     paths: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     seq_len: int = 512
     global_batch_size: int = 32
@@ -123,7 +134,7 @@ def open_corpus(
     first = read_report(config.paths[0])
     tokenizer_dir, eos_id = _find_end(config, first)
     weights = config.weights or (1.0,) * len(config.paths)
-    stores = [_open_store(path, config) for path in config.paths]
+    stores = [open_text(path, config.where, config.split) for path in config.paths]
     datasets = [PackedDataset(store, config.seq_len, eos_id) for store in stores]
     # The order follows from these names, and a corpus may move: its path is no part of them.
     names = [f"data.paths[{number}]" for number in range(len(datasets))]
@@ -141,11 +152,11 @@ def open_corpus(
     held_out = _validation_prefix(config)
     validation = None
     if held_out is not None:
-        validation = PackedDataset(TokenStore(held_out), config.seq_len, eos_id)
+        validation = _open_validation(held_out, config, eos_id)
     elif any(config.split[1:2]):
         part = StorePart(config.paths[0], config.split, 1)
         validation = PackedDataset(part, config.seq_len, eos_id)
-    own = first is not None and config.validation is None
+    own = first is not None and config.validation is None and not config.where
     return Corpus(
         loader,
         validation,
@@ -194,7 +205,7 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
             "its token store."
         )
     run_on_first(lambda: check_tokenizers((path,), model, None))
-    store = TokenStore(prefix)
+    store = open_store(prefix)
     run_on_first(lambda: check_vocabulary(store, vocab_size))
     text_bytes = None if report is None else report.validation.text_bytes
     return HeldOut(PackedDataset(store, seq_len), text_bytes)
@@ -213,9 +224,16 @@ def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path 
     return tokenizer_dir, eos_id
 
 
-def _open_store(path: str, config: CorpusConfig) -> TokenStore:
-    """Open what is learned from of a path."""
-    return StorePart(path, config.split, 0) if config.split else TokenStore(train_prefix(path))
+def _open_validation(prefix: str, config: CorpusConfig, eos_id: int | None) -> PackedDataset | None:
+    """Open the held-out documents that a run looks at; None where none of them fits."""
+    try:
+        store = select_store(open_store(prefix), parse_conditions(config.where))
+    except DataError as error:
+        if not config.where:
+            raise
+        get_logger().warning("nothing is held out: %s", error)
+        return None
+    return PackedDataset(store, config.seq_len, eos_id)
 
 
 def _check_paths(config: CorpusConfig) -> None:
@@ -226,6 +244,7 @@ def _check_paths(config: CorpusConfig) -> None:
         )
     if len(set(config.paths)) != len(config.paths):
         raise ConfigError(f"data.paths={list(config.paths)} names a path twice; raise its weight.")
+    check_where(config.where, config.paths, config.split)
     check_split(config.split, config.validation, config.paths)
     if config.weights and (len(config.weights) != len(config.paths) or len(config.paths) == 1):
         raise ConfigError(
@@ -236,27 +255,17 @@ def _check_paths(config: CorpusConfig) -> None:
 
 def _check_stores(config: CorpusConfig, vocab_size: int, init_from: str | None) -> None:
     """Check every store against the vocabulary; a prepared directory has its size on record."""
-    check_tokenizers(config.paths, init_from, config.tokenizer)
+    check_tokenizers([*dict.fromkeys(map(place_of, config.paths))], init_from, config.tokenizer)
     for path in config.paths:
         report = read_report(path)
         if report is None or report.vocab_size > vocab_size:
-            check_vocabulary(TokenStore(train_prefix(path)), vocab_size)
+            check_vocabulary(open_store(train_prefix(path)), vocab_size)
     held_out = _validation_prefix(config)
     if held_out is not None:
-        store = TokenStore(held_out)
+        store = open_store(held_out)
         check_vocabulary(store, vocab_size)
         if store.num_tokens < 2:
             raise DataError(f"validation store {held_out!r} has fewer than 2 tokens to predict.")
-
-
-def read_report(path: str) -> PrepareReport | None:
-    """Return the record of a prepared directory; None for a bare token store."""
-    return read_record(Path(path))[0] if (Path(path) / RECORD_NAME).exists() else None
-
-
-def train_prefix(path: str) -> Path:
-    """Return the token store of a prepared directory, or the bare one that `path` is."""
-    return Path(path) / "train" / "tokens" if Path(path).is_dir() else Path(path)
 
 
 def _validation_prefix(config: CorpusConfig) -> str | None:

@@ -10,13 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bmforge.data import TokenStore, check_vocabulary
+from bmforge.data import TokenStore, check_vocabulary, open_store
 from bmforge.data.load.example import fingerprint_of
 from bmforge.errors import ConfigError
 from bmforge.models.hub import find_model
 from bmforge.parallel import run_on_first
-from bmforge.recipes.inputs.corpus import read_report, train_prefix
 from bmforge.recipes.inputs.examples import ExampleConfig, digest_stores
+from bmforge.recipes.inputs.selection import (
+    check_where,
+    open_text,
+    place_of,
+    read_report,
+    train_prefix,
+)
 from bmforge.recipes.inputs.splitting import StorePart, check_split
 from bmforge.recipes.inputs.vocabulary import check_tokenizers
 from bmforge.tokenizers import AutoTokenizer
@@ -43,7 +49,7 @@ class Pieces(Sequence[NDArray[np.int64]]):
         longest: int,
         end_id: int | None = None,
     ) -> None:
-        self._stores = [s if isinstance(s, TokenStore) else TokenStore(s) for s in stores]
+        self._stores = [s if isinstance(s, TokenStore) else open_store(s) for s in stores]
         spans = [list(_cut(store, shortest, longest, end_id)) for store in self._stores]
         self._bounds = [0, *accumulate(map(len, spans))]
         self._spans = np.array([span for part in spans for span in part]).reshape(-1, 2)
@@ -88,25 +94,25 @@ def open_pieces(
             f"data.seq_len={config.seq_len} leaves {longest} tokens of text a row; needed are at "
             f"least {shortest}."
         )
+    check_where((), config.paths, config.split)
     check_split(config.split, config.validation, config.paths)
     train = [train_prefix(path) for path in config.paths]
     held_out = [train_prefix(path) for path in config.validation]
-    reports = [] if held_out else [read_report(path) for path in config.paths]
+    places = dict.fromkeys(map(place_of, config.paths))
+    reports = [] if held_out else [read_report(place) for place in places]
     for report in reports:
         if report is not None and report.validation_prefix is not None:
             held_out.append(report.validation_prefix)
 
     def check() -> None:
         for prefix in (*train, *held_out):
-            check_vocabulary(TokenStore(prefix), vocab_size)
+            check_vocabulary(open_store(prefix), vocab_size)
 
     run_on_first(check)
-    learned: list[TokenStore | Path] = [*train]
+    learned = [open_text(path, split=config.split) for path in config.paths]
     rest: list[TokenStore | Path] = [*held_out]
-    if config.split:
-        learned = [StorePart(prefix, config.split, 0) for prefix in train]
-        if any(config.split[1:2]):
-            rest = [StorePart(prefix, config.split, 1) for prefix in train]
+    if any(config.split[1:2]):
+        rest = [StorePart(prefix, config.split, 1) for prefix in train]
     held = Pieces(rest, shortest, longest, end_id) if rest else None
     return Pieces(learned, shortest, longest, end_id), held
 
@@ -124,9 +130,8 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
     """
     folder = find_tokenizer(config)
     data = config.data
-    run_on_first(
-        lambda: check_tokenizers((*data.paths, *data.validation), config.init_from, data.tokenizer)
-    )
+    places = [*dict.fromkeys(map(place_of, (*data.paths, *data.validation)))]
+    run_on_first(lambda: check_tokenizers(places, config.init_from, data.tokenizer))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if kind is not None and not isinstance(tokenizer, kind):
         raise ConfigError(

@@ -20,6 +20,7 @@ from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.low_rank import settle_magnitude_
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
+from bmforge.provenance import Provenance
 from bmforge.surgery import find_parameters
 from bmforge.tune.delta.address import find_places
 from bmforge.tune.delta.held import (
@@ -57,6 +58,7 @@ class Delta:
         origin: the config of the file of PEFT's that it came from, and
         extra: tensors there that are none of it; both are written back.
         base_weights: what weights were before it was merged into them.
+        provenance: what it was made of, of a delta that was loaded.
 
     Raises:
         ConfigError: targets or options that do not fit the model, which is as it was then.
@@ -91,6 +93,7 @@ class Delta:
         self.options = self._settle_options({**self.defaults, **options})
         self.weight, self.merged = 1.0, False
         self.base_weights: dict[str, Tensor] = {}
+        self.provenance = Provenance()
         self.origin: dict[str, Any] | None = None
         self.extra: dict[str, Tensor] = {}
         self.held: tuple[Held, ...] = ()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.part_kinds import PART_KINDS
+from bmforge.provenance import read_provenance
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta import peft_format, peft_write
 from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
@@ -189,6 +190,7 @@ def load_delta(
             f"{str(directory)!r} has a {type(delta).__name__}, not a {kind.__name__}. Use "
             "load_delta, which takes any."
         )
+    delta.provenance = read_provenance(directory)
     return delta if trainable else delta.requires_grad_(False)
 
 

@@ -13,6 +13,7 @@ from bmforge.nn.bottleneck import Bottleneck
 from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.nn.part import detach_part_
+from bmforge.provenance import Part, Provenance, warn_of_licences
 from bmforge.shards import is_streamed, local_box, local_tensor, whole_tensor
 from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.delta import Delta
@@ -53,7 +54,22 @@ def merge_(delta: Delta, dequantize: bool = False) -> None:
             box = local_box(tensor)
             local_tensor(tensor.detach()).copy_(value[box.slices])
     _take_out_(delta)
+    _join_licences_(delta)
     delta.base_weights, delta.merged = kept, True
+
+
+def _join_licences_(delta: Delta) -> None:
+    """Let a model of ours say what it is made of now."""
+    model: Any = delta.model
+    base, said = getattr(model, "provenance", None), delta.provenance
+    if base is None or not said:
+        return
+    own = [Part("base", type(model).__name__, base.licence)] if base.licence else []
+    if any(part.kind == "base" and part.licence == base.licence for part in said.parts):
+        own = []  # named there
+    more = said.as_parts("delta", delta.name) if said.licence else said.parts
+    model.provenance = Provenance("", (*own, *base.parts)).joined(more)
+    warn_of_licences(f"{type(model).__name__} with {delta.name}", model.provenance)
 
 
 def _take_out_(delta: Delta) -> None:

@@ -1,0 +1,141 @@
+"""Scores by files of `data quality`: ``quality.npz>=0.5``, ``perplexity.npz=head``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from bmforge.data.clean.drop import Drop
+from bmforge.data.clean.scores import (
+    BUCKETS,
+    LinearScorer,
+    Perplexity,
+    Scorer,
+    ScoreText,
+)
+from bmforge.data.sources.document import Document
+from bmforge.errors import ConfigError, DataError, suggest
+
+__all__ = ["ScoreByFile", "load_scorer", "read_score", "save_perplexity"]
+
+_FORM = re.compile(r"(.+?)(?:(>=|<=|=)([^=<>]+))?")
+
+
+def save_perplexity(path: Path, model: Perplexity, bounds: tuple[float, float]) -> None:
+    """Write a perplexity model to an .npz file, with the bounds of its buckets."""
+    with path.open("wb") as file:
+        np.savez_compressed(
+            file,
+            counts=model.counts,
+            total=np.float64(model.total),
+            vocabulary=np.int64(model.vocabulary),
+            bounds=np.array(bounds, dtype=np.float64),
+        )
+
+
+def load_scorer(path: Path) -> tuple[Scorer, tuple[float, float] | None]:
+    """Return what a file holds, and of a perplexity model the bounds of its buckets.
+
+    Raises:
+        DataError: it is missing, or neither a classifier nor a perplexity model.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if "counts" in file:
+                low, high = file["bounds"].tolist()
+                model = Perplexity(file["counts"], float(file["total"]), int(file["vocabulary"]))
+                return model, (low, high)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{str(path)!r} holds no scores ({error}).") from error
+    return LinearScorer.load(path), None
+
+
+@dataclass(frozen=True)
+class ScoreByFile:
+    """A step that notes the score of a file's model under the file's name, and drops by bounds.
+
+    A worker opens the file itself.
+
+    Attributes:
+        path: of the file.
+        digest: of its bytes, as they were when the work began.
+        low, high: what is kept; None is no bound.
+    """
+
+    path: str
+    digest: str
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def version(self) -> str:
+        """What changes whenever a document may be judged differently."""
+        return f"score=1 {Path(self.path).stem} {self.low} {self.high} {self.digest}"
+
+    def __call__(self, document: Document) -> Document | Drop:
+        """Return the document with its score, or why it is dropped."""
+        scorer = _open(self.path, self.digest)
+        return ScoreText(Path(self.path).stem, scorer, self.low, self.high)(document)
+
+
+@lru_cache(maxsize=4)
+def _open(path: str, digest: str) -> Scorer:
+    if _digest(path) != digest:
+        raise DataError(f"scores={path!r} changed while it was read: prepare again")
+    return load_scorer(Path(path))[0]
+
+
+def _digest(path: str) -> str:
+    try:
+        return blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"scores={path!r} cannot be read ({error.strerror})") from error
+
+
+def read_score(given: str) -> ScoreByFile:
+    """Return the step of ``FILE``, ``FILE>=NUMBER``, ``FILE<=NUMBER`` or ``FILE=BUCKETS``.
+
+    Raises:
+        ConfigError: it is of another form, or the file cannot be read.
+        DataError: the file holds no scores.
+    """
+    found = _FORM.fullmatch(given)
+    assert found is not None or not given
+    if found is None:
+        raise ConfigError("scores: an empty name; name a file that `bmforge data quality` wrote")
+    path, sign, value = found.groups()
+    digest, (_, bounds) = _digest(path), load_scorer(Path(path))
+    if sign is None:
+        return ScoreByFile(path, digest)
+    if sign == "=":
+        return ScoreByFile(path, digest, *_bucket_bounds(given, value.split(","), bounds))
+    try:
+        number = float(value)
+    except ValueError:
+        raise ConfigError(f"scores={given!r}: {value!r} is no number") from None
+    return ScoreByFile(path, digest, **{"low" if sign == ">=" else "high": number})
+
+
+def _bucket_bounds(
+    given: str, names: Sequence[str], bounds: tuple[float, float] | None
+) -> tuple[float | None, float | None]:
+    """Return the bounds of buckets that lie beside each other."""
+    if bounds is None:
+        raise ConfigError(f"scores={given!r}: a classifier has no buckets; write FILE>=0.5")
+    for name in names:
+        if name not in BUCKETS:
+            raise ConfigError(
+                f"scores={given!r}: no bucket {name!r}.{suggest(name, BUCKETS)} There are "
+                f"{', '.join(BUCKETS)}."
+            )
+    places = sorted({BUCKETS.index(name) for name in names})
+    if places[-1] - places[0] >= len(places):
+        raise ConfigError(f"scores={given!r}: these buckets do not lie beside each other")
+    edges = (None, *bounds, None)
+    return edges[places[0]], edges[places[-1] + 1]

@@ -1,0 +1,144 @@
+"""An index of a corpus's texts, by which later corpora leave out what it has.
+
+``index/digests.bin`` has the digest of every text, sorted; ``index/near/`` the sketches and n-grams
+of `dedup.index`, where near duplicates were looked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.data.dedup.index import write_index
+from bmforge.data.dedup.minhash import DedupConfig
+from bmforge.data.dedup.sort import SortedRows, make_rows
+from bmforge.data.prepare.barriers import open_mask
+from bmforge.data.prepare.documents import read_digests, read_shard
+from bmforge.data.prepare.journal import digest_file
+from bmforge.data.sources.document import Document
+from bmforge.errors import ConfigError, DataError
+
+__all__ = ["INDEX", "Earlier", "open_earlier", "write_earlier"]
+
+INDEX = "index"  # a folder
+_DIGESTS, _SETTINGS, _NEAR = "digests.bin", "index.json", "near"
+_FORMAT = 1
+_ROW = np.dtype([("high", "<u8"), ("low", "<u8")])
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The index of an earlier corpus.
+
+    Attributes:
+        folder: where it lies.
+        digest: of all that is in it.
+    """
+
+    folder: Path
+    digest: str
+
+    @property
+    def near(self) -> Path:
+        """Where its sketches lie, if it has some."""
+        return self.folder / _NEAR
+
+    def holds(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Return True for rows (`dedup.sort.ROW`) whose text it has."""
+        known = np.memmap(self.folder / _DIGESTS, dtype=_ROW, mode="r")
+        found = np.zeros(len(rows), dtype=np.bool_)
+        first = np.searchsorted(known["high"], rows["high"], side="left")
+        last = np.searchsorted(known["high"], rows["high"], side="right")
+        for place in np.flatnonzero(last > first).tolist():
+            part = known["low"][first[place] : last[place]]
+            found[place] = bool((part == rows["low"][place]).any())
+        return found
+
+
+def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earlier, ...]:
+    """Open the indexes of prepared directories.
+
+    Raises:
+        ConfigError: one has no index, or none for near duplicates, which are asked for.
+        DataError: an index is damaged.
+    """
+    found = []
+    for corpus in corpora:
+        folder = Path(corpus) / INDEX
+        if not (folder / _SETTINGS).is_file():
+            raise ConfigError(
+                f"earlier={corpus!r} has no index: prepare it with keep_index=True (--keep-index)"
+            )
+        try:
+            told = json.loads((folder / _SETTINGS).read_text("utf-8"))
+            if told["format"] != _FORMAT:
+                raise ValueError(f"format {told['format']}, known is {_FORMAT}")
+            if digest_file(folder / _DIGESTS) != told["digest"]:
+                raise ValueError(f"{_DIGESTS} has other bytes than were written")
+            threshold = told["near_duplicates"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{str(folder)!r} is damaged ({error}): prepare {corpus!r} again"
+            ) from (error)
+        if near is not None and threshold != near.threshold:
+            raise ConfigError(
+                f"near_duplicates={near.threshold}, and the index of earlier={corpus!r} was made "
+                f"with {threshold}: use the same, or prepare that corpus again"
+            )
+        found.append(Earlier(folder, digest_file(folder / _SETTINGS)))
+    return tuple(found)
+
+
+def write_earlier(
+    finished: Path,
+    documents: Path,
+    counts: Sequence[int],
+    kept: Path,
+    near: DedupConfig | None,
+    bound_bytes: int,
+) -> None:
+    """Write the index of what a preparation keeps.
+
+    Args:
+        finished: where the corpus lies until it is whole.
+        documents: folder of the first stage.
+        counts: documents per shard.
+        kept: the mask of what is kept.
+        bound_bytes: of digests in memory.
+    """
+    mask, folder = open_mask(kept), finished / INDEX
+    folder.mkdir()
+    rows, first = SortedRows(folder / "rows", bound_bytes), 0
+    for number, count in enumerate(counts):
+        found = read_digests(documents, number)
+        places = np.flatnonzero(mask[first : first + count])
+        rows.add(make_rows(found["digest"][places].tobytes(), first + places, places * 0))
+        first += count
+    with (folder / _DIGESTS).open("wb") as file:
+        for part in rows:
+            sorted_ = np.empty(len(part), dtype=_ROW)
+            sorted_["high"], sorted_["low"] = part["high"], part["low"]
+            file.write(sorted_.tobytes())
+    rows.close()
+
+    def texts() -> Iterator[Document]:
+        position = 0
+        for number in range(len(counts)):
+            for document in read_shard(documents, number):
+                if mask[position]:
+                    yield document
+                position += 1
+
+    if near is not None:
+        write_index(folder / _NEAR, texts(), near)
+    told = {
+        "format": _FORMAT,
+        "digest": digest_file(folder / _DIGESTS),
+        "near_duplicates": None if near is None else near.threshold,
+    }
+    (folder / _SETTINGS).write_text(json.dumps(told) + "\n", encoding="utf-8")

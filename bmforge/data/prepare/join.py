@@ -1,0 +1,82 @@
+"""The shards' stores as those of the corpus: copied into one, or side by side with a list."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from bmforge.data.prepare.encode import SIDES
+from bmforge.data.prepare.outputs import name_shard
+from bmforge.data.prepare.shards import Plan
+from bmforge.data.prepare.tokenise import EncodeCount
+from bmforge.data.store.columns import columns_path, join_columns, read_columns
+from bmforge.data.store.sharded import write_shard_list
+from bmforge.data.store.token_store import TokenStore, store_paths
+from bmforge.data.store.writer import merge_stores
+
+__all__ = ["STORE_NAME", "join_stores"]
+
+STORE_NAME = "tokens"  # with a number behind it, of one shard
+Cuts = dict[str, list[tuple[int, int, str]]]
+
+
+def join_stores(
+    plan: Plan, results: Sequence[Any], encoded: Path, finished: Path, into_one: bool
+) -> tuple[dict[str, EncodeCount], Cuts]:
+    """Make the corpus's stores of the shards'.
+
+    Args:
+        results: of encoding each shard.
+        encoded: folder of the shards' stores.
+        finished: where the corpus lies until it is whole.
+        into_one: copy them into one; else they stay stores of their own, with a list.
+
+    Returns:
+        the counts of each side, and where in the files each shard ends.
+    """
+    counts: dict[str, EncodeCount] = {}
+    cuts: Cuts = {}
+    for side in SIDES:
+        parts = [EncodeCount(**result[side]) for result in results]
+        counts[side] = EncodeCount(
+            sum(part.documents for part in parts),
+            sum(part.text_bytes for part in parts),
+            sum(part.tokens for part in parts),
+        )
+        shards = [number for number, part in enumerate(parts) if part.documents]
+        prefixes = [encoded / f"{number:06d}.{side}" for number in shards]
+        named = [name_shard(plan.shards[number]) for number in shards]
+        prefix = finished / side / STORE_NAME
+        if not prefixes:
+            continue
+        if into_one:
+            merge_stores(prefixes, prefix)
+            join_columns([read_columns(TokenStore(one)) for one in prefixes]).write(prefix)
+            ends = accumulate(store_paths(one)[0].stat().st_size for one in prefixes)
+            cuts[f"{side}/{STORE_NAME}.bin"] = list(zip(shards, ends, named, strict=True))
+            continue
+        beside = [prefix.with_name(f"{STORE_NAME}.{number:06d}") for number in shards]
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        for number, source, target, inputs in zip(shards, prefixes, beside, named, strict=True):
+            for one, other in zip(_files(source), _files(target), strict=True):
+                _link(one, other)
+            size = store_paths(target)[0].stat().st_size
+            cuts[f"{side}/{target.name}.bin"] = [(number, size, inputs)]
+        write_shard_list(prefix, beside)
+    return counts, cuts
+
+
+def _files(prefix: Path) -> tuple[Path, ...]:
+    return (*store_paths(prefix), columns_path(prefix))
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name; where a disk has none such, copy it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

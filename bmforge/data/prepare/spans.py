@@ -1,0 +1,123 @@
+"""Stretches of text that occur before: found among all documents that are kept, then cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bmforge.data.clean.drop import Drop, cut_excerpt
+from bmforge.data.clean.normalise import normalise
+from bmforge.data.dedup.spans import Spans, cut_spans, find_repeated_spans
+from bmforge.data.prepare.barriers import new_mask, open_mask
+from bmforge.data.prepare.documents import read_digests, read_shard
+from bmforge.data.prepare.journal import write_hashed
+from bmforge.data.sources.document import Document
+from bmforge.errors import ConfigError
+from bmforge.settings import PrepareConfig
+
+__all__ = ["REPEATED", "SPANS", "Repeats", "check_spans", "choose_spans", "without"]
+
+REPEATED = "repeated_spans"  # the rule of documents of which nothing is left
+SPANS = "spans"  # a file
+_LEAST = 50  # tokens: shorter ones repeat by themselves
+_ROW = np.dtype([("position", "<i8"), ("start", "<i8"), ("end", "<i8")])
+
+
+def check_spans(config: PrepareConfig) -> None:
+    """Raise `ConfigError` for spans that are too short."""
+    if config.repeated_spans is not None and config.repeated_spans < _LEAST:
+        raise ConfigError(
+            f"repeated_spans={config.repeated_spans}: needed are {_LEAST} words or Chinese "
+            "characters or more, as shorter ones repeat in sound text too"
+        )
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """The list of spans that `choose_spans` wrote, and how many tokens each has at least."""
+
+    path: Path
+    min_tokens: int
+
+    def read(self, first: int, count: int) -> dict[int, Spans]:
+        """Return the spans by position, for `count` documents from the position `first` on."""
+        rows = np.fromfile(self.path, dtype=_ROW)
+        begin, end = np.searchsorted(rows["position"], [first, first + count])
+        found: dict[int, Spans] = {}
+        for position, start, stop in rows[begin:end].tolist():
+            found.setdefault(position, []).append((start, stop))
+        return found
+
+    def describe(self, document: Document) -> Drop:
+        """Return why a document is dropped of which nothing else is left."""
+        return Drop(REPEATED, None, self.min_tokens, cut_excerpt(document.text))
+
+
+def without(document: Document, spans: Spans) -> Document:
+    """Return a document without some spans of its text."""
+    return replace(document, text=normalise(cut_spans(document.text, spans)))
+
+
+def choose_spans(
+    documents: Path, counts: Sequence[int], before: Path, folder: Path, min_tokens: int
+) -> dict[str, Any]:
+    """Write the list ``spans``, and the mask ``kept`` without documents of which nothing is left.
+
+    Args:
+        documents: folder of the first stage.
+        counts: documents per shard.
+        before: the mask of what was kept before.
+
+    Returns:
+        ``files``; how many ``documents`` are dropped, of how many ``read_bytes``; what
+        ``text_bytes`` is left; ``changed``: documents that are cut, and by how many characters.
+    """
+    mask = open_mask(before)
+
+    def kept() -> Iterator[tuple[int, Document]]:
+        position = 0
+        for number in range(len(counts)):
+            for document in read_shard(documents, number):
+                if mask[position]:
+                    yield position, document
+                position += 1
+
+    folder.mkdir(parents=True, exist_ok=True)
+    found = find_repeated_spans(
+        lambda: (document for _, document in kept()), min_tokens=min_tokens, work_dir=folder
+    )
+    rows: list[tuple[int, int, int]] = []
+    gone: list[int] = []
+    changed, text_bytes = [0, 0], 0
+    for position, document in kept():
+        spans = found.get(document.id, [])
+        left = without(document, spans) if spans else document
+        rows += [(position, start, end) for start, end in spans]
+        text_bytes += len(left.text.encode())
+        if not left.text:
+            gone.append(position)
+        elif spans:
+            changed = [changed[0] + 1, changed[1] + len(document.text) - len(left.text)]
+    files: dict[str, str] = {}
+    with write_hashed(folder / SPANS, files) as file:
+        file.write(np.array(rows, dtype=_ROW).tobytes())
+    with new_mask(folder, "kept", len(mask), files) as after:
+        after[:] = mask
+        after[gone] = False
+    read_bytes = _sum_read(documents, counts, gone)
+    result = {"documents": len(gone), "read_bytes": read_bytes, "text_bytes": text_bytes}
+    return {"files": files, "changed": changed, **result}
+
+
+def _sum_read(documents: Path, counts: Sequence[int], gone: Sequence[int]) -> int:
+    """Return the bytes, as they were read, of documents at some places."""
+    total, first, places = 0, 0, np.array(gone, dtype=np.int64)
+    for number, count in enumerate(counts):
+        here = places[(places >= first) & (places < first + count)] - first
+        total += int(read_digests(documents, number)["read_bytes"][here].sum()) if len(here) else 0
+        first += count
+    return total

@@ -1,0 +1,168 @@
+"""What is known of a store's documents, 16 bytes each: source, language, licence, date, quality.
+
+``PREFIX.doc`` has a line of JSON with the names that numbers stand for, and behind it the rows, in
+the order of the documents. A store without it is whole; it only cannot be selected from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.data.sources.document import Document
+from bmforge.data.store.sharded import ShardedStore
+from bmforge.data.store.token_store import TokenStore
+from bmforge.errors import DataError
+from bmforge.files import replacing
+
+__all__ = [
+    "NAMED",
+    "Columns",
+    "ColumnsBuilder",
+    "columns_path",
+    "join_columns",
+    "number_of_date",
+    "read_columns",
+]
+
+NAMED = ("source", "language", "licence")  # columns of numbers that stand for names
+_ROW = np.dtype(
+    [
+        ("source", "<u4"),
+        ("language", "<u2"),
+        ("licence", "<u2"),
+        ("date", "<i4"),
+        ("quality", "<f4"),
+    ]
+)
+_FORMAT = 1
+_MOST = {name: np.iinfo(_ROW[name]).max for name in NAMED}
+_DATE = re.compile(r"(\d{4})(?:-(\d\d))?(?:-(\d\d))?")
+QUALITY = "quality"  # the score that is kept
+
+
+def columns_path(prefix: str | os.PathLike[str]) -> Path:
+    """Return the path ``PREFIX.doc``."""
+    return Path(os.fspath(prefix) + ".doc")
+
+
+@dataclass
+class Columns:
+    """What is known of documents, in their order; 0 and NaN are unknown.
+
+    Attributes:
+        names: by column, what its numbers stand for; number 0 is "".
+        rows: a row for each document, of the layout above; the date is year x 10000 + month x 100
+            + day, with 0 for what is not known of it.
+    """
+
+    names: Mapping[str, list[str]] = field(default_factory=lambda: {name: [""] for name in NAMED})
+    rows: NDArray[np.void] = field(default_factory=lambda: np.empty(0, dtype=_ROW))
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.rows)
+
+    def write(self, prefix: str | os.PathLike[str]) -> None:
+        """Write ``PREFIX.doc``: beside its place first, and renamed when it is whole."""
+        head = {"format": _FORMAT, "documents": len(self), "names": dict(self.names)}
+        with replacing(columns_path(prefix)) as file:
+            file.write(json.dumps(head, ensure_ascii=False).encode() + b"\n")
+            file.write(self.rows.tobytes())
+
+
+class ColumnsBuilder:
+    """Columns of documents that come one after the other."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, dict[str, int]] = {name: {"": 0} for name in NAMED}
+        self._rows: list[tuple[float, ...]] = []
+
+    def add(self, document: Document, source: str, licence: str) -> None:
+        """Take up a document, with its source and its licence in short."""
+        said = {"source": source, "language": document.language, "licence": licence}
+        found = [_number(self._numbers[name], said[name], _MOST[name]) for name in NAMED]
+        quality = document.scores.get(QUALITY, math.nan)
+        self._rows.append((*found, number_of_date(document.date), quality))
+
+    def build(self) -> Columns:
+        """Return the columns of all."""
+        names = {name: list(table) for name, table in self._numbers.items()}
+        return Columns(names, np.array(self._rows, dtype=_ROW))
+
+
+def _number(table: dict[str, int], name: str, most: int) -> int:
+    """Return the number of a name; where they have run out, that of what is unknown."""
+    if name not in table and len(table) > most:
+        return 0
+    return table.setdefault(name, len(table))
+
+
+def number_of_date(date: str) -> int:
+    """Return the number of a date such as ``"2024-05"``; 0 for what is none."""
+    found = _DATE.match(date)
+    return int("".join((found[1], found[2] or "00", found[3] or "00"))) if found else 0
+
+
+def join_columns(parts: Sequence[Columns]) -> Columns:
+    """Return the columns of several stores, one behind the other."""
+    numbers: dict[str, dict[str, int]] = {name: {"": 0} for name in NAMED}
+    joined = []
+    for part in parts:
+        rows = np.array(part.rows)
+        for name in NAMED:
+            known = [_number(numbers[name], one, _MOST[name]) for one in part.names[name]]
+            rows[name] = np.array(known, dtype=np.int64)[rows[name]]
+        joined.append(rows)
+    names = {name: list(table) for name, table in numbers.items()}
+    return Columns(names, np.concatenate(joined) if joined else np.empty(0, dtype=_ROW))
+
+
+def read_columns(store: TokenStore) -> Columns:
+    """Return what is known of a store's documents.
+
+    Raises:
+        DataError: nothing is, or the file is damaged or of another store.
+    """
+    if isinstance(store, ShardedStore):
+        found = join_columns([read_columns(shard) for shard in store.shards])
+    else:
+        found = _read(columns_path(store.prefix))
+    if len(found) != store.num_documents:
+        raise DataError(
+            f"{str(columns_path(store.prefix))!r} speaks of {len(found)} documents, the store has "
+            f"{store.num_documents}: copy both again"
+        )
+    return found
+
+
+def _read(path: Path) -> Columns:
+    if not path.is_file():
+        raise DataError(
+            f"{str(path)!r} is not there, so nothing is known of single documents: prepare the "
+            "corpus again, with this version"
+        )
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+            head = json.loads(line)
+        names = {name: [str(one) for one in head["names"][name]] for name in NAMED}
+        if head["format"] != _FORMAT:
+            raise ValueError(f"format {head['format']}, known is {_FORMAT}")
+        if path.stat().st_size != len(line) + head["documents"] * _ROW.itemsize:
+            raise ValueError("it is cut off")
+        rows = np.fromfile(path, dtype=_ROW, offset=len(line))
+        for name in NAMED:
+            if len(rows) and int(rows[name].max()) >= len(names[name]):
+                raise ValueError(f"a {name} has no name")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{str(path)!r} is damaged ({error}): copy it again") from error
+    return Columns(names, rows)

@@ -1,0 +1,156 @@
+"""Arrays that are put together when they are read: of several, one behind the other, or of spans.
+
+They have of numpy's arrays what readers of a token store ask for: length, dtype, and reading a
+place, a slice, or places. What is read is a plain array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["JoinedArray", "LazyArray", "PickedArray"]
+
+
+class LazyArray:
+    """What both kinds have.
+
+    Attributes:
+        dtype: of what is read.
+    """
+
+    dtype: np.dtype[Any]
+
+    def __init__(self, lengths: NDArray[np.int64]) -> None:
+        self._ends = np.cumsum(lengths, dtype=np.int64)
+        self._starts = self._ends - lengths
+
+    def __len__(self) -> int:
+        """Return how many numbers there are."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def shape(self) -> tuple[int]:
+        """The length, as arrays say it."""
+        return (len(self),)
+
+    def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
+        """Return some numbers of piece `number`."""
+        raise NotImplementedError
+
+    def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the numbers at some places of piece `number`."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a number, the numbers of a slice with step 1, or those at an array of places."""
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            if step != 1:
+                raise IndexError(f"slice with step {step}: it is sliced with step 1")
+            return self._slice(start, stop)
+        places = np.asarray(key)
+        if places.ndim == 0:
+            (place,) = self._checked(places[None]).tolist()
+            return self._slice(place, place + 1)[0]
+        return self._places(self._checked(places))
+
+    def _checked(self, places: NDArray[Any]) -> NDArray[np.int64]:
+        if places.dtype == np.bool_:
+            places = np.flatnonzero(places)
+        places = places.astype(np.int64)
+        places = np.where(places < 0, places + len(self), places)
+        if len(places) and not (places.min() >= 0 and places.max() < len(self)):
+            raise IndexError(f"a place outside of {len(self)} numbers")
+        return places
+
+    def _slice(self, start: int, stop: int) -> NDArray[Any]:
+        pieces = []
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            begin, end = int(self._starts[number]), int(self._ends[number])
+            last = min(stop, end)
+            if last > start:
+                pieces.append(self._read(number, start - begin, last - begin))
+                start = last
+            number += 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=self.dtype)
+
+    def _places(self, places: NDArray[np.int64]) -> NDArray[Any]:
+        found = np.empty(len(places), dtype=self.dtype)
+        numbers = np.searchsorted(self._ends, places, side="right")
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            found[here] = self._take(number, places[here] - self._starts[number])
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return all of it as a plain array."""
+        return self._slice(0, len(self)).astype(dtype or self.dtype)
+
+
+class JoinedArray(LazyArray):
+    """Several arrays, one behind the other.
+
+    Args:
+        parts: one-dimensional, mapped or not.
+        dtype: of what is read.
+        offsets: what is added to the numbers of each; none adds nothing.
+    """
+
+    def __init__(
+        self, parts: Sequence[NDArray[Any]], dtype: Any, offsets: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(np.array([len(part) for part in parts], dtype=np.int64))
+        self.dtype = np.dtype(dtype)
+        self._parts, self._offsets = list(parts), list(offsets or [0] * len(parts))
+
+    def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
+        return self._moved(self._parts[number][start:end], number)
+
+    def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
+        return self._moved(self._parts[number][places], number)
+
+    def _moved(self, values: NDArray[Any], number: int) -> NDArray[Any]:
+        plain = values.astype(self.dtype, copy=False)
+        offset = self._offsets[number]
+        return plain + offset if offset else plain
+
+
+class PickedArray(LazyArray):
+    """Spans of one array, one behind the other; those that touch are one.
+
+    Args:
+        base: an array of either kind.
+        spans: first place and one past the last, in order, shape (count, 2).
+
+    Memory: 32 bytes a span that touches none.
+    """
+
+    def __init__(self, base: Any, spans: NDArray[np.int64]) -> None:
+        spans = spans[spans[:, 1] > spans[:, 0]]
+        opens = np.ones(len(spans), dtype=np.bool_)
+        opens[1:] = spans[1:, 0] != spans[:-1, 1]
+        self._from = spans[opens, 0]
+        last = np.flatnonzero(np.append(opens[1:], True)) if len(spans) else opens
+        super().__init__(spans[last, 1] - self._from if len(spans) else self._from)
+        self._base, self.dtype = base, base.dtype
+
+    def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
+        begin = int(self._from[number])
+        found: NDArray[Any] = self._base[begin + start : begin + end]
+        return found
+
+    def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
+        found: NDArray[Any] = self._base[self._from[number] + places]
+        return found
+
+    def _places(self, places: NDArray[np.int64]) -> NDArray[Any]:
+        numbers = np.searchsorted(self._ends, places, side="right")
+        found: NDArray[Any] = self._base[self._from[numbers] + places - self._starts[numbers]]
+        return found

@@ -1,0 +1,47 @@
+"""Some documents of a token store, as a store of its own; nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.data.store.lazy import PickedArray
+from bmforge.data.store.token_store import TokenStore
+
+__all__ = ["SelectedStore"]
+
+
+class SelectedStore(TokenStore):
+    """The documents of a store for which a mask is True.
+
+    Args:
+        store: of one pair of files, or of many.
+        mask: True where a document is read, shape (documents,).
+
+    Memory: 16 bytes a document that is read, and 32 a run of such.
+    """
+
+    def __init__(self, store: TokenStore, mask: NDArray[np.bool_]) -> None:
+        self.prefix, self.dtype, self._store = store.prefix, store.dtype, store
+        edges = (edge for span in store.documents() for edge in span)
+        spans = np.fromiter(edges, dtype=np.int64).reshape(-1, 2)
+        self._spans = spans[mask]
+        sizes = self._spans[:, 1] - self._spans[:, 0]
+        self.tokens: Any = PickedArray(store.tokens, self._spans)
+        self.sizes: Any = sizes
+        self.pointers: Any = (np.cumsum(sizes) - sizes) * self.dtype.itemsize
+        self.doc_idx: Any = np.arange(len(sizes) + 1, dtype=np.int64)
+
+    def map_for_random_access(self) -> Any:
+        """Return `tokens` mapped once more, for reading short pieces in random order."""
+        return PickedArray(self._store.map_for_random_access(), self._spans)
+
+    def documents(self) -> Iterator[tuple[int, int]]:
+        """Yield each document as the range (first token, one past its last) in `tokens`."""
+        start = 0
+        for size in self.sizes.tolist():
+            yield start, start + size
+            start += size

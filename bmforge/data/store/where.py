@@ -1,0 +1,140 @@
+"""Which documents of a store are read: conditions such as ``language=zh`` or ``quality>=0.5``."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmforge.data.store.columns import NAMED, Columns, number_of_date, read_columns
+from bmforge.data.store.selected import SelectedStore
+from bmforge.data.store.token_store import TokenStore
+from bmforge.errors import ConfigError, DataError, suggest
+
+__all__ = ["Condition", "parse_conditions", "select_documents", "select_store"]
+
+_FORM = re.compile(r"\s*([a-z]+)\s*(>=|<=|!=|=|<|>)\s*(.+?)\s*")
+_DATE_FORM = re.compile(r"\d{4}(-\d\d(-\d\d)?)?")
+_NUMBERS = ("date", "quality")
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition.
+
+    Attributes:
+        column: source, language, licence, date or quality.
+        sign: ``=``, ``!=``; of dates and qualities also ``<``, ``<=``, ``>``, ``>=``.
+        value: a name, with ``*`` and ``?``, or several with commas; a date or its beginning; a
+            number.
+    """
+
+    column: str
+    sign: str
+    value: str
+
+    def mask(self, columns: Columns) -> NDArray[np.bool_]:
+        """Return True for the documents that it holds for; an unknown value meets only ``!=``."""
+        values = columns.rows[self.column]
+        if self.column in NAMED:
+            wanted = self.value.split(",")
+            fits = [
+                any(fnmatchcase(name, one) for one in wanted) for name in columns.names[self.column]
+            ]
+            found: NDArray[np.bool_] = np.array(fits, dtype=np.bool_)[values]
+            return ~found if self.sign == "!=" else found
+        if self.column == "quality":
+            with np.errstate(invalid="ignore"):
+                found = _COMPARE[self.sign](values, np.float32(self.value))
+            return found
+        low, high = _dates(self.value)
+        inside = (values >= low) & (values < high)
+        by_sign = {
+            "=": inside,
+            "!=": ~inside,
+            ">=": values >= low,
+            "<": (values < low) & (values > 0),
+            ">": values >= high,
+            "<=": (values < high) & (values > 0),
+        }
+        return by_sign[self.sign]
+
+
+def _dates(value: str) -> tuple[int, int]:
+    """Return the first number of a date or of its beginning, and one past the last."""
+    low = number_of_date(value)
+    return low, low + {4: 10000, 7: 100, 10: 1}[len(value)]
+
+
+def parse_conditions(given: Sequence[str]) -> tuple[Condition, ...]:
+    """Return conditions that all must hold.
+
+    Raises:
+        ConfigError: one is of no known form.
+    """
+    return tuple(map(_parse, given))
+
+
+def _parse(text: str) -> Condition:
+    found = _FORM.fullmatch(text)
+    known = (*NAMED, *_NUMBERS)
+    if found is None or found[1] not in known:
+        hint = suggest(found[1], known) if found else ""
+        raise ConfigError(
+            f"where={text!r} is no condition.{hint} Write NAME=VALUE, such as language=zh, "
+            f"date>=2020 or quality>=0.5; names are {', '.join(known)}."
+        )
+    one = Condition(*found.groups())
+    if one.column in NAMED and one.sign not in ("=", "!="):
+        raise ConfigError(f"where={text!r}: a {one.column} is compared with = and != alone.")
+    if one.column == "date" and not _DATE_FORM.fullmatch(one.value):
+        raise ConfigError(f"where={text!r}: a date is written as 2024, 2024-05 or 2024-05-01.")
+    if one.column == "quality":
+        try:
+            float(one.value)
+        except ValueError:
+            raise ConfigError(f"where={text!r}: a quality is compared with a number.") from None
+    return one
+
+
+def select_documents(columns: Columns, conditions: Sequence[Condition]) -> NDArray[np.bool_]:
+    """Return True for the documents that all conditions hold for."""
+    mask = np.ones(len(columns), dtype=np.bool_)
+    for one in conditions:
+        mask &= one.mask(columns)
+    return mask
+
+
+def select_store(store: TokenStore, conditions: Sequence[Condition]) -> TokenStore:
+    """Return the documents of a store that all conditions hold for; without any, the store.
+
+    Raises:
+        DataError: nothing is known of its documents, or none is left.
+    """
+    if not conditions:
+        return store
+    columns = read_columns(store)
+    mask = select_documents(columns, conditions)
+    if not mask.any():
+        said = " ".join(f"{one.column}{one.sign}{one.value}" for one in conditions)
+        there = "; ".join(
+            f"{name}: {', '.join(columns.names[name][1:9]) or 'unknown of all'}" for name in NAMED
+        )
+        raise DataError(
+            f"no document of {str(store.prefix)!r} is left by {said}. There are {there}"
+        )
+    return SelectedStore(store, mask)

@@ -1,0 +1,75 @@
+"""What is read of a path: a prepared directory or a token store, all of it or chosen documents.
+
+``corpus?language=zh&date>=2020`` reads the documents that fit, so that a mixture can weigh parts of
+one corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bmforge.data import Condition, TokenStore, open_store, parse_conditions, select_store
+from bmforge.data.prepare.record import RECORD_NAME, PrepareReport, read_record
+from bmforge.errors import ConfigError
+from bmforge.recipes.inputs.splitting import StorePart
+
+__all__ = ["check_where", "open_text", "place_of", "read_report", "split_path", "train_prefix"]
+
+_MARK, _AND = "?", "&"
+
+
+def split_path(path: str) -> tuple[str, tuple[Condition, ...]]:
+    """Return a path without its conditions, and these.
+
+    Raises:
+        ConfigError: one is of no known form.
+    """
+    place, mark, rest = path.partition(_MARK)
+    if not mark or Path(path).exists():
+        return path, ()
+    return place, parse_conditions(rest.split(_AND))
+
+
+def place_of(path: str) -> str:
+    """Return a path without its conditions."""
+    return split_path(path)[0]
+
+
+def check_where(where: Sequence[str], paths: Sequence[str], split: Sequence[float]) -> None:
+    """Raise `ConfigError` for conditions of no known form, or beside shares of a bare store."""
+    conditions = [*parse_conditions(where), *(one for path in paths for one in split_path(path)[1])]
+    if conditions and split:
+        raise ConfigError(
+            f"data.split={tuple(split)} divides whole stores, and conditions choose documents. "
+            "Leave one of them out."
+        )
+
+
+def open_text(path: str, where: Sequence[str] = (), split: Sequence[float] = ()) -> TokenStore:
+    """Open what is learned from of a path.
+
+    Args:
+        path: of a prepared directory, or of a bare store without ``.bin``; conditions behind ``?``.
+        where: further conditions.
+        split: shares of a bare store's documents; the first is opened.
+
+    Raises:
+        DataError: a store is missing or damaged, or no document is left.
+    """
+    place, own = split_path(path)
+    if split:
+        return StorePart(place, split, 0)
+    return select_store(open_store(train_prefix(place)), (*parse_conditions(where), *own))
+
+
+def read_report(path: str) -> PrepareReport | None:
+    """Return the record of a prepared directory; None for a bare token store."""
+    folder = Path(place_of(path))
+    return read_record(folder)[0] if (folder / RECORD_NAME).exists() else None
+
+
+def train_prefix(path: str) -> Path:
+    """Return the token store of a prepared directory, or the bare one that `path` is."""
+    place = Path(place_of(path))
+    return place / "train" / "tokens" if place.is_dir() else place

@@ -1,0 +1,116 @@
+"""Licences in `prepare`: said by sources or by the user, summed up, and chosen by a policy."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bmforge.data import PrepareConfig, prepare
+from bmforge.data.prepare.record import read_record
+from bmforge.data.report import write_corpus_report
+from bmforge.data.sources.html import parse_page
+from bmforge.data.sources.record import ReadOptions, Where
+from bmforge.errors import ConfigError
+
+CONFIG = PrepareConfig(vocab_size=300, validation_fraction=0.0, shard_bytes=700)
+SAID = [
+    ("https://creativecommons.org/licenses/by-sa/4.0/", "https://wiki.example/a", ""),
+    ("CC BY-SA 4.0", "https://wiki.example/b", "https://wiki.example/terms"),
+    ("cc-by-nc-4.0", "https://papers.example/c", ""),
+    ("mit", "", ""),
+    ("ask me", "", ""),
+    ("", "http://[broken", ""),
+    ("", "", ""),
+]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    rows = [
+        {"text": f"Text {n} about a mill, a river and a bridge. " * 3, "url": url, "license": said}
+        | ({"terms": terms} if terms else {})
+        for n, (said, url, terms) in enumerate(SAID * 3)
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "in" / "a.jsonl").write_text(lines)
+    (tmp_path / "in" / "deep" / "b.txt").write_text("A text that says nothing of a licence.")
+    return tmp_path
+
+
+def test_sums_are_those_of_the_documents(corpus: Path) -> None:
+    report = prepare(corpus / "in", corpus / "out", CONFIG)
+    summary = read_record(corpus / "out")[0].summary
+    assert summary == report.summary
+    assert summary is not None
+    documents = {name: counts[0] for name, counts in summary.licences.items()}
+    assert documents == {"CC-BY-SA-4.0": 6, "CC-BY-NC-4.0": 3, "MIT": 3, "ask me": 3, "unknown": 7}
+    hosts = {name: counts[0] for name, counts in summary.origins["CC-BY-SA-4.0"].items()}
+    assert hosts == {"wiki.example": 6}
+    assert set(summary.origins["unknown"]) == {"a.jsonl", "b.txt"}
+    assert summary.terms["https://wiki.example/terms"][0] == 3
+    for column in range(3):
+        total = sum(counts[column] for counts in summary.licences.values())
+        assert total == (report.documents, report.train.text_bytes, report.train.tokens)[column]
+    page = write_corpus_report(corpus / "out").read_text("utf-8")
+    assert "CC-BY-NC-4.0" in page
+    assert "https://wiki.example/terms" in page
+
+
+def test_the_user_says_what_sources_do_not(corpus: Path) -> None:
+    said = ("CC-BY-4.0", f"{corpus / 'in' / 'deep'}=CC0-1.0")
+    report = prepare(corpus / "in", corpus / "out", replace(CONFIG, licence=said))
+    assert report.summary is not None
+    documents = Counter({name: counts[0] for name, counts in report.summary.licences.items()})
+    assert documents["CC0-1.0"] == 1
+    assert documents["CC-BY-4.0"] == 6
+    assert documents["ask me"] == 3
+    assert "unknown" not in documents
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"), [("known", 12), ("commercial", 9), ("permissive", 3), ("any", 22)]
+)
+def test_a_policy_drops_with_a_reason(corpus: Path, policy: str, left: int) -> None:
+    config = replace(CONFIG, licence_policy=policy)
+    report = prepare(corpus / "in", corpus / "out", config)
+    assert report.documents == left
+    assert report.funnel is not None
+    gone = report.funnel.dropped.get("licence")
+    assert (gone.documents if gone else 0) == 22 - left
+    if gone:
+        lines = (corpus / "out" / "dropped.jsonl").read_text("utf-8").splitlines()
+        assert {json.loads(line)["bound"] for line in lines} == {policy}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"licence": ("CC-BY-4",)}, "Did you mean 'CC-BY-4.0'"),
+        ({"licence": ("MIT", "CC0-1.0")}, "all is given two licences"),
+        ({"licence_policy": "permisive"}, "Did you mean 'permissive'"),
+    ],
+)
+def test_what_is_not_known_is_refused(corpus: Path, change: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        prepare(corpus / "in", corpus / "out", replace(CONFIG, **change))
+    assert not (corpus / "out").exists()
+
+
+def test_a_page_says_its_licence_and_terms() -> None:
+    text = "<p>" + "The river rose in the night, and the mill stood still. " * 9
+    head = (
+        '<link rel="license" href="https://creativecommons.org/licenses/by/4.0/">'
+        '<meta name="tdm-policy" content="https://example.org/policy.json">'
+    )
+    page = parse_page(
+        f"<html><head>{head}</head><body>{text}</body></html>".encode(),
+        Where("page.html"),
+        ReadOptions(),
+    )
+    assert page.licence == "https://creativecommons.org/licenses/by/4.0/"
+    assert page.terms == "https://example.org/policy.json"

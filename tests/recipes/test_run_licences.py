@@ -1,0 +1,140 @@
+"""Licences through the house: from prepared text to exports, deltas, quantised and GGUF files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import write_jsonl
+
+from bmforge.cli import main
+from bmforge.data import PrepareConfig, prepare
+from bmforge.models import AutoModel
+from bmforge.provenance import LICENCE_FILE, Part, Provenance, read_provenance, write_provenance
+from bmforge.tune.delta import load_delta
+
+TEXT = "the mill stood at the river and the wheel went round all night long "
+MODEL = ["--model.hidden-size", "32", "--model.num-layers", "1", "--model.num-heads", "2"]
+MODEL += ["--model.max-seq-len", "32", "--model.vocab-size", "300"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of two licences and one unknown, and a run on it."""
+    root = tmp_path_factory.mktemp("licences")
+    rows: list[dict[str, Any]] = [
+        {"text": f"{TEXT} {n}", "license": ("cc-by-sa-4.0", "cc-by-nc-4.0", "")[n % 3]}
+        for n in range(24)
+    ]
+    write_jsonl(root / "texts.jsonl", rows)
+    prepare(root / "texts.jsonl", root / "corpus", PrepareConfig(vocab_size=300))
+    assert main(command(root, "first", "--model", "gpt2", *MODEL, "--licence", "mit")) == 0
+    return root
+
+
+def command(root: Path, name: str, *more: str) -> list[str]:
+    return [
+        *("train", "pretrain", "--run-dir", str(root / name)),
+        *("--data.paths", str(root / "corpus"), "--data.seq-len", "16", "--train.steps", "1"),
+        *("--data.global-batch-size", "2", "--data.micro-batch-size", "2", *more),
+    ]
+
+
+def licences(known: Provenance) -> dict[str, int]:
+    return {part.licence: part.documents for part in known.parts if part.kind == "data"}
+
+
+def test_an_export_says_what_it_was_made_of(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = read_provenance(place / "first" / "export")
+    assert known.licence == "MIT"
+    assert licences(known) == {"CC-BY-SA-4.0": 8, "CC-BY-NC-4.0": 8, "unknown": 8}
+    log = (place / "first" / "log.txt").read_text("utf-8")
+    for clause in ("section 3(b)", "section 2(a)(1)", "MIT (non-commercial, which does not ask"):
+        assert clause in log
+    assert "the licence is unknown of data corpus" in log
+    card = (place / "first" / "export" / "README.md").read_text("utf-8")
+    assert card.startswith("---\nlicense: mit\n")
+    assert main(["info", str(place / "first" / "export")]) == 0
+    shown = capsys.readouterr().out
+    assert "licence: MIT" in shown
+    assert "made of data corpus: CC-BY-NC-4.0, 8 documents" in shown
+
+
+def test_it_goes_along_with_every_copy(place: Path, tmp_path: Path) -> None:
+    source = place / "first" / "export"
+    known = read_provenance(source)
+    model = AutoModel.from_pretrained(source)
+    model.save_pretrained(tmp_path / "saved")
+    assert main(["convert", str(source), str(tmp_path / "half"), "--dtype", "bf16"]) == 0
+    assert main(["quantize", str(source), str(tmp_path / "int8"), "--scheme", "int8"]) == 0
+    packed = AutoModel.from_pretrained(source, quantize="int8")
+    packed.save_pretrained(tmp_path / "packed")
+    for name in ("saved", "half", "int8", "packed"):
+        assert read_provenance(tmp_path / name) == known
+        assert f"# {name}" in (tmp_path / name / "README.md").read_text("utf-8")
+
+
+def test_a_gguf_file_has_it_too(place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    source = place / "first" / "export"
+    assert main(["convert", str(source), str(tmp_path / "a.gguf"), "--type", "f32"]) == 0
+    assert read_provenance(tmp_path / "a.gguf") == read_provenance(source)
+    assert main(["convert", str(tmp_path / "a.gguf"), str(tmp_path / "back")]) == 0
+    assert read_provenance(tmp_path / "back") == read_provenance(source)
+
+
+def test_who_goes_on_from_it_has_it_as_a_base(place: Path) -> None:
+    model = str(place / "first" / "export")
+    assert main(command(place, "second", "--model", model)) == 0
+    known = read_provenance(place / "second" / "export")
+    assert known.licence == ""
+    assert known.parts[0] == Part("base", "export", "MIT")
+    assert licences(known) == {"CC-BY-SA-4.0": 8, "CC-BY-NC-4.0": 8, "unknown": 8}
+
+
+def test_a_delta_takes_it_along_and_a_merge_joins_it(place: Path, tmp_path: Path) -> None:
+    base = place / "first" / "export"
+    more = ("--model", str(base), "--delta.kind", "lora", "--delta.rank", "2")
+    assert main(command(place, "delta", *more)) == 0
+    delta_dir = place / "delta" / "export"
+    known = read_provenance(delta_dir)
+    assert known.parts[0] == Part("base", "export", "MIT")
+    assert "corpus (CC-BY-NC-4.0)" in (delta_dir / "README.md").read_text("utf-8")
+    write_provenance(delta_dir, known.joined([Part("data", "mine", "CC0-1.0", 3)]))
+    model = AutoModel.from_pretrained(base)
+    load_delta(model, delta_dir).merge()
+    model.save_pretrained(tmp_path / "merged")
+    merged = read_provenance(tmp_path / "merged")
+    assert merged.licence == ""  # nobody has said one for this
+    assert merged.parts.count(Part("base", "export", "MIT")) == 1
+    assert Part("data", "mine", "CC0-1.0", 3) in merged.parts
+
+
+def test_nothing_is_written_where_nothing_is_known(tmp_path: Path, place: Path) -> None:
+    model = AutoModel.from_pretrained(place / "first" / "export")
+    model.provenance = Provenance()
+    model.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain" / LICENCE_FILE).exists()
+    again = AutoModel.from_pretrained(tmp_path / "plain")
+    assert again.provenance == Provenance()
+    assert torch.equal(next(again.parameters()), next(model.parameters()))
+
+
+def test_an_unknown_licence_is_refused_before_training(place: Path, tmp_path: Path) -> None:
+    options = command(place, str(tmp_path / "run"), "--model", "gpt2", *MODEL)
+    assert main([*options, "--licence", "mitt"]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_record_that_is_damaged_is_named(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoModel.from_pretrained(place / "first" / "export").save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / LICENCE_FILE).write_text(json.dumps({"format": 1}))
+    assert main(["info", str(tmp_path / "m")]) == 2
+    assert LICENCE_FILE in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""What a model was made of: written, read again, and shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bmforge.errors import DataError
+from bmforge.provenance import (
+    LICENCE_FILE,
+    Part,
+    Provenance,
+    describe_provenance,
+    read_provenance,
+    warn_of_licences,
+    write_provenance,
+)
+
+KNOWN = Provenance(
+    "CC-BY-SA-4.0",
+    (
+        Part("base", "org/base", "Apache-2.0"),
+        Part("data", "wiki", "CC-BY-SA-4.0", 10, 1000, 300, ("wiki.example", "b|c")),
+        Part("data", "crawl", "unknown", 5, 500, 100),
+        Part("data", "more", "CC-BY-SA-4.0", 2, 20, 100),
+        Part("terms", "crawl", "https://example.org/terms"),
+    ),
+)
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_provenance(tmp_path, KNOWN)
+    assert read_provenance(tmp_path) == KNOWN
+    record = json.loads((tmp_path / LICENCE_FILE).read_text("utf-8"))
+    assert record["terms"]["CC-BY-SA-4.0"]["share-alike"] == "section 3(b)"
+    assert record["do_not_go_together"] == []
+
+
+def test_the_card_has_the_sums_and_the_use(tmp_path: Path) -> None:
+    write_provenance(tmp_path, KNOWN, name="mine")
+    card = (tmp_path / "README.md").read_text("utf-8")
+    head, text = card.removeprefix("---\n").split("\n---\n", 1)
+    assert head.splitlines() == [
+        "license: cc-by-sa-4.0",
+        "base_model:",
+        "- org/base",
+        "library_name: bmforge",
+    ]
+    assert "# mine" in text
+    assert "| CC-BY-SA-4.0 | 12 | 1,020 | 400 | 80.0 |" in text
+    assert "| unknown | 5 | 500 | 100 | 20.0 |" in text
+    assert "wiki.example, b/c" in text
+    assert "- name the authors and the source (CC-BY-SA-4.0)" in text
+    assert "the licence of some parts is unknown" in text
+    assert "https://example.org/terms" in text
+
+
+def test_a_card_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Mine\n")
+    write_provenance(tmp_path, KNOWN)
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
+    assert read_provenance(tmp_path) == KNOWN
+    write_provenance(tmp_path, Provenance())
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_what_is_no_longer_known_does_not_stay(tmp_path: Path) -> None:
+    write_provenance(tmp_path, KNOWN)
+    write_provenance(tmp_path, Provenance())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("head", "licence"),
+    [
+        ("license: apache-2.0", "Apache-2.0"),
+        ("language: en\nlicense: 'cc-by-sa-3.0'\ntags:\n- x", "CC-BY-SA-3.0"),
+        ("license: other\nlicense_name: my-own\nlicense_link: LICENSE", "my-own"),
+        ("license: other", ""),
+        ("tags: []", ""),
+    ],
+)
+def test_the_head_of_a_card_says_the_licence(tmp_path: Path, head: str, licence: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{head}\n---\nlicense: mit\n")
+    assert read_provenance(tmp_path) == Provenance(licence)
+
+
+def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
+    write_provenance(tmp_path, KNOWN)
+    record = json.loads((tmp_path / LICENCE_FILE).read_text("utf-8"))
+    for damaged in ({**record, "format": 9}, {"format": 1}, {**record, "made_of": [{"x": 1}]}):
+        (tmp_path / LICENCE_FILE).write_text(json.dumps(damaged))
+        with pytest.raises(DataError, match=r"LICENCE\.json"):
+            read_provenance(tmp_path)
+    assert read_provenance(tmp_path / "nowhere") == Provenance()
+
+
+def test_what_does_not_fit_is_said_with_both_clauses(capsys: pytest.CaptureFixture[str]) -> None:
+    known = KNOWN.joined([Part("data", "papers", "CC-BY-NC-4.0"), KNOWN.parts[0]])
+    assert len(known.parts) == len(KNOWN.parts) + 1
+    warn_of_licences("here", known)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert any("section 3(b)" in line and "section 2(a)(1)" in line for line in said)
+    assert any("the licence is unknown of data crawl" in line for line in said)
+    lines = describe_provenance(known)
+    assert lines[0] == "licence: CC-BY-SA-4.0"
+    assert any(line.startswith("do not go together: ") for line in lines)
+    assert describe_provenance(Provenance()) == ["licence: unknown"]
