@@ -31,9 +31,7 @@ from bmforge.testing.tolerance import assert_close, assert_equal_trees
 __all__ = ["FamilySuite"]
 
 
-class FamilySuite(
-    QuantizedSuite, EngineSuite, NativeSuite, ServingSuite, DeltaSuite, PromptSuite
-):
+class FamilySuite(QuantizedSuite, EngineSuite, NativeSuite, ServingSuite, DeltaSuite, PromptSuite):
     """Building, copying, compiling, laying out. A subclass sets `model_class` and `tiny_config`.
 
     Attributes:
