@@ -1,0 +1,106 @@
+"""From a config to methods that are attached to a model, in the one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from bmforge.batch import Batch
+from bmforge.compress.config import CompressConfig
+from bmforge.compress.method import METHOD_NAMES, Method
+from bmforge.compress.moefy import ExpertsMethod
+from bmforge.compress.prune import prune
+from bmforge.compress.prune.structure import StructureMethod
+from bmforge.compress.quantize import FakeQuantize
+from bmforge.errors import ConfigError
+
+__all__ = ["attach_methods"]
+
+Batches = Sequence[Batch] | None
+Attach = Callable[[nn.Module, Any, Batches], Method]
+
+
+def attach_methods(
+    model: nn.Module, config: CompressConfig, batches: Batches, own: Sequence[Method] = ()
+) -> list[Method]:
+    """Put what a config asks for into a model, and methods of one's own, in the one order.
+
+    Args:
+        model: any; changed in place.
+        config: what is done.
+        batches: real inputs for those that look at some.
+        own: further methods, not attached yet.
+
+    Raises:
+        ConfigError: a method twice or of no known name, inputs that nothing looks at or that are
+            missing, or what does not fit the model.
+    """
+    _check(config, batches, own)
+    attached: list[Method] = []
+    for name in METHOD_NAMES:
+        part, attach = _PARTS[name]
+        settings = getattr(config, part)
+        if settings is not None:
+            attached.append(attach(model, settings, batches if config.looks(part) else None))
+        for method in own:
+            if method.name == name:
+                method.attach_(model)
+                attached.append(method)
+    return attached
+
+
+def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> None:
+    unknown = [method.name for method in own if method.name not in METHOD_NAMES]
+    if unknown:
+        raise ConfigError(
+            f"a method is called {unknown[0]!r}; its name says where it comes in the order "
+            f"{', '.join(METHOD_NAMES)}."
+        )
+    names = [name for name, (part, _) in _PARTS.items() if getattr(config, part) is not None]
+    names += [method.name for method in own]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{', '.join(twice)} is asked for twice: say all of it in one.")
+    if batches is not None and not config.is_calibrated:
+        raise ConfigError(
+            f"batches have no effect: nothing of {', '.join(config.names) or 'the config'} looks "
+            "at what goes through the model. Leave them out."
+        )
+    if batches is None and config.is_calibrated:
+        raise ConfigError(
+            "no batches were given, and something in the config chooses by what goes through the "
+            "model: give compress(..., batches=...), or calibration texts in a recipe."
+        )
+
+
+def _attach_structure(model: nn.Module, config: Any, batches: Batches) -> Method:
+    method = StructureMethod(config, batches or ())
+    method.attach_(model)
+    return method
+
+
+def _attach_zeros(model: nn.Module, config: Any, batches: Batches) -> Method:
+    return prune(model, config, batches=batches)
+
+
+def _attach_integers(model: nn.Module, config: Any, batches: Batches) -> Method:
+    method = FakeQuantize(config, batches)
+    method.attach_(model)
+    return method
+
+
+def _attach_experts(model: nn.Module, config: Any, batches: Batches) -> Method:
+    method = ExpertsMethod(config, batches or ())
+    method.attach_(model)
+    return method
+
+
+# Method -> its part of the config, and what attaches it.
+_PARTS: Mapping[str, tuple[str, Attach]] = {
+    "structure": ("structure", _attach_structure),
+    "experts": ("moefy", _attach_experts),
+    "zeros": ("prune", _attach_zeros),
+    "quantize": ("quantize", _attach_integers),
+}

@@ -1,0 +1,240 @@
+"""What became of a model: sizes, quality and facts of every phase, as data and as one page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.config import config_from_dict
+from bmforge.errors import DataError
+from bmforge.files import read_json, replace_file
+from bmforge.html_page import write_page
+from bmforge.nn.part import Derived, tensor_notes
+from bmforge.surgery import persistent_tensors
+
+__all__ = ["CompressReport", "ModelSizes", "PhaseFacts", "measure_sizes"]
+
+_JSON, _PAGE = "compression.json", "report.html"
+# Longer lists of facts are told by their ends and their mean.
+_MOST_SHOWN = 64
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """How large a model is.
+
+    Args:
+        parameters: numbers that it computes with, however they are kept.
+        size_bytes: what they take in memory, and about what a file does.
+        zeros: how many numbers of its float matrices are 0.
+    """
+
+    parameters: int
+    size_bytes: int
+    zeros: int = 0
+
+
+@dataclass(frozen=True)
+class PhaseFacts:
+    """What a phase has left.
+
+    Args:
+        name: of the phase.
+        sizes: of the model after it.
+        facts: method -> what it says of itself.
+        quality: figure -> value, on held-out data.
+        speed: what was timed -> value.
+        steps: of training in it.
+        directory: of the model that it left.
+    """
+
+    name: str
+    sizes: ModelSizes
+    facts: dict[str, Any] = field(default_factory=dict)
+    quality: dict[str, float] = field(default_factory=dict)
+    speed: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    directory: str = ""
+
+
+@dataclass(frozen=True)
+class CompressReport:
+    """What became of a model, phase by phase.
+
+    Args:
+        model: its family or class.
+        before: its sizes.
+        phases: in order.
+        quality: of the model before, figure -> value.
+        speed: likewise.
+    """
+
+    model: str
+    before: ModelSizes
+    phases: tuple[PhaseFacts, ...]
+    quality: dict[str, float] = field(default_factory=dict)
+    speed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def after(self) -> ModelSizes:
+        """The sizes of the small model."""
+        return self.phases[-1].sizes if self.phases else self.before
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all methods say of themselves, by method."""
+        return {name: said for phase in self.phases for name, said in phase.facts.items()}
+
+    def format(self) -> str:
+        """Return it as text: a line for every phase."""
+        rows = [("before", self.before, self.quality, self.speed)]
+        rows += [(p.name, p.sizes, p.quality, p.speed) for p in self.phases]
+        lines = [f"{self.model}: {_times(self.before.size_bytes, self.after.size_bytes)} smaller"]
+        for name, sizes, *figures in rows:
+            said = "".join(f"  {k} {v:.4g}" for found in figures for k, v in found.items())
+            zeros = f", {sizes.zeros / max(1, sizes.parameters):.0%} zeros" if sizes.zeros else ""
+            lines.append(
+                f"  {name:<24}{sizes.parameters:>14,} parameters "
+                f"{sizes.size_bytes / 1e6:>10,.1f} MB{zeros}{said}"
+            )
+        return "\n".join(lines)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write ``compression.json`` and ``report.html``; return the page's path."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / _JSON, json.dumps(asdict(self), indent=2) + "\n")
+        sections = [
+            _tiles(self),
+            _bars("Size in MB", self._sizes("size_bytes", 1e-6)),
+            _bars("Parameters", self._sizes("parameters", 1)),
+            *(_bars(name, values) for name, values in self._figures("speed").items()),
+            *(_bars(name, values) for name, values in self._figures("quality").items()),
+            *(_facts_section(phase) for phase in self.phases),
+        ]
+        return write_page(folder / _PAGE, self.model, "compression report", sections)
+
+    def _sizes(self, key: str, scale: float) -> list[tuple[str, float]]:
+        found = [("before", self.before), *((p.name, p.sizes) for p in self.phases)]
+        return [(name, getattr(sizes, key) * scale) for name, sizes in found]
+
+    def _figures(self, kind: str) -> dict[str, list[tuple[str, float]]]:
+        """Return figure -> (phase, value) of those that were measured."""
+        found: dict[str, list[tuple[str, float]]] = {}
+        for name, values in [
+            ("before", getattr(self, kind)),
+            *((phase.name, getattr(phase, kind)) for phase in self.phases),
+        ]:
+            for figure, value in values.items():
+                found.setdefault(figure, []).append((name, value))
+        return found
+
+    @classmethod
+    def load(cls, directory: str | Path) -> CompressReport:
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: there is none, or it is damaged.
+        """
+        file = Path(directory) / _JSON
+        if not file.is_file():
+            raise DataError(f"{str(directory)!r} has no {_JSON}: nothing was made small there.")
+        return config_from_dict(cls, read_json(file))
+
+
+def measure_sizes(model: nn.Module) -> ModelSizes:
+    """Return how large a model is: packed numbers count as the numbers that they stand for."""
+    parameters = size_bytes = zeros = 0
+    notes = {name: tensor_notes(module) for name, module in model.named_modules()}
+    counted: set[tuple[str, str]] = set()
+    for name, tensor in persistent_tensors(model).items():
+        owner, _, key = name.rpartition(".")
+        size_bytes += tensor.numel() * tensor.element_size()
+        note = notes.get(owner, {}).get(key)
+        if note is None or not isinstance(note.draw, Derived):
+            parameters += tensor.numel()
+            zeros += _count_zeros(tensor)
+        elif (owner, note.draw.base) not in counted:
+            counted.add((owner, note.draw.base))
+            parameters += math.prod(note.draw.shape)
+    return ModelSizes(parameters, size_bytes, zeros)
+
+
+@torch.no_grad()
+def _count_zeros(tensor: Tensor) -> int:
+    if tensor.is_meta or tensor.dim() < 2 or not tensor.is_floating_point():
+        return 0
+    return int((tensor == 0).sum())
+
+
+def _times(before: float, after: float) -> str:
+    return f"{before / max(after, 1e-9):.2f}x"
+
+
+def _tiles(report: CompressReport) -> str:
+    before, after = report.before, report.after
+    tiles = [
+        ("smaller", _times(before.size_bytes, after.size_bytes)),
+        ("parameters left", f"{after.parameters / max(1, before.parameters):.1%}"),
+        ("MB", f"{after.size_bytes / 1e6:,.1f}"),
+    ]
+    for name, values in report._figures("speed").items():
+        if len(values) > 1:
+            tiles.append((f"{name}, times before", _times(values[-1][1], values[0][1])))
+    for name, values in report._figures("quality").items():
+        tiles.append((name, f"{values[0][1]:.4g} → {values[-1][1]:.4g}"))
+    cells = "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in tiles)
+    return f'<section class="tiles">{cells}</section>'
+
+
+def _bars(title: str, rows: Sequence[tuple[str, float]]) -> str:
+    """Return a table of numbers with bars; "" where there are none."""
+    if not rows:
+        return ""
+    largest = max(abs(value) for _, value in rows) or 1.0
+    lines = "".join(
+        f"<tr><th>{escape(name)}</th><td class='num'>{value:,.4g}</td>"
+        f'<td class="bar"><i style="width:{100 * abs(value) / largest:.1f}%"></i></td></tr>'
+        for name, value in rows
+    )
+    return f"<section><h2>{escape(title)}</h2><table>{lines}</table></section>"
+
+
+def _facts_section(phase: PhaseFacts) -> str:
+    """Return what the methods of a phase say, each in a table of its own."""
+    parts = []
+    for method, facts in phase.facts.items():
+        numbers = {k: v for k, v in facts.items() if _is_table(v)}
+        rest = {k: v for k, v in facts.items() if k not in numbers}
+        lines = "".join(
+            f"<tr><th>{escape(str(k))}</th><td>{escape(_say(v))}</td></tr>" for k, v in rest.items()
+        )
+        parts.append(f"<h3>{escape(method)}</h3>" + (f"<table>{lines}</table>" if lines else ""))
+        for name, values in numbers.items():
+            parts.append(_bars(name, list(values.items())[:_MOST_SHOWN]))
+    if not parts:
+        return ""
+    return f"<section><h2>{escape(phase.name)}</h2>{''.join(parts)}</section>"
+
+
+def _is_table(value: Any) -> bool:
+    """Tell a mapping of names to numbers (sensitivity, gates, shares), which is drawn."""
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(v, int | float) and not isinstance(v, bool) for v in value.values())
+    )
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
