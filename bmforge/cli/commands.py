@@ -65,6 +65,11 @@ COMMANDS: Mapping[str, Command] = {
         "quantize:run_quantize",
         options.QuantizeCommand,
     ),
+    "compress": Command(
+        "make a model small by a recipe: distil, prune, quantise, experts",
+        "compress:run_compress_command",
+        options.CompressCommand,
+    ),
     "migrate": Command(
         "a start script of CPM-Pretrain to the config of a run",
         "migrate:run_migrate",

@@ -37,6 +37,7 @@ from bmforge.parallel import (
     run_on_first,
 )
 from bmforge.provenance import warn_of_licences
+from bmforge.recipes.compressing import attach_phase, finish_phase, has_phase, settle_train
 from bmforge.recipes.deltas import (
     DeltaConfig,
     attach_delta,
@@ -211,18 +212,18 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     known = find_provenance(config)
     data = open_data(config, rows)
-    model = _build_model(config, world, mesh)
+    model, job = _build_model(config, world, mesh)
     model.provenance = known
     trainer = Trainer(
         model,
         data.loader,
-        set_rates(config.train, config.delta, model),
+        settle_train(set_rates(config.train, config.delta, model), job),
         mesh=mesh,
         run_dir=config.run_dir,
-        objective=data.objective,
+        objective=data.objective if job is None else job.objective(data.objective),
         offload=config.offload,
         evaluator=_make_evaluator(data, world, mesh),
-        callbacks=_callbacks(config),
+        callbacks=_callbacks(config) if job is None else [*_callbacks(config), job],
         flops_per_token=config.model.flops_per_token(data.row_tokens),
     )
     if trainer.scaler is not None:
@@ -263,15 +264,17 @@ def _check_saved(trainer: Trainer) -> None:
         )
 
 
-def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
+def _build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Compression | None]:
+    """Return the model, laid out, and what makes it small meanwhile."""
     sizes, start = with_changes(config), None
     if config.init_from is not None:
         start = find_model(config.init_from)
         sizes = config.model.replace(raw=read_config_file(start))
     model = family_of(sizes).from_config(sizes, device="meta")
-    is_loaded = start is not None and bool(config.changes)
+    is_loaded = start is not None and (bool(config.changes) or has_phase(config))
     if is_loaded:
         _load_and_change_(model, start, config)
+    job = attach_phase(model, config, mesh)
     delta = attach_delta(model, config)
     if config.freeze_base:
         head = sizes.heads[sizes.head].names if config.new_head else ()
@@ -295,7 +298,7 @@ def _build_model(config: Any, world: World, mesh: DeviceMesh) -> Model:
         load_weights_(model, start, device=world.device, new_head=config.new_head)
     if delta is not None:
         delta.init_(config.seed)
-    return model
+    return model, job
 
 
 def _freeze_(model: Model, head: Collection[str]) -> None:
@@ -364,7 +367,7 @@ def _finish(
     """Evaluate the trained model and export it."""
     if trainer.state_offload is not None:
         trainer.state_offload.restore_()
-    model: Any = trainer.model
+    model: Any = finish_phase(trainer, config.run_dir)
     evaluation = None
     if trainer.evaluator is not None:
         evaluation = trainer.evaluator(model)

@@ -1,0 +1,22 @@
+"""`bmforge compress`: make a model small by a recipe, phase after phase."""
+
+from __future__ import annotations
+
+from bmforge.cli.options import CompressCommand
+from bmforge.parallel.distributed import restarts_failed
+from bmforge.recipes.compress import StoppedError, describe_phases, read_recipe, run_compress
+
+__all__ = ["run_compress_command"]
+
+
+def run_compress_command(command: CompressCommand) -> None:
+    """Make a model small, or say what would be done."""
+    config = read_recipe(command.recipe, command.model, command.out)
+    if command.dry_run:
+        print(describe_phases(config))
+        return
+    try:
+        run_compress(config)
+    except StoppedError:
+        if not restarts_failed():
+            raise

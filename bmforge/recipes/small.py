@@ -1,0 +1,87 @@
+"""What is known of a small model before it is made: whether a teacher fits, and about how large."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bmforge.compress import DistillConfig, measure_sizes
+from bmforge.compress.phases import Phase
+from bmforge.compress.prune.structure import StructureMethod
+from bmforge.compress.quantize import quantize
+from bmforge.errors import ConfigError, DataError
+from bmforge.logging import get_logger
+from bmforge.models import AutoModel
+from bmforge.models.hub import find_model
+from bmforge.tokenizers import AutoTokenizer
+
+__all__ = ["check_vocabularies", "estimate_phases"]
+
+
+def check_vocabularies(source: Path, config: DistillConfig) -> None:
+    """Check that a teacher's tokens are the student's; a model without a tokenizer is let be.
+
+    Raises:
+        ConfigError: no teacher is named, or a token of the student has another id there.
+    """
+    if config.teacher is None:
+        raise ConfigError("distill.teacher is missing: name its directory or hub id.")
+    teacher = find_model(config.teacher)
+    mine, theirs = _read_vocabulary(source), _read_vocabulary(teacher)
+    if mine is None or theirs is None:
+        return
+    other = next((token for token in mine if theirs.get(token) != mine[token]), None)
+    if other is not None:
+        raise ConfigError(
+            f"distill.teacher={config.teacher!r} has another vocabulary than the model: {other!r} "
+            f"is {mine[other]} in the model, {theirs.get(other)} there. A teacher predicts its "
+            "own tokens: take one with the same tokenizer."
+        )
+
+
+def _read_vocabulary(directory: Path) -> dict[str, int] | None:
+    """Return token -> id of the tokenizer in a model's directory; None where there is none."""
+    try:
+        vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(directory).get_vocab()
+    except DataError as error:
+        get_logger().warning("whether the teacher reads the same tokens is not known: %s", error)
+        return None
+    return vocabulary
+
+
+def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Phase, str, str]]:
+    """Yield each phase, the sizes after it as text, and what is not known before.
+
+    Nothing is computed: the model is on meta.
+    """
+    model: Any = AutoModel.describe_pretrained(source)[0]
+    before = measure_sizes(model)
+    for phase in phases:
+        said = _shrink(model, phase)
+        sizes = measure_sizes(model)
+        text = (
+            f"{sizes.parameters:>14,} parameters {sizes.size_bytes / 1e6:>10,.1f} MB "
+            f"({before.size_bytes / max(1, sizes.size_bytes):.2f}x smaller)"
+        )
+        yield phase, text, said
+
+
+def _shrink(model: Any, phase: Phase) -> str:
+    """Give a model on meta the sizes that a phase leaves; say what is known only afterwards."""
+    config = phase.config
+    if config.structure is not None:
+        if config.structure.target != "sizes":
+            ratio = config.structure.keep_ratio
+            return f"; {ratio:.0%} of the blocks' {config.structure.target} will be left"
+        method = StructureMethod(dataclasses.replace(config.structure, by="size", gates=()))
+        method.attach_(model)
+        method.finish_(model)
+    if config.moefy is not None:
+        return f"; MLPs in {config.moefy.num_experts} experts, and their routers"
+    if config.quantize is not None:
+        if config.quantize.is_auto:
+            return f"; about {config.quantize.average_bits} bits for a quantised weight"
+        quantize(model, config.quantize.used_spec, where=config.quantize.where)
+    return ""

@@ -1,0 +1,117 @@
+"""`bmforge compress`: phases that are runs, the small model, going on, a dry run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+from small_runs import write_start
+
+from bmforge.cli import main
+from bmforge.compress import CompressReport
+from bmforge.models import AutoModel
+from bmforge.nn.packed_store import PackedStore
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_start(tmp_path_factory.mktemp("start"), SIZES)
+
+
+def write_recipe(start: Path, folder: Path, steps: dict[str, int], **changes: object) -> Path:
+    """Half the MLP, then zeros and int8 taught by what it was."""
+    recipe: dict[str, object] = {
+        "structure": {"intermediate_size": 128},
+        "prune": {"pattern": "2:4"},
+        "quantize": {"scheme": "int8", **({"training": "fake"} if steps else {})},
+        **changes,
+    }
+    if steps:
+        data = {"paths": [str(start / "tokens")], "seq_len": 16, "global_batch_size": 2}
+        recipe |= {
+            "task": "pretrain",
+            "steps": steps,
+            "distill": {"teacher": str(start / "model")},
+            "run": {"data": data, "train": {"optim": {"lr": 0.01}}},
+        }
+    file = folder / "recipe.toml"
+    file.write_text(tomli_w.dumps(recipe))
+    return file
+
+
+def command(start: Path, file: Path, out: Path, *more: str) -> list[str]:
+    return ["compress", str(start / "model"), "--recipe", str(file), "--out", str(out), *more]
+
+
+def check_small(start: Path, out: Path) -> CompressReport:
+    """It opens, has half the MLP, zeros in groups of four and integers."""
+    small = AutoModel.from_pretrained(out)
+    assert small.layers["0"].spec.mlp.intermediate_size == 128
+    packed = [module for module in small.modules() if isinstance(module, PackedStore)]
+    assert len(packed) == 2 * 6
+    for module in packed:
+        values = module.dense(small.embed.weight.dtype).unflatten(-1, (-1, 4))
+        assert int((values == 0).sum(-1).min()) >= 2
+    report = CompressReport.load(out)
+    assert [phase.name for phase in report.phases] == ["structure", "weights"]
+    assert (out / "report.html").is_file()
+    assert report.after.size_bytes < report.before.size_bytes / 2
+    return report
+
+
+def test_after_training_only(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = write_recipe(start, tmp_path, {}), tmp_path / "small"
+    assert main(command(start, file, out, "--dry-run")) == 0
+    said = capsys.readouterr().out
+    assert not out.exists()
+    assert main(command(start, file, out)) == 0
+    report = check_small(start, out)
+    for phase in report.phases:
+        assert f"{phase.sizes.parameters:,}" in said
+        assert f"{phase.sizes.size_bytes / 1e6:,.1f} MB" in said
+
+
+@pytest.mark.long
+def test_phases_with_steps(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = write_recipe(start, tmp_path, {"structure": 2, "weights": 2}), tmp_path / "small"
+    assert main(command(start, file, out)) == 0
+    report = check_small(start, out)
+    assert [phase.steps for phase in report.phases] == [2, 2]
+    run = out / "phases" / "2-weights" / "run"
+    assert (run / "report.html").is_file()
+    written = (run / "metrics.jsonl").read_text()
+    # Done phases are passed over, and the model is put there again.
+    (out / "model.safetensors").unlink()
+    assert main(command(start, file, out)) == 0
+    check_small(start, out)
+    assert (run / "metrics.jsonl").read_text() == written
+    capsys.readouterr()
+    other = write_recipe(start, tmp_path, {"structure": 2, "weights": 3})
+    assert main(command(start, other, out)) != 0
+    assert "belongs to another run" in capsys.readouterr().err
+
+
+def test_recipes_that_cannot_be(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "small"
+    for steps, changes, said in (
+        ({}, {"task": "pretrain"}, "task has no effect"),
+        ({}, {"prune": {"patern": "2:4"}}, "unknown field compress.prune.patern"),
+        ({}, {"prune": {"method": "wanda"}}, "calibration.texts"),
+        ({"experts": 2}, {}, "steps.experts=2 has no effect"),
+        ({"weights": 2}, {"run": {"run_dir": "x"}}, "run.run_dir is the recipe's own"),
+    ):
+        file = write_recipe(start, tmp_path, steps)
+        recipe = write_recipe(start, tmp_path, steps, **changes) if not steps else file
+        if steps and changes:
+            recipe.write_text(
+                recipe.read_text().replace("[run.data]", '[run]\nrun_dir = "x"\n\n[run.data]')
+            )
+        assert main(command(start, recipe, out)) != 0
+        assert said in capsys.readouterr().err, said
