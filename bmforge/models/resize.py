@@ -249,8 +249,8 @@ def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
             box = tuple(slice(min(p)) for p in zip(parameter.shape, source.shape, strict=True))
             parameter[box] = source[box]
     was, feed = old.spec.mlp, new.mlp
-    is_new = isinstance(feed, MoE) and feed.is_split and isinstance(was, MLPSpec)
-    if is_new and not any(parameter.is_meta for parameter in feed.parameters()):
+    is_new = isinstance(was, MLPSpec) and not any(p.is_meta for p in new.parameters())
+    if is_new and isinstance(feed, MoE) and feed.is_split:
         fill_split_(feed, old.mlp)
 
 

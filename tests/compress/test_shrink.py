@@ -82,7 +82,11 @@ def test_plans_are_json() -> None:
     ("name", "options", "message"),
     [
         ("llama", {"num_heads": 3}, "nearest that fits is 4"),
-        ("llama", {"num_heads": 2, "num_kv_heads": 1, "tp": 4}, "num_heads=2 cannot be cut"),
+        (
+            "llama",
+            {"num_heads": 2, "num_kv_heads": 1, "tensor_parallel": 4},
+            "num_heads=2 cannot be cut",
+        ),
         ("llama", {"head_dim": 3}, "tear a rotary pair: the nearest that fits is 4"),
         ("llama", {"intermediate_size": 41}, "intermediate_size=41 is more than the 40"),
         ("llama", {"num_experts": 2}, "no layer of this Llama has such parts"),

@@ -110,7 +110,7 @@ def train_gates(name: str, fields: dict[str, Any]) -> dict[str, Tensor]:
             assert extra is not None
             return loss + model.count_items(given) / items * extra
 
-        run_step(model, loss_of, [list(mine.items())])
+        run_step(model, loss_of, [mine])
         for key, parameter in model.named_parameters():
             if key.endswith("delta"):
                 assert parameter.grad is not None
@@ -118,6 +118,9 @@ def train_gates(name: str, fields: dict[str, Any]) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         method.after_step_(model, step + 1)
+    facts = method.finish_(model)
+    assert facts["plan"]["layers"]
+    assert not any(key.endswith("delta") for key, _ in model.named_parameters())
     numbers = torch.tensor(method.state_dict()["multipliers"], dtype=torch.float64)
     return {**found, "multipliers": numbers}
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.compress.moefy.config import MoEfyConfig
-from bmforge.nn.router import TwoLayerRouter, build_router
+from bmforge.nn.router import RouterKind, TwoLayerRouter, build_router
 
 __all__ = ["captured_share", "make_router", "train_router_"]
 
@@ -27,7 +27,7 @@ def make_router(rows: Tensor, groups: Tensor, config: MoEfyConfig) -> nn.Module:
     sums = unit.new_zeros(config.num_experts, rows.shape[1])
     sums.index_add_(0, groups[inside], unit[inside])
     centers = sums / torch.bincount(groups[inside], minlength=config.num_experts)[:, None]
-    kind = "two_layer" if config.router == "two_layer" else "linear"
+    kind: RouterKind = "two_layer" if config.router == "two_layer" else "linear"
     router = build_router(kind, rows.shape[1], config.num_experts).to(rows.device)
     with torch.no_grad():
         if isinstance(router, TwoLayerRouter):

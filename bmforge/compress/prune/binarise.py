@@ -103,7 +103,7 @@ def _steps(
     found = []
     for (name, kind), value in likely.items():
         order = value.argsort(stable=True).tolist()
-        size = {"features": config.multiple_of, "heads": config.tp}.get(kind, 1)
+        size = {"features": config.multiple_of, "heads": config.tensor_parallel}.get(kind, 1)
         rest = len(order) % size
         borders = [0] * bool(rest) + list(range(rest, len(order), size)) + [len(order)]
         for first, last in itertools.pairwise(borders):
@@ -122,7 +122,7 @@ def _close_(
     """Close units, but for the last ones of a half that stays."""
     kind = key[1]
     if kind in ("heads", "features"):
-        fewest = config.multiple_of if kind == "features" else config.tp
+        fewest = config.multiple_of if kind == "features" else config.tensor_parallel
         if len(left[key]) - len(numbers) < fewest:
             return
     elif kind != "mlp" and _attentions_left(left, key, costs) < 1:

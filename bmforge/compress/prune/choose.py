@@ -207,7 +207,8 @@ def _query_dims(
 def _keep_features(
     name: str, block: Block, options: dict[str, Any], scores: Scores
 ) -> dict[str, Any]:
-    spec, kept = block.spec.mlp, {}
+    spec = block.spec.mlp
+    kept: dict[str, Any] = {}
     assert spec is not None
     features = scores[name, "features"]
     if (count := options.get("num_experts")) is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bmforge.compress.method import MethodBase
 from bmforge.compress.prune.binarise import binarise, open_units, plan_of_units
@@ -74,8 +75,7 @@ class StructureMethod(MethodBase):
             self.shrunk = shrink_(model, self.config, self.batches)
             self.plan = self.shrunk.plan
             return
-        target = "flops" if self.config.target == "flops" else "parameters"
-        self.costs = count_costs(model, target, self.config.seq_len)
+        self.costs = count_costs(model, self.config.target, self.config.seq_len)
         self.wanted = open_units(model, self.config)
         self.gates = attach_gates_(model, self.config.gates, self.config.seed)
         everything = {key: torch.ones(gate.units) for key, gate in self.gates.items()}
@@ -219,10 +219,10 @@ class StructureMethod(MethodBase):
             self._draw_(self._step)
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Leave the smaller model; of one that is laid out, the plan is in `state_dict`.
+        """Leave the smaller model.
 
-        Raises:
-            ConfigError: the model is laid out.
+        A model that is laid out keeps its sizes, without the gates: export it, open it plainly, and
+        give the facts' plan to `shrink_`.
         """
         if self.gates:
             if self.plan is None:
@@ -230,10 +230,13 @@ class StructureMethod(MethodBase):
             assert self.plan is not None
             detach_gates_(model, self.gates)
             self.gates = {}
+            if any(isinstance(tensor, DTensor) for tensor in model.parameters()):
+                return {"plan": self.plan.to_json(), "is_shrunk": False}
             self.shrunk = shrink_(model, self.plan, uniform=self.config.uniform)
         if self.shrunk is None:
             return {}
         return {
+            "is_shrunk": True,
             "parameters_before": self.shrunk.parameters_before,
             "parameters_after": self.shrunk.parameters_after,
             "opens_elsewhere": self.shrunk.opens_elsewhere,

@@ -43,7 +43,7 @@ class StructureConfig:
             "block"); none chooses at once.
         uniform: sizes that the published classes can open, or an error.
         multiple_of: of which MLPs' widths are multiples, where a target decides them.
-        tp: of how many processes a tensor-parallel layout will be, which heads must allow.
+        tensor_parallel: over how many processes a layout will cut heads and widths.
         gate_steps: steps in which gates are trained; the first `warmup_steps` let the target grow.
         warmup_steps: see there.
         gate_lr: learning rate of gates and of the Lagrangian's multipliers.
@@ -65,7 +65,7 @@ class StructureConfig:
     gates: tuple[str, ...] = ()
     uniform: bool = False
     multiple_of: int = 1
-    tp: int = 1
+    tensor_parallel: int = 1
     gate_steps: int = 1000
     warmup_steps: int = 200
     gate_lr: float = 0.1
@@ -81,7 +81,7 @@ class StructureConfig:
         ]
         problems += [
             f"{name}={getattr(self, name)} must be above 0"
-            for name in ("multiple_of", "tp", "seq_len")
+            for name in ("multiple_of", "tensor_parallel", "seq_len")
             if getattr(self, name) < 1
         ]
         if self.target not in get_args(Target):
@@ -114,9 +114,9 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
     given = {name: getattr(config, name) for name in _SIZES if getattr(config, name)}
     found: dict[str, Sizes] = {}
     for name, block in blocks_of(model).items():
-        sizes = sizes_that_apply(block.spec, given)
-        if sizes:
-            found[name] = Sizes(**sizes)
+        options: dict[str, Any] = dict(sizes_that_apply(block.spec, given))
+        if options:
+            found[name] = Sizes(**options)
     lacking = [n for n in given if not any(getattr(sizes, n) for sizes in found.values())]
     if lacking:
         raise ConfigError(
@@ -140,7 +140,7 @@ def sizes_that_apply(spec: Any, given: Mapping[str, int]) -> dict[str, int]:
 
 def _check_layout(model: Any, config: StructureConfig) -> None:
     """Raise for sizes that a tensor-parallel layout could not cut."""
-    if config.tp == 1:
+    if config.tensor_parallel == 1:
         return
     block = next(block for block in blocks_of(model).values() if block.spec.attn is not None)
     spec = block.spec.attn
@@ -149,9 +149,9 @@ def _check_layout(model: Any, config: StructureConfig) -> None:
     most["intermediate_size"] = block.spec.mlp.intermediate_size if block.spec.mlp else 0
     for name, limit in most.items():
         size = getattr(config, name)
-        shares = name == "num_kv_heads" and size and config.tp % size == 0
-        if size and size % config.tp and not shares:
+        shares = name == "num_kv_heads" and size and config.tensor_parallel % size == 0
+        if size and size % config.tensor_parallel and not shares:
             raise ConfigError(
-                f"{name}={size} cannot be cut over tp={config.tp}: the nearest that fits is "
-                f"{nearest_fit(size, config.tp, limit)}."
+                f"{name}={size} cannot be cut over tp={config.tensor_parallel}: the nearest that "
+                f"fits is {nearest_fit(size, config.tensor_parallel, limit)}."
             )

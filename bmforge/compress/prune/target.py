@@ -206,7 +206,7 @@ def plan_for_target(model: Any, config: StructureConfig, scores: Scores) -> Plan
 
 
 def _fewest(kind: str, config: StructureConfig) -> int:
-    return config.multiple_of if kind == "mlp" else config.tp
+    return config.multiple_of if kind == "mlp" else config.tensor_parallel
 
 
 def _rank(
@@ -214,7 +214,7 @@ def _rank(
 ) -> list[tuple[float, str, str, list[int]]]:
     """Return what can go, the least important for what it costs first.
 
-    Widths go in steps of `multiple_of`, heads of `tp`. Taylor's numbers are all changes of one
+    Widths go in steps of `multiple_of`, heads of `tensor_parallel`. Taylor's numbers are all of one
     loss; others are compared within their kind and layer only.
     """
     found = []
@@ -282,7 +282,7 @@ def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Co
     per_head, per_feature = (sum(half.per_unit for half in halves) for halves in (attns, mlps))
     units, width = attns[0].units, mlps[0].units
     best: tuple[float, int, int] | None = None
-    for heads in range(config.tp, units + 1, config.tp):
+    for heads in range(config.tensor_parallel, units + 1, config.tensor_parallel):
         room = (limit - fixed - heads * per_head) / per_feature
         features = min(width, int(room // config.multiple_of) * config.multiple_of)
         if features < config.multiple_of:
@@ -291,14 +291,14 @@ def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Co
         if best is None or uneven < best[0]:
             best = uneven, heads, features
     if best is None:
-        least = fixed + config.tp * per_head + config.multiple_of * per_feature
+        least = fixed + config.tensor_parallel * per_head + config.multiple_of * per_feature
         raise ConfigError(
             f"keep_ratio={config.keep_ratio} is out of reach: the least that equal layers can "
             f"leave is {least / costs.total:.3f} of the blocks' {config.target}."
         )
     sizes = {}
     for name, block in blocks_of(model).items():
-        given: dict[str, int] = {}
+        given: dict[str, Any] = {}
         if block.spec.attn is not None:
             each = heads_per_group(block.spec.attn)
             given = {"num_heads": best[1] * each, "num_kv_heads": best[1]}
