@@ -1,0 +1,356 @@
+"""A preparation on many machines, by datatrove's executors; its filters as our steps, and back.
+
+The shards of a stage are the tasks of a run of datatrove's: each does its part, and writes what
+came of it beside its files. Between two such runs one process takes that into the journal and does
+the stages that look at all documents. So the bytes are those of `prepare` on one machine, and after
+a kill the same call goes on. All machines must see the same files under the same paths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bmforge.data.clean.drop import Drop, cut_excerpt
+from bmforge.data.clean.judge import JudgeByRules
+from bmforge.data.prepare.documents import Step
+from bmforge.data.prepare.engine import Blame, Limits, Part, Work, run_parts
+from bmforge.data.prepare.journal import Journal
+from bmforge.data.prepare.record import RECORD_NAME, PrepareConfig, PrepareReport
+from bmforge.data.prepare.run import Paths, plan_work, prepare, work_dir
+from bmforge.data.prepare.stages import Keys, make_keys, run_stages
+from bmforge.data.sources.document import Document
+from bmforge.errors import ConfigError, DataError, MissingDependencyError, suggest
+from bmforge.files import replace_file
+
+__all__ = ["ClusterConfig", "make_filter", "make_step", "run_on_cluster"]
+
+_EXECUTORS = ("local", "ray", "slurm")
+_SPREAD = ("documents", "sketches", "encode")  # the stages whose parts are tasks
+_DONE = "{:06d}.done"
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What is prepared, and on what.
+
+    Args:
+        inputs: files or directories; None takes Python's own help topics.
+        out_dir: where the corpus comes to lie, on a disk that all machines see.
+        prepare: how; with its `workers` above 0 a task has a worker of its own, so that the limits
+            of time and memory hold.
+        steps: what documents go through after those of `prepare`.
+        tasks: most tasks of a run; a task does several shards where there are more of these.
+        at_once: tasks that run at a time; -1 is as many as there are cores, or as the queue lets.
+        options: further arguments of the executor, such as partition, time and mem_per_cpu_gb of
+            Slurm's.
+    """
+
+    inputs: Paths | None
+    out_dir: str | os.PathLike[str]
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    steps: tuple[Step, ...] = ()
+    tasks: int = 1000
+    at_once: int = -1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_on_cluster(
+    config: ClusterConfig, executor: Literal["local", "ray", "slurm"] = "local"
+) -> PrepareReport | None:
+    """Prepare a corpus by datatrove's executors.
+
+    Args:
+        executor: ``"local"`` for processes of this machine, ``"ray"`` for a Ray cluster, or
+            ``"slurm"``, which hands jobs to the queue, each waiting for the one before.
+
+    Returns:
+        the report; None of Slurm's, where `prepare` with the same settings returns it at the end.
+
+    Raises:
+        ConfigError: an executor that is not known, or settings that do not fit.
+        MissingDependencyError: the extra ``cluster`` is not installed.
+        DataError: a task could not do its part; its log is in ``OUT.cluster``.
+    """
+    if executor not in _EXECUTORS:
+        raise ConfigError(
+            f"executor={executor!r} is unknown.{suggest(executor, _EXECUTORS)} Known: "
+            f"{', '.join(_EXECUTORS)}."
+        )
+    if config.tasks < 1:
+        raise ConfigError(f"tasks={config.tasks}: needed is at least 1")
+    make = _find_executor(executor)
+    if (Path(config.out_dir) / RECORD_NAME).exists():
+        return prepare(config.inputs, config.out_dir, config.prepare, steps=config.steps)
+    job = _Job(config)
+    keys = job.keys()
+    stages = [stage for stage in _SPREAD if keys.of(stage)]
+    tasks = min(len(keys.documents), config.tasks)
+    if executor == "slurm":
+        before = None
+        for stage in stages:
+            before = _make(make, config, _Spread(job, stage), tasks, before)
+            before = _make(make, config, _Join(job, stage, stage == stages[-1]), 1, before)
+        assert before is not None
+        before.run()  # which hands in what it waits for, too
+        return None
+    for stage in stages:
+        _make(make, config, _Spread(job, stage), tasks).run()
+        job.join()
+        job.check(stage)
+    return prepare(config.inputs, config.out_dir, config.prepare, steps=config.steps)
+
+
+def _make(
+    make: Callable[..., Any],
+    config: ClusterConfig,
+    run: _Spread | _Join,
+    tasks: int,
+    before: Any = None,
+) -> Any:
+    """Return an executor of some tasks, which wait for others."""
+    # Settings are in the name: what was done with others is not taken for done.
+    name = f"{type(run).__name__.strip('_').lower()}-{run.stage}-{run.job.name(run.stage)}"
+    options = dict(config.options)
+    if before is not None:
+        options["depends"] = before
+    return make(
+        pipeline=[run],
+        tasks=tasks,
+        workers=config.at_once,
+        logging_dir=str(_log_dir(config) / name),
+        **options,
+    )
+
+
+def _log_dir(config: ClusterConfig) -> Path:
+    """Return where logs go: beside the corpus, as its own work is removed at the end."""
+    out = Path(config.out_dir)
+    return out.with_name(f"{out.name}.cluster")
+
+
+def _find_executor(name: str) -> Any:
+    try:
+        from datatrove import executor
+    except ImportError as error:
+        raise MissingDependencyError("datatrove", "cluster", "Preparing on a cluster") from error
+    if name == "ray":
+        try:
+            from datatrove.executor.ray import RayPipelineExecutor
+        except ImportError as error:
+            raise MissingDependencyError("ray", "cluster", "Preparing on Ray") from error
+        return RayPipelineExecutor
+    found = executor.SlurmPipelineExecutor if name == "slurm" else executor.LocalPipelineExecutor
+    return found
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What tasks are given: all they need to find the same plan and the same keys."""
+
+    config: ClusterConfig
+
+    def _open(self) -> tuple[Any, ...]:
+        config = self.config
+        return plan_work(config.inputs, config.out_dir, config.prepare, config.steps)
+
+    def keys(self) -> Keys:
+        """Return the keys of all parts; the plan is kept, so that tasks read no input for it."""
+        plan, steps, given = self._open()
+        return make_keys(plan, self.config.prepare, steps, given)
+
+    def name(self, stage: str) -> str:
+        """Return what changes with the settings that a stage depends on."""
+        return self.keys().of(stage)[-1][:12]
+
+    def spread(self, stage: str, rank: int, world: int) -> None:
+        """Do the parts of a stage that are a task's, and write what came of them."""
+        plan, steps, given = self._open()
+        config = self.config.prepare
+        keys = make_keys(plan, config, steps, given)
+        with Journal(work_dir(self.config.out_dir), for_reading=True, trusting=True) as journal:
+            runner = _Some(stage, rank, world, keys.of(stage), journal.folder(stage))
+            try:
+                run_stages(plan, config, steps, given, journal, runner)
+            except _StoppedError:
+                return
+
+    def join(self) -> None:
+        """Take what tasks did into the journal, and go on up to the next parts that are tasks."""
+        plan, steps, given = self._open()
+        config = self.config.prepare
+        keys = make_keys(plan, config, steps, given)
+        with Journal(work_dir(self.config.out_dir)) as journal:
+            for stage in _SPREAD:
+                for number, key in enumerate(keys.of(stage)):
+                    done = _read_done(journal.folder(stage), number, key)
+                    if done is not None and journal.find(stage, number, key) is None:
+                        journal.add(stage, number, key, done["files"], done["result"])
+            try:
+                run_stages(plan, config, steps, given, journal, _stop)
+            except _StoppedError:
+                return
+
+    def check(self, stage: str) -> None:
+        """Raise `DataError` where a part of a stage is not done."""
+        keys = self.keys().of(stage)
+        with Journal(work_dir(self.config.out_dir), for_reading=True, trusting=True) as journal:
+            left = [n for n, key in enumerate(keys) if journal.find(stage, n, key) is None]
+        if left:
+            raise DataError(
+                f"{len(left)} of {len(keys)} parts of the stage {stage!r} are not done, the first "
+                f"is {left[0]}: see the logs in {str(_log_dir(self.config))!r}"
+            )
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """A step of datatrove's that does the parts of a stage."""
+
+    job: _Job
+    stage: str
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+        """Do those of one rank."""
+        self.job.spread(self.stage, rank, world_size)
+
+
+@dataclass(frozen=True)
+class _Join:
+    """A step of datatrove's that goes on behind a stage."""
+
+    job: _Job
+    stage: str
+    is_last: bool = False
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+        """Do it; behind the last stage, all that is left."""
+        self.job.join()
+        if self.is_last:
+            config = self.job.config
+            prepare(config.inputs, config.out_dir, config.prepare, steps=config.steps)
+
+
+class _StoppedError(Exception):
+    """The stages have come to parts that are not theirs to do."""
+
+
+def _stop(
+    stage: str,
+    run: Work,
+    parts: Sequence[Part],
+    config: PrepareConfig,
+    on_blame: Callable[[int, Blame], None],
+) -> Iterator[tuple[int, Any]]:
+    if parts:
+        raise _StoppedError(stage)
+    yield from ()
+
+
+@dataclass(frozen=True)
+class _Some:
+    """Does a task's parts of one stage, and ends there."""
+
+    stage: str
+    rank: int
+    world: int
+    keys: Sequence[str]
+    folder: Path
+
+    def __call__(
+        self,
+        stage: str,
+        run: Work,
+        parts: Sequence[Part],
+        config: PrepareConfig,
+        on_blame: Callable[[int, Blame], None],
+    ) -> Iterator[tuple[int, Any]]:
+        if stage != self.stage:
+            if parts:
+                raise DataError(f"the stage {stage!r} is not done, and {self.stage!r} needs it")
+            return
+        mine = [
+            part
+            for part in parts
+            if part.number % self.world == self.rank
+            and _read_done(self.folder, part.number, self.keys[part.number]) is None
+        ]
+        limits = Limits(config.document_seconds, config.worker_memory_bytes)
+        # What is blamed is left out of this part, which the journal is told with its result.
+        for number, result in run_parts(run, mine, min(config.workers, 1), limits, _forget):
+            files = result.pop("files")
+            record = {"key": self.keys[number], "files": files, "result": result}
+            replace_file(self.folder / _DONE.format(number), json.dumps(record))
+        raise _StoppedError(stage)
+        yield
+
+
+def _forget(number: int, blame: Blame) -> None:
+    """Keep nothing of it: the same task does the part again without that entry."""
+
+
+def _read_done(folder: Path, number: int, key: str) -> Any | None:
+    """Return what a task wrote of a part, if it is of this key and its files are there."""
+    path = folder / _DONE.format(number)
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    is_whole = record["key"] == key and all((folder / name).is_file() for name in record["files"])
+    return record if is_whole else None
+
+
+def make_step(filter: Any) -> Step:
+    """Return a filter of datatrove's as a step of `prepare`.
+
+    Args:
+        filter: has a method ``filter`` from a document to whether it is kept, or to that and why
+            not, as datatrove's `BaseFilter`.
+    """
+    name = str(getattr(filter, "name", type(filter).__name__))
+    plain = "_".join("".join(c if c.isalnum() else " " for c in name).lower().split())
+    return Step(f"datatrove {plain}", _Filter(filter, plain))
+
+
+@dataclass(frozen=True)
+class _Filter:
+    filter: Any
+    name: str
+
+    def __call__(self, document: Document) -> Document | Drop:
+        from datatrove.data import Document as Theirs
+
+        known = {"url": document.url, "date": document.date, "language": document.language}
+        metadata = {name: value for name, value in known.items() if value}
+        found = self.filter.filter(Theirs(text=document.text, id=document.id, metadata=metadata))
+        kept, reason = found if isinstance(found, tuple) else (found, "")
+        if kept:
+            return document
+        rule = f"datatrove.{self.name}" + (f".{reason}" if reason else "")
+        return Drop(rule, None, None, cut_excerpt(document.text))
+
+
+def make_filter(rules: str = "mixed") -> Callable[..., Iterator[Any]]:
+    """Return rules of ours as a step of datatrove's pipelines; why one is dropped is not kept.
+
+    Args:
+        rules: ``"english"``, ``"chinese"`` or ``"mixed"``.
+    """
+    return _Rules(JudgeByRules(rules))
+
+
+@dataclass(frozen=True)
+class _Rules:
+    judge: JudgeByRules
+
+    def __call__(self, data: Iterable[Any], rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        """Yield the documents that the rules keep, with the text that they leave."""
+        for theirs in data:
+            found = self.judge(Document(theirs.text, str(theirs.id)))
+            if isinstance(found, Document):
+                theirs.text = found.text
+                yield theirs
