@@ -20,6 +20,7 @@ PAGES = {
     "model_center": "migrating_model_center.md",
     "cpm_pretrain": "migrating_cpm_pretrain.md",
     "bminf": "migrating_bminf.md",
+    "bmcook": "migrating_bmcook.md",
 }
 
 

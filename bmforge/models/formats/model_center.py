@@ -30,7 +30,7 @@ from bmforge.models.formats.model_center_config import (
 from bmforge.models.hub import FAMILIES
 from bmforge.models.init import materialize_
 
-__all__ = ["fill_model_center", "is_model_center", "load_model_center"]
+__all__ = ["NAME_RULES", "fill_model_center", "is_model_center", "load_model_center"]
 
 _WEIGHTS = "pytorch_model.pt"
 _T5_FACTOR = 100.0
@@ -40,7 +40,7 @@ _ROWS = 4096
 _LISTED = 20
 
 # Our names -> theirs, applied one after the other; {up} is w_1 beside a gate, else w.
-_NAMES = (
+NAME_RULES = (
     (r"\.attn\.([qkv])_global_proj\.", r".self_att.self_attention.project_\1_global."),
     (r"\.attn\.([qkv])_proj\.", r".self_att.self_attention.project_\1."),
     (r"\.attn\.o_proj\.", r".self_att.self_attention.attention_out."),
@@ -182,7 +182,7 @@ def _their_name(model: Model, family: str, name: str) -> str:
     """Return ModelCenter's name of a parameter of ours."""
     if family in OLD_FAMILIES and OLD_FAMILIES[family].needed.get("post_layer_norm"):
         name = _place_post_norm(name, model.config.num_layers)
-    for ours, theirs in _NAMES:
+    for ours, theirs in NAME_RULES:
         name = re.sub(ours, theirs, name)
     return name.replace("{up}", "w_1" if model.config.is_gated else "w")
 

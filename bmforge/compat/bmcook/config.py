@@ -1,0 +1,292 @@
+"""BMCook's JSON: what it may say, what it left unsaid, and what a recipe of ours makes of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bmforge.compat.bmcook.addresses import modules_with, our_module
+from bmforge.errors import ConfigError, suggest
+from bmforge.files import replace_file
+from bmforge.logging import get_logger
+from bmforge.models import AutoModel
+from bmforge.models.hub import find_model
+
+__all__ = [
+    "ConfigParser",
+    "check_cook_config",
+    "pattern_of",
+    "recipe_from_bmcook",
+    "structure_table",
+]
+
+# Section -> key -> what holds where it is not said.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "distillation": {
+        "ce_scale": 0,
+        "ce_temp": 1,
+        "mse_hidn_scale": 0,
+        "mse_hidn_module": [],
+        "mse_hidn_proj": False,
+        "mse_att_scale": 0,
+        "mse_att_module": [],
+    },
+    "pruning": {
+        "is_pruning": False,
+        "pruning_mask_path": None,
+        "pruned_module": [],
+        "mask_method": "m4n2_1d",
+        "sprune": {},
+    },
+    "quantization": {"is_quant": False, "quantized_module": []},
+    "MoEfication": {"is_moefy": False, "first_FFN_module": []},
+}
+_SPRUNE = {
+    "criterion": "l0",
+    "training_mask": [],
+    "mask_path": "",
+    "is_training": True,
+    "target_mode": "sparsity",
+    "target_sparsity": 0.5,
+    "start_sparsity": None,
+    "hard_binarize": False,
+    "tuning": None,
+}
+# Older spelling -> (today's, what its value becomes).
+_OLDER = {
+    "fixed_mask_path": ("mask_path", lambda value: value),
+    "mask_mode": ("is_training", lambda value: value == "train_mask"),
+}
+_METHODS = ("m4n2_1d", "m4n2_2d", "sprune")
+_PATTERNS = {"m4n2_1d": "2:4", "m4n2_2d": "2:4-both-greedy"}
+_GATES = {
+    "transformer": "block",
+    "att": "attn",
+    "ffn": "mlp",
+    "num_heads": "heads",
+    "dim_ff": "features",
+}
+_PLACEHOLDER = "[placehold]"
+# What a recipe of ours needs besides, under this key of the JSON.
+_OWN = "bmforge"
+
+
+class ConfigParser:
+    """A JSON file of BMCook's, with what it does not say filled in.
+
+    Args:
+        config_file: its path.
+
+    Raises:
+        ConfigError: it is missing, no JSON, or says what BMCook does not know or what contradicts
+            itself.
+    """
+
+    def __init__(self, config_file: str) -> None:
+        self.config_file = config_file
+        self.load()
+
+    def load(self) -> None:
+        """Read the file."""
+        try:
+            raw = json.loads(Path(self.config_file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.config_file!r} is no config of BMCook's: {error}.") from error
+        self.config: dict[str, Any] = check_cook_config(raw)
+
+    def get(self, key: str) -> Any:
+        """Return a section: distillation, pruning, quantization or MoEfication."""
+        if key not in self.config:
+            raise ConfigError(f"no section {key!r}.{suggest(key, self.config)}")
+        return self.config[key]
+
+    def save(self) -> None:
+        """Write it back, complete."""
+        replace_file(self.config_file, json.dumps(self.config, indent=4) + "\n")
+
+
+def check_cook_config(raw: Any) -> dict[str, Any]:
+    """Return a config with every key, in today's spelling.
+
+    Raises:
+        ConfigError: keys that there are not, or that contradict each other.
+    """
+    if not isinstance(raw, dict):
+        raise ConfigError(f"a config of BMCook's is a table of sections, not {raw!r}.")
+    known = [*_DEFAULTS, _OWN]
+    found: dict[str, Any] = {_OWN: raw.get(_OWN, {})} if _OWN in raw else {}
+    for section, given in raw.items():
+        if section not in known:
+            raise ConfigError(f"unknown section {section!r}.{suggest(section, known)}")
+        for key in given if section != _OWN else ():
+            if key not in _DEFAULTS[section]:
+                hint = suggest(key, _DEFAULTS[section])
+                raise ConfigError(f"unknown key {section}.{key}.{hint}")
+    for section, usual in _DEFAULTS.items():
+        found[section] = {**copy.deepcopy(dict(usual)), **raw.get(section, {})}
+        for key, value in found[section].items():
+            if isinstance(value, list):
+                found[section][key] = [one for one in value if one != _PLACEHOLDER]
+    pruning = found["pruning"]
+    pruning["sprune"] = _check_sprune(pruning["sprune"])
+    if pruning["is_pruning"] and pruning["mask_method"] not in _METHODS:
+        raise ConfigError(
+            f"pruning.mask_method={pruning['mask_method']!r} must be one of {', '.join(_METHODS)}."
+        )
+    hidden = found["distillation"]
+    if hidden["mse_hidn_scale"] and not hidden["mse_hidn_module"]:
+        raise ConfigError("distillation.mse_hidn_scale needs mse_hidn_module: pairs of modules.")
+    return found
+
+
+def _check_sprune(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section with every key, in today's spelling."""
+    out = dict(_SPRUNE)
+    for key, value in given.items():
+        name, turn = _OLDER.get(key, (key, lambda same: same))
+        if name not in _SPRUNE:
+            raise ConfigError(f"unknown key pruning.sprune.{key}.{suggest(key, _SPRUNE)}")
+        new = turn(value)
+        if key != name and name in given and given[name] != new:
+            raise ConfigError(
+                f"pruning.sprune.{key}={value!r} and {name}={given[name]!r} contradict each other: "
+                f"leave {key} out, which is the older spelling."
+            )
+        out[name] = new
+    return out
+
+
+def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
+    """Return what a JSON file of BMCook's asks for, as a recipe's tables.
+
+    What a recipe needs besides (steps, task, run, calibration, the teacher) may stand in the file
+    under ``bmforge``.
+
+    Args:
+        path: the file.
+        model: directory or hub id of the model, whose modules' names are looked up.
+
+    Raises:
+        ConfigError: keys that there are not, that contradict each other, or that ask for what
+            cannot be had.
+    """
+    config = ConfigParser(str(path)).config
+    described = AutoModel.describe_pretrained(find_model(model))[0]
+    own = dict(config.get(_OWN, {}))
+    tables: dict[str, Any] = {}
+    if distill := _distill_table(config["distillation"]):
+        tables["distill"] = {**distill, **own.pop("distill", {})}
+    pruning = config["pruning"]
+    if pruning["is_pruning"] and pruning["mask_method"] == "sprune":
+        tables["structure"] = {**structure_table(pruning["sprune"]), **own.pop("structure", {})}
+    elif pruning["is_pruning"]:
+        where = modules_with(described, pruning["pruned_module"], "pruning.pruned_module")
+        tables["prune"] = {"pattern": pattern_of(pruning["mask_method"]), "where": where}
+    if pruning["is_pruning"] and pruning["pruning_mask_path"]:
+        get_logger().info(
+            "pruning_mask_path=%r is not needed: zeros are the mask, and lie in the weights",
+            pruning["pruning_mask_path"],
+        )
+    if config["quantization"]["is_quant"]:
+        tables["quantize"] = quantize_table(described, config["quantization"])
+    if config["MoEfication"]["is_moefy"]:
+        tables["moefy"] = own.pop("moefy", {})
+    clash = set(tables) & set(own)
+    if clash:
+        raise ConfigError(f"bmforge.{min(clash)} is said twice: by BMCook's section, and here.")
+    return {**tables, **own}
+
+
+def quantize_table(model: Any, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return int8 in earnest, forward and backward, of the linear layers that are named."""
+    table: dict[str, Any] = {"scheme": "int8-dynamic", "training": "int8-both"}
+    if section["quantized_module"]:
+        table["where"] = modules_with(
+            model, section["quantized_module"], "quantization.quantized_module"
+        )
+    return table
+
+
+def pattern_of(method: str) -> Any:
+    """Return what a mask_method is called here."""
+    return _PATTERNS[method]
+
+
+def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return gates and their target."""
+    unknown = [kind for kind in section["training_mask"] if kind not in _GATES]
+    if unknown or not section["training_mask"]:
+        raise ConfigError(
+            f"pruning.sprune.training_mask={section['training_mask']} must name some of "
+            f"{', '.join(_GATES)}; other widths are given as sizes in a recipe of ours "
+            "(docs/compression.md)."
+        )
+    problems = []
+    if section["mask_path"]:
+        problems.append("mask_path: masks are in the model that a run leaves; start from that")
+    if not section["is_training"]:
+        problems.append("is_training=false: start from the model that a run has left")
+    if section["criterion"] != "l0" or section["target_mode"] != "sparsity":
+        problems.append("criterion and target_mode can only be 'l0' and 'sparsity'")
+    if section["tuning"]:
+        problems.append("tuning was never there in BMCook: leave it out")
+    if problems:
+        raise ConfigError(f"pruning.sprune: {'; '.join(problems)}.")
+    for name in ("start_sparsity", "hard_binarize"):
+        if section[name]:
+            get_logger().info(
+                "pruning.sprune.%s=%r: gates begin open and end at the target exactly",
+                name,
+                section[name],
+            )
+    return {
+        "target": "parameters",
+        "keep_ratio": 1 - section["target_sparsity"],
+        "gates": [_GATES[kind] for kind in section["training_mask"]],
+    }
+
+
+def _distill_table(section: Mapping[str, Any]) -> dict[str, Any]:
+    losses: list[dict[str, Any]] = []
+    if section["ce_scale"]:
+        losses.append(
+            {
+                "kind": "logits",
+                "weight": float(section["ce_scale"]),
+                "temperature": float(section["ce_temp"]),
+            }
+        )
+    if section["mse_hidn_scale"]:
+        pairs = [_read_pair(pair) for pair in section["mse_hidn_module"]]
+        losses.append(
+            {
+                "kind": "hidden",
+                "weight": float(section["mse_hidn_scale"]),
+                "form": "mean_norm",
+                "pairs": pairs,
+            }
+        )
+    if section["mse_att_scale"]:
+        loss: dict[str, Any] = {"kind": "attention", "weight": float(section["mse_att_scale"])}
+        if section["mse_att_module"]:
+            loss["pairs"] = [_read_pair(pair) for pair in section["mse_att_module"]]
+        losses.append(loss)
+    return {"losses": losses} if losses else {}
+
+
+def _read_pair(text: str) -> list[str]:
+    """Return both modules of "[post]a.b:[pre]c.d", in our names."""
+    sides = text.split(":")
+    if len(sides) != 2:
+        raise ConfigError(f"{text!r} is no pair of modules such as '[post]a.b:[post]a.b'.")
+    return [_read_side(side) for side in sides]
+
+
+def _read_side(text: str) -> str:
+    kind, mark, name = text.partition("]")
+    if not mark or kind not in ("[post", "[pre"):
+        raise ConfigError(f"{text!r} must begin with [post] or [pre].")
+    return our_module(name) if kind == "[post" else f"into:{our_module(name)}"

@@ -1,0 +1,72 @@
+"""BMCook's first step to experts: what goes into MLPs, recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from bmforge.compat.bmcook.addresses import old_name
+from bmforge.errors import ConfigError
+
+__all__ = ["BMMoE"]
+
+Forward = Callable[..., Any]
+
+
+class BMMoE:
+    """Records what goes into MLPs; `bmforge.compress.moefy` makes experts of them."""
+
+    @staticmethod
+    def get_hidden(model: nn.Module, config: Any, forward_fn: Forward) -> Forward:
+        """Return a forward whose output has `moe_records`: module -> what came out of it.
+
+        Args:
+            model: any.
+            config: a `ConfigParser`, whose `first_FFN_module` are parts of names.
+            forward_fn: ``(model, loss_func, targets, *args, **kwargs)`` -> output.
+
+        Raises:
+            ConfigError: a part of a name that is in none.
+        """
+        section = config.get("MoEfication")
+        if not section["is_moefy"]:
+            return forward_fn
+        records: dict[str, Tensor] = {}
+        for name, label in _find(model, section["first_FFN_module"]).items():
+            hook = partial(_record, records, label)
+            model.get_submodule(name).register_forward_hook(hook)
+        return partial(_forward, records, forward_fn)
+
+
+def _forward(records: dict[str, Tensor], forward_fn: Forward, *args: Any, **kwargs: Any) -> Any:
+    records.clear()
+    out = forward_fn(*args, **kwargs)
+    out.moe_records = dict(records)
+    records.clear()
+    return out
+
+
+def _record(records: dict[str, Tensor], label: str, module: nn.Module, args: Any, out: Any) -> None:
+    records[label] = (out[0] if isinstance(out, tuple) else out).detach()
+
+
+def _find(model: nn.Module, patterns: list[str]) -> dict[str, str]:
+    """Return name -> old name of the modules whose name, old or own, has a part."""
+    known = {}
+    for name, module in model.named_modules():
+        if name and not list(module.children()):
+            inner = f"{name.removeprefix('model.')}.weight"
+            known[name] = old_name(inner, has_gate=False).removesuffix(".weight")
+    found = {}
+    for pattern in patterns:
+        hits = {n: old for n, old in known.items() if pattern in old or pattern in n}
+        if not hits:
+            raise ConfigError(
+                f"MoEfication.first_FFN_module: {pattern!r} is in no module's name, such as "
+                f"{next(iter(known.values()))!r}."
+            )
+        found.update(hits)
+    return found

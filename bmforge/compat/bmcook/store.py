@@ -1,0 +1,144 @@
+"""Files of BMCook: int8 weights, narrowed weights, masks."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compat.bmcook.pruning import pruning_of
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.files import replace_file
+from bmforge.nn.int8 import quantize_rows
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.parallel import run_on_first
+from bmforge.shards import local_tensor, whole_tensor
+from bmforge.surgery import wrappers_of
+
+__all__ = ["load_masks", "save", "save_masks"]
+
+_MODES = ("quant", "prune")
+
+
+def save(model: nn.Module, file_name: str, mode: str) -> None:
+    """Write a model's weights.
+
+    Args:
+        model: that was trained.
+        file_name: where.
+        mode: "quant" has ``X.weight_quant`` int8 (out, in) and ``X.weight_scale`` fp16 (out,) in
+            the place of ``X.weight`` of every layer that was quantised; "prune" is without what was
+            pruned, with what is left of each part in ``FILE.config.json``.
+
+    Raises:
+        ConfigError: another mode, or nothing of that kind was done.
+
+    Comm: every process must call it.
+    """
+    if mode not in _MODES:
+        raise ConfigError(f"mode={mode!r} must be one of {', '.join(_MODES)}.")
+    facts: dict[str, Any] | None = None
+    if mode == "prune":
+        pruning = pruning_of(model)
+        if pruning is None:
+            raise ConfigError('mode="prune": this model was not pruned.')
+        facts = pruning.method.finish_(pruning.owner)
+    tensors = _gather(model)
+    if mode == "quant":
+        names = _quantised(model)
+        if not names:
+            raise ConfigError('mode="quant": no layer of this model was quantised.')
+        for name in names:
+            rows, scale = quantize_rows(tensors.pop(f"{name}.weight").float())
+            tensors[f"{name}.weight_quant"] = rows
+            tensors[f"{name}.weight_scale"] = scale.flatten().half()
+
+    def write() -> None:
+        _write(Path(file_name), tensors)
+        if facts is not None:
+            replace_file(f"{file_name}.config.json", json.dumps(facts, indent=2) + "\n")
+
+    run_on_first(write)
+
+
+def _gather(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole_tensor(t).cpu() for name, t in model.state_dict(keep_vars=True).items()}
+
+
+def _quantised(model: nn.Module) -> list[str]:
+    """Return the layers that multiply integers."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if linear_sizes(module) is not None
+        and any(place == "rounding" for place, _ in wrappers_of(module))
+    ]
+
+
+def _write(path: Path, value: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    replace_file(path, buffer.getvalue())
+
+
+def save_masks(file_name: str, model: nn.Module | None = None) -> None:
+    """Write which weights of a pruned model are not zero: parameter -> bool tensor.
+
+    Args:
+        file_name: where.
+        model: whose; it must be named.
+    """
+    pruned = _pruned(model)
+    masks = {
+        name: whole_tensor(parameter.detach()).cpu() != 0
+        for name, parameter in pruned.named_parameters()
+        if parameter.dim() == 2
+    }
+    masks = {name: mask for name, mask in masks.items() if not mask.all()}
+    run_on_first(lambda: _write(Path(file_name), masks))
+
+
+@torch.no_grad()
+def load_masks(file_name: str, model: nn.Module | None = None) -> None:
+    """Make the weights zeros that were not kept in a file of `save_masks`.
+
+    Args:
+        file_name: what `save_masks` wrote.
+        model: one that `CookTrainer.set_compression` has pruned.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    pruned = _pruned(model)
+    masks: dict[str, Tensor] = torch.load(file_name, map_location="cpu", weights_only=True)
+    parameters = dict(pruned.named_parameters())
+    wrong = [
+        name
+        for name, mask in masks.items()
+        if name not in parameters or tuple(parameters[name].shape) != tuple(mask.shape)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{file_name!r} has masks of another model: {', '.join(wrong[:5])} are not in this "
+            f"{type(pruned).__name__}, or of another shape."
+        )
+    for name, mask in masks.items():
+        here = parameters[name]
+        if local_tensor(here).shape != mask.shape:
+            raise ConfigError("load_masks is for a model that is whole on every process.")
+        local_tensor(here).mul_(mask.to(here.device))
+
+
+def _pruned(model: nn.Module | None) -> nn.Module:
+    if model is None:
+        raise ConfigError(
+            "several models may be pruned: name the one that is meant, "
+            "save_masks(file, model) and load_masks(file, model)."
+        )
+    if pruning_of(model) is None:
+        raise ConfigError(f"this {type(model).__name__} was not pruned.")
+    return model

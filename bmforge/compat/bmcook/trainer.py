@@ -1,0 +1,126 @@
+"""BMCook's trainer: everything that a config asks for, put in by one call, for any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compat.bmcook.distilling import BMDistill, Teaching
+from bmforge.compat.bmcook.moe import BMMoE
+from bmforge.compat.bmcook.pruning import BMPrune, pruning_of
+from bmforge.compat.bmcook.quant import BMQuant
+from bmforge.errors import ConfigError
+
+__all__ = ["CookOutput", "CookTrainer"]
+
+_SLOT = "_bmcook_forward"
+
+
+class CookOutput:
+    """What a call gives.
+
+    Args:
+        loss: of the task, with `d_loss` and, while gates are trained, `lag_loss` in it.
+        original_output: the model's own.
+
+    Attributes:
+        d_loss: what the teacher adds.
+        lag_loss: what drives gates to their target.
+        moe_records: module -> what came out of it.
+    """
+
+    def __init__(self, loss: Tensor, original_output: Any) -> None:
+        self.loss, self.original_output = loss, original_output
+        self.d_loss: Any = 0.0
+        self.lag_loss: Any = 0.0
+        self.moe_records: dict[str, Tensor] = {}
+
+
+class CookTrainer:
+    """Compresses models while a program trains them."""
+
+    @staticmethod
+    def forward(
+        model: nn.Module, loss_func: Callable[..., Tensor], targets: Tensor, *args: Any, **kw: Any
+    ) -> CookOutput:
+        """Call a model and compute everything that is minimised.
+
+        Args:
+            model: one that `set_compression` has prepared.
+            loss_func: (logits (M, V), targets (M,)) -> loss.
+            targets: what is to be predicted.
+            args, kw: the model's arguments.
+
+        Raises:
+            ConfigError: the model was not prepared.
+        """
+        prepared = model.__dict__.get(_SLOT)
+        if prepared is None:
+            raise ConfigError(
+                f"this {type(model).__name__} has no compression: call "
+                "CookTrainer.set_compression(config, model, ...) first."
+            )
+        out: CookOutput = prepared(model, loss_func, targets, *args, **kw)
+        return out
+
+    @classmethod
+    def set_compression(
+        cls,
+        cook_config: Any,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        teacher: nn.Module | None = None,
+        quant_layer_cls: type[nn.Module] | None = None,
+    ) -> None:
+        """Put all that a config asks for into a model; any number of models, one after the other.
+
+        Args:
+            cook_config: a `ConfigParser`.
+            model: is compressed.
+            optimizer: of its parameters.
+            teacher: for distillation; takes the same arguments.
+            quant_layer_cls: class of the projection with `mse_hidn_proj`; every kind of linear
+                layer is quantised.
+
+        Raises:
+            ConfigError: no model, one that is prepared already, or what does not fit it.
+        """
+        if model is None:
+            raise ConfigError("set_compression needs the model that is to be compressed.")
+        if _SLOT in model.__dict__:
+            raise ConfigError(f"this {type(model).__name__} is prepared already.")
+        BMPrune.compute_mask(model, cook_config)
+        if optimizer is not None or pruning_of(model) is not None:
+            BMPrune.set_optim_for_pruning(optimizer)  # type: ignore[arg-type]
+        forward = BMDistill.set_forward(model, teacher, _forward, cook_config)
+        _train_projections(forward, optimizer)
+        BMQuant.quantize(model, cook_config, quant_layer_cls)
+        model.__dict__[_SLOT] = BMMoE.get_hidden(model, cook_config, forward)
+
+
+def _train_projections(forward: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Let the optimizer have the projections of hidden states, which BMCook forgot."""
+    teaching = getattr(getattr(forward, "func", None), "__self__", None)
+    if not isinstance(teaching, Teaching) or not len(teaching.projections):
+        return
+    if optimizer is None:
+        raise ConfigError("mse_hidn_proj is trained: give set_compression the optimizer.")
+    optimizer.add_param_group({"params": list(teaching.projections.parameters())})
+
+
+def _forward(
+    model: nn.Module, loss_func: Callable[..., Tensor], targets: Tensor, *args: Any, **kw: Any
+) -> CookOutput:
+    """Call a model for its logits."""
+    result = model(*args, **kw)
+    logits = result.logits if hasattr(result, "logits") else result[0]
+    loss = loss_func(logits.view(-1, logits.shape[-1]), targets.view(-1))
+    out = CookOutput(loss, result)
+    pruning = pruning_of(model)
+    extra = None if pruning is None or not model.training else pruning.lagrangian()
+    if extra is not None:
+        out.loss, out.lag_loss = out.loss + extra, extra
+    return out
