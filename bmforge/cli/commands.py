@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bmforge.cli import options, parse
+from bmforge.cli import data_options, options, parse
 from bmforge.settings import QuickstartConfig
 
 __all__ = ["COMMANDS", "Command", "run_command"]
@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, Command] = {
     "prepare": Command(
         "text files to a token store and a tokenizer",
         "prepare:run_prepare",
-        options.PrepareCommand,
+        data_options.PrepareCommand,
     ),
     "data": Command(
         "collect pages; why documents were dropped, what a corpus is made of", "data:run_data"

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from bmforge.cli import parse
-from bmforge.cli.options import (
+from bmforge.cli.data_options import (
     DataCollectCommand,
     DataExplainCommand,
     DataQualityCommand,

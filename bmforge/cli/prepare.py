@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bmforge.cli.options import PrepareCommand
+from bmforge.cli.data_options import PrepareCommand
 from bmforge.data import prepare, show_preparation
 from bmforge.logging import get_logger
 
