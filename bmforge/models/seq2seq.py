@@ -154,13 +154,12 @@ class Seq2Seq(Model):
         out = self._decode(
             y, decoder_attention_mask, source, attention_mask, cache, output_hidden_states
         )
+        assert out.last_hidden_state is not None
         if writes.last < writes.total:
-            assert out.last_hidden_state is not None
             return ModelOutput(carry=(x, out.last_hidden_state))
         if head == "sequence_to_sequence":
             return self._predict(out, labels, num_items_in_batch, logits_to_keep, logits_at)
         if head == "question_answering":
-            assert out.last_hidden_state is not None
             logits = self.classifier(out.last_hidden_state)
             return finish_spans(out, logits, start_positions, end_positions, num_items_in_batch)
         if head == "sequence_classification":
