@@ -21,6 +21,7 @@ PAGES = {
     "cpm_pretrain": "migrating_cpm_pretrain.md",
     "bminf": "migrating_bminf.md",
     "bmcook": "migrating_bmcook.md",
+    "openprompt": "migrating_openprompt.md",
 }
 
 

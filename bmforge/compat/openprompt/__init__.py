@@ -1,0 +1,30 @@
+"""OpenPrompt's names over bmforge: its programs run with their import lines changed.
+
+Start reading at `models.py` (what is called with a batch), then `loader.py`, `templates.py` and
+`verbalizers.py`. What changed, and why, is in docs/migrating_openprompt.md.
+"""
+
+from __future__ import annotations
+
+from bmforge.compat.names import missing_names
+from bmforge.compat.openprompt import data_utils, plms, prompts, utils
+from bmforge.compat.openprompt.loader import PromptDataLoader
+from bmforge.compat.openprompt.models import (
+    PromptForClassification,
+    PromptForGeneration,
+    PromptModel,
+)
+from bmforge.compat.openprompt.names import NAMES
+
+__all__ = [
+    "PromptDataLoader",
+    "PromptForClassification",
+    "PromptForGeneration",
+    "PromptModel",
+    "data_utils",
+    "plms",
+    "prompts",
+    "utils",
+]
+
+__getattr__ = missing_names("openprompt", NAMES, __all__, "")

@@ -1,0 +1,69 @@
+"""OpenPrompt's sampler over `draw_few`: the same examples for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bmforge.errors import ConfigError
+from bmforge.tune.prompt import draw_few
+
+__all__ = ["FewShotSampler"]
+
+
+class FewShotSampler:
+    """Draws a few examples.
+
+    Args:
+        num_examples_total: in all; or
+        num_examples_per_label: of every label.
+        also_sample_dev: draw others to choose by, as many.
+        num_examples_total_dev, num_examples_per_label_dev: not others than these.
+
+    Raises:
+        ConfigError: neither or both counts, or others for the second draw.
+    """
+
+    def __init__(
+        self,
+        num_examples_total: int | None = None,
+        num_examples_per_label: int | None = None,
+        also_sample_dev: bool = False,
+        num_examples_total_dev: int | None = None,
+        num_examples_per_label_dev: int | None = None,
+    ) -> None:
+        if (num_examples_total is None) == (num_examples_per_label is None):
+            raise ConfigError("give either num_examples_total or num_examples_per_label.")
+        second = num_examples_total_dev, num_examples_per_label_dev
+        first = num_examples_total, num_examples_per_label
+        if any(b not in (None, a) for a, b in zip(first, second, strict=True)):
+            raise ConfigError("as many are drawn to choose by as to learn from.")
+        self.total, self.per_label = num_examples_total or 0, num_examples_per_label or 0
+        self.also_sample_dev = also_sample_dev
+
+    def __call__(
+        self,
+        train_dataset: Sequence[Any],
+        valid_dataset: Sequence[Any] | None = None,
+        seed: int | None = None,
+    ) -> Any:
+        """Return the drawn examples, and the others where they are drawn too.
+
+        Args:
+            train_dataset: drawn from.
+            valid_dataset: the others are drawn from it; None takes what is left.
+            seed: of the draws; None is 0.
+        """
+        told = {"per_label": self.per_label, "total": self.total, "seed": seed or 0}
+        labels = [example.label for example in train_dataset]
+        if not self.also_sample_dev:
+            return self._take(train_dataset, draw_few(labels, **told, allow_fewer=True)[0])
+        if valid_dataset is None:
+            train, dev = draw_few(labels, **told, with_dev=True, allow_fewer=True)
+            return self._take(train_dataset, train), self._take(train_dataset, dev)
+        train, _ = draw_few(labels, **told, allow_fewer=True)
+        dev, _ = draw_few([e.label for e in valid_dataset], **told, allow_fewer=True)
+        return self._take(train_dataset, train), self._take(valid_dataset, dev)
+
+    def _take(self, examples: Sequence[Any], places: Sequence[int]) -> list[Any]:
+        return [examples[place] for place in places]

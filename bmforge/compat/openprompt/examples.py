@@ -1,0 +1,86 @@
+"""OpenPrompt's examples and batches: plain objects, with its field names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["InputExample", "InputFeatures"]
+
+
+class InputExample:
+    """A text or two with a label, or with a text to be written.
+
+    Args:
+        guid: what it is called.
+        text_a: the first text.
+        text_b: the second.
+        label: number of its class.
+        meta: further texts by name.
+        tgt_text: what is to be written.
+    """
+
+    def __init__(
+        self,
+        guid: Any = None,
+        text_a: str = "",
+        text_b: str = "",
+        label: Any = None,
+        meta: Mapping[str, Any] | None = None,
+        tgt_text: str | None = None,
+    ) -> None:
+        self.guid, self.text_a, self.text_b, self.label = guid, text_a, text_b, label
+        self.meta, self.tgt_text = dict(meta or {}), tgt_text
+
+    def __repr__(self) -> str:
+        return self.to_json_string()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its fields."""
+        return dict(vars(self))
+
+    def to_json_string(self) -> str:
+        """Return its fields as JSON."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    @staticmethod
+    def load_examples(path: str) -> list[InputExample]:
+        """Gone: it unpickles, which runs whatever a file says."""
+        raise ImportError("InputExample.load_examples is gone. Use JSON, one example a line.")
+
+    def keys(self, keep_none: bool = False) -> list[str]:
+        """Return the names of its fields, those that are None only with `keep_none`."""
+        return [name for name, value in vars(self).items() if keep_none or value is not None]
+
+
+class InputFeatures(dict[str, Any]):
+    """A batch: tensors, and what goes with them, by name or as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the batch has no {name!r}: it has {', '.join(self)}.") from None
+
+    def to(self, device: Any = "cpu", **options: Any) -> InputFeatures:
+        """Move the tensors, in place; return the batch."""
+        for name, value in self.items():
+            if isinstance(value, torch.Tensor):
+                self[name] = value.to(device, **options)
+        return self
+
+    def cuda(self, device: Any = None) -> InputFeatures:
+        """Move the tensors to the accelerator, in place; return the batch."""
+        kind = torch.accelerator.current_accelerator()
+        return self.to(kind if device is None else device)
+
+    def to_tensor(self) -> InputFeatures:
+        """Return the batch: its numbers are tensors."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return dict(self)

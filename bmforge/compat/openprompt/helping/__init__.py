@@ -1,0 +1,6 @@
+"""What OpenPrompt keeps in `utils`: start reading at `calibrate.py`."""
+
+from bmforge.compat.openprompt.helping.calibrate import calibrate
+from bmforge.compat.openprompt.helping.reproduciblity import set_seed
+
+__all__ = ["calibrate", "set_seed"]

@@ -1,0 +1,32 @@
+"""Contextual calibration by OpenPrompt's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+
+__all__ = ["calibrate"]
+
+
+@torch.no_grad()
+def calibrate(prompt_model: Any, dataloader: Any) -> Tensor:
+    """Return what the model says on average at the masks of a loader's examples.
+
+    Args:
+        prompt_model: a `PromptForClassification`.
+        dataloader: of texts whose labels are not looked at.
+
+    Raises:
+        ConfigError: the loader is empty.
+    """
+    was_training = prompt_model.training
+    prompt_model.eval()
+    found = [prompt_model.forward_without_verbalize(b.to(prompt_model.device)) for b in dataloader]
+    prompt_model.train(was_training)
+    if not found:
+        raise ConfigError("calibration needs at least one text; the support set is empty.")
+    return torch.cat(found).mean(0)

@@ -1,0 +1,19 @@
+"""Where OpenPrompt keeps `set_seed`, spelt as it is there."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+__all__ = ["set_seed"]
+
+
+def set_seed(seed: int | None) -> None:
+    """Seed Python's, NumPy's and torch's generators; None seeds none."""
+    if seed is None:
+        return
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

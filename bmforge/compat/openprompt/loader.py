@@ -1,0 +1,113 @@
+"""Batches of prompts; every example is tokenised when its batch is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.compat.openprompt.examples import InputFeatures
+from bmforge.compat.openprompt.wrappers import TokenizerWrapper
+from bmforge.errors import ConfigError
+from bmforge.tune.prompt.generator import encode_target
+from bmforge.tune.prompt.questions import Question, ask_example, lay_questions
+
+__all__ = ["PromptDataLoader"]
+
+
+class PromptDataLoader:
+    """Iterates over a data set as batches of prompts.
+
+    Args:
+        dataset: examples.
+        template: puts them into words.
+        tokenizer_wrapper: says how the model is asked; or
+        tokenizer: of the model, with
+        tokenizer_wrapper_class: the class that says it.
+        verbalizer: one with words to be scored whole asks more about an example.
+        max_seq_length: longest prompt in tokens.
+        batch_size, shuffle, drop_last: as of torch's loader.
+        teacher_forcing: give the texts to be written too.
+        decoder_max_length: longest of these; -1 sets none.
+        predict_eos_token: they end with the end token.
+        truncate_method: "tail", "head" (which cuts beginnings) or "balanced".
+        options: of the original, without a meaning here.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Any],
+        template: Any,
+        tokenizer_wrapper: TokenizerWrapper | None = None,
+        tokenizer: Any = None,
+        tokenizer_wrapper_class: type[TokenizerWrapper] | None = None,
+        verbalizer: Any = None,
+        max_seq_length: int = 512,
+        batch_size: int = 1,
+        **options: Any,
+    ) -> None:
+        kind = tokenizer_wrapper or tokenizer_wrapper_class
+        if kind is None:
+            raise ConfigError("give tokenizer_wrapper_class=, which load_plm returns.")
+        self.dataset, self.template, self.verbalizer = dataset, template, verbalizer
+        self.max_seq_length, self.batch_size = max_seq_length, batch_size
+        self.shuffle = bool(options.pop("shuffle", False))
+        self.drop_last = bool(options.pop("drop_last", False))
+        self.teacher_forcing = bool(options.pop("teacher_forcing", False))
+        self.decoder_max_length = int(options.pop("decoder_max_length", -1))
+        self.cut = options.pop("truncate_method", "tail")
+        self.tokenizer_wrapper = kind
+        self._core = template.bind(kind.asking)
+
+    def __len__(self) -> int:
+        count = len(self.dataset)
+        return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
+
+    def __iter__(self) -> Iterator[InputFeatures]:
+        count = len(self.dataset)
+        order = torch.randperm(count).tolist() if self.shuffle else list(range(count))
+        for number in range(len(self)):
+            part = order[number * self.batch_size : (number + 1) * self.batch_size]
+            yield self._make([self.dataset[place] for place in part])
+
+    def _make(self, examples: Sequence[Any]) -> InputFeatures:
+        told: dict[str, Any] = {"max_seq_len": self.max_seq_length, "cut": self.cut}
+        asks = getattr(getattr(self.verbalizer, "core", None), "takes", "") == "words"
+        asked = []
+        for example in examples:
+            if self.teacher_forcing:
+                prompt = encode_target(self._core, example, self._target(example), **told)
+                asked.append(Question([prompt], [], []))
+            elif asks:
+                asked.append(ask_example(self._core, self.verbalizer.core, example, **told))
+            else:
+                asked.append(Question([self._core.encode(example, **told)], [], []))
+        pad = self._core.tokenizer.pad_id or 0
+        columns = lay_questions(asked, pad)
+        found = InputFeatures({n: torch.tensor(values) for n, values in columns.items()})
+        if self.teacher_forcing:
+            width = found["mask_at"].shape[1]
+            rows = [question.prompts[0].predicted for question in asked]
+            filled = [[*row, *[IGNORE_INDEX] * (width - len(row))] for row in rows]
+            found["targets"] = torch.tensor(filled)
+        if all(example.label is not None for example in examples):
+            found["label"] = torch.tensor([example.label for example in examples])
+        found["guid"] = [example.guid for example in examples]
+        if any(example.tgt_text is not None for example in examples):
+            found["tgt_text"] = [example.tgt_text for example in examples]
+        found["examples"] = list(examples)
+        return found
+
+    def _target(self, example: Any) -> str:
+        """Return the text to be written, cut to its longest length."""
+        if self.verbalizer is not None and hasattr(self.verbalizer, "wrap_one_example"):
+            example = self.verbalizer.wrap_one_example(example)
+        text = example.tgt_text or ""
+        if self.decoder_max_length > 0:
+            tokenizer = self._core.tokenizer
+            ids = tokenizer.encode_plain([text])[0]
+            if len(ids) >= self.decoder_max_length:
+                text = tokenizer.decode(ids[: self.decoder_max_length - 1]).strip()
+        return text

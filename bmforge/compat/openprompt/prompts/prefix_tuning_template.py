@@ -1,0 +1,5 @@
+"""Where OpenPrompt keeps `PrefixTuningTemplate`."""
+
+from bmforge.compat.openprompt.templates import PrefixTuningTemplate
+
+__all__ = ["PrefixTuningTemplate"]

@@ -1,0 +1,183 @@
+"""OpenPrompt's templates over ours.
+
+A template without trained rows needs no model: it is bound to a kind of asking by whoever uses it,
+a loader or a model.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Self
+
+from torch import nn
+
+from bmforge.compat.openprompt.tokenizer import as_ours
+from bmforge.errors import ConfigError
+from bmforge.tune.delta import Prefix
+from bmforge.tune.prompt import Template, read_template
+from bmforge.tune.prompt.asking import find_asking
+
+__all__ = [
+    "ManualTemplate",
+    "MixedTemplate",
+    "PTRTemplate",
+    "PrefixTuningTemplate",
+    "PtuningTemplate",
+    "SoftTemplate",
+    "Wrapped",
+]
+
+
+class Wrapped(list[Any]):
+    """What `wrap_one_example` returns: pieces, and what is no text.
+
+    Attributes:
+        template, example: what it was made of.
+    """
+
+    template: Any
+    example: Any
+
+
+class ManualTemplate(nn.Module):
+    """A template without trained parts.
+
+    Args:
+        tokenizer: of the model, ours or transformers'.
+        text: in the template language.
+        options: of the original, without a meaning here.
+    """
+
+    def __init__(self, tokenizer: Any = None, text: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self._model: Any = None
+        self._options: dict[str, Any] = {}
+        self._bound: dict[str, Template] = {}
+        self._text: str | None = None
+        if text is not None:
+            self.text = text
+
+    @property
+    def text(self) -> str:
+        """In the template language."""
+        if self._text is None:
+            raise ConfigError("the template has no text yet: give text=, or call from_file.")
+        return self._text
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._text, self._bound = text, {}
+        if self._model is not None:
+            core = self.bind("")
+            if core.rows:
+                self.soft_embedding = core._prompt
+
+    def from_file(self, path: str, choice: int = 0) -> Self:
+        """Take a line of a file; return the template."""
+        self.text = read_template(path, choice)
+        return self
+
+    def bind(self, asking: str, model: Any = None) -> Template:
+        """Return our template.
+
+        Args:
+            asking: a kind of asking; "" where there is a model that says it.
+            model: reads the prompts; None where none is needed.
+        """
+        if self._bound and (not asking or self._model is not None):
+            return next(iter(self._bound.values()))
+        model = model or self._model
+        if model is not None and not asking:
+            asking = find_asking(model).kind
+        if asking not in self._bound:
+            stand_in = model or SimpleNamespace(config=None)
+            self._bound[asking] = Template(
+                self.text, as_ours(self.tokenizer), stand_in,
+                behind="refuse", asking=asking, **self._options,
+            )  # fmt: skip
+        return self._bound[asking]
+
+    def wrap_one_example(self, example: Any) -> Wrapped:
+        """Return the pieces with an example's texts, and what is no text."""
+        core = next(iter(self._bound.values()), None) or self.bind("masked")
+        pieces = [
+            {
+                "text": piece.text,
+                "loss_ids": int(piece.kind == "mask"),
+                "shortenable_ids": int(piece.shortenable),
+                **({"soft_token_ids": piece.soft} if core.rows else {}),
+            }
+            for piece in core.wrap(example)
+        ]
+        rest = {name: getattr(example, name) for name in ("guid", "label", "tgt_text")}
+        found = Wrapped([pieces, {k: v for k, v in rest.items() if v is not None}])
+        found.template, found.example = self, example
+        return found
+
+
+class MixedTemplate(ManualTemplate):
+    """A template with soft pieces.
+
+    Args:
+        model: whose token table the rows stand behind.
+        tokenizer, text, options: as of a `ManualTemplate`.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, text: str | None = None, **options: Any) -> None:
+        super().__init__(tokenizer)
+        self._model = model
+        self._options = self.soft_options(options)
+        if text is not None:
+            self.text = text
+
+    def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return our template's options for the original's."""
+        return {}
+
+
+class SoftTemplate(MixedTemplate):
+    """Rows in front of everything (`num_tokens`), and a template behind them.
+
+    Its rows are drawn with the spread of the token table, or as words in soft pieces say.
+    """
+
+    def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the number of rows."""
+        return {"front": options.get("num_tokens", 20)}
+
+
+class PtuningTemplate(MixedTemplate):
+    """Soft pieces whose rows an LSTM or an MLP makes (`prompt_encoder_type`)."""
+
+    def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what makes the rows."""
+        return {"encoder": options.get("prompt_encoder_type", "lstm")}
+
+
+class PTRTemplate(MixedTemplate):
+    """A template with several masks and soft pieces, for a `PTRVerbalizer`."""
+
+
+class PrefixTuningTemplate(MixedTemplate):
+    """A template, and trained keys and values before every attention's own.
+
+    Args:
+        model, tokenizer, text: as of a `MixedTemplate`.
+        num_token: of keys and values.
+        mid_dim: width of the layers that make them; 0 trains themselves.
+        options: of the original, without a meaning here: every attention to tokens has a prefix.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        text: str | None = None,
+        num_token: int = 5,
+        mid_dim: int = 512,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, tokenizer, text, **options)
+        self.delta = Prefix(model, name="prefix_tuning", length=num_token, inner=mid_dim)
+        self.prefix = nn.ParameterList(self.delta.parameters())

@@ -1,0 +1,63 @@
+"""A tokenizer of transformers as ours, so that old programs may bring either."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from bmforge.errors import ConfigError
+from bmforge.tokenizers.base import Tokenizer
+
+__all__ = ["TheirTokenizer", "as_ours"]
+
+_ROLES = ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
+
+
+class TheirTokenizer(Tokenizer):
+    """A tokenizer of transformers behind our calls.
+
+    Args:
+        theirs: it.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
+        """Not here: transformers opens its own."""
+        raise ConfigError("open it with transformers, or take bmforge.tokenizers.AutoTokenizer.")
+
+    def _files(self) -> dict[str, bytes]:
+        raise ConfigError("a tokenizer of transformers saves itself: call its save_pretrained.")
+
+    def _role_tokens(self) -> Mapping[str, str]:
+        found = {role: getattr(self.theirs, f"{role}_token", None) for role in _ROLES}
+        return {role: token for role, token in found.items() if token is not None}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens around it."""
+        return list(self.theirs.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids."""
+        return str(self.theirs.decode(list(ids)))
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of one token of the vocabulary, or None."""
+        return self.get_vocab().get(token)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id."""
+        return dict(self.theirs.get_vocab())
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self.theirs)
+
+
+def as_ours(tokenizer: Any) -> Any:
+    """Return a tokenizer behind our calls, whosever it is."""
+    return tokenizer if isinstance(tokenizer, Tokenizer) else TheirTokenizer(tokenizer)

@@ -1,0 +1,260 @@
+"""OpenPrompt's verbalizers over ours: made when the words are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.compat.openprompt.tokenizer import as_ours
+from bmforge.errors import ConfigError
+from bmforge.tune import prompt as ours
+from bmforge.tune.prompt.files import read_verbalizer
+
+__all__ = [
+    "AutomaticVerbalizer",
+    "GenerationVerbalizer",
+    "KnowledgeableVerbalizer",
+    "ManualVerbalizer",
+    "One2oneVerbalizer",
+    "PTRVerbalizer",
+    "ProtoVerbalizer",
+    "SoftVerbalizer",
+]
+
+
+class ManualVerbalizer(nn.Module):
+    """Words chosen by hand.
+
+    Args:
+        tokenizer: of the model, ours or transformers'.
+        classes: their names; or
+        num_classes: their number.
+        label_words: of every class, as a list or by its name; None waits for `from_file`.
+        prefix: what stands before a word: " " or "".
+        multi_token_handler: first, max or mean; and joint, which is ours.
+        post_log_softmax: return log-probabilities.
+        options: of subclasses.
+
+    Attributes:
+        core: our verbalizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        classes: Sequence[str] | None = None,
+        num_classes: int | None = None,
+        label_words: Any = None,
+        prefix: str = " ",
+        multi_token_handler: str = "first",
+        post_log_softmax: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if prefix not in ("", " "):
+            raise ConfigError(f"prefix={prefix!r} must be a blank or nothing.")
+        self.tokenizer, self.prefix = tokenizer, prefix
+        self.classes = list(classes) if classes is not None else None
+        self.num_classes = num_classes or (len(self.classes) if self.classes else None)
+        self.join, self.normalize, self.options = multi_token_handler, post_log_softmax, options
+        self.core: Any = None
+        if label_words is not None:
+            self.label_words = label_words
+
+    @property
+    def label_words(self) -> list[list[str]]:
+        """The words of every class that are looked at."""
+        return list(self._need().words)
+
+    @label_words.setter
+    def label_words(self, words: Any) -> None:
+        if isinstance(words, dict):
+            names = self.classes or list(words)
+            if set(names) != set(words):
+                raise ConfigError(f"label_words are of {list(words)}, the classes are {names}.")
+            words = [words[name] for name in names]
+        rows = [[row] if isinstance(row, str) else list(row) for row in words]
+        if self.num_classes not in (None, len(rows)):
+            raise ConfigError(f"{len(rows)} classes have words, and there are {self.num_classes}.")
+        if not self.prefix:
+            rows = [[w if w.startswith("<!>") else f"<!>{w}" for w in row] for row in rows]
+        self.num_classes = len(rows)
+        self.core = self.make(rows)
+
+    def make(self, rows: list[list[str]]) -> nn.Module:
+        """Return our verbalizer of these words."""
+        return ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join, self.normalize)  # type: ignore[arg-type]
+
+    def from_file(self, path: str, choice: int = 0) -> Self:
+        """Take the words of a file; return the verbalizer."""
+        self.label_words = read_verbalizer(path, choice, self.classes or ())
+        return self
+
+    def _need(self) -> Any:
+        if self.core is None:
+            raise ConfigError("the verbalizer has no words yet: give label_words=, or from_file.")
+        return self.core
+
+    def register_calibrate_logits(self, logits: Tensor) -> None:
+        """Divide by what the words score on texts of no class."""
+        logits = logits if logits.dim() > 1 else logits[None]
+        self._need().calibrate_(logits)
+
+    def process_logits(self, logits: Tensor, **options: Any) -> Tensor:
+        """Return the classes' scores of scores at the mask."""
+        scores: Tensor = self._need()(logits)
+        return scores
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """As `process_logits`."""
+        return self.process_logits(logits)
+
+
+class KnowledgeableVerbalizer(ManualVerbalizer):
+    """Many words a class: max_token_split, candidate_frac and pred_temp as in the original."""
+
+    def make(self, rows: list[list[str]]) -> nn.Module:
+        """Return our verbalizer of these words."""
+        told = self.options
+        return ours.KnowledgeableVerbalizer(
+            rows, as_ours(self.tokenizer), told.get("max_token_split", -1),
+            told.get("candidate_frac", 0.5), told.get("pred_temp", 1.0),
+            join=self.join, normalize=self.normalize,
+        )  # fmt: skip
+
+
+class One2oneVerbalizer(ManualVerbalizer):
+    """One word a class."""
+
+    def make(self, rows: list[list[str]]) -> nn.Module:
+        """Return our verbalizer of these words."""
+        options: Any = {"join": self.join, "normalize": self.normalize}
+        return ours.OneToOneVerbalizer(rows, as_ours(self.tokenizer), **options)
+
+
+class PTRVerbalizer(ManualVerbalizer):
+    """A word of every class at each of several masks."""
+
+    def make(self, rows: list[list[str]]) -> nn.Module:
+        """Return our verbalizer of these words."""
+        return ours.PTRVerbalizer(rows, as_ours(self.tokenizer), join=self.join)
+
+    @property
+    def label_words(self) -> list[list[str]]:
+        """The words of every class, one for each mask."""
+        return self._rows
+
+    @label_words.setter
+    def label_words(self, words: Any) -> None:
+        self._rows = [list(row) for row in words]
+        ManualVerbalizer.label_words.fset(self, words)  # type: ignore[attr-defined]
+
+
+class AutomaticVerbalizer(ManualVerbalizer):
+    """Words that are found: `register_buffer(logits, labels)`, then `optimize_to_initialize()`."""
+
+    def __init__(
+        self, tokenizer: Any = None, num_candidates: int = 1000, label_word_num_per_class: int = 1,
+        num_searches: int = 1, score_fct: str = "llr", balance: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
+        if num_searches != 1:
+            raise ConfigError(f"num_searches={num_searches}: one search is made.")
+        options.pop("init_using_split", None)
+        super().__init__(tokenizer, **options)
+        if self.num_classes is None:
+            raise ConfigError("AutomaticVerbalizer needs num_classes= or classes=.")
+        self.core = ours.AutomaticVerbalizer(
+            self.num_classes, as_ours(tokenizer), num_candidates=num_candidates,
+            words_per_class=label_word_num_per_class, score=score_fct, balance=balance,
+        )  # fmt: skip
+        self._seen: list[tuple[Tensor, Tensor]] = []
+
+    def register_buffer(self, *given: Any, **options: Any) -> None:
+        """Remember scores at the masks of labelled examples; of a name it is `nn.Module`'s."""
+        if given and isinstance(given[0], Tensor):
+            self._seen.append((given[0].detach(), given[1]))
+        else:
+            super().register_buffer(*given, **options)
+
+    def optimize_to_initialize(self) -> None:
+        """Choose the words by what was remembered."""
+        if not self._seen:
+            raise ConfigError("nothing was remembered: call register_buffer(logits, labels).")
+        logits, labels = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
+        self.core.fit_(logits, labels)
+        self._seen = []
+
+
+class SoftVerbalizer(ManualVerbalizer):
+    """The model's head with rows for classes; `model` (or `plm`) is the second argument."""
+
+    def __init__(self, tokenizer: Any = None, model: Any = None, *given: Any, **options: Any):
+        self._plm = [model if model is not None else options.pop("plm", None)]
+        super().__init__(tokenizer, *given, **options)
+
+    def make(self, rows: list[list[str]]) -> nn.Module:
+        """Return our verbalizer of these words."""
+        return ours.SoftVerbalizer(rows, as_ours(self.tokenizer), self._plm[0])
+
+    @property
+    def group_parameters_1(self) -> list[nn.Parameter]:
+        """What stands before the head's last layer."""
+        return list(self._need().head.parameters())
+
+    @property
+    def group_parameters_2(self) -> list[nn.Parameter]:
+        """The classes' rows."""
+        return [self._need().rows]
+
+
+class ProtoVerbalizer(ManualVerbalizer):
+    """Words, and trained points of classes; `model` (or `plm`) is the second argument."""
+
+    def __init__(self, tokenizer: Any = None, model: Any = None, *given: Any, **options: Any):
+        self._plm = [model if model is not None else options.pop("plm", None)]
+        super().__init__(tokenizer, *given, **options)
+
+    def make(self, rows: list[list[str]]) -> nn.Module:
+        """Return our verbalizer of these words."""
+        words = None
+        if self.options.get("multi_verb", "multi") == "multi":
+            words = ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join)  # type: ignore[arg-type]
+        width = self._plm[0].config.hidden_size
+        return ours.PrototypeVerbalizer(len(rows), width, self.options.get("mid_dim", 64), words)
+
+    def train_proto(self, model: Any, dataloader: Any, device: Any = None) -> None:
+        """Train the points on a loader's labelled examples."""
+        states, labels = [], []
+        for batch in dataloader:
+            found = model.look(batch)
+            states.append(found.hidden)
+            labels.append(batch["label"])
+        told = {"epochs": self.options.get("epochs", 5), "lr": self.options.get("lr", 1e-3)}
+        self._need().fit_(torch.cat(states), torch.cat(labels), **told)
+
+    @property
+    def label_words(self) -> list[list[str]]:
+        """The words of every class."""
+        return self._rows
+
+    @label_words.setter
+    def label_words(self, words: Any) -> None:
+        ManualVerbalizer.label_words.fset(self, words)  # type: ignore[attr-defined]
+        self._rows = [[row] if isinstance(row, str) else list(row) for row in words]
+
+
+class GenerationVerbalizer(ManualVerbalizer):
+    """A class is a text that is written: the label words, or a rule (`is_rule`)."""
+
+    def make(self, rows: list[list[str]]) -> nn.Module:
+        """Return our verbalizer of these texts."""
+        rule = bool(self.options.get("is_rule", False))
+        return ours.GenerationVerbalizer(rows, as_ours(self.tokenizer), rule=rule)
+
+    def wrap_one_example(self, example: Any) -> Any:
+        """Give an example the text of its class to be written; return it."""
+        example.tgt_text = self._need().write(example, example.label)
+        return example

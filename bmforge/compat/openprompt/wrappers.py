@@ -1,0 +1,92 @@
+"""How each kind of model is asked, under the names of OpenPrompt's tokenizer wrappers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from bmforge.compat.openprompt.examples import InputFeatures
+
+__all__ = [
+    "CPM2TokenizerWrapper",
+    "LMTokenizerWrapper",
+    "MLMTokenizerWrapper",
+    "T5LMTokenizerWrapper",
+    "T5TokenizerWrapper",
+    "TokenizerWrapper",
+]
+
+
+class TokenizerWrapper:
+    """Makes ids of an example that a template has wrapped.
+
+    Args:
+        max_seq_length: longest prompt in tokens.
+        tokenizer: of the model.
+        truncate_method: "tail", "head" (which cuts beginnings) or "balanced".
+        options: further ones of the original, without a meaning here: nothing is padded yet.
+
+    Attributes:
+        asking: the kind of asking it stands for; see `bmforge.tune.prompt.asking`.
+    """
+
+    asking: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        max_seq_length: int = 512,
+        tokenizer: Any = None,
+        truncate_method: str = "tail",
+        **options: Any,
+    ) -> None:
+        self.max_seq_length, self.tokenizer = max_seq_length, tokenizer
+        self.truncate_method, self.options = truncate_method, options
+
+    def tokenize_one_example(self, wrapped_example: Any, teacher_forcing: bool) -> InputFeatures:
+        """Return the ids of what `wrap_one_example` returned, without padding.
+
+        Args:
+            wrapped_example: it.
+            teacher_forcing: the text to be written is in it.
+        """
+        core = wrapped_example.template.bind(self.asking)
+        answer: list[int] = []
+        if teacher_forcing:
+            target = wrapped_example.example.tgt_text or ""
+            answer = core.tokenizer.encode_plain([target])[0]
+        prompt = core.encode(
+            wrapped_example.example, self.max_seq_length, self.truncate_method, answer=answer
+        )
+        loss = [int(place in prompt.mask_at) for place in range(len(prompt))]
+        found = {"input_ids": prompt.input_ids, "attention_mask": [1] * len(prompt)}
+        if prompt.decoder_input_ids:
+            found["decoder_input_ids"] = prompt.decoder_input_ids
+            loss = [int(n in prompt.mask_at) for n in range(len(prompt.decoder_input_ids))]
+        return InputFeatures(**found, loss_ids=loss)
+
+
+class MLMTokenizerWrapper(TokenizerWrapper):
+    """Of models that fill masks."""
+
+    asking = "masked"
+
+
+class LMTokenizerWrapper(TokenizerWrapper):
+    """Of models that go on with a text."""
+
+    asking = "causal"
+
+
+class T5TokenizerWrapper(TokenizerWrapper):
+    """Of models that write what was cut out."""
+
+    asking = "spans"
+
+
+class T5LMTokenizerWrapper(TokenizerWrapper):
+    """Of encoder-decoders whose decoder goes on with the text."""
+
+    asking = "prefix spans"
+
+
+class CPM2TokenizerWrapper(T5TokenizerWrapper):
+    """Of CPM-2."""
