@@ -161,7 +161,7 @@ class PromptGenerator(nn.Module):
         """Return the text of what was written, up to its end; a first sentinel is no text."""
         tokenizer = self.template.tokenizer
         ends = set(find_ends(self.template)) | {tokenizer.pad_id}
-        kept = []
+        kept: list[int] = []
         for id in ids:
             if id in self.template.blanks and not kept:
                 continue

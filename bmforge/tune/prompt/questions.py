@@ -68,7 +68,7 @@ def lay_questions(questions: Sequence[Question], pad_id: int) -> dict[str, list[
         for prompt in (question.prompts + question.prompts[-1:] * times)[:times]
     ]
     width = max(map(len, prompts))
-    columns = {
+    columns: dict[str, list[Any]] = {
         "input_ids": _fill([prompt.input_ids for prompt in prompts], pad_id, width),
         "attention_mask": _fill([[1] * len(prompt) for prompt in prompts], 0, width),
         "mask_at": _fill([prompt.mask_at for prompt in prompts], 0),

@@ -54,7 +54,7 @@ class FewShotSampler:
             valid_dataset: the others are drawn from it; None takes what is left.
             seed: of the draws; None is 0.
         """
-        told = {"per_label": self.per_label, "total": self.total, "seed": seed or 0}
+        told: Any = {"per_label": self.per_label, "total": self.total, "seed": seed or 0}
         labels = [example.label for example in train_dataset]
         if not self.also_sample_dev:
             return self._take(train_dataset, draw_few(labels, **told, allow_fewer=True)[0])
