@@ -16,6 +16,8 @@ TASK_NAMES: Mapping[str, str] = {
     "classify": (
         "fine-tune on a task with labels or choices; its name can stand in place of `classify`"
     ),
+    "prompt-classify": "classify by a prompt, from few examples or none",
+    "prompt-generate": "learn to write at a template's mask",
     "squad": "fine-tune on questions about a text",
     "dialogue": "train on dialogues",
     "documents": "train on CPM-Bee's documents",
@@ -75,6 +77,14 @@ PUBLISHED = (
     "c3-d",
     "LCQMC",
     "ag_news",
+    "dbpedia",
+    "yahoo_answers",
+    "amazon_polarity",
+    "SST-2",
+    "ChnSentiCorp",
+    "MNLI",
+    "SNLI",
+    "TACRED",
 )
 
 

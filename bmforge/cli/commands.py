@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bmforge.cli import data_options, options, parse
+from bmforge.cli import data_options, options, parse, prompt_options
 from bmforge.settings import QuickstartConfig
 
 __all__ = ["COMMANDS", "Command", "run_command"]
@@ -76,6 +76,11 @@ COMMANDS: Mapping[str, Command] = {
         options.MigrateCommand,
     ),
     "report": Command("draw a run on one page", "runs:run_report", options.ReportCommand),
+    "prompt": Command(
+        "show what a template makes of a few examples",
+        "prompt:run_prompt",
+        prompt_options.PromptCommand,
+    ),
     "plan": Command(
         "which layouts of a model fit on which machines, how fast, for how much",
         "plan:run_plan_command",

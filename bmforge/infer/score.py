@@ -31,6 +31,7 @@ __all__ = [
     "Choice",
     "Likelihood",
     "choose_text",
+    "collect_rows",
     "roll_windows",
     "score_answers",
     "score_classes",
@@ -157,7 +158,7 @@ def score_classes(
         batch = {n: t.to(rows.device) for n, t in make(numbers).items() if n != "labels"}
         return model(**batch).logits
 
-    return _collect(model, count, read, size, rows)
+    return collect_rows(model, count, read, size, rows)
 
 
 def score_answers(
@@ -184,7 +185,7 @@ def score_pairs(
     def read(numbers: Sequence[int]) -> Tensor:
         return _score(model, [pairs[n] for n in numbers], rows.device, width)
 
-    found = _collect(model, len(pairs), read, size, rows).tolist()
+    found = collect_rows(model, len(pairs), read, size, rows).tolist()
     lengths = (len(pair.answer) for pair in pairs)
     return [Likelihood(p, hits == n) for (p, hits), n in zip(found, lengths, strict=True)]
 
@@ -229,13 +230,24 @@ def write_answers(
         written = generate(model, ids, mask, max_new_tokens=max_new_tokens, eos_token_id=())
         return written[:, 1 if apart else ids.shape[1] :]
 
-    return _collect(model, len(prompts), read, size, rows).long().tolist()
+    return collect_rows(model, len(prompts), read, size, rows).long().tolist()
 
 
-def _collect(
+def collect_rows(
     model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
 ) -> Tensor:
-    """Put together what all processes read."""
+    """Put together what all processes read: the same on every one, float64.
+
+    Args:
+        model: on any layout.
+        count: number of rows.
+        read: numbers of rows -> what is found of them, a row each.
+        size: rows of a batch.
+        rows: this process's place among those that read different rows.
+
+    Shape:
+        returns (count, ...)
+    """
     found: Tensor | None = None
     with evaluating(model), torch.no_grad():
         for numbers in _share(count, size, rows):

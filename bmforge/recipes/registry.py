@@ -44,6 +44,12 @@ from bmforge.recipes.pretrain import (
     PretrainConfig,
     pretrain,
 )
+from bmforge.recipes.prompt import (
+    PromptGenerateConfig,
+    PromptTuneConfig,
+    train_classes,
+    train_texts,
+)
 from bmforge.recipes.sft import ConversationsConfig, LlamaSFTConfig, train_sft
 from bmforge.recipes.spans import CPM2SpansConfig, SpanConfig, T5SpansConfig, train_spans
 from bmforge.recipes.start import Start, find_start
@@ -108,6 +114,11 @@ def _writes(traits: Traits) -> bool:
     return traits.reads == "apart" or (traits.reads, traits.objective) == ("left", "next token")
 
 
+def _goes_on(traits: Traits) -> bool:
+    """Whether what is written at a blank is written token by token."""
+    return _writes(traits) or traits.objective == "blanks"
+
+
 def _reads_texts(traits: Traits) -> bool:
     return traits.reads == "both" and not traits.has_images
 
@@ -148,6 +159,16 @@ TASKS: Mapping[str, Task] = {
             Form(_reads_texts, TaskTuneConfig, tune_task),
             Form(_writes, TaskTuneConfig, tune_task),
         ),
+        tunes=True,
+    ),
+    "prompt-classify": Task(
+        TASK_NAMES["prompt-classify"],
+        (Form(lambda traits: not traits.has_images, PromptTuneConfig, train_classes),),
+        tunes=True,
+    ),
+    "prompt-generate": Task(
+        TASK_NAMES["prompt-generate"],
+        (Form(_goes_on, PromptGenerateConfig, train_texts),),
         tunes=True,
     ),
     "squad": Task(

@@ -149,7 +149,7 @@ class TrainingData:
         special_ids: what the export's config.json says of tokens and classes, such as
             ``eos_token_id`` and ``id2label``.
         figures: further results from the trained model and its evaluation; all processes call it.
-        close: called when the run ends.
+        close, begin: called when the run ends; with the model, laid out, before it trains.
     """
 
     loader: Loader
@@ -160,6 +160,7 @@ class TrainingData:
     special_ids: Mapping[str, Any] = field(default_factory=dict)
     figures: Callable[[Model, EvalResult], Results] | None = None
     close: Callable[[], None] | None = None
+    begin: Callable[[Model], object] = id
 
 
 OpenData = Callable[[Any, World], TrainingData]
@@ -214,6 +215,7 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     data = open_data(config, rows)
     model, job = _build_model(config, world, mesh)
     model.provenance = known
+    data.begin(model)
     trainer = Trainer(
         model,
         data.loader,

@@ -1,8 +1,8 @@
 """Evaluation tasks as they are published: a file in, plain examples with their labels out.
 
 Start reading at `task.py` (what a task is, and `read_task`), then at a table of tasks: `superglue`,
-`clue`, `reading` (questions on a text). `own.py` makes a task of labels and a file. Templates,
-tokens and metrics are the caller's.
+`clue`, `reading` (questions on a text), `sentences`. `own.py` makes a task of labels and a
+file. Templates, tokens and metrics are the caller's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from bmforge.data.tasks.clue import CLUE
 from bmforge.data.tasks.pairs import AG_NEWS, LCQMC
 from bmforge.data.tasks.reading import READING
+from bmforge.data.tasks.sentences import SENTENCES
 from bmforge.data.tasks.superglue import SUPERGLUE
 from bmforge.data.tasks.task import Task, TaskExample, find_split
 from bmforge.errors import ConfigError, suggest
@@ -20,7 +21,7 @@ from bmforge.errors import ConfigError, suggest
 __all__ = ["TASKS", "Task", "TaskExample", "find_task", "read_task"]
 
 TASKS: Mapping[str, Task] = {
-    task.name: task for task in (*SUPERGLUE, *CLUE, *READING, LCQMC, AG_NEWS)
+    task.name: task for task in (*SUPERGLUE, *CLUE, *READING, LCQMC, AG_NEWS, *SENTENCES)
 }
 
 

@@ -1,0 +1,91 @@
+"""`bmforge prompt TEMPLATE`: what a template makes of a few examples, in colours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from bmforge.cli.prompt_options import PromptCommand
+from bmforge.recipes.inputs.task_data import TaskDataConfig, read_examples
+from bmforge.recipes.prompt import PromptTuneConfig, open_template, open_words
+from bmforge.recipes.start import find_start
+from bmforge.tokenizers import AutoTokenizer
+from bmforge.tune.prompt import Template
+from bmforge.tune.prompt.questions import ask_example
+
+__all__ = ["run_prompt"]
+
+_COLOURS = {"text": "", "mask": "bold red", "special": "magenta", "soft": "bold blue"}
+
+
+def run_prompt(command: PromptCommand) -> None:
+    """Show pieces, ids, what was cut and the words' ids for a few examples."""
+    data = TaskDataConfig(
+        task=command.data_task, labels=command.data_labels, paths=command.data_paths,
+        train_split=command.split, dev_split=None,
+    )  # fmt: skip
+    task, examples, _ = read_examples(data)
+    start = find_start(command.model)
+    tokenizer = AutoTokenizer.from_pretrained(command.tokenizer or str(start.init_from))
+    config: Any = dataclasses.replace(
+        PromptTuneConfig(), verbalizer=command.verbalizer, choice=command.choice, join=command.join
+    )
+    text = command.template or open_template(config, task, examples[0])
+    head = "masked_lm" if "masked_lm" in start.config.heads else start.config.head
+    model = start.family.from_config(start.config.replace(head=head), device="meta")
+    template = Template(text, tokenizer, model, front=command.soft_front, behind=command.behind)
+    words = open_words(config, task, examples[0], tokenizer)
+    console = Console(highlight=False)
+    console.print(Text.assemble(("template  ", "dim"), text))
+    console.print(Text.assemble(("asked as  ", "dim"), template.asking.kind, ": ",
+                                template.asking.about))  # fmt: skip
+    for number, example in enumerate(examples[: command.examples]):
+        _show(console, template, words, example, number, command)
+    _show_words(console, words, tokenizer, examples[0])
+
+
+def _show(
+    console: Console, template: Template, words: Any, example: Any, number: int, command: Any
+) -> None:
+    """Show one example."""
+    console.print(Text(f"\nexample {number}", style="bold"))
+    said = Text("pieces    ", style="dim")
+    for piece in template.wrap(example):
+        shown = piece.text or f"<soft {piece.soft}>"
+        style = _COLOURS[piece.kind] or ("green" if piece.shortenable else "default")
+        said.append(shown, style=f"not dim {style}")
+    console.print(said)
+    asked = ask_example(template, words, example, command.seq_len, command.cut)
+    for prompt in asked.prompts:
+        ids = Text("ids       ", style="dim")
+        for place, id in enumerate(prompt.input_ids):
+            here = place in prompt.mask_at and not prompt.decoder_input_ids
+            soft = bool(template.rows) and id >= template.vocab_size
+            style = "bold red" if here else "bold blue" if soft else "default"
+            ids.append(f"{id} ", style=f"not dim {style}")
+        console.print(ids)
+        if prompt.decoder_input_ids:
+            console.print(Text.assemble(("decoder   ", "dim"),
+                                        " ".join(map(str, prompt.decoder_input_ids))))  # fmt: skip
+        answers = " ".join(map(str, prompt.mask_at))
+        console.print(
+            Text.assemble(("tokens    ", "dim"), f"{len(prompt)}, {prompt.num_cut} cut; "
+                          f"answered at {answers}")
+        )  # fmt: skip
+
+
+def _show_words(console: Console, words: Any, tokenizer: Any, example: Any) -> None:
+    """Show the words of every class, as the tokenizer spells them."""
+    console.print(Text("\nwords", style="bold"))
+    tokens: Sequence[Any] = getattr(words, "tokens", None) or [[ids] for ids in
+                                                              words.answers(example)]  # fmt: skip
+    for name, row, spelled in zip(words.classes, words.words, tokens, strict=True):
+        line = Text(f"{name}  ", style="green")
+        for word, ids in zip(row, spelled, strict=True):
+            pieces = " | ".join(tokenizer.decode([id]) for id in ids)
+            line.append(f"{word} = {' '.join(map(str, ids))} ({pieces})  ", style="default")
+        console.print(line)

@@ -1,0 +1,167 @@
+"""Texts and pairs of texts with a class, in the tables and lines that they are published as.
+
+Sources: Zhang et al. 2015 (DBpedia, Yahoo! Answers, Amazon), Socher et al. 2013, Wang et al. 2018
+(SST-2 as GLUE has it), Williams et al. 2018 (MNLI), Bowman et al. 2015 (SNLI), Tan 2009
+(ChnSentiCorp), Zhang et al. 2017 (TACRED, whose files Re-TACRED's have the form of).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bmforge.data.sources.text_files import read_lines, read_text
+from bmforge.data.tasks.task import Record, Task, TaskExample, read_json, read_records
+from bmforge.errors import DataError
+
+__all__ = ["SENTENCES"]
+
+_DBPEDIA_NAMES = """
+Company EducationalInstitution Artist Athlete OfficeHolder MeanOfTransportation Building
+NaturalPlace Village Animal Plant Album Film WrittenWork
+"""
+_DBPEDIA = tuple(_DBPEDIA_NAMES.split())
+_YAHOO = (
+    "Society & Culture", "Science & Mathematics", "Health", "Education & Reference",
+    "Computers & Internet", "Sports", "Business & Finance", "Entertainment & Music",
+    "Family & Relationships", "Politics & Government",
+)  # fmt: skip
+_INFERENCE = ("entailment", "neutral", "contradiction")
+
+
+def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Task:
+    """Return a task in tables class (from 1), texts."""
+
+    def read(path: Path) -> Iterator[TaskExample]:
+        lines = csv.reader(io.StringIO(read_text(path)))
+        for number, cells in enumerate(lines, 1):
+            known = cells and cells[0].isdigit() and 1 <= int(cells[0]) <= len(labels)
+            if not known or len(cells) != 1 + len(fields):
+                raise DataError(
+                    f"{str(path)!r}, line {lines.line_num}: {cells!r:.80} is not a class from 1 to "
+                    f"{len(labels)} and {len(fields)} texts ({', '.join(fields)})."
+                )
+            texts = dict(zip(fields, cells[1:], strict=True))
+            yield TaskExample(texts, int(cells[0]) - 1, number)
+
+    return Task(name, labels, {"train": ("train.csv",), "test": ("test.csv",)}, read)
+
+
+def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> Task:
+    """Return a task in tables with tabs, whose first line names the columns `label` and `text`."""
+
+    def read(path: Path) -> Iterator[TaskExample]:
+        lines = iter(read_lines(path))
+        head = next(lines, "").rstrip("\r\n").split("\t")
+        if text not in head:
+            raise DataError(f"{str(path)!r}, line 1: {head!r:.80} has no column {text!r}.")
+        for number, line in enumerate(lines, 2):
+            cells = line.rstrip("\r\n").split("\t")
+            if cells == [""]:
+                continue
+            if len(cells) != len(head):
+                raise DataError(
+                    f"{str(path)!r}, line {number}: {len(cells)} cells, not {len(head)}."
+                )
+            row = dict(zip(head, cells, strict=True))
+            label = row.get("label")
+            if label is not None and label not in map(str, range(len(labels))):
+                raise DataError(f"{str(path)!r}, line {number}: label={label!r} is no class.")
+            yield TaskExample({text: row[text]}, None if label is None else int(label), number)
+
+    return Task(name, labels, {s: (f"{s}.tsv",) for s in ("train", "dev", "test")}, read)
+
+
+def _inference_task(name: str, stem: str, dev: tuple[str, ...]) -> Task:
+    """Return a task of lines with two sentences; one without an agreed label is left out."""
+    numbers = {label: number for number, label in enumerate(_INFERENCE)}
+
+    def read(path: Path) -> Iterator[TaskExample]:
+        for number, row in enumerate(read_records(path)):
+            if row.values.get("gold_label") != "-":
+                texts = {key: row.text(key) for key in ("sentence1", "sentence2")}
+                idx = row.values.get("pairID", number)
+                yield TaskExample(texts, row.label(numbers, "gold_label"), idx)
+
+    files = {"train": (f"{stem}_train.jsonl",), "dev": tuple(f"{stem}_{d}.jsonl" for d in dev)}
+    return Task(name, _INFERENCE, {**files, "test": (f"{stem}_test.jsonl",)}, read)
+
+
+def _read_relations(path: Path) -> Iterator[TaskExample]:
+    """Yield sentences with two marked spans; which relation they have."""
+    rows: Any = read_json(path)
+    if not isinstance(rows, list):
+        raise DataError(f"{str(path)!r} is not a list of sentences.")
+    for number, values in enumerate(rows):
+        row = Record(f"{str(path)!r}, entry {number}", values)
+        words = row.texts("token")
+        spans = {
+            f"{who}_text": " ".join(
+                words[row.number(f"{who}_start") : row.number(f"{who}_end") + 1]
+            )
+            for who in ("subj", "obj")
+        }
+        types = {name: row.text(name) for name in ("subj_type", "obj_type")}
+        label = row.label({relation: n for n, relation in enumerate(_RELATIONS)}, "relation")
+        yield TaskExample({"text": " ".join(words), **spans, **types}, label, row.text("id"))
+
+
+_RELATIONS = (
+    "no_relation",
+    "org:alternate_names",
+    "org:city_of_headquarters",
+    "org:country_of_headquarters",
+    "org:dissolved",
+    "org:founded",
+    "org:founded_by",
+    "org:member_of",
+    "org:members",
+    "org:number_of_employees/members",
+    "org:parents",
+    "org:political/religious_affiliation",
+    "org:shareholders",
+    "org:stateorprovince_of_headquarters",
+    "org:subsidiaries",
+    "org:top_members/employees",
+    "org:website",
+    "per:age",
+    "per:alternate_names",
+    "per:cause_of_death",
+    "per:charges",
+    "per:children",
+    "per:cities_of_residence",
+    "per:city_of_birth",
+    "per:city_of_death",
+    "per:countries_of_residence",
+    "per:country_of_birth",
+    "per:country_of_death",
+    "per:date_of_birth",
+    "per:date_of_death",
+    "per:employee_of",
+    "per:origin",
+    "per:other_family",
+    "per:parents",
+    "per:religion",
+    "per:schools_attended",
+    "per:siblings",
+    "per:spouse",
+    "per:stateorprovince_of_birth",
+    "per:stateorprovince_of_death",
+    "per:stateorprovinces_of_residence",
+    "per:title",
+)
+_JSON: dict[str, tuple[str, ...]] = {s: (f"{s}.json",) for s in ("train", "dev", "test")}
+
+SENTENCES = (
+    _csv_task("dbpedia", _DBPEDIA, ("title", "content")),
+    _csv_task("yahoo_answers", _YAHOO, ("title", "question", "answer")),
+    _csv_task("amazon_polarity", ("negative", "positive"), ("title", "text")),
+    _tsv_task("SST-2", ("negative", "positive"), "sentence"),
+    _tsv_task("ChnSentiCorp", ("negative", "positive"), "text_a"),
+    _inference_task("MNLI", "multinli_1.0", ("dev_matched",)),
+    _inference_task("SNLI", "snli_1.0", ("dev",)),
+    Task("TACRED", _RELATIONS, _JSON, _read_relations),
+)

@@ -1,0 +1,392 @@
+"""Learn from few examples by a prompt: `prompt-classify` and `prompt-generate`.
+
+A template puts an example into words and the model says at its mask which class it is, or writes
+the answer. Template and label words are written to ``run_dir/prompt``, beside the export.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bmforge.data.tasks import Task, TaskExample
+from bmforge.data.tasks.metrics import score_task
+from bmforge.errors import ConfigError
+from bmforge.infer.generate import generate
+from bmforge.infer.score import collect_rows
+from bmforge.logging import get_logger
+from bmforge.models import Model
+from bmforge.models.changes import Change
+from bmforge.parallel import World, run_on_first
+from bmforge.recipes.inputs.examples import open_examples
+from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.inputs.task_data import TaskDataConfig, read_examples
+from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run_dir import add_results
+from bmforge.recipes.start import check_length, family_of, settle_model, traits_of, with_changes
+from bmforge.tokenizers import Tokenizer
+from bmforge.train import EvalResult, OptimConfig, TrainConfig
+from bmforge.tune.prompt import (
+    GenerationVerbalizer,
+    ManualVerbalizer,
+    PromptGenerator,
+    PromptRows,
+    TargetRows,
+    Template,
+    draw_few,
+    draw_rows_,
+    parse_template,
+    prompt_objective,
+    read_template,
+    target_objective,
+)
+from bmforge.tune.prompt.classifier import score_batch
+from bmforge.tune.prompt.files import read_verbalizer, write_prompt
+from bmforge.tune.prompt.published import find_published
+from bmforge.tune.prompt.soft import number_rows
+
+__all__ = [
+    "PromptDataConfig",
+    "PromptGenerateConfig",
+    "PromptTuneConfig",
+    "open_template",
+    "open_words",
+    "train_classes",
+    "train_texts",
+]
+
+
+@dataclass(kw_only=True)
+class PromptDataConfig(TaskDataConfig):
+    """What is learned from; the fields not named here are `TaskDataConfig`'s.
+
+    Args:
+        shots: examples of every label that are learned from, of a task that asks for texts in all;
+            0 takes all there are.
+        seeds: so many runs, each with examples and an order of its own, below `run_dir`.
+    """
+
+    shots: int = 0
+    seeds: int = 1
+
+    def check(self) -> None:
+        """As the base."""
+        super().check()
+        if self.shots < 0 or self.seeds < 1:
+            raise ConfigError(
+                f"data.shots={self.shots} must not be negative, and data.seeds={self.seeds} at "
+                "least 1."
+            )
+
+
+@dataclass(kw_only=True)
+class PromptGenerateConfig(RunConfig):
+    """Learn to write at a template's mask; the fields not named here are `RunConfig`'s.
+
+    Args:
+        data: the task.
+        template: file with one template a line; None takes the task's own.
+        choice: which line, and which verbalizer of its file.
+        soft_front: trained rows in front of everything.
+        cut: "tail", "head" or "balanced": what is cut of too long an example.
+        max_new_tokens: longest answer that is written when it is evaluated.
+    """
+
+    data: PromptDataConfig = field(default_factory=lambda: PromptDataConfig(seq_len=256))
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(
+            steps=100, optim=OptimConfig(lr=2e-5, weight_decay=0.01)
+        )
+    )
+    template: Path | None = None
+    choice: int = 0
+    soft_front: int = 0
+    cut: str = "tail"
+    max_new_tokens: int = 32
+
+
+@dataclass(kw_only=True)
+class PromptTuneConfig(PromptGenerateConfig):
+    """Learn to classify by a prompt; the fields not named here are `PromptGenerateConfig`'s.
+
+    Args:
+        verbalizer: file with the classes' words; None takes the task's own.
+        join: how a word of several tokens scores: first, max, mean or joint.
+        behind: what becomes of text behind a causal model's mask: refuse, leave out or score.
+        calibrate: divide by how likely the words are on so many examples, whose labels are not
+            looked at; 0 does not.
+        zero_shot: measure the model as it is; one step at a rate of 0.
+    """
+
+    verbalizer: Path | None = None
+    join: str = "first"
+    behind: str = "refuse"
+    calibrate: int = 0
+    zero_shot: bool = False
+
+
+def train_classes(config: Any) -> RunResult:
+    """Run, or go on with, learning to classify by a prompt.
+
+    Args:
+        config: a `PromptTuneConfig` with `model`.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    if config.zero_shot:
+        optim = dataclasses.replace(config.train.optim, lr=0.0, weight_decay=0.0)
+        config = dataclasses.replace(
+            config, train=dataclasses.replace(config.train, steps=1, optim=optim)
+        )
+    return _run_seeds(config, _open_classes)
+
+
+def train_texts(config: Any) -> RunResult:
+    """Run, or go on with, learning to write at a template's mask.
+
+    Args:
+        config: a `PromptGenerateConfig` with `model`.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    return _run_seeds(config, _open_texts)
+
+
+def _run_seeds(config: Any, open_data: Any) -> RunResult:
+    """Run once, or once for every seed, and write down mean and spread of the figures."""
+    data = config.data
+    data.check()
+    head = traits_of(config.model).writing_head
+    head = "masked_lm" if "masked_lm" in config.model.heads else head
+    config = _with_rows(config)
+    if data.seeds == 1:
+        return run_recipe(config, open_data, head=head)
+    for number in range(data.seeds):
+        own = dataclasses.replace(data, seeds=1, seed=data.seed + number)
+        place = config.run_dir / f"seed-{own.seed}"
+        one = dataclasses.replace(config, data=own, seed=config.seed + number, run_dir=place)
+        result = run_recipe(one, open_data, head=head)
+        if result.stopped:
+            return result
+    places = [config.run_dir / f"seed-{data.seed + number}" for number in range(data.seeds)]
+    run_on_first(lambda: add_results(config.run_dir, _summarise(places)))
+    return result
+
+
+def _summarise(places: Sequence[Path]) -> Results:
+    """Return mean and standard deviation of the figures of several runs."""
+    found = [json.loads((place / "results.json").read_text("utf-8")) for place in places]
+    summary: Results = {}
+    for metric, values in found[0].items():
+        rows = [one[metric]["model"] for one in found if "model" in values]
+        if rows:
+            summary[metric] = {"mean": statistics.fmean(rows), "std": statistics.stdev(rows)}
+            get_logger().info("%s: %.4f, spread %.4f", metric, *summary[metric].values())
+    return summary
+
+
+def _with_rows(config: Any) -> Any:
+    """Let the model have the soft rows that the template needs."""
+    if any(change.kind == "prompt" for change in (*config.changes, *config.model.changes)):
+        return config  # a run that goes on
+    text = open_template(config, *_look(config))
+    rows, _ = number_rows(parse_template(text), open_tokenizer(settle_model(config)))
+    count = config.soft_front + len(rows)
+    if not count:
+        return config
+    if config.delta.kind is not None:
+        raise ConfigError(
+            f"the template has {count} soft rows, and delta.kind={config.delta.kind!r} trains what "
+            "stands beside the model: take a template without soft rows, or no delta."
+        )
+    change = Change("prompt", ("embed",), {"length": count})
+    return dataclasses.replace(config, changes=(*config.changes, change))
+
+
+def _look(config: Any) -> tuple[Task, TaskExample]:
+    task, train, _ = read_examples(config.data)
+    return task, train[0]
+
+
+def open_template(config: Any, task: Task, example: TaskExample) -> str:
+    """Return the text of a run's template."""
+    if config.template is not None:
+        return read_template(config.template, config.choice)
+    if task.asks_for_text:
+        names = ", ".join(f'{name}: {{"placeholder":"{name}"}}' for name in example.fields)
+        return f'{names} answer: {{"mask"}}'
+    templates = find_published(task, example).templates
+    if not 0 <= config.choice < len(templates):
+        raise ConfigError(
+            f"choice={config.choice}, but {task.name} has {len(templates)} templates of its own."
+        )
+    return templates[config.choice]
+
+
+def open_words(config: Any, task: Task, example: TaskExample, tokenizer: Tokenizer) -> Any:
+    """Return a run's verbalizer."""
+    if config.verbalizer is not None:
+        rows = read_verbalizer(config.verbalizer, config.choice, task.label_names)
+    else:
+        rows = [list(row) for row in find_published(task, example).words]
+    if example.choices:
+        return GenerationVerbalizer(rows, tokenizer, rule=True, per_token=True)
+    names = task.label_names or tuple(map(str, range(len(rows))))
+    if len(names) != len(rows):
+        raise ConfigError(f"{len(rows)} classes have words, and {task.name} has {len(names)}.")
+    return ManualVerbalizer(dict(zip(names, rows, strict=True)), tokenizer, join=config.join)
+
+
+def _describe(config: Any, tokenizer: Tokenizer, text: str) -> Template:
+    """Return the template on a model that is only described, soft rows and all."""
+    sizes = with_changes(config)
+    model = family_of(sizes).from_config(sizes, device="meta")
+    behind = getattr(config, "behind", "refuse")
+    return Template(text, tokenizer, model, front=config.soft_front, behind=behind)
+
+
+def _read(config: Any) -> tuple[Task, list[TaskExample], list[TaskExample]]:
+    """Return a task, the few examples that are learned from, and those held out."""
+    check_length(config)
+    task, train, dev = read_examples(config.data)
+    shots = config.data.shots
+    if shots:
+        per_label, total = (0, shots) if task.asks_for_text else (shots, 0)
+        labels = [example.label for example in train]
+        drawn, _ = draw_few(labels, per_label=per_label, total=total, seed=config.data.seed)
+        train = [train[number] for number in drawn]
+    return task, train, dev
+
+
+def _open_classes(config: Any, rows: World) -> TrainingData:
+    task, train, dev = _read(config)
+    tokenizer = open_tokenizer(config)
+    text = open_template(config, task, train[0])
+    template = _describe(config, tokenizer, text)
+    words = open_words(config, task, train[0], tokenizer).to(rows.device)
+    size, told = config.data.micro_batch_size, (config.data.seq_len, config.cut)
+
+    def source(examples: Sequence[TaskExample]) -> PromptRows:
+        labels = [_label(example) for example in examples]
+        return PromptRows(template, words, examples, labels, *told)
+
+    def score(model: Any, examples: PromptRows, which: int) -> Tensor:
+        def read(numbers: Sequence[int]) -> Tensor:
+            batch = examples.collate([examples.make(n, ()) for n in numbers])
+            given = {n: t.to(rows.device) for n, t in batch.items() if n != "labels"}
+            found = score_batch(model, words, given)
+            assert found is not None
+            return found[which]
+
+        return collect_rows(model, len(examples), read, size, rows)
+
+    def begin(model: Model) -> None:
+        if template.rows:
+            draw_rows_(model, template.rows, config.seed)
+        if config.calibrate:
+            words.calibrate_(score(model, source(train[: config.calibrate]), 1))
+
+    def figures(model: Model, evaluation: EvalResult) -> Results:
+        chosen = score(model, source(dev), 0).argmax(-1).tolist()
+        given: list[Any] = [
+            e.choices[c] if isinstance(e.label, str) else c
+            for c, e in zip(chosen, dev, strict=True)
+        ]
+        return {m: {"model": v} for m, v in score_task(task.name, given, dev).items()}
+
+    _write(config, text, words)
+    return open_examples(
+        source(train),
+        source(dev) if dev else None,
+        config.data,
+        rows,
+        objective=prompt_objective(words),
+        save_tokenizer=tokenizer.save_pretrained,
+        figures=figures,
+        begin=begin,
+    )
+
+
+def _label(example: TaskExample) -> int:
+    """Return the number of an example's class."""
+    if isinstance(example.label, str):
+        return example.choices.index(example.label)
+    if example.label is None:
+        raise ConfigError(f"example {example.idx} has no label: learn from another split.")
+    return example.label
+
+
+def _open_texts(config: Any, rows: World) -> TrainingData:
+    task, train, dev = _read(config)
+    tokenizer = open_tokenizer(config)
+    text = open_template(config, task, train[0])
+    template = _describe(config, tokenizer, text)
+
+    def source(examples: Sequence[TaskExample]) -> TargetRows:
+        targets = [_target(task, example) for example in examples]
+        return TargetRows(template, examples, targets, config.data.seq_len, config.cut)
+
+    def begin(model: Model) -> None:
+        if template.rows:
+            draw_rows_(model, template.rows, config.seed)
+
+    def figures(model: Any, evaluation: EvalResult) -> Results:
+        writer = PromptGenerator(model, template, generate)
+        length = config.data.seq_len - config.max_new_tokens
+        written = writer.write(
+            dev, config.data.micro_batch_size, length, max_new_tokens=config.max_new_tokens
+        )
+        named = written if task.asks_for_text else [_number(task, one) for one in written]
+        return {m: {"model": v} for m, v in score_task(task.name, named, dev).items()}
+
+    _write(config, text, None)
+    return open_examples(
+        source(train),
+        source(dev) if dev else None,
+        config.data,
+        rows,
+        objective=target_objective,
+        save_tokenizer=tokenizer.save_pretrained,
+        figures=figures,
+        begin=begin,
+    )
+
+
+def _target(task: Task, example: TaskExample) -> str:
+    """Return the text that is to be written for an example."""
+    if example.answers:
+        return example.answers[0]
+    if isinstance(example.label, int):
+        return (example.choices or task.label_names)[example.label]
+    raise ConfigError(f"example {example.idx} has no answer: learn from another split.")
+
+
+def _number(task: Task, written: str) -> int:
+    """Return the class whose name was written; -1 for none."""
+    names = [name.lower() for name in task.label_names]
+    return names.index(written.lower()) if written.lower() in names else -1
+
+
+def _write(config: Any, text: str, words: Any) -> None:
+    """Write template and words beside the export."""
+    said = f"`{config.init_from}`" if config.init_from else "a model that was drawn"
+    task = config.data.task or "a task of one's own"
+    card = (
+        f"# A prompt for {task}\n\n{type(config.model).__name__.removesuffix('Config')}, from "
+        f"{said}; {config.data.shots or 'all'} examples of a label, seed {config.data.seed}.\n\n"
+        f"    {text}\n\nRead it with `bmforge.tune.prompt.read_template` and `read_verbalizer`, "
+        "or give the files to `bmforge train prompt-classify`.\n"
+    )
+    rows = [] if words is None else words.words
+    names = [] if words is None else words.classes
+    folder = config.run_dir / "prompt"
+    run_on_first(lambda: write_prompt(folder, text, rows, names, card))
