@@ -25,9 +25,10 @@ def build(way: str, rows: int, tokens: int, hidden: int, layers: int) -> Callabl
     """Return one step of a BERT with a class's loss at one mask of every row."""
     from bmforge.models import Bert, BertConfig
 
-    config = BertConfig.preset("bert-base-uncased").replace(
-        hidden_size=hidden, num_layers=layers, num_heads=hidden // 64, intermediate_size=4 * hidden,
-        head="masked_lm", dropout=0.0, attn_dropout=0.0,
+    config = BertConfig(
+        vocab_size=30_522, hidden_size=hidden, num_layers=layers, num_heads=hidden // 64,
+        intermediate_size=4 * hidden, max_seq_len=512, head="masked_lm", dropout=0.0,
+        attn_dropout=0.0,
     )  # fmt: skip
     model = Bert.from_config(config)
     generator = torch.Generator().manual_seed(0)
