@@ -1,0 +1,105 @@
+"""Every task's own templates on every kind of model: what is cut, and what never is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from prompt_layouts import KINDS
+
+from bmforge.data.tasks import TASKS, TaskExample
+from bmforge.errors import ConfigError
+from bmforge.testing.letters import letters_for
+from bmforge.testing.prompt_suite import prompted_config
+from bmforge.tune.prompt import Template
+from bmforge.tune.prompt.published import PUBLISHED, find_published
+from bmforge.tune.prompt.truncate import CUTS
+
+FIELDS = {
+    "BoolQ": ("passage", "question"),
+    "CB": ("premise", "hypothesis"),
+    "COPA": ("premise", "question"),
+    "RTE": ("premise", "hypothesis"),
+    "WiC": ("sentence1", "sentence2", "word"),
+    "WSC": ("text", "span1_text", "span2_text", "span1_index", "span2_index"),
+    "MultiRC": ("passage", "question", "answer"),
+    "ReCoRD": ("passage", "query"),
+    "ag_news": ("title", "text"),
+    "eprstmt": ("sentence",),
+}
+EACH = 200
+
+
+def draw(task, generator):
+    """An example whose texts are random letters."""
+
+    def text():
+        return "".join(generator.choices("abc def", k=generator.choice((1, 9, 60, 300))))
+
+    fields = {name: text() for name in FIELDS[task]}
+    choices = (text(), text()) if task in ("COPA", "ReCoRD") else ()
+    return TaskExample(fields, 0, 0, choices)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", FIELDS)
+def test_the_laws_of_truncation(task, kind):
+    family, config = KINDS[kind]
+    model = family.from_config(prompted_config(config), device="meta")
+    tokenizer, generator = letters_for(model), random.Random(task + kind)
+    examples = [draw(task, generator) for _ in range(EACH)]
+    for text in find_published(TASKS[task], examples[0]).templates:
+        if kind == "gpt2" and text.startswith('{"mask"}'):
+            continue  # nothing stands before the mask
+        template = Template(text, tokenizer, model, behind="leave out")
+        for number, example in enumerate(examples):
+            whole = len(template.encode(example, 10**6))
+            fixed = whole - _count_cuttable(template, example)
+            for longest in (32, 128, 512):
+                cut = CUTS[number % 3]
+                if fixed > longest:
+                    with pytest.raises(ConfigError, match="row 3 does not fit"):
+                        template.encode(example, longest, cut, "row 3")
+                    continue
+                found = template.encode(example, longest, cut)
+                assert len(found) == min(whole, longest)
+                assert found.num_cut == max(0, whole - longest)
+                _check_mask(template, found, tokenizer)
+
+
+def _count_cuttable(template, example):
+    """Tokens of what may be cut, of the pieces that the model reads."""
+    total = 0
+    for piece in template.wrap(example):
+        if piece.kind == "mask" and not template.asking.reads_behind:
+            break
+        total += len(template._read(piece)) if piece.shortenable else 0
+    return total
+
+
+def _check_mask(template, found, tokenizer):
+    """The mask is where it is said to be."""
+    (place,) = found.mask_at
+    form = template.asking.form
+    if form == "apart":
+        assert found.input_ids.count(template.blanks[0]) == 1
+    elif form == "row" and template.asking.shows_mask:
+        assert found.input_ids[place] == tokenizer.mask_id
+    elif form == "row":
+        assert place == len(found) - 1
+    elif form == "behind":
+        assert found.input_ids[place] == tokenizer.role_id("sop")
+        assert found.input_ids.count(tokenizer.mask_id) == 1
+    elif form == "hidden":
+        assert found.columns["context"][place + 1] == 0
+        assert sum(found.columns["context"]) == len(found) - 1
+    else:
+        assert found.input_ids[place] == tokenizer.bos_id
+        assert found.columns["context"][place] == 0
+
+
+def test_every_class_has_words():
+    for name, published in PUBLISHED.items():
+        assert len(published.words) == len(TASKS[name].label_names)
+        assert len(set(sum(published.words, ()))) == sum(map(len, published.words))
