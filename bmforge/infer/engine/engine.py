@@ -19,6 +19,7 @@ from bmforge.host_tuning import read_tuning, return_freed_memory
 from bmforge.infer.engine.blanks import fill_blanks
 from bmforge.infer.engine.budget import EngineConfig, MemoryPlan, plan_memory
 from bmforge.infer.engine.encode import classify, embed, fill_mask
+from bmforge.infer.engine.hold import Hold
 from bmforge.infer.engine.limit import check_asked, check_module, check_size
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.infer.engine.requests import Requests, open_requests
@@ -91,7 +92,8 @@ class Engine:
         **options: Any,
     ) -> None:
         self.config, self._tokenizer = config or EngineConfig(), tokenizer
-        self._lock, self._making, self._is_closed = threading.Lock(), threading.Lock(), False
+        self._making, self._is_closed = threading.Lock(), False
+        self._hold = Hold()
         self._requests: Requests | None = None
         self._directory: Path | None = None
         self._streamer: Streamer | ExpertStreamer | None = None
@@ -274,15 +276,9 @@ class Engine:
                     (lambda: self.tokenizer) if has_texts else None,
                     self.config,
                     is_limited=self._guard is not None,
-                    turn=self._hold,
+                    turn=self._hold.shared,
                 )
             return self._requests
-
-    @contextmanager
-    def _hold(self) -> Iterator[None]:
-        """Have the model for submitted requests; wait for whoever has it."""
-        with self._lock:
-            yield
 
     def embed(
         self, inputs: Any, *, pooling: Literal["mean", "first"] = "mean", normalize: bool = True
@@ -375,20 +371,10 @@ class Engine:
             ConfigError: the engine is closed or busy, or the model cannot do it.
         """
         self._check(what, writes)
-        if self._requests is not None and self._requests.is_here:
-            yield self.model
-            return
-        if not self._lock.acquire(blocking=False):
-            raise ConfigError(
-                f"{what} was asked while another request runs: it takes the model for itself. Read "
-                "a stream to its end, or close it, first; or ask by `submit` or `call`."
-            )
-        try:
+        with self._hold.alone(what, self._requests):
             if self._requests is not None and self._guard is not None:
                 self._requests.release()
             yield self.model
-        finally:
-            self._lock.release()
 
     def _check(self, what: str, writes: bool) -> None:
         """Raise `ConfigError` where the engine is closed, or its model cannot do it."""

@@ -21,12 +21,13 @@ from bmforge.nn import MLP, Attention, Block
 from bmforge.nn.attention import mix_values
 from bmforge.nn.cuts import pass_on
 from bmforge.nn.mlp import ACTIVATIONS, WideLinear
+from bmforge.nn.moe import Experts, MoE, dispatch_locally
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.product_kernels import PLAIN_KINDS
-from bmforge.nn.quantized import QuantizedLinear
+from bmforge.nn.quantized import QuantizedExperts, QuantizedLinear
 
-__all__ = ["Layer", "Watch", "describe_block"]
+__all__ = ["Layer", "Watch", "describe_block", "expert_sizes"]
 
 _PACKED = 3  # as `Kind` of rows.cpp
 _NORMS: dict[type, int] = {RMSNorm: 1, nn.LayerNorm: 2}
@@ -41,9 +42,11 @@ _ACTIVATIONS: dict[Callable[[Tensor], Tensor], int] = {
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LINEARS = (nn.Linear, WideLinear, QuantizedLinear)
+_EXPERTS = (Experts, QuantizedExperts)
 # What these computed when they were imported: a class whose forward was replaced is not known.
 _FORWARDS = {
-    kind: kind.forward for kind in (Block, Attention, MLP, RMSNorm, nn.LayerNorm, *_LINEARS)
+    kind: kind.forward
+    for kind in (Block, Attention, MLP, MoE, *_EXPERTS, RMSNorm, nn.LayerNorm, *_LINEARS)
 }
 
 
@@ -92,11 +95,21 @@ _FeedPart = _structure(
         **dict.fromkeys(("exists", "gated", "activation"), _NUMBER),
     },
 )
+_Experts = _structure(
+    "_Experts",
+    {
+        **dict.fromkeys(("router", "shared_gate"), _Matrix),
+        **dict.fromkeys(("gates", "ups", "downs"), _POINTER),
+        "per_token": _SIZE,
+        **dict.fromkeys(("normalizes", "weighs"), _NUMBER),
+    },
+)
 Layer: Any = _structure(
     "Layer",
     {
         **dict.fromkeys(("attn", "cross"), _AttentionPart),
         "feed": _FeedPart,
+        "experts": _POINTER,
         "sum_scale": _FLOAT,
         **dict.fromkeys(("norm_place", "bias"), _NUMBER),
     },
@@ -120,6 +133,7 @@ class Watch:
         self._inside: list[Any] = []
         self._tensors: list[Tensor] = []
         self._places: list[Any] = []
+        self.kept: list[Any] = []  # what pointers in descriptions point to
 
     def add(self, module: nn.Module) -> None:
         """Remember a module, its own tensors and which children it has."""
@@ -274,6 +288,21 @@ def _describe_feed(block: Any, watch: Watch) -> Any:
     mlp = block.mlp
     if mlp is None:
         return _FeedPart()
+    norm, (into, out) = _describe_norm(getattr(block, "mlp_norm", None), watch), block.mlp_scales
+    scales = into, block.scale * out
+    if type(mlp) is MoE:
+        shared = mlp.shared_expert
+        matrices = [_Matrix()] * 3 if shared is None else _describe_mlp(shared, watch)
+        _require(mlp.experts.activation in _ACTIVATIONS)
+        numbers = True, mlp.experts.has_gate(), _ACTIVATIONS[mlp.experts.activation]
+        return _FeedPart(norm, *matrices, *scales, *numbers)
+    matrices = _describe_mlp(mlp, watch)
+    numbers = True, mlp.gate_proj is not None, _ACTIVATIONS[mlp.activation]
+    return _FeedPart(norm, *matrices, *scales, *numbers)
+
+
+def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
+    """Return the matrices of an MLP: gate, up, down."""
     _know(mlp, watch, (MLP,), ("gate_proj", "up_proj", "down_proj"))
     _require(mlp.enter is pass_on, mlp.thin is pass_on, mlp.activation in _ACTIVATIONS)
     gate, up, down = (
@@ -281,11 +310,80 @@ def _describe_feed(block: Any, watch: Watch) -> Any:
     )
     alike = ("rows", "columns", "group", "kind", "keeps_floats")
     _require(mlp.gate_proj is None or all(getattr(gate, key) == getattr(up, key) for key in alike))
-    into, out = block.mlp_scales
-    norm = _describe_norm(getattr(block, "mlp_norm", None), watch)
-    scales = into, block.scale * out
-    numbers = True, mlp.gate_proj is not None, _ACTIVATIONS[mlp.activation]
-    return _FeedPart(norm, gate, up, down, *scales, *numbers)
+    return [gate, up, down]
+
+
+def _describe_experts(mlp: Any, watch: Watch) -> Any:
+    """Return the address of what a layer of experts is; None where it is no such layer."""
+    if type(mlp) is not MoE:
+        return None
+    _know(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))
+    _require(mlp.enter is pass_on, mlp.leave is pass_on, mlp.dispatch is dispatch_locally)
+    experts, shared = mlp.experts, mlp.shared_expert
+    _know(experts, watch, _EXPERTS)
+    _require(mlp.choice != "per_call", mlp.down_bias is None, experts.up_bias is None)
+    if shared is not None:  # one description has both
+        alike = shared.activation is experts.activation
+        _require(alike, (shared.gate_proj is not None) == experts.has_gate())
+    stacks = {key: _describe_stack(experts, key) for key in ("gate_proj", "up_proj", "down_proj")}
+    watch.kept += stacks.values()
+    made = _Experts(
+        _describe_matrix(mlp.router, watch),
+        _describe_matrix(mlp.shared_gate, watch),
+        *(None if stack is None else ctypes.addressof(stack) for stack in stacks.values()),
+        mlp.experts_per_token,
+        *(mlp.normalize_weights, mlp.weighs and mlp.choice != "balanced"),
+    )
+    watch.kept.append(made)
+    return ctypes.addressof(made)
+
+
+def _describe_stack(experts: Any, key: str) -> Any:
+    """Return the matrices of all experts; None where there is no such projection."""
+    sizes = experts.stack_sizes().get(key)
+    if sizes is None:
+        return None
+    count, rows, columns = sizes
+    if isinstance(experts, QuantizedExperts):
+        stacks, spec = experts._tensors(f"{key}_"), experts.spec
+        for stack in stacks:
+            _address(stack)
+        group = spec.group_of(columns)
+        numbers = spec.bits, spec.scale_type == torch.float32, spec.activations == "float"
+        return (_Matrix * count)(
+            *(
+                _Matrix(
+                    *(None if stack is None else stack[number].data_ptr() for stack in stacks),
+                    _Vector(None, 0),
+                    *(rows, columns, group, _PACKED),
+                    *numbers,
+                )
+                for number in range(count)
+            )
+        )
+    weight = getattr(experts, key)
+    _require(weight.dtype in PLAIN_KINDS)
+    begin, size = _address(weight), weight[0].nbytes
+    kind = PLAIN_KINDS[weight.dtype]
+    return (_Matrix * count)(
+        *(
+            _Matrix(begin + n * size, None, None, _Vector(None, 0), rows, columns, kind=kind)
+            for n in range(count)
+        )
+    )
+
+
+def expert_sizes(layer: Any) -> dict[str, int] | None:
+    """Return what a described layer's experts need room for; None where it has none."""
+    if not layer.experts:
+        return None
+    experts = _Experts.from_address(layer.experts)
+    up = _Matrix.from_address(experts.ups)
+    return {
+        "experts": experts.router.rows,
+        "per_token": experts.per_token,
+        "inner": experts.per_token * up.rows,
+    }
 
 
 def _describe_block(block: Any, watch: Watch) -> Any:
@@ -295,4 +393,5 @@ def _describe_block(block: Any, watch: Watch) -> Any:
     feed, place = _describe_feed(block, watch), _NORM_PLACES[block.norm_place]
     _require(place != 2 or (not cross.exists and attn.exists and feed.exists))
     _require(all(getattr(block, f"{name}_share") is None for name in ("attn", "mlp", "block")))
-    return Layer(attn, cross, feed, block.sum_scale, place, 0)
+    experts = _describe_experts(block.mlp, watch)
+    return Layer(attn, cross, feed, experts, block.sum_scale, place, 0)

@@ -66,6 +66,7 @@ class _Run(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("count", "rows", "tokens", "hidden", "stored")),
         *((name, ctypes.c_int64) for name in ("page_tokens", "memory_length", "length")),
         *((name, ctypes.c_int64) for name in ("widest", "heads_width", "keys_width", "inner")),
+        *((name, ctypes.c_int64) for name in ("experts", "per_token")),
         ("threads", ctypes.c_int32),
     ]
 

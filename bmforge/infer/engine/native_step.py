@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.infer.cache import KVCache
-from bmforge.infer.engine.native_blocks import Layer, Watch, describe_block
+from bmforge.infer.engine.native_blocks import Layer, Watch, describe_block, expert_sizes
 from bmforge.infer.engine.native_run import Call, PackedCall
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
@@ -37,7 +37,7 @@ def load_step(variant: str | None = None) -> ctypes.CDLL | None:
     if variant is None:
         kernels = load_kernels()
         return None if kernels is None else load_step(kernels.name)
-    library = compile_sources("step", variant, ("step_parts.cpp", "step.cpp"))
+    library = compile_sources("step", variant, ("step_parts.cpp", "step.cpp", "step_experts.cpp"))
     if library is not None:
         library.step_room_bytes.restype = ctypes.c_int64
     return library
@@ -55,9 +55,14 @@ class _Segment:
             "heads_width": max((part.query.rows for part in parts), default=0),
             "keys_width": max((part.key.rows for part in parts), default=0),
             "inner": max((feed.up.rows for feed in feeds), default=0),
+            "experts": 0,
+            "per_token": 0,
         }
         outs = [part.out for part in parts] + [feed.down for feed in feeds]
-        self.hidden = {matrix.rows for matrix in outs}
+        for layer in layers:
+            for name, size in (expert_sizes(layer) or {}).items():
+                self.sizes[name] = max(self.sizes[name], size)
+        self.hidden = {matrix.rows for matrix in outs if matrix.rows}
         self.narrowest = min((layer.attn.width for layer in layers if layer.attn.exists), default=0)
 
 

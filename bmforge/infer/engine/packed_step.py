@@ -94,8 +94,8 @@ class PackedStep:
         if self._is_together:
             return self._run_together(rows, tokens, wanted)
         found = []
-        for one in zip(rows, tokens, wanted, strict=True):
-            found += self._run_together(*([part] for part in one))
+        for row, ids, count in zip(rows, tokens, wanted, strict=True):
+            found += self._run_together([row], [ids], [count])
         return found
 
     def _run_together(

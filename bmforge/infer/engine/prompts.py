@@ -19,7 +19,12 @@ from bmforge.infer.openbmb.texts import read_hidden, read_span
 from bmforge.infer.options import GenerationConfig
 from bmforge.tokenizers import CPM2Tokenizer
 
-__all__ = ["Reader", "Ready"]
+__all__ = ["Reader", "Ready", "is_document"]
+
+
+def is_document(model: Any, request: Request) -> bool:
+    """Tell whether a request is a text that CPM-Bee reads as a document, with an answer to fill."""
+    return model.traits.objective == "documents" and isinstance(request.prompt, str)
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,9 @@ class Reader:
         if config.seed is None and config.do_sample:
             config = config.replace(seed=secrets.randbits(63))
         self._check(request, config)
-        is_document = model.traits.objective == "documents"
-        ids, hidden = (), ()
-        if not is_document:
+        ids: tuple[int, ...] = ()
+        hidden: Sequence[int] = ()
+        if not is_document(model, request):
             ids, config, hidden = self._read_prompt(request.prompt, config)
             row = torch.tensor([ids])
             check_prompt(model, row, torch.ones_like(row), config)
@@ -121,11 +126,11 @@ class Reader:
 
     def _check(self, request: Request, config: GenerationConfig) -> None:
         """Raise `ConfigError` for what contradicts each other."""
-        is_document = self._model.traits.objective == "documents"
+        fills = is_document(self._model, request)
         has_beams = config.num_beams > 1
         told = request.constraint is not None or config.logprobs is not None
-        if (has_beams or is_document) and (told or config.stop_strings):
-            what = "documents, which CPM-Bee fills" if is_document else "beams"
+        if (has_beams or fills) and (told or config.stop_strings):
+            what = "documents, which CPM-Bee fills" if fills else "beams"
             raise ConfigError(
                 f"a constraint, stop strings and logprobs are for answers that are written token "
                 f"by token, and {what}, are not. Leave them out, or set num_beams=1."
@@ -136,13 +141,11 @@ class Reader:
                 "rule says where an answer may end."
             )
         searches = has_beams and self._model.traits.objective == "hidden tokens"
-        if (is_document or searches) and config.num_return_sequences > 1:
+        if (fills or searches) and config.num_return_sequences > 1:
             raise ConfigError(
                 f"num_return_sequences={config.num_return_sequences}: this search gives one. "
                 "Ask again for another one."
             )
-        if is_document and not isinstance(request.prompt, str):
-            raise ConfigError("a CPM-Bee reads documents: give a text, not ids.")
         if config.stop_strings and self._tokenizer is None:
             raise ConfigError("stop_strings need a tokenizer: Engine(model, tokenizer=...).")
 

@@ -131,6 +131,12 @@ class Requests:
         """Whether this is the engine's thread."""
         return threading.current_thread() is self._thread
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody waits for an answer."""
+        jobs = [*self._inbox, *self._packed.jobs, *self._rows]
+        return bool(self._calls) or any(not job.is_done for job in jobs)
+
     def status(self) -> RequestsStatus:
         """Return how many run and wait, and how many pages they have."""
         pages = self._packed.pages

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bmforge.infer.decoder import Decoder, start_decoder
-from bmforge.infer.engine.prompts import Ready
+from bmforge.infer.engine.prompts import Ready, is_document
 from bmforge.infer.engine.turns import Turns
 from bmforge.infer.generate import evaluating, run_decoder
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
@@ -49,7 +49,7 @@ class Rows:
         handle = model.register_forward_pre_hook(lambda *_: self._turns.pause())
         try:
             with evaluating(model), torch.no_grad():
-                if model.traits.objective == "documents":
+                if is_document(model, ready.request):
                     self._fill_document(ready.request.prompt)
                 elif ready.config.num_beams > 1:
                     self._search(*self._start())

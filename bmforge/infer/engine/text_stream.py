@@ -37,7 +37,10 @@ class TextStream:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._hidden = frozenset(id for id in hidden if id is not None)
         self._ids: list[int] = []
-        self._known = 0  # so many ids have their text in `_written`
+        self._known = 0  # so many ids have their text
+        # Where characters ended: what `_known` was. Decoding begins at the first of them, as some
+        # decoders take all bytes in a row for broken where those of one character are not whole.
+        self._ends = [0]
         self._before = ""  # the text of some of them, the last ones
         self._written = ""  # behind what was shown
         self.text, self.is_stopped = "", False
@@ -64,15 +67,17 @@ class TextStream:
         """Return the text of ids whose text is not known yet."""
         if self._known == len(self._ids):
             return ""
-        first = max(0, self._known - _BEFORE)
-        both: str = self._tokenizer.decode_written(self._ids[first:])
+        both: str = self._tokenizer.decode_written(self._ids[self._ends[0] :])
         # Where a decoder changes what was before, as it takes a blank away, that stays as it was.
         return both[len(self._before) :]
 
     def _take(self, new: str) -> None:
         self._written += new
         self._known = len(self._ids)
-        self._before = self._tokenizer.decode_written(self._ids[max(0, self._known - _BEFORE) :])
+        self._ends.append(self._known)
+        while len(self._ends) > 1 and self._ends[1] <= self._known - _BEFORE:
+            del self._ends[0]
+        self._before = self._tokenizer.decode_written(self._ids[self._ends[0] :])
 
     def _show(self, is_last: bool) -> str:
         """Return what may be shown of what is written: up to a stop, or what may begin one."""

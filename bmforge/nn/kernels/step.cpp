@@ -30,9 +30,18 @@ struct FeedPart {
 
 enum NormPlace { BEFORE, AFTER, PARALLEL };
 
+// The feed-forward part's experts; its own matrices are then those of the expert for all tokens.
+struct Experts {
+  Matrix router, shared_gate;
+  const Matrix *gates, *ups, *downs;
+  int64_t per_token;
+  int32_t normalizes, weighs;
+};
+
 struct Layer {
   AttentionPart attn, cross;
   FeedPart feed;
+  const Experts* experts;  // or null
   float sum_scale;
   int32_t norm_place, bias;  // which of a run's biases
 };
@@ -50,14 +59,15 @@ struct Run {
   uint8_t* room;  // of step_room_bytes
   // `stored` keys are in the caches already; `length` is that of the longest keys.
   int64_t count, rows, tokens, hidden, stored, page_tokens, memory_length, length;
-  int64_t widest, heads_width, keys_width, inner;  // of all layers
+  int64_t widest, heads_width, keys_width, inner, experts, per_token;  // of all layers
   int32_t threads;
 };
 
 // Floats that all threads share, (tokens, width) each, and those of one thread.
 struct Room {
-  float *query, *key, *value, *up, *gate, *sums;
+  float *query, *key, *value, *up, *gate, *sums, *parts, *routed, *gating, *weights;
   float *normed, *entered, *scores, *vectors;
+  int32_t *chosen, *order, *places, *starts;
   uint8_t* quantized;
 };
 
@@ -73,11 +83,14 @@ struct Thread {
 static const int64_t SMALLEST_GROUP = 4;
 
 static int64_t shared_floats(const Run& r) {
-  return r.rows * r.tokens * (r.heads_width + 2 * r.keys_width + 2 * r.inner + r.hidden) + 6 * 16;
+  const int64_t chosen = r.per_token * (r.hidden + 2) + r.experts + 1;
+  const int64_t each = r.heads_width + 2 * r.keys_width + 2 * r.inner + r.hidden + chosen;
+  return r.rows * r.tokens * each + 11 * 16;
 }
 
 static int64_t own_floats(const Run& r) {
-  return 2 * r.rows * r.tokens * r.widest + r.length + 2 * r.widest + 4 * 16;
+  const int64_t sorted = 2 * r.rows * r.tokens * r.per_token + r.experts + 1;
+  return 2 * r.rows * r.tokens * r.widest + r.length + 2 * r.widest + sorted + 7 * 16;
 }
 
 static int64_t own_bytes(const Run& r) {
@@ -104,12 +117,20 @@ static Room divide_room(const Run& r, int thread) {
   room.up = take(shared, count * r.inner);
   room.gate = take(shared, count * r.inner);
   room.sums = take(shared, count * r.hidden);
+  room.parts = take(shared, count * r.per_token * r.hidden);
+  room.routed = take(shared, count * r.experts);
+  room.gating = take(shared, count);
+  room.weights = take(shared, count * r.per_token);
+  room.chosen = (int32_t*)take(shared, count * r.per_token);
   uint8_t* own = r.room + align(shared_floats(r) * 4) + thread * own_bytes(r);
   float* floats = (float*)own;
   room.normed = take(floats, count * r.widest);
   room.entered = take(floats, count * r.widest);
   room.scores = take(floats, r.length);
   room.vectors = take(floats, 2 * r.widest);
+  room.order = (int32_t*)take(floats, count * r.per_token);
+  room.places = (int32_t*)take(floats, count * r.per_token);
+  room.starts = (int32_t*)take(floats, r.experts + 1);
   room.quantized = own + align(own_floats(r) * 4);
   return room;
 }
@@ -308,40 +329,3 @@ static void run_feed(Thread& t, const FeedPart& p, const float* x, float sum_sca
   multiply_onto(t, p.down, inner, p.add_scale, sum_scale);
 }
 
-static void run_layer(Thread& t, const Layer& layer, const Past& own, const Past& memory) {
-  const int place = layer.norm_place;
-  if (place == PARALLEL) {
-    // The residual changes meanwhile; what its norm made of it is still here.
-    run_attention(t, layer, layer.attn, own, true, 1.0f);
-    t.quantized_from = nullptr;
-    run_feed(t, layer.feed, scaled(t, t.room.normed, layer.feed.in_scale), layer.sum_scale);
-    wait();
-    return;
-  }
-  if (layer.attn.exists) {
-    run_attention(t, layer, layer.attn, own, true, layer.sum_scale);
-    end_part(t, layer.attn.norm, place);
-  }
-  if (layer.cross.exists) {
-    run_attention(t, layer, layer.cross, memory, false, layer.sum_scale);
-    end_part(t, layer.cross.norm, place);
-  }
-  if (layer.feed.exists) {
-    run_feed(t, layer.feed, read_residual(t, layer.feed.norm, place, layer.feed.in_scale),
-             layer.sum_scale);
-    end_part(t, layer.feed.norm, place);
-  }
-}
-
-extern "C" void run_step(const Run* r) {
-#pragma omp parallel num_threads(r->threads) if (r->threads > 1)
-  {
-#ifdef _OPENMP
-    const int thread = omp_get_thread_num();
-#else
-    const int thread = 0;
-#endif
-    Thread t = {*r, divide_room(*r, thread), r->rows * r->tokens, {}, nullptr, 0};
-    for (int64_t i = 0; i < r->count; i++) run_layer(t, r->layers[i], r->own[i], r->memory[i]);
-  }
-}

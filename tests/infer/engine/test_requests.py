@@ -20,6 +20,7 @@ from bmforge.infer import (
 )
 from bmforge.infer.engine import Completion
 from bmforge.infer.engine.native_step import load_step
+from bmforge.infer.engine.packed_step import PackedStep
 from bmforge.models import (
     GPT2,
     OPT,
@@ -34,7 +35,10 @@ from bmforge.models import (
     QwenConfig,
     T5Config,
 )
+from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig
+from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
 from bmforge.models.pack import quantize_
+from bmforge.tokenizers import CPMAntTokenizer, CPMBeeTokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "num_heads": 4, "num_layers": 2}
 GROUPED: dict[str, Any] = {**SIZES, "intermediate_size": 96, "num_kv_heads": 2}
@@ -144,6 +148,7 @@ def test_the_same_bits_beside_others(kind: str, scheme: str) -> None:
         {"step_tokens": 19, "keeps_prefixes": False},
         {"max_running": 5, "step_tokens": 7},
         {"total_tokens": 160, "keeps_prefixes": False},
+        {"speculates": True, "max_running": 9},
     ]
     for number, setting in enumerate(settings):
         with opened(model, **setting) as engine:
@@ -167,6 +172,31 @@ def test_a_prefix_is_computed_once() -> None:
         assert longer.cached_tokens == (len(prompt) + NEW - 1) // 16 * 16
     assert first.ids == again.ids == salted.ids
     assert (status.running, status.waiting, status.pages_used) == (0, 0, 0)
+
+
+def test_guesses_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that repeats itself takes fewer steps, token for token the same; also where drawn."""
+    if load_step() is None:
+        pytest.skip("no compiler here")
+    steps: list[int] = []
+    run = PackedStep.run
+
+    def count(self: Any, rows: Any, tokens: Any, wanted: Any) -> Any:
+        steps.append(sum(map(len, tokens)))
+        return run(self, rows, tokens, wanted)
+
+    monkeypatch.setattr(PackedStep, "run", count)
+    prompt, model, found = PROMPTS[1] * 3, make("llama"), []
+    for speculates in (False, True):
+        for options in (greedy(), drawn(5)):
+            with opened(model, speculates=speculates) as engine:
+                steps.clear()
+                asked = Request(prompt, options.replace(max_new_tokens=80))
+                found.append((say(engine.submit(asked).wait(60)), len(steps)))
+    assert found[0][0] == found[2][0]
+    assert found[1][0] == found[3][0]
+    assert found[0][1] == 80
+    assert found[2][1] < 60, "a greedy answer of random weights goes round in circles"
 
 
 def test_pieces_joined_are_the_whole() -> None:
@@ -384,3 +414,47 @@ def test_threads_ask_at_once() -> None:
         for thread in threads:
             thread.join()
     assert not wrong
+
+
+BEE_MARKS = [
+    "<pad>",
+    "<unk>",
+    "<mask>",
+    "<sep>",
+    "</n>",
+    "</_>",
+    "<s>",
+    "</s>",
+    "<root>",
+    "<ans>",
+    "<option>",
+]
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789?()-._"
+
+
+def test_texts_that_have_a_form_of_their_own() -> None:
+    """CPM-Bee's documents, and CPM-Ant's texts, greedily and with beams, are the engine's."""
+    bee = CPMBeeTokenizer([*BEE_MARKS, *LETTERS])
+    config = CPMBeeConfig(
+        vocab_size=len(bee), hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+        head_dim=6, num_buckets=16, num_relations=64, max_seq_len=64,
+    )  # fmt: skip
+    ant = CPMAntTokenizer("\n".join([*BEE_MARKS, *LETTERS, "</s>2"]).encode())
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4}
+    prompts: dict[str, Any] = {"head_dim": 6, "prompt_types": 3, "prompt_length": 4}
+    cases: list[tuple[Any, Any]] = [
+        (CPMBee.from_config(config, seed=1), bee),
+        (CPMAnt.from_config(CPMAntConfig(vocab_size=len(ant), **sizes, **prompts), seed=1), ant),
+    ]
+    for model, tokenizer in cases:
+        with torch.no_grad():
+            model.embed.weight.mul_(30.0)
+        with Engine(model.eval(), tokenizer=tokenizer) as engine:
+            for options in ({"num_beams": 3}, {"do_sample": False, "num_beams": 1}):
+                request = Request("tell it", GenerationConfig(max_new_tokens=8, **options))
+                handles = [engine.submit(request) for _ in range(2)]
+                texts = [handle.wait(60)[0].text for handle in handles]
+                want = engine.generate("tell it", max_new_tokens=8, **options)
+                assert texts[0] == texts[1]
+                assert want.endswith(texts[0])
+                assert texts[0]
