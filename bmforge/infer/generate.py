@@ -234,6 +234,12 @@ def check_prompt(
             f"vocab_size={model.config.vocab_size}{_describe_prompt(table)}. Use the tokenizer "
             "that belongs to the model."
         )
+    named = [*config.logit_bias, *(id for word in config.bad_words_ids for id in word)]
+    if named and max(named) >= count_ids(table):
+        raise ConfigError(
+            f"logit_bias and bad_words_ids name id {max(named)}, but the model has vocab_size="
+            f"{model.config.vocab_size}. Use the tokenizer that belongs to the model."
+        )
     longest = input_ids.shape[1] + config.max_new_tokens
     if model.position_limit is not None and longest > model.position_limit:
         raise ConfigError(

@@ -59,12 +59,13 @@ class ServingSuite:
             assert [(a.ids, a.text) for a in one] == [(a.ids, a.text) for a in beside]
             if not isinstance(request.prompt, str) and not request.options.do_sample:
                 ids = torch.tensor([request.prompt])
-                want = generate(engine.model, ids, config=request.options)[0, -_NEW:].tolist()
+                seen = torch.ones_like(ids)  # no id of a prompt is padding
+                want = generate(engine.model, ids, seen, request.options)[0, -_NEW:].tolist()
                 assert list(one[0].ids) == want[-len(one[0].ids) :]
 
     def check_calls(self, engine: Engine) -> None:
         """Compare what threads that ask at once get with what each gets alone."""
-        inputs = [self.make_inputs(engine.model, 1, seed) for seed in range(5)]
+        inputs = [self.make_inputs(engine.model, 2, seed) for seed in range(5)]
         rows = [next(iter(one.values())) for one in inputs]
         want = [engine.embed(row) for row in rows]
         got: dict[int, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bmforge.infer.engine.answers import Answer
@@ -18,6 +19,15 @@ from bmforge.infer.engine.scheduler import Cut, Part, Scheduler, Sequence
 from bmforge.infer.engine.speculate import Lookup
 
 __all__ = ["Job", "PackedJobs"]
+
+
+PAGE_DTYPES = {
+    None: None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+}
 
 
 class Job:
@@ -150,7 +160,8 @@ class PackedJobs:
         if not self.jobs:
             return
         if self._step is None:
-            self._step = PackedStep(self._model, self.pages.count)
+            dtype = PAGE_DTYPES[self._config.page_dtype]
+            self._step = PackedStep(self._model, self.pages.count, dtype)
         cut = self._step.cut()
         shares = cut.shares and self._config.keeps_prefixes
         self._scheduler.cut = Cut(cut.unit, shares)

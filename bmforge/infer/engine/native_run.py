@@ -19,6 +19,8 @@ from bmforge.nn.product_kernels import PLAIN_KINDS
 
 __all__ = ["Call", "PackedCall", "Segment"]
 
+# Keys and values may be bytes too, `BYTES` of step_parts.cpp.
+_KINDS = {**PLAIN_KINDS, torch.int8: 4}
 # A row of a batch is one page.
 _WHOLE_ROW = 1 << 40
 
@@ -27,8 +29,9 @@ class _Past(ctypes.Structure):
     """`Past` of step_parts.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         *((name, ctypes.c_int64) for name in ("row", "head", "token", "kind")),
+        *((name, ctypes.c_int64) for name in ("scale_row", "scale_head")),
     ]
 
 
@@ -293,7 +296,8 @@ class PackedCall(_AnyCall):
             if layer.attn.exists:
                 layer.attn.mask = numbers.setdefault(block.attn.window, len(numbers))
                 layer.bias = 0
-                own[number] = _past(self._cache.held(block.attn.layer_index))
+                place = block.attn.layer_index
+                own[number] = _past(self._cache.held(place), self._cache.scales(place))
         windows = (ctypes.c_int64 * max(1, len(numbers)))(*(window or 0 for window in numbers))
         masks = (_Mask * max(1, len(numbers)))()
         self._kept.append(masks)
@@ -318,7 +322,7 @@ def _fits(pair: tuple[Tensor, Tensor], shape: tuple[int, int, int], tokens: int)
         and part.shape[2] >= tokens
         and type(part) is Tensor
         and part.is_cpu
-        and part.dtype in PLAIN_KINDS
+        and part.dtype in _KINDS
         and part.stride() == pair[0].stride()
         and part.dtype == pair[0].dtype
         and part.stride(3) == 1
@@ -326,7 +330,9 @@ def _fits(pair: tuple[Tensor, Tensor], shape: tuple[int, int, int], tokens: int)
     )
 
 
-def _past(pair: Any) -> _Past:
+def _past(pair: Any, scales: tuple[Tensor, Tensor] | None = None) -> _Past:
     keys, values = pair
-    kind = PLAIN_KINDS[keys.dtype]
-    return _Past(keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], kind)
+    places = [part.data_ptr() for part in scales or ()] or [None, None]
+    strides = (0, 0) if scales is None else scales[0].stride()[:2]
+    numbers = *keys.stride()[:3], _KINDS[keys.dtype], *strides
+    return _Past(keys.data_ptr(), values.data_ptr(), *places, *numbers)

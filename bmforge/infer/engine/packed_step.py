@@ -55,13 +55,15 @@ class PackedStep:
     Args:
         model: which `can_pack` takes.
         total_pages: of keys and values.
+        dtype: of these; None takes the model's.
     """
 
-    def __init__(self, model: Any, total_pages: int) -> None:
+    def __init__(self, model: Any, total_pages: int, dtype: torch.dtype | None = None) -> None:
         self.model = model
         self._native = NativeStep()
         weight = next(model.parameters())
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        dtype = dtype or next(iter(floats), torch.float32)
         self.cache = PagedCache(total_pages, dtype, weight.device)
         streamer = getattr(laid_out(model), "streamer", None)
         self._shares_passes = streamer is not None or not weight.is_cpu

@@ -11,6 +11,7 @@ from torch import Tensor
 from bmforge.errors import ShapeError
 from bmforge.infer.engine.pages import PAGE_TOKENS
 from bmforge.nn.attention import RunBlocks, build_mask
+from bmforge.nn.products import quantize_activations
 
 __all__ = ["PAGE_TOKENS", "PagedCache", "StepRow"]
 
@@ -43,7 +44,7 @@ class PagedCache:
 
     Args:
         count: pages.
-        dtype: of keys and values.
+        dtype: of keys and values; int8 keeps a scale for every token and head.
         device: where they are.
 
     Attributes:
@@ -60,6 +61,7 @@ class PagedCache:
         self.count, self.dtype, self.device = count, dtype, device
         self.rows: Sequence[StepRow] = ()
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._scales: dict[int, tuple[Tensor, Tensor]] = {}
 
     def hold(self, layer: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values, (pages, K, 16, H) each, made if they are not there."""
@@ -69,11 +71,37 @@ class PagedCache:
                 torch.empty(shape, dtype=self.dtype, device=self.device),
                 torch.empty(shape, dtype=self.dtype, device=self.device),
             )
+            if self.dtype == torch.int8:
+                self._scales[layer] = (
+                    torch.empty(shape[:3], device=self.device),
+                    torch.empty(shape[:3], device=self.device),
+                )
         return self._pairs[layer]
 
     def held(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return a layer's keys and values; None before its first."""
         return self._pairs.get(layer)
+
+    def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return the scales of a layer's bytes, (pages, K, 16) each; None where they are floats."""
+        return self._scales.get(layer)
+
+    def _store(self, layer: int, part: int, new: Tensor) -> None:
+        """Write keys (part 0) or values (1) of the step's tokens, (K, T, H), where they belong."""
+        pages, offsets = self._places()
+        new = new.transpose(0, 1)
+        if layer in self._scales:
+            values, scales = quantize_activations(new.float().contiguous(), new.shape[-1])
+            self._scales[layer][part][pages, :, offsets] = scales[..., 0]
+            new = values
+        self._pairs[layer][part][pages, :, offsets] = new.to(self.dtype)
+
+    def _read(self, layer: int, part: int, pages: Tensor) -> Tensor:
+        """Return the keys or values of pages, (K, tokens, H)."""
+        found = self._pairs[layer][part][pages]
+        if layer in self._scales:
+            found = found.float() * self._scales[layer][part][pages][..., None]
+        return found.transpose(0, 1).flatten(1, 2)
 
     def attend(
         self,
@@ -97,18 +125,16 @@ class PagedCache:
         Shape:
             query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)
         """
-        keys, values = self.hold(layer, key.shape[1], key.shape[3])
-        pages, offsets = self._places()
-        keys[pages, :, offsets] = key[0].transpose(0, 1).to(self.dtype)
-        values[pages, :, offsets] = value[0].transpose(0, 1).to(self.dtype)
+        self.hold(layer, key.shape[1], key.shape[3])
+        self._store(layer, 0, key[0])
+        self._store(layer, 1, value[0])
         out, first = [], 0
         for row in self.rows:
             near = 0 if window is None else max(0, row.start + 1 - window) // PAGE_TOKENS
             held = torch.tensor(row.pages[near : -(-row.end // PAGE_TOKENS)], device=self.device)
             past = row.start - near * PAGE_TOKENS
             seen, known = (
-                part[held].transpose(0, 1).flatten(1, 2)[None, :, : past + row.length]
-                for part in (keys, values)
+                self._read(layer, part, held)[None, :, : past + row.length] for part in (0, 1)
             )
             own = query[:, :, first : first + row.length]
             mask = build_mask((1, row.length), self.device, past=past, window=window)
@@ -128,7 +154,7 @@ class PagedCache:
 
     def copy_page(self, source: int, target: int) -> None:
         """Write what one page holds into another, in every layer."""
-        for pair in self._pairs.values():
+        for pair in (*self._pairs.values(), *self._scales.values()):
             for part in pair:
                 part[target] = part[source]
 
@@ -154,5 +180,5 @@ class PagedCache:
     @property
     def size_bytes(self) -> int:
         """What its pages would take if all were written."""
-        pairs = self._pairs.values()
+        pairs = *self._pairs.values(), *self._scales.values()
         return sum(part.numel() * part.element_size() for pair in pairs for part in pair)

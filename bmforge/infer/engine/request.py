@@ -130,6 +130,8 @@ class RequestsConfig:
         keeps_prefixes: what was computed for a prompt stays while there is room, for prompts that
             begin alike.
         speculates: guess tokens that repeat what was there before, and check several at once.
+        page_dtype: of keys and values; int8 keeps a scale for every token and head. None takes the
+            model's.
     """
 
     max_running: int = 16
@@ -138,6 +140,7 @@ class RequestsConfig:
     total_tokens: int | None = None
     keeps_prefixes: bool = True
     speculates: bool = False
+    page_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for numbers out of range."""
@@ -145,6 +148,11 @@ class RequestsConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"RequestsConfig: {name}={value} must be at least 1.")
+        if self.page_dtype not in (None, "fp32", "bf16", "fp16", "int8"):
+            raise ConfigError(
+                f"RequestsConfig: page_dtype={self.page_dtype!r} must be fp32, bf16, fp16 or int8, "
+                "or None for the model's."
+            )
         if self.step_tokens < self.max_running:
             raise ConfigError(
                 f"RequestsConfig: step_tokens={self.step_tokens} leaves no token for some of "

@@ -81,7 +81,6 @@ class Requests:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._packed = PackedJobs(model, config, total_tokens)
         self._rows: list[Job] = []
-        self._reads = threading.Lock()
         self._count = 0
         self._is_closed = False
         self._failure: BaseException | None = None
@@ -89,16 +88,15 @@ class Requests:
 
     def submit(self, request: Request) -> Handle:
         """Take a request; see `Engine.submit`."""
-        with self._reads:
-            ready = self._reader.read(request)
-            if len(ready.answers) > self._config.max_running:
-                raise ConfigError(
-                    f"num_return_sequences={len(ready.answers)} is more than "
-                    f"max_running={self._config.max_running} answers at once. Ask for fewer, or "
-                    "open the engine with a larger RequestsConfig(max_running=)."
-                )
-            if ready.is_packed:
-                self._packed.check(len(ready.ids) + ready.config.max_new_tokens)
+        ready = self._reader.read(request)
+        if len(ready.answers) > self._config.max_running:
+            raise ConfigError(
+                f"num_return_sequences={len(ready.answers)} is more than "
+                f"max_running={self._config.max_running} answers at once. Ask for fewer, or "
+                "open the engine with a larger RequestsConfig(max_running=)."
+            )
+        if ready.is_packed:
+            self._packed.check(len(ready.ids) + ready.config.max_new_tokens)
         with self._changed:
             self._check_open("submit")
             waiting = self._waiting()

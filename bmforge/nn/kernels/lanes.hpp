@@ -41,6 +41,9 @@ static inline Floats load(const Bf16* from) {
   const __m256i bits = _mm256_loadu_si256((const __m256i*)from);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+static inline Floats load(const int8_t* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
 static inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 // The lanes' sum: lane i and i + 8 first, then i and i + 4, and so on.
 static inline float sum(Floats x) {
@@ -98,6 +101,10 @@ static inline __m256 widen_bf16(const Bf16* from) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 static inline Floats load(const Bf16* from) { return {widen_bf16(from), widen_bf16(from + 8)}; }
+static inline __m256 widen_bytes(const int8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+}
+static inline Floats load(const int8_t* from) { return {widen_bytes(from), widen_bytes(from + 8)}; }
 static inline float sum(Floats x) { return sum_eight(_mm256_add_ps(x.a, x.b)); }
 static inline void store(float* to, Floats x) {
   _mm256_storeu_ps(to, x.a);
@@ -186,6 +193,7 @@ static inline float widen(uint16_t half) {
 }
 static inline Floats floats(float value) { Floats y; LANES y.v[i] = value; return y; }
 static inline Floats load(const float* from) { Floats y; LANES y.v[i] = from[i]; return y; }
+static inline Floats load(const int8_t* from) { Floats y; LANES y.v[i] = from[i]; return y; }
 static inline Floats load(const uint16_t* from) { Floats y; LANES y.v[i] = widen(from[i]); return y; }
 static inline Floats load(const Bf16* from) {
   uint32_t bits[16];

@@ -243,16 +243,30 @@ static void keep(Thread& t, const AttentionPart& p, const Past& past, int64_t to
   float* key = t.room.key + from;
   normalize(p.key_norm, key, p.width, key, t.room.vectors);
   turn(r.rope, token / r.tokens, token % r.tokens, p.interleaved, key);
+  if (past.kind == BYTES) {
+    const int64_t at = place.pages[page] * past.scale_row + head * past.scale_head +
+                       place.position - page * r.page_tokens;
+    int32_t sum;
+    quantize_group(key, p.width, (int8_t*)past.keys + to, past.key_scales + at, &sum);
+    quantize_group(t.room.value + from, p.width, (int8_t*)past.values + to,
+                   past.value_scales + at, &sum);
+    return;
+  }
   narrow_to(key, p.width, past.kind, (E*)past.keys + to);
   narrow_to(t.room.value + from, p.width, past.kind, (E*)past.values + to);
 }
 
 // Which keys a token may see: of its own sequence those before it, where no mask or bias is to say.
 static Stretch find_keys(const Run& r, const AttentionPart& p, const Past& past, int64_t token,
-                         bool hides, bool is_own) {
+                         int64_t head, bool hides, bool is_own) {
   const Place& place = r.places[token];
-  Stretch s = {place.pages, r.page_tokens, past.row, past.token, 0, r.memory_length};
+  Stretch s = {place.pages, r.page_tokens, past.row, past.token, 0, r.memory_length,
+               nullptr, nullptr, past.scale_row};
   if (!is_own) return s;
+  if (past.kind == BYTES) {
+    s.key_scales = past.key_scales + head * past.scale_head;
+    s.value_scales = past.value_scales + head * past.scale_head;
+  }
   s.last = hides ? place.position + 1 : r.stored + r.tokens;
   const int64_t window = r.windows ? r.windows[p.mask] : 0;
   if (window) s.first = std::max<int64_t>(0, place.position + 1 - window);
@@ -268,7 +282,7 @@ static void attend_token(Thread& t, const Layer& layer, const AttentionPart& p, 
   const int64_t group = p.heads / p.shared_heads, at = head * past.head;
   const int64_t row = token / r.tokens, i = token % r.tokens;
   const bool hides = is_own && p.causal && !mask.data && !bias.data;
-  const Stretch keys = find_keys(r, p, past, token, hides, is_own);
+  const Stretch keys = find_keys(r, p, past, token, head, hides, is_own);
   const uint8_t* seen = mask.data ? mask.data + row * mask.row + i * mask.query : nullptr;
   for (int64_t n = head * group; n < (head + 1) * group; n++) {
     float* query = t.room.query + (token * p.heads + n) * p.width;
@@ -305,6 +319,7 @@ static void run_attention(Thread& t, const Layer& layer, const AttentionPart& p,
   wait();
   if (past.kind == FP32) attend_heads<float>(t, layer, p, past, is_own);
   else if (past.kind == BF16) attend_heads<Bf16>(t, layer, p, past, is_own);
+  else if (past.kind == BYTES) attend_heads<int8_t>(t, layer, p, past, is_own);
   else attend_heads<uint16_t>(t, layer, p, past, is_own);
   wait();
   t.quantized_from = nullptr;

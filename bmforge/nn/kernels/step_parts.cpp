@@ -10,8 +10,11 @@ struct Vector {
   int64_t kind;
 };
 
+static const int64_t BYTES = 4;  // of keys and values: integers, with a scale for each token
+
 static inline float widen_one(const void* data, int64_t kind, int64_t i) {
   if (kind == FP32) return ((const float*)data)[i];
+  if (kind == BYTES) return ((const int8_t*)data)[i];
   uint16_t many[16] = {((const uint16_t*)data)[i]};
   float wide[16];
   store(wide, kind == BF16 ? load((const Bf16*)many) : load(many));
@@ -151,9 +154,12 @@ static void turn(const Rope& rope, int64_t row, int64_t token, bool interleaved,
 
 // Keys and values (pages, heads, tokens, width) of a kind; strides in elements, that of the width 1.
 // A page has as many tokens as a run says: a row of a batch is a single page.
+// Of bytes, each token's have a scale, (pages, heads, tokens).
 struct Past {
   void *keys, *values;
+  float *key_scales, *value_scales;
   int64_t row, head, token, kind;
+  int64_t scale_row, scale_head;
 };
 
 // Where a token is: the pages of its sequence, in order, and its number in it.
@@ -166,7 +172,14 @@ struct Place {
 struct Stretch {
   const int32_t* pages;
   int64_t page_tokens, page_stride, stride, first, last;
+  const float *key_scales, *value_scales;  // of a head, or null
+  int64_t scale_stride;                    // of pages
 };
+
+// The scale of a token's keys or values.
+static inline float scale_of(const Stretch& s, const float* scales, int64_t j) {
+  return scales[s.pages[j / s.page_tokens] * s.scale_stride + j % s.page_tokens];
+}
 
 // f(where the first lies, its number, the number behind the last) for keys side by side.
 template <typename E, typename F>
@@ -262,6 +275,7 @@ static void attend(float* query, const E* keys, const E* values, const Stretch& 
       *score = -INFINITY;
       if (seen && !seen[j]) continue;
       *score = dot(query, key, width, kind) * scale;
+      if (s.key_scales) *score *= scale_of(s, s.key_scales, j);
       if (bias) *score += bias[j];
       largest = *score > largest ? *score : largest;
     }
@@ -269,6 +283,8 @@ static void attend(float* query, const E* keys, const E* values, const Stretch& 
   if (largest == -INFINITY) largest = 0.0f;
   for (int64_t j = 0; j < count; j++) scores[j] = exponential(scores[j] - largest);
   const float total = sum_of(count, [=](int64_t j) { return scores[j]; });
+  if (s.value_scales)
+    for (int64_t j = 0; j < count; j++) scores[j] *= scale_of(s, s.value_scales, s.first + j);
   int64_t h = 0;
   for (; h + 64 <= width; h += 64) mix_columns<4>(scores, values + h, s, query + h);
   for (; h + 16 <= width; h += 16) mix_columns<1>(scores, values + h, s, query + h);

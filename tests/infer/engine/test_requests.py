@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from bmforge.infer import (
     RequestsConfig,
     generate,
 )
-from bmforge.infer.engine import Completion
+from bmforge.infer.engine import Completion, native_step
 from bmforge.infer.engine.native_step import load_step
 from bmforge.infer.engine.packed_step import PackedStep
 from bmforge.models import (
@@ -155,6 +156,28 @@ def test_the_same_bits_beside_others(kind: str, scheme: str) -> None:
             for _ in range(2 if number == 0 else 1):  # the second time prefixes are there
                 found = [say(answers) for answers in ask(engine, requests)]
                 assert found == singly, setting
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_pages_of_other_kinds(monkeypatch: pytest.MonkeyPatch, dtype: Any, is_native: bool) -> None:
+    """Smaller pages: the same bits beside others, and near what the model's own kind gives."""
+    if not is_native:
+        monkeypatch.setattr(native_step, "load_step", lambda: None)
+    requests = [Request(prompt, greedy(max_new_tokens=1)) for prompt in PROMPTS]
+    found = []
+    for page_dtype in ("fp32", dtype):
+        with opened(make("window"), page_dtype=page_dtype, keeps_prefixes=False) as engine:
+            singly = [say(engine.submit(request).wait(60)) for request in requests]
+        with opened(make("window"), page_dtype=page_dtype, step_tokens=23) as engine:
+            for _ in range(2):
+                assert [say(answers) for answers in ask(engine, requests)] == singly
+        found.append([one[0][1][0].logprob for one in singly])
+    off = {"bf16": 6e-3, "fp16": 1e-3, "int8": 2e-2}[dtype]
+    assert found[0] == pytest.approx(found[1], abs=off)
+    assert found[0] != found[1]
+    with pytest.raises(ConfigError, match="page_dtype='fp64'"):
+        RequestsConfig(page_dtype="fp64")  # type: ignore[arg-type]
 
 
 def test_a_prefix_is_computed_once() -> None:
@@ -308,6 +331,8 @@ def test_bad_input_is_refused_before_anything_runs() -> None:
         ([1], {"num_beams": 2, "stop_strings": ("a",)}, "token by token"),
         ([1], {"do_sample": True, "num_return_sequences": 17}, "max_running=16"),
         ([1], {"min_new_tokens": 3}, "min_new_tokens=3 has no effect"),
+        ([1], {"logit_bias": {97: 1.0}}, "name id 97"),
+        ([1], {"bad_words_ids": ((3, 200),)}, "name id 200"),
     ]
     with opened(model) as engine:
         for prompt, options, match in bad:
@@ -458,3 +483,44 @@ def test_texts_that_have_a_form_of_their_own() -> None:
                 assert texts[0] == texts[1]
                 assert want.endswith(texts[0])
                 assert texts[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_flood_leaves_nothing_behind(kind: str) -> None:
+    """Hundreds of requests, many cancelled or late: others' bits are the same, pages all free."""
+    model, before = make(kind), threading.active_count()
+    want = {}
+    with opened(model, keeps_prefixes=False) as engine:
+        for number, prompt in enumerate(PROMPTS):
+            for seed in range(3):
+                asked = Request(prompt, drawn(seed, num_return_sequences=1 + seed))
+                want[number, seed] = say(engine.submit(asked).wait(60))
+    wrong: list[Any] = []
+    with opened(model, max_running=6, step_tokens=24, total_tokens=400, speculates=True) as engine:
+
+        def work(worker: int) -> None:
+            draw = random.Random(worker)
+            for _ in range(30):
+                number, seed = draw.randrange(len(PROMPTS)), draw.randrange(3)
+                options = drawn(seed, num_return_sequences=1 + seed)
+                late = draw.choice([None, None, 0.01])
+                handle = engine.submit(Request(PROMPTS[number], options, deadline_s=late))
+                if draw.random() < 0.3:
+                    next(iter(handle), None)
+                    handle.cancel()
+                for mine, theirs in zip(say(handle.wait(120)), want[number, seed], strict=True):
+                    whole = mine[2] == "length" and mine == theirs
+                    cut = mine[2] in ("cancelled", "deadline")
+                    if not whole and not (cut and mine[0] == theirs[0][: len(mine[0])]):
+                        wrong.append((number, seed, mine, theirs))
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        status = engine.requests_status()
+        assert (status.running, status.waiting, status.pages_used) == (0, 0, 0)
+    assert not wrong
+    assert threading.active_count() == before
