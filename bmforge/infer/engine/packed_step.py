@@ -18,7 +18,6 @@ from bmforge.infer.engine.native_step import NativeStep
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.infer.engine.pages import PAGE_TOKENS
 from bmforge.infer.engine.scheduler import Cut
-from bmforge.models.causal_lm import CausalLM
 from bmforge.models.stack import run_layers
 from bmforge.nn import LMHead, rope_table
 from bmforge.nn.part import beside_parts
@@ -40,10 +39,9 @@ _FEW_TOKENS = 16
 
 def can_pack(model: Any) -> bool:
     """Tell whether a model's sequences can stand in one row: they are told apart by attention."""
-    plain = isinstance(model, CausalLM) and model.traits.writes
-    if not plain or model.traits.reads != "left" or model.traits.objective != "next token":
-        return False
-    return model.traits.positions in ("learned", "rotary")
+    traits = model.traits
+    reads = traits.writes and (traits.reads, traits.objective) == ("left", "next token")
+    return reads and traits.positions in ("learned", "rotary")
 
 
 class PackedStep:
