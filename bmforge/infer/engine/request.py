@@ -192,7 +192,7 @@ class Handle:
         self._pieces: deque[Piece] = deque()
         self._whole: dict[int, Completion] = {}
         self._error: Exception | None = None
-        self._watch: Callable[[], None] | None = None
+        self._watch: Callable[[], object] | None = None
         self._is_cancelled = False
 
     @property
@@ -214,7 +214,7 @@ class Handle:
         """End it before the next step; its answers are what is there, with reason "cancelled"."""
         self._is_cancelled = True
 
-    def watch(self, call: Callable[[], None]) -> None:
+    def watch(self, call: Callable[[], object]) -> None:
         """Have `call` called, by the engine's thread, whenever there is something to `take`.
 
         It must return at once; what it raises ends the request.
