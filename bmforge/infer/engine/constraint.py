@@ -104,7 +104,7 @@ class Rules:
         # Where nothing ends a text, a token that no model writes stands for it.
         ends = list(self._ends) or [self._vocab_size]
         size = max(self._vocab_size, len(tokenizer), max(ends) + 1)
-        if isinstance(tokenizer, FastTokenizer):
+        if isinstance(tokenizer, FastTokenizer) and max(ends) < len(tokenizer):
             return guide.LLTokenizer(tokenizer.definition, n_vocab=size, eos_token=ends)
         if isinstance(tokenizer, CPM2Tokenizer) and tokenizer.implies_spaces:
             raise ConfigError(
