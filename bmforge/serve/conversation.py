@@ -96,9 +96,11 @@ class Prompter:
         except BmforgeError as error:
             raise RequestError(str(error), "messages", code="invalid_value") from error
         mark = mark.strip() or mark
-        ends = tuple(find_ends(model, tokenizer, mark))
         is_token = len(tokenizer.encode(mark)) == 1 if mark else True
         apart = model.traits.reads == "apart"
+        # As `decode_answer` reads an answer: what a decoder pads with is no part of one.
+        padding = [tokenizer.pad_id] if apart and tokenizer.pad_id is not None else []
+        ends = tuple(dict.fromkeys([*find_ends(model, tokenizer, mark), *padding]))
         begins = model.traits.answer_sentinel.format(0) if apart else ""
         return Prompt(ids, ends, () if is_token or apart else (mark,), begins)
 

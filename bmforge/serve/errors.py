@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ class RequestError(HTTPException):
 
 def overloaded(message: str, retry_after_s: float, status: int = 503) -> RequestError:
     """Return the error of a request that may come again later."""
-    headers = {"retry-after": str(max(1, round(retry_after_s)))}
+    headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     code = "rate_limit_exceeded" if status == 429 else "overloaded"
     return RequestError(message, status=status, code=code, headers=headers)
 

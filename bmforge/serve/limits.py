@@ -13,6 +13,7 @@ __all__ = ["Admission", "check_at_most"]
 
 _RETRY_S = 2.0
 _MINUTE_S = 60.0
+_ROUNDING = 1e-9
 
 
 class Admission:
@@ -58,7 +59,7 @@ class Admission:
     @property
     def has_room(self) -> bool:
         """Whether another request would be let in."""
-        return self.count < self._config.max_requests
+        return not self.is_closing and self.count < self._config.max_requests
 
     def _check(self, key: str, count: int) -> None:
         config = self._config
@@ -79,7 +80,7 @@ class Admission:
         most, now = self._config.max_rate_per_min, self._clock()
         left, since = self._left.get(key, (float(most), now))
         left = min(float(most), left + (now - since) * most / _MINUTE_S)
-        if left < 1:
+        if left < 1 - _ROUNDING:
             raise overloaded(
                 f"more than {most} requests of this key in a minute",
                 (1 - left) * _MINUTE_S / most,

@@ -105,6 +105,21 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
+async def check_engine(serving: Serving) -> None:
+    """Tell an engine that refuses one request from one that takes none any more.
+
+    Raises:
+        RequestError: 503, it was closed or has failed.
+    """
+    try:
+        await run_in_threadpool(serving.engine.call, lambda: None)
+    except BmforgeError as error:
+        serving.is_failed = True
+        raise RequestError(
+            "the engine was closed, or has failed", status=503, code="engine_failed"
+        ) from error
+
+
 async def start(serving: Serving, requests: Sequence[EngineRequest]) -> LiveRequest:
     """Give requests to the engine.
 
@@ -118,6 +133,7 @@ async def start(serving: Serving, requests: Sequence[EngineRequest]) -> LiveRequ
     except BmforgeError as error:
         for handle in handles:
             handle.cancel()
+        await check_engine(serving)
         raise RequestError(str(error), code="invalid_value") from error
     live = LiveRequest(handles, serving.config.max_unread_bytes)
     serving.live.add(live)

@@ -56,6 +56,9 @@ class Serving:
         keys: who may ask.
         directory: of the model, where its chat template is.
         embedder: a second model, that embeds.
+
+    Attributes:
+        is_failed: the engine takes nothing any more.
     """
 
     main: Served
@@ -66,6 +69,7 @@ class Serving:
     live: LiveRequests = field(default_factory=LiveRequests)
     metrics: Metrics = field(default_factory=Metrics)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_failed: bool = False
     began: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -49,7 +49,7 @@ async def health() -> Response:
 async def ready(request: Request) -> Response:
     """Say whether new requests are taken."""
     serving = serving_of(request)
-    is_ready = not serving.admission.is_closing and serving.admission.has_room
+    is_ready = serving.admission.has_room and not serving.is_failed
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 

@@ -95,11 +95,12 @@ def start(engine: Engine, model_directory: Path) -> Start:
         keys: str = "",
         send_buffer: int = 0,
         other: Any = None,
+        place: Path | None = None,
         embedder: Any = None,
         **limits: Any,
     ) -> Iterator[Running]:
         config = ServeConfig(**{"port": 0, "grace_s": 5.0, "log_requests": False, **limits})
-        place = None if other else model_directory
+        place = place if other else model_directory
         given = load_keys(config, {"BMFORGE_API_KEYS": keys})
         app = create_app(other or engine, config, directory=place, keys=given, embedder=embedder)
         listener = bind_address(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmforge.serve.errors import RequestError
@@ -45,6 +45,7 @@ def test_at_once() -> None:
     assert "stopping" in refusal(admission, "a").message
 
 
+@settings(max_examples=30)
 @given(st.lists(st.floats(0, 30), max_size=200), st.integers(1, 20))
 def test_in_a_minute(waits: list[float], most: int) -> None:
     """No stretch of a minute has more than twice what is allowed, and waiting always helps."""

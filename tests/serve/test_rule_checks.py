@@ -57,6 +57,7 @@ def test_rules_that_cannot(rule: Constraint, problem: str) -> None:
     assert caught.value.status_code == 400
 
 
+@pytest.mark.long
 def test_a_rule_that_takes_too_much_is_stopped() -> None:
     rule = Constraint.json_schema(HEAVY)
     with pytest.raises(RequestError, match="cannot be kept: compiling it takes"):

@@ -23,6 +23,8 @@ PLAIN: dict[str, Any] = {
     "temperature": 0, "stop": ["x"], "n": 1, "logit_bias": {"7": 1}, "top_p": 0.5,
     "response_format": {"type": "text"}, "stream": False,
 }  # fmt: skip
+REFERENCE = {"model": "tiny", "prompt": "天气", "max_tokens": 24, "temperature": 0}
+WHOLE = message({**REFERENCE, "stream": True})
 VALUES: list[Any] = [
     None, True, -1, 0, 10**30, 1e308, "", "a" * 3000, [], {}, [[]], {"a": {}}, "\x00", [None], -0.0,
     {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}},
@@ -101,50 +103,44 @@ class State:
         self.is_idle = found["running"] == found["waiting"] == 0
 
 
+def everything(port: int, draw: random.Random, requests: int, cuts: int) -> dict[int, int]:
+    """All that may be done to a server; return how many hostile requests had which status."""
+    with ThreadPoolExecutor(8) as pool:
+        spoilt = [spoil(draw) for _ in range(requests)]
+        found = [*pool.map(lambda data: send_one(port, data), spoilt)]
+        places = [draw.randrange(len(WHOLE) + 1) for _ in range(cuts)]
+        assert set(pool.map(lambda place: cut_off(port, WHOLE[:place]), places)) == {True}
+    assert flood(port, 160) <= {200, 429, 503}
+    half = [connect(port) for _ in range(200)]
+    for number, connection in enumerate(half):
+        connection.sendall(WHOLE[: number % (len(WHOLE) - 1)])
+    readers = [connect(port, 2048) for _ in range(50)]
+    for connection in readers:
+        connection.sendall(message(endless(stream=True, logprobs=5)))
+    for connection in half:
+        read_all(connection)
+    for connection in (*half, *readers):
+        connection.close()
+    return {status: found.count(status) for status in set(found)}
+
+
 def test_floods(model_directory: Path, tmp_path: Path) -> None:
+    """After a first round, which makes what is made once, nothing grows; others' answers hold."""
     limits = ["--receive-s", "2", "--send-s", "2", "--max-unread-bytes", "600", "--no-log-requests"]
     limits += ["--max-rate-per-min", "10000000", "--max-requests", "16"]
     limits += ["--max-requests-per-key", "16"]
-    reference = {"model": "tiny", "prompt": "天气", "max_tokens": 24, "temperature": 0}
     with served(model_directory, tmp_path / "log", *limits) as (process, port):
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        alone = post(port, reference)["choices"]
+        alone = post(port, REFERENCE)["choices"]
         draw = random.Random(21)
-
-        def hostile(count: int) -> dict[int, int]:
-            with ThreadPoolExecutor(8) as pool:
-                found = [
-                    *pool.map(
-                        lambda data: send_one(port, data), [spoil(draw) for _ in range(count)]
-                    )
-                ]
-            return {status: found.count(status) for status in set(found)}
-
-        hostile(1000)  # what is made once is made
-        flood(port, 160)
+        everything(port, draw, 1000, 100)
         assert until(lambda: State(process, port).is_idle)
         before = State(process, port)
-        statuses = hostile(10_000)
+        statuses = everything(port, draw, 10_000, 1000)
         assert set(statuses) <= REFUSED | {0, 200}, statuses
         assert statuses[400] > 5000
-        whole = message({**reference, "stream": True})
-        with ThreadPoolExecutor(8) as pool:
-            cuts = [draw.randrange(len(whole) + 1) for _ in range(1000)]
-            found = set(pool.map(lambda cut: cut_off(port, whole[:cut]), cuts))
-        assert found == {True}
-        assert flood(port, 160) <= {200, 429, 503}
-        half = [connect(port) for _ in range(200)]
-        for number, connection in enumerate(half):
-            connection.sendall(whole[: number % (len(whole) - 1)])
-        readers = [connect(port, 2048) for _ in range(50)]
-        for connection in readers:
-            connection.sendall(message(endless(stream=True, logprobs=5)))
-        for connection in half:
-            read_all(connection)
         assert until(lambda: State(process, port).is_idle)
-        for connection in (*half, *readers):
-            connection.close()
-        assert post(port, reference)["choices"] == alone
+        assert post(port, REFERENCE)["choices"] == alone
         assert until(lambda: State(process, port).files <= before.files)
         after = State(process, port)
         assert after.pages == before.pages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -76,3 +77,22 @@ def test_an_idle_engine_sleeps_and_wakes(start: Any, model_directory: Path) -> N
         assert not sleeper.doze()
         now[0] = 1061
         assert sleeper.doze()
+
+
+def test_an_engine_that_was_closed_is_said(start: Any, model_directory: Path) -> None:
+    """Whoever waits gets an error, and the server is not ready any more."""
+    engine = Engine(model_directory, config=EngineConfig(max_tokens=1024))
+    with start(other=engine, name="tiny") as server, client_of(server) as client:
+        assert client.get("/../ready", cast_to=httpx.Response).status_code == 200
+        bias: dict[str, Any] = {"logit_bias": {"70": 100}, "temperature": 0}
+        stream = client.completions.create(
+            model="tiny", prompt="a", max_tokens=900, stream=True, **bias
+        )
+        next(iter(stream))
+        engine.close()
+        with pytest.raises(openai.APIError, match="cannot go on"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="closed, or has failed"):
+            client.completions.create(model="tiny", prompt="a")
+        with pytest.raises(openai.InternalServerError):
+            client.get("/../ready", cast_to=httpx.Response)

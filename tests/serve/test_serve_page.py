@@ -74,7 +74,7 @@ def test_a_chat(browser: Any, start: Any, engine: Engine) -> None:
         words.locator("pre").wait_for()
         page.locator("#chat-stop").wait_for(state="hidden")
         text = words.text_content()
-        assert text == HOSTILE.replace("```python\n", "").replace("```", "")
+        assert text == HOSTILE.replace("```python\n", "").replace("```\n", "")
         assert page.locator("li img, li b, li script").count() == 0
         assert page.locator("li.user .words").text_content() == "天气怎么样？"
         visit.shoot("chat")

@@ -55,6 +55,7 @@ def ask(port: int, path: str, body: Any = None, key: str = KEY) -> Any:
         return answer.read().decode()
 
 
+@pytest.mark.long
 def test_a_server_gives_what_runs_its_time_and_ends(model_directory: Path, tmp_path: Path) -> None:
     """Status 0; neither keys nor words in the log; nothing is left behind."""
     log, places = tmp_path / "log", tmp_path / "temporary"

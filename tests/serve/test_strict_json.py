@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmforge.serve.errors import RequestError
@@ -23,6 +23,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(VALUES, st.booleans())
 def test_values_come_through(value: object, escaped: bool) -> None:
     assert parse_json(json.dumps(value, ensure_ascii=escaped).encode(), CONFIG) == value
@@ -73,6 +74,7 @@ def test_brackets_in_texts_do_not_count() -> None:
     assert parse_json(json.dumps([text]).encode(), CONFIG) == [text]
 
 
+@settings(max_examples=30)
 @given(VALUES)
 def test_depth(value: object) -> None:
     def depth(one: object) -> int:

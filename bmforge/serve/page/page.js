@@ -34,7 +34,8 @@ function tell(problem) {
 // What was written, with blocks between ``` marks as code.
 function show(place, text) {
   const parts = text.split("```").map((part, number) => {
-    if (number % 2 === 0) return document.createTextNode(part);
+    const plain = number ? part.replace(/^\n/, "") : part;
+    if (number % 2 === 0) return document.createTextNode(plain);
     return make("pre", { textContent: part.replace(/^[\w+-]*\n/, "") });
   });
   place.replaceChildren(...parts);
@@ -207,14 +208,16 @@ function size(bytes) {
 
 function showMemory() {
   const used = server.parts.reduce((sum, [, bytes]) => sum + bytes, 0);
-  const all = [...server.parts.map(([name, bytes], n) => [name, bytes, `p${n}`]),
-    ["free", Math.max(0, server.budget_bytes - used), "free"]];
-  at("bar").replaceChildren(...all.map(([name, bytes, kind]) => {
+  const all = server.parts.map(([name, bytes], n) => [name, bytes, `p${n}`]);
+  const free = ["free", Math.max(0, server.budget_bytes - used), "free"];
+  // Beside a whole machine that is free nothing else could be seen.
+  const barred = used * 8 < server.budget_bytes ? all : [...all, free];
+  at("bar").replaceChildren(...barred.map(([name, bytes, kind]) => {
     const part = make("span", { className: kind, title: `${say(name)}: ${size(bytes)}` });
     part.style.flex = `${bytes} 1 0`;
     return part;
   }));
-  at("parts").replaceChildren(...all.map(([name, bytes, kind]) => make("tr", {},
+  at("parts").replaceChildren(...[...all, free].filter(([, bytes]) => bytes).map(([name, bytes, kind]) => make("tr", {},
     make("td", {}, make("i", { className: kind }), say(name)),
     make("td", { textContent: size(bytes) }))));
   at("busy").textContent = say("busy", server);
