@@ -38,6 +38,7 @@ SIZES: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 768, "intermediate_size": 2048, "num_heads": 12, "num_layers": 12},
 }
 LONG = 4096
+THREADS = 2  # of either side
 
 
 def options(tokens: int) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class Server:
     def __init__(self, folder: str) -> None:
         command = [sys.executable, "-m", "bmforge", "serve", folder, "--port", "0", "--name", "m"]
         command += ["--context", str(2 * LONG), "--no-log-requests"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(THREADS)}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -150,10 +151,12 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = str(write_model(Path(place) / "model", **SIZES[given.size]))
-        print(header(" ".join(["python", *sys.argv]), 2, ("torch", "fastapi", "uvicorn")), "\n")
+        print(
+            header(" ".join(["python", *sys.argv]), THREADS, ("torch", "fastapi", "uvicorn")), "\n"
+        )
         contenders = {
-            "engine": Contender(build_engine, 2, folder, given.clients, given.tokens),
-            "server": Contender(build_server, 2, folder, given.clients, given.tokens),
+            "engine": Contender(build_engine, THREADS, folder, given.clients, given.tokens),
+            "server": Contender(build_server, THREADS, folder, given.clients, given.tokens),
         }
         for contender in contenders.values():
             assert contender.step().loss == given.clients * given.tokens
