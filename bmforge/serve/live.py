@@ -43,7 +43,11 @@ class LiveRequest:
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number, handle in enumerate(handles):
-            handle.watch(partial(loop.call_soon_threadsafe, self._fetch, number))
+            handle.watch(partial(self._wake, loop, number))
+
+    def _wake(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        """Have the event loop look; the engine's thread calls this."""
+        loop.call_soon_threadsafe(self._fetch, number)
 
     def _fetch(self, number: int) -> None:
         """Take what the engine has written at once, so that all that is waiting is counted."""
