@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from bmforge.compress.statistics import Hessian
 from bmforge.device import wide_dtype
-from bmforge.errors import ConfigError
 
 __all__ = ["Settler", "settle_columns"]
 
@@ -63,7 +61,7 @@ def settle_columns(
     """
     wide = wide_dtype(matrix.dtype)
     values = matrix.to(wide, copy=True)
-    factor = _inverse_factor(hessian, damp, wide, name)
+    factor = hessian.inverse_factor(damp, name).to(wide)
     columns = values.shape[1]
     for first in range(0, columns, block_columns):
         last = min(first + block_columns, columns)
@@ -78,22 +76,3 @@ def settle_columns(
             errors[:, place] = error
         values[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)
     return values
-
-
-def _inverse_factor(hessian: Hessian, damp: float, dtype: torch.dtype, name: str) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of the damped Hessian."""
-    assert hessian.products is not None
-    damped = hessian.products.to(dtype) / max(hessian.tokens, 1)
-    damped.diagonal().add_(damp * damped.diagonal().mean())
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    upper, is_positive = lower, not int(failed)
-    if is_positive:
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        is_positive = not int(failed) and bool(upper.isfinite().all())
-    if not is_positive:
-        raise ConfigError(
-            f"{name}: the Hessian of what goes in is not positive with damp={damp}, "
-            f"{hessian.tokens} tokens and {damped.shape[0]} columns. Give more texts, or raise "
-            "damp (0.1)."
-        )
-    return upper

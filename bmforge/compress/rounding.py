@@ -1,4 +1,7 @@
-"""Rounding matrices and activations as the runtime's storage does, staying floats."""
+"""Rounding matrices and activations as the runtime's storage does, staying floats.
+
+Where the runtime's kernels run they do it, with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.nn.packing import QuantSpec, quantize_groups
-from bmforge.nn.products import quantize_activations
+from bmforge.nn.packing import QuantSpec, quantize_groups, unpack_values
+from bmforge.nn.products import Kernels, dequantize, load_kernels, pack_weights
+from bmforge.nn.products import quantize_activations as quantize_plain
 
-__all__ = ["round_activations", "round_matrix", "round_weight"]
+__all__ = [
+    "quantize_activations",
+    "quantize_rows",
+    "round_activations",
+    "round_matrix",
+    "round_weight",
+]
+
+
+def _kernels_for(tensor: Tensor) -> Kernels | None:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    return load_kernels() if plain and tensor.is_cpu else None
 
 
 def round_matrix(matrix: Tensor, spec: QuantSpec) -> Tensor:
@@ -19,8 +34,10 @@ def round_matrix(matrix: Tensor, spec: QuantSpec) -> Tensor:
     Shape:
         matrix: (rows, columns); returns the same
     """
-    found = quantize_groups(matrix, spec)
     rows, columns = matrix.shape
+    if spec.symmetric and _kernels_for(matrix) is not None:
+        return dequantize(pack_weights(matrix, spec), rows, spec).to(matrix.dtype)
+    found = quantize_groups(matrix, spec)
     values = found.values.view(rows, -1, spec.group_of(columns)).float()
     values *= found.scales.float()[..., None]
     if found.minima is not None:
@@ -28,9 +45,38 @@ def round_matrix(matrix: Tensor, spec: QuantSpec) -> Tensor:
     return values.view(rows, columns).to(matrix.dtype)
 
 
+def quantize_rows(matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Return the integers of a matrix whose rows have one scale each, and these scales.
+
+    Shape:
+        matrix: (rows, columns); returns (rows, columns) int8 and (rows,) fp32
+    """
+    if _kernels_for(matrix) is None:
+        found = quantize_groups(matrix, spec)
+        return found.values, found.scales[:, 0].float()
+    packed, rows = pack_weights(matrix, spec), matrix.shape[0]
+    scales = packed.scales.transpose(1, 2).flatten(0, 1)[:rows, 0]
+    return unpack_values(packed.packed, spec)[:rows], scales.float()
+
+
+def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return integers and scales of activations by groups of columns, in the runtime's bits.
+
+    Shape:
+        x: (T, columns); returns (T, columns) int8 and (T, groups) fp32
+    """
+    wide = x.float()
+    kernels = _kernels_for(wide)
+    if kernels is None:
+        return quantize_plain(wide, group)
+    values, scales, _ = kernels.quantize(wide.contiguous(), group)
+    return values, scales
+
+
 class _RoundWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, spec: QuantSpec, is_turned: bool) -> Tensor:
+        weight = weight.detach()
         if weight.dim() == 3:
             return round_matrix(weight.flatten(0, 1), spec).view(weight.shape)
         return round_matrix(weight.t(), spec).t() if is_turned else round_matrix(weight, spec)
@@ -43,8 +89,8 @@ class _RoundWeight(torch.autograd.Function):
 class _RoundActivations(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
-        values, scales = quantize_activations(x.reshape(-1, x.shape[-1]).float(), group)
-        rounded = values.unflatten(-1, (-1, group)).float() * scales[..., None]
+        values, scales = quantize_activations(x.detach().reshape(-1, x.shape[-1]), group)
+        rounded = values.unflatten(-1, (-1, group)) * scales[..., None]
         return rounded.view(x.shape).to(x.dtype)
 
     @staticmethod

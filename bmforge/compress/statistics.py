@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bmforge.device import wide_dtype
+from bmforge.errors import ConfigError
 
 __all__ = ["Hessian", "InputNorms", "InputSizes"]
 
@@ -73,6 +74,7 @@ class Hessian:
     def __init__(self) -> None:
         self.products: Tensor | None = None
         self.tokens = 0
+        self._factor: Tensor | None = None
 
     def add(self, x: Tensor) -> None:
         """Count inputs."""
@@ -82,3 +84,36 @@ class Hessian:
         else:
             self.products.addmm_(wide.t(), wide)
         self.tokens += x.shape[0]
+
+    def inverse_factor(self, damp: float, name: str) -> Tensor:
+        """Return the upper Cholesky factor of the inverse of the damped Hessian.
+
+        It takes the place of the products, and is made once for all matrices with these inputs.
+
+        Args:
+            damp: share of the mean of the diagonal that is added to it.
+            name: of the matrix, for messages.
+
+        Raises:
+            ConfigError: it is not positive.
+        """
+        if self._factor is not None:
+            return self._factor
+        assert self.products is not None
+        damped, self.products = self.products.div_(max(self.tokens, 1)), None
+        damped.diagonal().add_(damp * damped.diagonal().mean())
+        columns = damped.shape[0]
+        found, failed = torch.linalg.cholesky_ex(damped)
+        del damped
+        is_positive = not int(failed)
+        if is_positive:
+            found = torch.cholesky_inverse(found)
+            found, failed = torch.linalg.cholesky_ex(found, upper=True)
+            is_positive = not int(failed) and bool(found.isfinite().all())
+        if not is_positive:
+            raise ConfigError(
+                f"{name}: the Hessian of what goes in is not positive with damp={damp}, "
+                f"{self.tokens} tokens and {columns} columns. Give more texts, or raise damp (0.1)."
+            )
+        self._factor = found
+        return found

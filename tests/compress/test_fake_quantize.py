@@ -12,10 +12,16 @@ import torch.nn.functional as F
 from small_models import gpt2, hf_gpt2, llama, logits, mixtral, texts
 from torch import Tensor
 
+from bmforge.compress import rounding
 from bmforge.compress.matrices import find_matrices
 from bmforge.compress.quantize import FakeQuantize, QuantizeConfig, int8_linear
 from bmforge.compress.quantize.int8_product import multiply_int8
-from bmforge.compress.rounding import round_activations, round_matrix, round_weight
+from bmforge.compress.rounding import (
+    quantize_rows,
+    round_activations,
+    round_matrix,
+    round_weight,
+)
 from bmforge.errors import ConfigError
 from bmforge.models.pack import quantize_
 from bmforge.nn.packing import PRESETS, QuantSpec, quantize_groups
@@ -224,3 +230,18 @@ def test_after_training_alone() -> None:
         model.layers["0"].attn.q_proj.dense(torch.float32),
         round_matrix(llama().layers["0"].attn.q_proj.weight.detach(), PRESETS["int8"]),
     )
+
+
+def test_kernels_and_torch_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler and without: the same bits of weights, activations and products."""
+    weight, x = randn(37, 96), randn(9, 96, seed=1)
+
+    def everything() -> list[Tensor]:
+        found = [round_matrix(weight, spec) for spec in SPECS.values() if spec.fits(96)]
+        found += [round_activations(x, group) for group in (32, 96)]
+        return [*found, *quantize_rows(weight, PRESETS["int8-dynamic"]), int8_linear(x, weight)]
+
+    first = everything()
+    monkeypatch.setattr(rounding, "load_kernels", lambda: None)
+    for a, b in zip(first, everything(), strict=True):
+        assert torch.equal(a, b)

@@ -32,7 +32,7 @@ def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any
 
     def visit(run: BlockRun) -> None:
         for matrix in run.matrices:
-            values, found = matrix.read(), run.statistics.get(matrix.name)
+            values, found = matrix.read(), run.statistics.pop(matrix.name, None)
             if config.method == "wanda" or found is None:
                 scores = values.abs() * (1 if found is None else found.norms)
                 new = values.masked_fill(~mask_matrix(scores, config, config.sparsity), 0)

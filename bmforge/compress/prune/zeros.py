@@ -41,7 +41,7 @@ class _KeepZeros(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (weight,) = ctx.saved_tensors
-        return grads[0].masked_fill(weight == 0, 0)
+        return torch.where(weight == 0, 0, grads[0])
 
 
 def keep_zeros(weight: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def quantize_gptq_(
     def visit(run: BlockRun) -> None:
         integers = {}
         for matrix in run.matrices:
-            found, spec = run.statistics.get(matrix.name), specs[matrix.owner]
+            found, spec = run.statistics.pop(matrix.name, None), specs[matrix.owner]
             if not _has_enough(matrix, found):
                 integers[matrix.name] = quantize_groups(matrix.read(), spec)
                 continue
@@ -59,7 +59,6 @@ def quantize_gptq_(
                 block_columns=config.block_columns,
                 name=matrix.name,
             )
-        run.statistics.clear()
         store_block_(model, run.matrices, specs, integers)
 
     calibrate_blocks(

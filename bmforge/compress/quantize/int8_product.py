@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmforge.nn.packing import QuantSpec, quantize_groups
-from bmforge.nn.products import quantize_activations
+from bmforge.compress.rounding import quantize_activations, quantize_rows
+from bmforge.nn.packing import QuantSpec
 
 __all__ = ["int8_linear", "multiply_int8"]
 
@@ -43,12 +43,11 @@ def multiply_int8(left: Tensor, right: Tensor) -> Tensor:
 class _Int8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, in_both: bool) -> Tensor:
-        rows = quantize_groups(weight, _ROWS)
-        tokens, token_scales = quantize_activations(x.float(), x.shape[1])
-        row_scales = rows.scales[:, 0]
-        ctx.save_for_backward(tokens, token_scales, rows.values, row_scales)
+        rows, row_scales = quantize_rows(weight.detach(), _ROWS)
+        tokens, token_scales = quantize_activations(x.detach(), x.shape[1])
+        ctx.save_for_backward(tokens, token_scales, rows, row_scales)
         ctx.in_both, ctx.dtypes = in_both, (x.dtype, weight.dtype)
-        sums = multiply_int8(tokens, rows.values.t()).float()
+        sums = multiply_int8(tokens, rows.t()).float()
         return (sums * (token_scales * row_scales)).to(x.dtype)
 
     @staticmethod
@@ -70,7 +69,7 @@ def _multiply_floats(left: Tensor, right: Tensor) -> Tensor:
 
 def _multiply_rounded(left: Tensor, right: Tensor) -> Tensor:
     """Round the rows of what goes in, and multiply integers."""
-    values, scales = quantize_activations(left.contiguous(), left.shape[1])
+    values, scales = quantize_activations(left, left.shape[1])
     return multiply_int8(values, right).float() * scales
 
 
