@@ -65,7 +65,7 @@ class BlockRun:
         name: of the block in the model.
         block: it.
         matrices: those in it that are asked for.
-        statistics: name of a matrix -> what was gathered of its inputs; experts that no
+        statistics: name of a matrix -> what was gathered of its inputs; those that no
             text has reached have none.
         calls: how it is called.
         inputs: hidden states that go in.
@@ -255,11 +255,8 @@ def _gather_in(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str
         for _ in run.run():
             seen.clear()
     given = {m.name: found[at] for m in run.matrices if (at := shared.get(m.name, m.name)) in found}
-    idle = [m.name for m in run.matrices if m.name not in given and m.index is None]
-    if idle:
-        raise ConfigError(
-            f"no text came to {', '.join(idle[:3])}: give more batches, or leave it out of `where`."
-        )
+    if not given:
+        raise ConfigError(f"no text came to {run.name}: leave it out of `where`.")
     return given
 
 

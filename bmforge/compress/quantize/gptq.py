@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks
 from bmforge.compress.columns import settle_columns
-from bmforge.compress.matrices import Matrix
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.place import remember_, store_block_
 from bmforge.compress.statistics import Hessian
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
 from bmforge.nn.packing import Integers, QuantSpec, quantize_groups
 
 __all__ = ["quantize_gptq_", "round_gptq"]
@@ -45,10 +45,11 @@ def quantize_gptq_(
     """
 
     def visit(run: BlockRun) -> None:
+        _check_tokens(run)
         integers = {}
         for matrix in run.matrices:
             found, spec = run.statistics.pop(matrix.name, None), specs[matrix.owner]
-            if not _has_enough(matrix, found):
+            if found is None or found.tokens < matrix.read().shape[1]:
                 integers[matrix.name] = quantize_groups(matrix.read(), spec)
                 continue
             integers[matrix.name] = round_gptq(
@@ -67,19 +68,26 @@ def quantize_gptq_(
     remember_(model, specs)
 
 
-def _has_enough(matrix: Matrix, found: Hessian | None) -> bool:
-    """Tell whether enough texts came to a matrix; an expert that got few is only rounded.
+def _check_tokens(run: BlockRun) -> None:
+    """Say which matrices got too few texts, and are only rounded: experts, say, of rare tokens.
 
     Raises:
-        ConfigError: another matrix got too few.
+        ConfigError: all have.
     """
-    columns, tokens = matrix.read().shape[1], 0 if found is None else found.tokens
-    if tokens < columns and matrix.index is None:
+    needs = {m.name: m.read().shape[1] for m in run.matrices}
+    got = {n: run.statistics[n].tokens if n in run.statistics else 0 for n in needs}
+    few = [n for n in needs if got[n] < needs[n]]
+    plain = [m.name for m in run.matrices if m.index is None] or list(needs)
+    if few and set(plain) <= set(few):
         raise ConfigError(
-            f"{tokens} tokens came to {matrix.name}, which has {columns} columns: gptq needs at "
-            "least as many tokens as columns. Give more or longer batches."
+            f"{got[few[0]]} tokens came to {few[0]}, which has {needs[few[0]]} columns: gptq needs "
+            "at least as many tokens as columns. Give more or longer batches."
         )
-    return tokens >= columns
+    if few:
+        get_logger().warning(
+            "fewer tokens than columns came to %s%s: only rounded; give more texts",
+            *(", ".join(few[:3]), f" and {len(few) - 3} more" if len(few) > 3 else ""),
+        )
 
 
 class _Round:

@@ -46,7 +46,9 @@ def quantize_scaled_(
 
     def visit(run: BlockRun) -> None:
         for fold in find_folds(run):
-            found: InputSizes = run.statistics[fold.targets[0].name]
+            found: InputSizes | None = run.statistics.get(fold.targets[0].name)
+            if found is None:
+                continue
             if config.method == "smooth":
                 scales = smooth_scales(fold, found, config.strength)
             else:
