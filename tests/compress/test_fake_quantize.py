@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bmforge.compress import rounding
 from bmforge.compress.matrices import find_matrices
+from bmforge.compress.prune import PruneConfig, Zeros
 from bmforge.compress.quantize import FakeQuantize, QuantizeConfig, int8_linear
 from bmforge.compress.quantize.int8_product import multiply_int8
 from bmforge.compress.rounding import (
@@ -245,3 +246,23 @@ def test_kernels_and_torch_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "load_kernels", lambda: None)
     for a, b in zip(first, everything(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("training", "scheme"), [("fake", "int4"), ("int8", "int8-dynamic")])
+def test_zeros_and_integers_together(training: Any, scheme: str) -> None:
+    """Trained with both, in either order of attaching: the zeros are zeros in the packed model."""
+    for first in (0, 1):
+        model = llama()
+        zeros = Zeros(PruneConfig(pattern="2:4"))
+        integers = FakeQuantize(QuantizeConfig(scheme=scheme, training=training))
+        for method in (zeros, integers)[:: 1 - 2 * first]:
+            method.attach_(model)
+        gone = {m.name: m.read() == 0 for m in find_matrices(model)}
+        train(model)
+        assert zeros.finish_(model)["share"] == 0.5
+        integers.finish_(model)
+        for name, mask in gone.items():
+            assert torch.equal(model.get_submodule(name).dense(torch.float32)[mask].unique(), ZERO)
+
+
+ZERO = torch.zeros(1)
