@@ -54,7 +54,8 @@ def parts_of_corpus(path: str) -> Iterator[Part]:
         yield Part("data", folder.name, licence, documents, text_bytes, tokens, sources)
     for terms, counts in summary.terms.items():
         if terms != UNKNOWN:
-            yield Part("terms", folder.name, terms, *counts)
+            documents, text_bytes, tokens = counts
+            yield Part("terms", folder.name, terms, documents, text_bytes, tokens)
 
 
 def _counts(report: PrepareReport) -> tuple[int, int, int]:

@@ -21,7 +21,8 @@ _NAME = "report.html"
 _SHOWN = 3  # of each rule
 _MOST_SHOWN = 60
 _CHARACTERS = 300
-_LAST = ("private", "duplicate", "near_duplicate")  # across documents, or behind the rules
+# Across documents, or behind the rules.
+_LAST = ("private", "duplicate", "near_duplicate", "repeated_spans")
 _STYLE = """
 :root{color-scheme:light dark;--line:#8884;--part:#3b7dd8}
 body{font:15px/1.5 system-ui,"Noto Sans CJK SC","PingFang SC","Microsoft YaHei",sans-serif;margin:0}
@@ -30,6 +31,7 @@ h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}
 .tiles{display:flex;flex-wrap:wrap;gap:12px;margin:20px 0}
 .tiles div{border:1px solid var(--line);border-radius:8px;padding:8px 16px}
 .tiles b{display:block;font-size:20px}
+section{overflow-x:auto}
 table{border-collapse:collapse;width:100%}
 th,td{text-align:left;padding:4px 10px;border-bottom:1px solid var(--line);vertical-align:top}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
@@ -74,9 +76,9 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
                 ("Scripts · 文字", report.summary.scripts),
                 ("Licences · 许可", report.summary.licences),
                 ("Terms of sources · 来源条款", _known(report.summary.terms)),
-                ("Years · 年份", report.summary.years),
             )
         ),
+        _section("Years · 年份", _values(report.summary.years, by_name=True)),
         _section("Clusters of near duplicates · 近似重复簇", _clusters(report.summary)),
         _section("Changed by step · 各步修改", _changes(report.funnel)),
         _samples(out),
@@ -168,7 +170,7 @@ def _rules(funnel: Funnel) -> str:
 
 
 def _sources(summary: Summary) -> str:
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for source, outcomes in summary.sources.items():
         read = sum(counts[0] for counts in outcomes.values())
         kept = outcomes.get(KEPT, [0, 0])[0]
@@ -176,6 +178,7 @@ def _sources(summary: Summary) -> str:
         first = max(gone, key=lambda rule: (gone[rule], rule), default="")
         reason = f"{first} ({gone[first]:,})" if first else ""
         rows.append((source, read, kept, 100 * kept / max(read, 1), reason))
+    rows.sort(key=lambda row: (-int(str(row[1])), str(row[0])))
     heads = ("source · 来源", "read · 读入", "kept · 保留", "%", "most dropped by · 主要原因")
     return _table(heads, rows)
 
@@ -188,8 +191,8 @@ def _lengths(summary: Summary) -> str:
     return draw_bars(rows)
 
 
-def _values(table: dict[str, list[int]]) -> str:
-    by_count = sorted(table.items(), key=lambda item: (-item[1][0], item[0]))
+def _values(table: dict[str, list[int]], by_name: bool = False) -> str:
+    by_count = sorted(table.items(), key=lambda item: (0 if by_name else -item[1][0], item[0]))
     rows = [
         (
             value,
