@@ -82,9 +82,9 @@ def plan_shards(
 ) -> Plan:
     """Look at the inputs and cut them; None stands for Python's help topics.
 
-    A large file of lines is cut at their ends, packed or not, Parquet between groups of rows; small
-    files are put together. A file that is as an
-    earlier plan in `work` knew it, by size and time, is not read again.
+    A large file of lines is cut at their ends, packed or not, Parquet between groups of rows,
+    archives at members; small files are put together. A file that is as an earlier plan in `work`
+    knew it, by size and time, is not read again.
 
     Args:
         shard_bytes: about so many bytes of input per shard.
@@ -146,7 +146,7 @@ def _look_at(path: Path, shard_bytes: int, seen: dict[tuple[str, int, int], _Cut
         how, cutter = how_to_cut(path), LineCutter(shard_bytes)
         digest = _digest(path, cutter.feed if how == "lines" else None)
         parts = Parts(cutter.cuts(), status.st_size, status.st_size)
-        if how in ("packed", "rows") and status.st_size > shard_bytes // _PACKED_RATIO:
+        if how in ("packed", "rows", "members") and status.st_size > shard_bytes // _PACKED_RATIO:
             parts = find_parts(path, how, shard_bytes)
     except OSError as error:
         raise DataError(f"file {str(path)!r} cannot be read ({error}): check it") from error

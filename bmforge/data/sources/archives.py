@@ -43,7 +43,9 @@ def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
     except (zipfile.BadZipFile, OSError, ValueError) as error:
         raise DataError(f"file {str(where)!r} cannot be read as zip ({error})") from error
     for count, member in enumerate(archive.infolist()):
-        if member.is_dir():
+        if 0 <= where.end <= count:  # of a part
+            return
+        if member.is_dir() or count < where.line - 1:
             continue
         if count >= _MOST_MEMBERS:
             yield "", drop_member(where, "archive_members", count, _MOST_MEMBERS)
@@ -64,7 +66,9 @@ def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
     """Yield name and stream of each file of a tar archive; links are no files."""
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
-            for count, member in enumerate(archive):
+            for count, member in enumerate(archive, where.line - 1):
+                if 0 <= where.end <= member.offset:  # of a part
+                    return
                 if count >= _MOST_MEMBERS:
                     yield "", drop_member(where, "archive_members", count, _MOST_MEMBERS)
                     return

@@ -1,7 +1,7 @@
 """Where one large file may be cut, so that several shards share it, and how a part of it is read.
 
 Lines are cut at their ends; a packed file of lines at ends in what it unpacks to, of which every
-part unpacks what is before it; Parquet between its groups of rows.
+part unpacks what is before it; Parquet between its groups of rows; archives at their members.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding
-from bmforge.data.sources.kinds import kind_of
+from bmforge.data.sources.kinds import SOURCES, kind_of
 from bmforge.data.sources.lines import is_cut_by_bytes, read_jsonl
+from bmforge.data.sources.member_cuts import MEMBERS, find_members, read_members
 from bmforge.data.sources.packed import inner_name, packing_of, unpack
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.data.sources.tables import read_parquet
@@ -30,8 +31,9 @@ class Parts(NamedTuple):
     """How a file is cut.
 
     Attributes:
-        at: byte, as unpacked, or row; and number of the line or row that begins there.
-        units: bytes, as unpacked, or rows of the whole file.
+        at: byte, as unpacked, row, or place of a member; and number of the line, row or member
+            that begins there.
+        units: bytes, as unpacked, rows, or members of the whole file.
         size_bytes: of the whole file, as unpacked.
     """
 
@@ -41,7 +43,8 @@ class Parts(NamedTuple):
 
 
 def how_to_cut(path: Path) -> str:
-    """Return how a file may be cut: at ``"lines"``, as ``"packed"`` lines, at ``"rows"``, or ""."""
+    """Return how a file may be cut: at ``"lines"``, as ``"packed"`` lines, at ``"rows"``,
+    at ``"members"``, or ""."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         packing, kind = packing_of(head, path.name), kind_of(head, path.name)
@@ -49,6 +52,8 @@ def how_to_cut(path: Path) -> str:
             return "lines" if is_cut_by_bytes(head) else ""
         if kind == "parquet" and not packing:
             return "rows"
+        if kind in MEMBERS and packing in ("", SOURCES[kind].unpacks):
+            return "members"
         if kind != "jsonl":
             return ""
         file.seek(0)
@@ -88,11 +93,18 @@ class LineCutter:
 
 
 def find_parts(path: Path, how: str, every_bytes: int) -> Parts:
-    """Return the parts of a packed file of lines, 16 at most, or of Parquet.
+    """Return the parts of a packed file of lines, 16 at most, of Parquet, or of an archive.
 
     A file that is damaged is not cut: who reads it says what is wrong.
     """
+    if how == "members":
+        return Parts(*find_members(path, _kind(path), every_bytes))
     return _cut_packed(path, every_bytes) if how == "packed" else _cut_rows(path, every_bytes)
+
+
+def _kind(path: Path) -> str:
+    with path.open("rb") as file:
+        return kind_of(file.read(_HEAD_BYTES), path.name)
 
 
 def _cut_packed(path: Path, every_bytes: int) -> Parts:
@@ -136,10 +148,14 @@ def read_part(
     """Yield the entries of a part that does not begin at the file's beginning.
 
     Args:
-        begin, end: bytes of the lines, as unpacked, or rows.
-        line: number of the first line or row.
+        begin, end: bytes of the lines, as unpacked, rows, or places of members.
+        line: number of the first line, row or member.
     """
     how = how_to_cut(path)
+    if how == "members":
+        where = Where(str(path), "", end, line)
+        yield from read_members(stream, _kind(path), where, options, begin)
+        return
     if how == "rows":
         yield from read_parquet(stream, Where(str(path), "", end, line), options)
         return

@@ -17,7 +17,7 @@ from bmforge.data.sources.pdf import parse_pdf
 from bmforge.data.sources.record import ReadOptions, Record, Where, fail
 from bmforge.errors import DataError, MissingDependencyError
 
-__all__ = ["read_arc", "read_warc"]
+__all__ = ["list_records", "read_arc", "read_warc"]
 
 _LARGEST_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
@@ -27,15 +27,31 @@ _MEMBER = b"\x1f\x8b\x08"
 def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
     """Yield one entry per response, resource or conversion; a damaged one loses itself alone."""
     _import(where)
-    packed = stream.peek(3)[:3] == _MEMBER  # type: ignore[attr-defined]
-    parts = _members(stream) if packed else _plain_records(stream)
-    for number, (raw, error) in enumerate(parts, 1):
+    for number, (at, raw, error) in enumerate(_parts(stream), where.line):
+        if 0 <= where.end <= at:  # of a part
+            return
         if error:
             said = DataError(f"{where}, record {number}: {error}")
             yield fail(where.place(number), len(raw), said)
         elif _kind(raw) in ("response", "resource", "conversion"):
             parse = partial(_parse_record, raw, where, number, options)
             yield Record(where.place(number), len(raw), parse)
+
+
+def list_records(stream: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Yield where each record begins in the stream, and its length as unpacked."""
+    yield from ((at, len(raw)) for at, raw, _ in _parts(stream))
+
+
+def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
+    """Yield where each record begins, what it holds, and what is wrong with it."""
+    packed = stream.peek(3)[:3] == _MEMBER  # type: ignore[attr-defined]
+    return _members(stream) if packed else _plain_records(stream)
+
+
+def _place(stream: BinaryIO, held: bytes) -> int:
+    """Return where what is held begins; -1 in a stream that cannot tell."""
+    return stream.tell() - len(held) if stream.seekable() else -1
 
 
 def _import(where: Where) -> Any:
@@ -59,13 +75,14 @@ def _kind(raw: bytes) -> str:
     return _header(raw[: raw.find(b"\r\n\r\n") + 2].split(b"\r\n"), b"warc-type")
 
 
-def _members(stream: BinaryIO) -> Iterator[tuple[bytes, str]]:
+def _members(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
     """Yield what each packed member holds; behind a damaged one, the next is looked for."""
     held = b""
     while True:
         held = held or stream.read(_CHUNK_BYTES)
         if not held:
             return
+        at = _place(stream, held)
         unpack, parts, size = zlib.decompressobj(31), [], 0
         tried = bytearray(held)
         try:
@@ -80,12 +97,12 @@ def _members(stream: BinaryIO) -> Iterator[tuple[bytes, str]]:
                     tried += held
                     del tried[:-_LARGEST_BYTES]
                     if not held:
-                        yield b"", "it is cut off"
+                        yield at, b"", "it is cut off"
                         return
             held = unpack.unused_data
-            yield b"".join(parts), ""
+            yield at, b"".join(parts), ""
         except zlib.error as error:
-            yield b"".join(parts), str(error)
+            yield at, b"".join(parts), str(error)
             held = _find_next(stream, bytes(tried[1:]))
 
 
@@ -99,19 +116,20 @@ def _find_next(stream: BinaryIO, held: bytes) -> bytes:
     return held[at:]
 
 
-def _plain_records(stream: BinaryIO) -> Iterator[tuple[bytes, str]]:
+def _plain_records(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
     """Yield the records of an unpacked archive, by their lengths."""
     line = b""
     while True:
         line = line or stream.readline(_CHUNK_BYTES)
         if not line:
             return
+        at = _place(stream, line)
         if not line.startswith(b"WARC/"):
             bad = line
             while line and not line.startswith(b"WARC/"):
                 line = stream.readline(_CHUNK_BYTES)
             if bad.strip():
-                yield bad, "what follows is no record"
+                yield at, bad, "what follows is no record"
             continue
         head = [line]
         while (line := stream.readline(_CHUNK_BYTES)).strip():
@@ -121,18 +139,18 @@ def _plain_records(stream: BinaryIO) -> Iterator[tuple[bytes, str]]:
         raw = b"".join(head) + b"\r\n"
         line = b""
         if not 0 <= length <= _LARGEST_BYTES:
-            yield raw, f"its length is {said!r}"
+            yield at, raw, f"its length is {said!r}"
             continue
         body = stream.read(length)
         raw += body
         end = stream.readline(_CHUNK_BYTES), stream.readline(_CHUNK_BYTES)
         if len(body) < length:
-            yield raw, "it is cut off"
+            yield at, raw, "it is cut off"
         elif any(one.strip() for one in end):
-            yield raw, "its length is wrong"
+            yield at, raw, "its length is wrong"
             line = next((one for one in end if one.startswith(b"WARC/")), b"")
         else:
-            yield raw, ""
+            yield at, raw, ""
 
 
 def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document | Drop:

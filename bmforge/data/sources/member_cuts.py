@@ -1,0 +1,83 @@
+"""Where an archive may be cut: before members of .zip and .tar, before records of web archives."""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from bmforge.data.sources.archives import UNREADABLE
+from bmforge.data.sources.kinds import read_stream
+from bmforge.data.sources.record import ReadOptions, Record, Where
+from bmforge.data.sources.warc import list_records
+
+__all__ = ["MEMBERS", "find_members", "read_members"]
+
+MEMBERS = ("zip", "tar", "warc")  # the kinds
+Cuts = tuple[tuple[int, int], ...]
+
+
+def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, int]:
+    """Return where an archive is cut, how many units it has, and its bytes as unpacked.
+
+    The units are members of .zip, which lists them, and bytes of others. One that is damaged is
+    not cut: who reads it says what is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if kind == "zip":
+                sizes = [member.file_size for member in zipfile.ZipFile(file).infolist()]
+                return _choose(enumerate(sizes), every_bytes), len(sizes), sum(sizes)
+            if kind == "tar":
+                return _choose(_tar_places(file), every_bytes), size, size
+            places = list(list_records(file))
+            total = sum(length for _, length in places)
+            return _choose(places, every_bytes), size, total
+    except UNREADABLE:
+        return (), 0, 0
+
+
+def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
+    """Return some of the places at which members begin, with their numbers from 1 on.
+
+    Args:
+        places: of each member, and its size.
+    """
+    cuts, held = [], 0
+    for number, (place, size) in enumerate(places, 1):
+        if held and held + size > every_bytes:
+            cuts.append((place, number))
+            held = 0
+        held += size
+    return tuple(cuts)
+
+
+def _tar_places(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        for member in archive:
+            if archive.pax_headers:  # what they say is of all that comes behind
+                raise tarfile.TarError("it has a header for all members")
+            yield member.offset, member.size + 2 * tarfile.BLOCKSIZE
+
+
+def read_members(
+    stream: BinaryIO, kind: str, where: Where, options: ReadOptions, begin: int
+) -> Iterator[Record]:
+    """Yield the entries of a part of an archive that does not begin at its beginning.
+
+    Args:
+        where: with the end and the number of the first member.
+        begin: the place of the first member.
+    """
+    name = Path(where.source).name
+    if kind == "zip":
+        yield from read_stream(stream, name, where, options)
+        return
+    stream.seek(begin)
+    if kind == "tar":  # which counts from where it is opened
+        end = where.end - begin if where.end >= 0 else -1
+        where = Where(where.source, where.inside, end, where.line)
+    yield from read_stream(stream, name, where, options)
