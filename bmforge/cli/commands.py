@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bmforge.cli import data_options, options, parse, prompt_options
+from bmforge.cli import data_options, options, parse, prompt_options, tree_options
 from bmforge.settings import QuickstartConfig
 
 __all__ = ["COMMANDS", "Command", "run_command"]
@@ -90,6 +90,11 @@ COMMANDS: Mapping[str, Command] = {
         "parameters, FLOPs and cache size of a preset or a model",
         "info:run_info",
         options.InfoCommand,
+    ),
+    "tree": Command(
+        "the modules of a model as a tree: shapes, what is trained, deltas",
+        "tree:run_tree",
+        tree_options.TreeCommand,
     ),
 }
 

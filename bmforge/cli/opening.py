@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from safetensors import safe_open
 
 from bmforge.errors import ConfigError
 from bmforge.infer.engine import Engine, EngineConfig
@@ -16,16 +18,19 @@ from bmforge.models import AutoModel
 from bmforge.settings import MemoryOptions, parse_size
 from bmforge.tune.delta import load_delta
 
-__all__ = ["opened_model", "put_deltas_"]
+__all__ = ["delta_bytes", "opened_model", "put_deltas_"]
 
 
-def put_deltas_(model: Any, deltas: Sequence[str], allow_other_base: bool = False) -> None:
-    """Put saved deltas beside a model, frozen.
+def put_deltas_(
+    model: Any, deltas: Sequence[str], allow_other_base: bool = False, trainable: bool = False
+) -> None:
+    """Put saved deltas beside a model.
 
     Args:
         model: the base.
         deltas: directories, with ``=WEIGHT`` behind or not.
         allow_other_base: its weights need not be those that the deltas were trained on.
+        trainable: they can be trained on; else they are frozen with it.
 
     Raises:
         ConfigError: a weight that is no number; or see `load_delta`.
@@ -38,13 +43,25 @@ def put_deltas_(model: Any, deltas: Sequence[str], allow_other_base: bool = Fals
             where,
             name=f"delta{number}",
             allow_other_base=allow_other_base,
-            trainable=False,
+            trainable=trainable,
         )
         if is_weighed:
             try:
                 delta.weigh_(float(weight))
             except ValueError:
                 raise ConfigError(f"--delta {given!r}: {weight!r} is no number.") from None
+
+
+def delta_bytes(deltas: Sequence[str]) -> int:
+    """Return what saved deltas take in memory, in fp32, and an eighth more for what they make."""
+    count = 0
+    for given in deltas:
+        folder = Path(given.rpartition("=")[0] or given)
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
+            count += sum(math.prod(shape) for shape in shapes)
+    return 4 * count * 9 // 8
 
 
 @contextmanager
@@ -59,23 +76,20 @@ def opened_model(
         max_rows: rows that are planned for.
         deltas: directories of deltas that are put beside it, with ``=WEIGHT`` behind or not.
 
-    Raises:
-        ConfigError: deltas on a model within a budget, which streams.
+    Deltas stay in memory, and the budget holds for them, too.
     """
     if memory.device_budget is None:
         model = AutoModel.from_pretrained(directory, quantize=memory.quantize)
         put_deltas_(model, deltas, allow_other_base=memory.quantize is not None)
         yield model.eval()
         return
-    if deltas:
-        raise ConfigError(
-            "--delta does not go with --device-budget: export the run with --delta.merge, or leave "
-            "the budget out."
-        )
     config = EngineConfig(max_rows=max_rows, max_tokens=memory.max_tokens)
-    budget = parse_size(memory.device_budget)
+    budget = parse_size(memory.device_budget) - delta_bytes(deltas)
     with Engine(
         directory, device_budget_bytes=budget, quantize=memory.quantize, config=config
     ) as engine:
         Console(file=sys.stderr).print(engine.plan.table())
+        if deltas:
+            engine.model.takes_parts = True  # beside blocks that come and go
+            put_deltas_(engine.model, deltas, allow_other_base=memory.quantize is not None)
         yield engine.model

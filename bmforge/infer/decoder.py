@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +15,7 @@ from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.stack import span_of
 from bmforge.parallel import pipeline_of
 from bmforge.records import Stack
+from bmforge.tune.delta import delta_rows as choose_rows
 
 __all__ = ["Decoder", "Seq2SeqDecoder", "make_cache", "start_decoder"]
 
@@ -27,7 +32,11 @@ def make_cache(layers: Stack, max_length: int) -> KVCache:
 
 
 def start_decoder(
-    model: CausalLM | Seq2Seq, input_ids: Tensor, mask: Tensor | None, max_new_tokens: int
+    model: CausalLM | Seq2Seq,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    max_new_tokens: int,
+    delta_rows: Sequence[str | None] | None = None,
 ) -> tuple[Decoder, Tensor]:
     """Return a fresh decoder and the tokens to begin with.
 
@@ -38,9 +47,10 @@ def start_decoder(
         input_ids, mask: (B, S); returns a decoder and (B, T)
     """
     if model.traits.reads != "apart":
-        return Decoder(model, mask, input_ids.shape[1] + max_new_tokens), input_ids
+        length = input_ids.shape[1] + max_new_tokens
+        return Decoder(model, mask, length, delta_rows), input_ids
     start = torch.full_like(input_ids[:, :1], model.config.decoder_start_token_id)
-    return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens), start
+    return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens, delta_rows), start
 
 
 class Decoder:
@@ -50,6 +60,8 @@ class Decoder:
         model: gives the scores.
         mask: 1 for tokens, 0 for padding on the left; None when there is no padding.
         max_length: tokens in the longest row at the end.
+        delta_rows: name of a delta of the model, or None, for every row; None lets all rows have
+            what the model uses.
 
     Shape:
         mask: (B, prompt length)
@@ -58,8 +70,14 @@ class Decoder:
     model: CausalLM | Seq2Seq
     _tokens: Tensor | None = None
 
-    def __init__(self, model: CausalLM, mask: Tensor | None, max_length: int) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: CausalLM,
+        mask: Tensor | None,
+        max_length: int,
+        delta_rows: Sequence[str | None] | None = None,
+    ) -> None:
+        self.model, self.delta_rows = model, delta_rows
         self.cache = make_cache(model.layers, max_length)
         self._mask: Tensor | None = None
         if mask is not None:
@@ -81,17 +99,31 @@ class Decoder:
         found = self.model.row_positions(self._tokens, mask)  # type: ignore[union-attr]
         positions = positions if found is None else found[..., start:]
         out = self.model(
-            tokens, attention_mask=mask, position_ids=positions, cache=self.cache, logits_to_keep=1
+            tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            cache=self.cache,
+            logits_to_keep=1,
+            **self._chosen(),
         )
         return out.logits[:, -1].float()
+
+    def _chosen(self) -> dict[str, Any]:
+        """Return the argument that says which row has which delta, where rows were told."""
+        return {} if self.delta_rows is None else {"delta_rows": self.delta_rows}
 
     def reorder(self, rows: Tensor) -> None:
         """Go on with the old rows `rows` (B' of them) as the new rows."""
         self.cache.reorder(rows)
+        self._reorder_choice(rows)
         if self._tokens is not None:
             self._tokens = self._tokens.index_select(0, rows)
         if self._mask is not None:
             self._mask = self._mask.index_select(0, rows)
+
+    def _reorder_choice(self, rows: Tensor) -> None:
+        if self.delta_rows is not None:
+            self.delta_rows = [self.delta_rows[row] for row in rows.tolist()]
 
     def repeat(self, times: int, scores: Tensor) -> Tensor:
         """Go on with every row `times` times, as neighbours; `scores` are repeated likewise."""
@@ -110,6 +142,7 @@ class Seq2SeqDecoder(Decoder):
         source: what the encoder reads.
         mask: 1 for tokens of the source, 0 for padding; None when there is no padding.
         max_length: tokens in the longest target at the end, the start token included.
+        delta_rows: as of a `Decoder`.
 
     Shape:
         source, mask: (B, S)
@@ -118,9 +151,14 @@ class Seq2SeqDecoder(Decoder):
     model: Seq2Seq
 
     def __init__(
-        self, model: Seq2Seq, source: Tensor, mask: Tensor | None, max_length: int
+        self,
+        model: Seq2Seq,
+        source: Tensor,
+        mask: Tensor | None,
+        max_length: int,
+        delta_rows: Sequence[str | None] | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.delta_rows = model, delta_rows
         self._mask = mask
         self._ids = source
         # The encoder's result is with some of a pipeline's stages only: they read it every time.
@@ -128,7 +166,8 @@ class Seq2SeqDecoder(Decoder):
         if not self._is_pipelined:
             assert model.decoder is not None
             self.cache = make_cache(model.decoder.layers, max_length)
-            self._source = model.encode(source, mask)
+            with nullcontext() if delta_rows is None else choose_rows(model, delta_rows):
+                self._source = model.encode(source, mask)
 
     def run(self, tokens: Tensor) -> Tensor:
         """Feed the start token, or the tokens chosen last, and return scores of the next token."""
@@ -141,6 +180,7 @@ class Seq2SeqDecoder(Decoder):
             attention_mask=self._mask,
             cache=self.cache,
             logits_to_keep=1,
+            **self._chosen(),
         )
         return out.logits[:, -1].float()
 
@@ -151,6 +191,7 @@ class Seq2SeqDecoder(Decoder):
             attention_mask=self._mask,
             decoder_input_ids=self._tokens,
             logits_to_keep=1,
+            **self._chosen(),
         )
         return out.logits[:, -1].float()
 
@@ -160,6 +201,7 @@ class Seq2SeqDecoder(Decoder):
             super().reorder(rows)
             return
         assert self._tokens is not None
+        self._reorder_choice(rows)
         self._tokens, self._ids = (
             self._tokens.index_select(0, rows),
             self._ids.index_select(0, rows),

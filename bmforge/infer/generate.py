@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from bmforge.infer.sampling import choose_tokens, is_one_of, process_scores
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.nn.prompt import count_ids
+from bmforge.tune.delta import find_delta, list_deltas
+from bmforge.tune.delta.soft_prompt import with_prompt
 
 __all__ = [
     "check_prompt",
@@ -34,6 +36,7 @@ def generate(
     attention_mask: Tensor | None = None,
     config: GenerationConfig | None = None,
     on_token: Callable[[Tensor], None] | None = None,
+    delta_rows: Sequence[str | None] | None = None,
     **options: Any,
 ) -> Tensor:
     """Continue prompts greedily, by sampling or with a beam search; equal to transformers.
@@ -47,6 +50,7 @@ def generate(
             and is no end token) marks the padding.
         config: what to do; `GenerationConfig()` when not given.
         on_token: called with the (B,) tokens of every step as they are chosen (not with beams).
+        delta_rows: name of a delta of the model, or None, for every prompt.
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Shape:
@@ -65,11 +69,24 @@ def generate(
             f"on_token cannot follow num_beams={config.num_beams}: what a beam search returns "
             "is known only at the end. Leave out on_token, or set num_beams=1."
         )
+    delta_rows = _known_rows(model, delta_rows)
+    input_ids, attention_mask, added = with_prompt(model, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
-        decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)
+        decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens, delta_rows)
         padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
-        return run_decoder(decoder, start, padding, config, on_token)
+        ids = run_decoder(decoder, start, padding, config, on_token)
+    return ids if model.traits.reads == "apart" else ids[:, added:]
+
+
+def _known_rows(
+    model: CausalLM | Seq2Seq, rows: Sequence[str | None] | None
+) -> Sequence[str | None] | None:
+    """Return which row has which delta; None where the model has no deltas."""
+    for name in dict.fromkeys(rows or ()):
+        if name is not None:
+            find_delta(model, name)
+    return rows if list_deltas(model) else None
 
 
 def run_decoder(
@@ -119,6 +136,7 @@ def stream_tokens(
             f"num_beams={config.num_beams}: what a beam search returns is known only at the end. "
             "Use generate, or set num_beams=1."
         )
+    input_ids, attention_mask, _ = with_prompt(model, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)

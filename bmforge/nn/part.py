@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
@@ -19,6 +20,7 @@ from bmforge.errors import ConfigError
 __all__ = [
     "BesidePart",
     "Derived",
+    "NoRows",
     "TensorNote",
     "attach_part_",
     "beside_parts",
@@ -94,6 +96,8 @@ class BesidePart(nn.Module):
         is_delta: it came beside a finished model: files of that one need not have its tensors.
         share: factor on what it changes; 0 leaves it out.
         rows: numbers of the batch's rows that it works on; None is all.
+        group: joins several parts, each for its rows, in calls without gradients; None where it
+            works alone.
     """
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({""})
@@ -102,6 +106,7 @@ class BesidePart(nn.Module):
     is_delta: bool = False
     share: float = 1.0
     rows: Tensor | None = None
+    group: Any = None
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Say what is to be known of the part's own tensors, by name."""
@@ -122,6 +127,9 @@ class BesidePart(nn.Module):
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
         """Do `join` for the share and the rows that this part has; `module` is beside what."""
+        if self.group is not None and not torch.is_grad_enabled() and inputs[0].dim() == 3:
+            grouped: Tensor = self.group.join(inputs, out)
+            return grouped
         if self.share == 0:
             return out
         if self.rows is not None:
@@ -133,6 +141,15 @@ class BesidePart(nn.Module):
     def _joined(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
         joined: Tensor = self.join(inputs, out)
         return joined if self.share == 1 else out + self.share * (joined - out)
+
+
+class NoRows:
+    """The group of a part whose rows another part joins."""
+
+    @staticmethod
+    def join(inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        """Add nothing."""
+        return out
 
 
 def beside_parts(module: nn.Module) -> Iterator[tuple[str, BesidePart]]:

@@ -116,6 +116,13 @@ def add_parts_(
         raise ConfigError(
             f"{taken[0]} already has {name!r}: give the change another name, or leave it out."
         )
+    lists = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    listed = [n for n, module in zip(names, modules, strict=True) if isinstance(module, lists)]
+    if listed:
+        raise ConfigError(
+            f"{listed[0]} is a {type(model.get_submodule(listed[0])).__name__}, of which every "
+            "child is one of its steps: name a module in it, such as its last."
+        )
     parts = [build(n, module) for n, module in zip(names, modules, strict=True)]
     for module, part in zip(modules, parts, strict=True):
         part.train(module.training)

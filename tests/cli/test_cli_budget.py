@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bmforge.cli.main import main
+from bmforge.cli.opening import delta_bytes
 from bmforge.models import GPT2, GPT2Config
 from bmforge.settings import parse_size
+from bmforge.tune.delta import Lora
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +118,26 @@ def test_refusals(folder, capsys, monkeypatch, extra, match) -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+def test_a_delta_beside_blocks_that_come_and_go(
+    folder, least, capsys, monkeypatch, tmp_path: Path
+) -> None:
+    """It writes what it writes without a budget; the budget holds for it as well."""
+    model = GPT2.from_pretrained(folder)
+    delta = Lora(model, ["attn.q", "mlp.down"], rank=2)
+    for _, _, part in delta.held:
+        torch.nn.init.normal_(part.up, std=0.5, generator=torch.Generator().manual_seed(1))
+    delta.save(tmp_path)
+    words = ["generate", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
+    _, plain, _ = run(capsys, monkeypatch, *words)
+    words += ["--delta", str(tmp_path)]
+    _, want, _ = run(capsys, monkeypatch, *words)
+    assert want != plain
+    budget = int(least) + delta_bytes([str(tmp_path)])
+    status, got, err = run(capsys, monkeypatch, *words, "--device-budget", str(budget))
+    assert (status, got) == (0, want)
+    assert "slots for blocks that move" in err
+    assert run(capsys, monkeypatch, *words, "--device-budget", least)[0] == 2
+    _, got, _ = run(capsys, monkeypatch, *words[:-1], f"{tmp_path}=0", "--device-budget", "1GiB")
+    assert got == plain

@@ -19,7 +19,15 @@ from torch import nn
 from bmforge.errors import ConfigError, suggest
 from bmforge.surgery import match_glob
 
-__all__ = ["WORDS", "find_places", "fits", "is_excluded", "published_names"]
+__all__ = [
+    "WORDS",
+    "all_names",
+    "find_places",
+    "find_wholes",
+    "fits",
+    "is_excluded",
+    "published_names",
+]
 
 _REGEX = "[r]"
 
@@ -149,6 +157,68 @@ def published_names(model: Any) -> dict[str, list[str]]:
     return found
 
 
+def all_names(model: Any) -> dict[str, list[str]]:
+    """Return all other names of a model's modules -> the names that they have in it.
+
+    Those of published checkpoints; of models of ours inside of it, too; names that a module knows
+    itself (`published_modules`, as of the old model classes); and published modules that hold just
+    what one of ours does (``h.0.attn``).
+    """
+    found: dict[str, list[str]] = {}
+    for prefix, module in model.named_modules():
+        before = f"{prefix}." if prefix else ""
+        told = getattr(module, "published_modules", None)
+        for theirs, ours in (told() if callable(told) else published_names(module)).items():
+            found.setdefault(before + theirs, [before + name for name in ours])
+    return {**_containers(model, found), **found} if found else {}
+
+
+def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return published modules that are none themselves, but hold all that is in one of ours."""
+    leaves = {name for names in published.values() for name in names}
+    holds, known = (
+        {owner: frozenset(inside) for owner, inside in _inside(pairs).items()}
+        for pairs in ([(n, [n]) for n in leaves], published.items())
+    )
+    ours = {inside: name for name, _ in model.named_modules() if (inside := holds.get(name))}
+    return {t: [ours[inside]] for t, inside in known.items() if inside in ours}
+
+
+def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
+    """Return every beginning of names, to a dot -> what the names with it stand for."""
+    found: dict[str, set[str]] = {}
+    for name, meant in pairs:
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            found.setdefault(".".join(parts[:count]), set()).update(meant)
+    return found
+
+
+def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Return the parameters, by name, of the modules that targets mean; or single parameters.
+
+    Raises:
+        ConfigError: a target that means neither a module with parameters nor a parameter.
+    """
+    deltas = {
+        id(parameter)
+        for module in model.modules()
+        if hasattr(module, "is_delta")
+        for parameter in module.parameters()
+    }
+    named = {n: p for n, p in model.named_parameters() if id(p) not in deltas}
+    found: dict[str, nn.Parameter] = {}
+    for target in targets:
+        mine = {n: p for n, p in named.items() if _hits(n, target)}
+        if not mine:
+            owners = tuple(f"{name}." for name in find_places(model, [target]))
+            mine = {n: p for n, p in named.items() if n.startswith(owners)}
+        if not mine:
+            raise ConfigError(f"target {target!r} means modules without parameters.")
+        found |= mine
+    return found
+
+
 def find_places(
     model: nn.Module,
     targets: Sequence[str],
@@ -168,7 +238,7 @@ def find_places(
     """
     # Parts that were put into the model before are none of its modules.
     names = [n for n, m in model.named_modules() if n and not hasattr(m, "is_delta")]
-    published = published_names(model)
+    published = all_names(model)
     chosen: set[str] = set()
     for target in targets:
         found = _find_one(names, published, target, exclude)

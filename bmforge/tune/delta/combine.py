@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.low_rank import LowRank
 from bmforge.tune.delta.delta import Delta
-from bmforge.tune.delta.held import deltas_of
+from bmforge.tune.delta.held import deltas_of, find_delta
 from bmforge.tune.delta.lora import Lora
-from bmforge.tune.delta.switch import find_delta
 
 __all__ = ["combine_deltas"]
 

@@ -21,8 +21,7 @@ from bmforge.nn.low_rank import settle_magnitude_
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.provenance import Provenance
-from bmforge.surgery import find_parameters
-from bmforge.tune.delta.address import find_places
+from bmforge.tune.delta.address import find_places, find_wholes
 from bmforge.tune.delta.held import (
     Held,
     deltas_of,
@@ -30,6 +29,7 @@ from bmforge.tune.delta.held import (
     part_around,
     refuse_laid_out,
 )
+from bmforge.tune.delta.rows import watch_rows_
 
 __all__ = ["Delta", "init_deltas_"]
 
@@ -45,7 +45,8 @@ class Delta:
         targets: what it stands beside, see `address`; None takes the type's usual places.
         name: of the delta, and of its parts in the model.
         exclude: beginnings of names, or targets, that are left out.
-        train_also: modules that are trained whole and saved with the delta, such as a new head.
+        train_also: modules, or single parameters, that are trained whole and saved with the delta,
+            such as a new head.
         seed: of what is drawn; see `init_deltas_`.
         options: of the kind; see `nn.part_kinds`.
 
@@ -97,9 +98,10 @@ class Delta:
         self.origin: dict[str, Any] | None = None
         self.extra: dict[str, Tensor] = {}
         self.held: tuple[Held, ...] = ()
-        self._wholes = find_parameters(model, self._also_globs()) if train_also else {}
+        self._whole_names = frozenset(find_wholes(model, self.train_also))
         self._put_(self._settle_names())
         deltas_of(model)[name] = self
+        watch_rows_(model)
         self.init_(seed)
         self.freeze_()
 
@@ -165,10 +167,6 @@ class Delta:
             where = [held.owner for held in self.held if not held.slot.endswith("_reader")]
             tell(self.kind, where, dict(self.options), "" if is_slot else self.name)
 
-    def _also_globs(self) -> list[str]:
-        names = find_places(self.model, self.train_also)
-        return [f"{name}.**" for name in names]
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter of all that its parts have; one that several have comes once."""
         seen: set[int] = set()
@@ -227,6 +225,12 @@ class Delta:
             parameter.requires_grad_(wanted)
         return self
 
+    def train_also_(self, targets: Sequence[str]) -> Self:
+        """Train these modules or parameters whole, and save them with the delta; no others."""
+        self._whole_names = frozenset(find_wholes(self.model, targets))
+        self.train_also = tuple(targets)
+        return self
+
     def requires_grad_(self, wanted: bool = True) -> Self:
         """Say whether its parts are trained: False leaves it in the model, frozen."""
         for parameter in self.parameters():
@@ -235,9 +239,8 @@ class Delta:
 
     def wholes(self) -> dict[str, nn.Parameter]:
         """Return the parameters, by name, that are trained and saved whole (`train_also`)."""
-        return (
-            self._wholes if not self.train_also else find_parameters(self.model, self._also_globs())
-        )
+        named = self.model.named_parameters() if self._whole_names else ()
+        return {name: p for name, p in named if name in self._whole_names}
 
     def is_attached(self) -> bool:
         """Tell whether its parts stand in the model."""

@@ -33,11 +33,24 @@ from bmforge.tune.delta.fingerprint import fingerprint_of
 from bmforge.tune.delta.held import is_laid_out, whole_model
 from bmforge.tune.delta.ia3 import IA3
 from bmforge.tune.delta.lora import Lora
-from bmforge.tune.delta.opendelta_format import is_opendelta, load_opendelta
+from bmforge.tune.delta.opendelta_format import (
+    is_opendelta,
+    load_opendelta,
+    opendelta_type,
+    read_opendelta_config,
+)
 from bmforge.tune.delta.prefix import Prefix
 from bmforge.tune.delta.soft_prompt import SoftPrompt
 
-__all__ = ["CONFIG_NAME", "TYPES", "WEIGHTS_NAME", "is_delta_dir", "load_delta", "save_delta"]
+__all__ = [
+    "CONFIG_NAME",
+    "TYPES",
+    "WEIGHTS_NAME",
+    "is_delta_dir",
+    "load_delta",
+    "save_delta",
+    "type_of_delta",
+]
 
 CONFIG_NAME, WEIGHTS_NAME, CARD_NAME = (
     "adapter_config.json",
@@ -209,13 +222,7 @@ def _load(
                 f"{str(directory)!r} is of version {version}; this bmforge reads {_VERSION}. "
                 "Update bmforge."
             )
-    delta_type = TYPES.get(ours["type"]) if ours else _PEFT.get(str(config.get("peft_type")))
-    if delta_type is None:
-        known = ", ".join(t for t in _PEFT if not t.startswith("BMFORGE"))
-        raise ConfigError(
-            f"{str(directory)!r} is a {config.get('peft_type')!r}, which is not known to this "
-            f"version of bmforge. Of PEFT's methods it knows {known}."
-        )
+    delta_type = _type_of(config, directory)
     if kind is not None and not issubclass(delta_type, kind):
         raise ConfigError(
             f"{str(directory)!r} has a {delta_type.__name__}, not a {kind.__name__}. Use "
@@ -244,6 +251,31 @@ def _load(
         delta.origin = config
         delta.extra = {n: t for n, t in tensors.items() if n.endswith(".base_layer.weight")}
     return delta
+
+
+def type_of_delta(directory: str | Path) -> type[Delta]:
+    """Return the type of a saved delta: ours, PEFT's or OpenDelta's.
+
+    Raises:
+        CheckpointError: no delta is there.
+        ConfigError: a type that is not known here.
+    """
+    directory = Path(directory)
+    if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
+        return opendelta_type(read_opendelta_config(directory))[0]
+    return _type_of(_read(directory)[0], directory)
+
+
+def _type_of(config: Mapping[str, Any], directory: Path) -> type[Delta]:
+    ours = config.get(_OURS)
+    found = TYPES.get(ours["type"]) if ours else _PEFT.get(str(config.get("peft_type")))
+    if found is None:
+        known = ", ".join(t for t in _PEFT if not t.startswith("BMFORGE"))
+        raise ConfigError(
+            f"{str(directory)!r} is a {config.get('peft_type')!r}, which is not known to this "
+            f"version of bmforge. Of PEFT's methods it knows {known}."
+        )
+    return found
 
 
 def _build(model: nn.Module, kind: type[Delta], name: str, told: dict[str, Any]) -> Delta:

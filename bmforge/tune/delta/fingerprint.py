@@ -6,13 +6,18 @@ import hashlib
 from collections.abc import Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bmforge.shards import is_streamed, whole_tensor
 
-__all__ = ["fingerprint_of"]
+__all__ = ["fingerprint_of", "is_torchao"]
 
 _PLACES = 64
+
+
+def is_torchao(weight: Tensor) -> bool:
+    """Tell a tensor of one of torchao's kinds."""
+    return type(weight).__module__.partition(".")[0] == "torchao"
 
 
 def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
@@ -43,7 +48,8 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
             continue
         if parameter.is_meta or is_streamed(parameter):
             return None
-        values = whole_tensor(parameter.detach()).flatten()
+        whole = whole_tensor(parameter.detach())
+        values = (whole.dequantize() if is_torchao(whole) else whole).flatten()
         seed = hashlib.sha256(name.encode()).digest()
         numbers = [
             int.from_bytes(hashlib.blake2b(seed, digest_size=8, salt=bytes([i])).digest(), "little")

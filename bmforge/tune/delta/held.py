@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, suggest
 from bmforge.nn.attention import Attention
 from bmforge.nn.mlp import MLP
 from bmforge.nn.moe import MoE
@@ -21,6 +21,7 @@ __all__ = [
     "is_in_mixture",
     "Held",
     "deltas_of",
+    "find_delta",
     "is_laid_out",
     "part_around",
     "refuse_laid_out",
@@ -50,8 +51,26 @@ def deltas_of(model: nn.Module) -> dict[str, Delta]:
     return found
 
 
+def find_delta(model: nn.Module, name: str) -> Delta:
+    """Return a delta by its name.
+
+    Raises:
+        ConfigError: the model has none of that name.
+    """
+    known = deltas_of(model)
+    if name not in known:
+        there = f" It has {', '.join(map(repr, known))}." if known else " It has none."
+        raise ConfigError(f"the model has no delta {name!r}.{suggest(name, known)}{there}")
+    return known[name]
+
+
 def refuse_laid_out(model: nn.Module, what: str) -> None:
-    """Raise `ConfigError` where a model is laid out over processes, or streams."""
+    """Raise `ConfigError` where a model is laid out over processes, or streams.
+
+    Who shares a model out, and then shares new parts out as well, says so by its `takes_parts`.
+    """
+    if getattr(model, "takes_parts", False):
+        return
     record = laid_out(model)
     if is_laid_out(model) or (record is not None and record.streamer is not None):
         raise ConfigError(

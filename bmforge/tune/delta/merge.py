@@ -17,6 +17,7 @@ from bmforge.provenance import Part, Provenance, warn_of_licences
 from bmforge.shards import is_streamed, local_box, local_tensor, whole_tensor
 from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.fingerprint import is_torchao
 from bmforge.tune.delta.held import Held, is_laid_out, whole_model
 
 __all__ = ["merge_", "unmerge_"]
@@ -125,7 +126,7 @@ def _dequantized(delta: Delta, held: Held, allowed: bool) -> Tensor | None:
             "the model unquantised, merge, and quantise it then."
         )
     turn = getattr(weight, "dequantize", None)
-    if weight is None or type(weight) in (nn.Parameter, Tensor) or not _is_torchao(weight):
+    if weight is None or type(weight) in (nn.Parameter, Tensor) or not is_torchao(weight):
         return None
     if not allowed:
         raise ConfigError(
@@ -134,10 +135,6 @@ def _dequantized(delta: Delta, held: Held, allowed: bool) -> Tensor | None:
         )
     assert turn is not None
     return turn().detach()
-
-
-def _is_torchao(weight: Tensor) -> bool:
-    return type(weight).__module__.partition(".")[0] == "torchao"
 
 
 Change = tuple[str, Tensor, Any]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.attention import Attention
 from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
-from bmforge.tune.delta.address import published_names
+from bmforge.tune.delta.address import all_names
 from bmforge.tune.delta.bitfit import BitFit
 from bmforge.tune.delta.compacter import Compacter
 from bmforge.tune.delta.delta import Delta
@@ -28,7 +28,14 @@ from bmforge.tune.delta.lora import Lora
 from bmforge.tune.delta.prefix import Prefix
 from bmforge.tune.delta.soft_prompt import SoftPrompt
 
-__all__ = ["is_opendelta", "load_opendelta", "opendelta_type", "to_our_names"]
+__all__ = [
+    "is_opendelta",
+    "load_opendelta",
+    "old_type_of",
+    "opendelta_type",
+    "read_opendelta_config",
+    "to_our_names",
+]
 
 _FILE = "pytorch_model.bin"
 
@@ -88,6 +95,17 @@ def is_opendelta(directory: Path) -> bool:
     return (directory / _FILE).exists() and (directory / "config.json").exists()
 
 
+def read_opendelta_config(directory: Path) -> dict[str, Any]:
+    """Return the fields that OpenDelta's `save_finetuned` has written."""
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def old_type_of(kind: type[Delta]) -> str | None:
+    """Return what OpenDelta calls a type of ours; None for one that it did not have."""
+    return next((name for name, ours in _TYPES.items() if ours is kind), None)
+
+
 def opendelta_type(config: Mapping[str, Any]) -> tuple[type[Delta], dict[str, Any]]:
     """Return the type of a delta and what it is told, of OpenDelta's config.
 
@@ -98,13 +116,13 @@ def opendelta_type(config: Mapping[str, Any]) -> tuple[type[Delta], dict[str, An
     if kind not in _TYPES:
         raise ConfigError(f"delta_type={kind!r} is unknown. Known: {', '.join(_TYPES)}.")
     told: dict[str, Any] = {}
-    names = config.get("modified_modules") or []
+    names = config.get("modified_modules")
     if kind == "soft_prompt":
         told["length"] = config.get("soft_token_num", 100)
         return SoftPrompt, told
-    if kind == "parallel_adapter":
+    if kind == "parallel_adapter" and names:
         told["pairs"] = _pairs(config)
-    elif not (config.get("common_structure") and kind == "bitfit"):
+    elif names and not (config.get("common_structure") and kind == "bitfit"):
         told["targets"] = [_COMMON.get(name, name) for name in names]
         told["exclude"] = tuple(config.get("exclude_modules") or ())
     told |= _OPTIONS[kind](config)
@@ -172,17 +190,19 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) ->
         CheckpointError: tensors that are missing, unexpected or of a wrong shape, all listed.
         ConfigError: a type or a place that the model has not.
     """
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_opendelta_config(directory)
     tensors = torch.load(directory / _FILE, map_location="cpu", weights_only=True)
     kind, options = opendelta_type(config)
     if kind is BitFit:  # which biases there were depended on the backbone
-        known = published_names(model)
+        known = all_names(model)
         owners = (name.rpartition(".")[0] for name in tensors)
         options = {"targets": [ours for theirs in owners for ours in known.get(theirs, [theirs])]}
+    else:
+        options["train_also"] = list(_wholes(model, tensors))
     delta = kind(model, name=name, **options, **told)
     try:
         found = to_our_names(model, delta, tensors)
-        own = dict(delta.named_parameters())
+        own = delta.tensors()
         problems = [f"missing: {n}" for n in own if n not in found]
         problems += [f"unexpected: {n}" for n in found if n not in own]
         problems += [
@@ -212,13 +232,15 @@ def to_our_names(
         tensors: by its names.
         minus_base: its biases stand in the place of the model's own, ours are added to them.
     """
-    published = published_names(model)
-    found: dict[str, Tensor] = {}
+    published = all_names(model)
+    found = {} if isinstance(delta, BitFit) else _wholes(model, tensors)
     reparams = {n.partition("reparams.")[2]: t for n, t in tensors.items() if "reparams." in n}
     if reparams:
-        return _fold(delta, reparams)
+        return {**found, **_fold(delta, reparams)}
     for name, tensor in tensors.items():
         match = _INSIDE.fullmatch(name)
+        if match is None and not isinstance(delta, BitFit):
+            continue
         if match is None:
             found |= _biases(model, delta, published, name, tensor, minus_base)
             continue
@@ -231,8 +253,22 @@ def to_our_names(
         elif what == "lora":
             found |= _low_rank(model, delta, published.get(theirs, [theirs]), key, tensor)
         else:
-            place = _place(delta, _side(model, published, theirs))
+            own = {held.owner for held in delta.held}
+            place = _place(delta, theirs if theirs in own else _side(model, published, theirs))
             found[f"{place}.{key}"] = _as_heads(delta, tensor) if what == "prefix" else tensor
+    return found
+
+
+def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what was trained whole beside a delta, under our names."""
+    published, found = all_names(model), {}
+    for name, tensor in tensors.items():
+        if _INSIDE.fullmatch(name) is None and "reparams." not in name:
+            owner, _, leaf = name.rpartition(".")
+            (ours, *others) = published.get(owner, [owner])
+            if others:
+                raise CheckpointError(f"{name} is fused here, of {ours} and others.")
+            found[f"{ours}.{leaf}"] = tensor
     return found
 
 
@@ -278,12 +314,13 @@ def _biases(
     minus_base: bool,
 ) -> dict[str, Tensor]:
     theirs, _, leaf = name.rpartition(".")
-    modules: list[Any] = [model.get_submodule(n) for n in published.get(theirs, ())]
-    if leaf != "bias" or not modules:
+    names = published.get(theirs, [theirs])
+    if leaf != "bias":
         raise CheckpointError(f"{name} is no tensor of OpenDelta that is known.")
+    modules: list[Any] = [model.get_submodule(n) for n in names]
     rows = [len(module.bias) for module in modules]
     found = {}
-    for ours, module, own in zip(published[theirs], modules, tensor.split(rows), strict=True):
+    for ours, module, own in zip(names, modules, tensor.split(rows), strict=True):
         owner, _, last = ours.rpartition(".")
         place = owner if last in ("o_proj", "down_proj") else ours
         value = own - module.bias.detach() if minus_base else own

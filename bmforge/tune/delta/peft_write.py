@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,8 +27,24 @@ def can_write(delta: Delta) -> bool:
     if delta.peft_type in ("PREFIX_TUNING", "PROMPT_TUNING"):
         traits = getattr(delta.model, "traits", None)
         return delta.peft_type == "PROMPT_TUNING" or getattr(traits, "reads", "") != "apart"
-    theirs = Names(whole_model(delta.model)).theirs
+    model = whole_model(delta.model)
+    theirs = Names(model).theirs
+    if not _keep_their_form(model, delta.wholes()):
+        return False
     return all(held.owner in theirs and not hasattr(held.part, "keys") for held in delta.held)
+
+
+def _keep_their_form(model: nn.Module, wholes: Iterable[str]) -> bool:
+    """Tell whether parameters trained whole are all of their modules, and as they are published."""
+    names = set(wholes)
+    for owner in {name.rpartition(".")[0] for name in names}:
+        own = model.get_submodule(owner).named_parameters(recurse=False)
+        if any(f"{owner}.{key}" not in names for key, _ in own):
+            return False
+    rules = getattr(model, "active_rules", None)
+    if not callable(rules):
+        return True
+    return names <= {rule.ours for rule in rules() if rule.is_renaming}
 
 
 def write_tensors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ from bmforge.errors import ConfigError
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta.delta import Delta
 
-__all__ = ["SoftPrompt"]
+__all__ = ["SoftPrompt", "with_prompt"]
 
 # Arguments that say something of every token -> what they say of the prompt's.
 _OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0, "role_ids": 0}
@@ -53,6 +54,9 @@ class SoftPrompt(Delta):
         words: ids of tokens whose rows are taken at the start, repeated as needed; () draws them.
         options: `length` and `std`, and those of every `Delta`.
 
+    Attributes:
+        scores: where it was searched by them (`tune_black_box`), all that were seen.
+
     Source: Lester et al., "The power of scale for parameter-efficient prompt tuning" (2021).
     """
 
@@ -60,9 +64,11 @@ class SoftPrompt(Delta):
     default_targets = ("embed",)
     defaults = MappingProxyType({"length": 100, "std": 0.5})
     peft_type = "PROMPT_TUNING"
+    scores: list[float]
 
     def __init__(self, model: nn.Module, *, words: Sequence[int] = (), **options: Any) -> None:
         self.words = tuple(words)
+        self.scores = []
         if not isinstance(getattr(model, "embed", None), nn.Embedding):
             raise ConfigError(
                 f"a {type(model).__name__} has no token embedding of ours in front of which a "
@@ -114,7 +120,10 @@ def put_prompt_first(
     if prompt is None or prompt.share == 0:
         return None
     if args:
-        kwargs, args = {"input_ids": args[0], **kwargs}, args[1:]
+        told = signature(type(model).forward).parameters.items()
+        names = [n for n, p in told if p.kind is p.POSITIONAL_OR_KEYWORD][1:] or ["input_ids"]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        args = args[len(names) :]
     ids = kwargs.get("input_ids")
     cache = kwargs.get("past_key_values", kwargs.get("cache"))
     if ids is None or (cache is not None and cache.length) or _has_prompt(ids, table):
@@ -122,14 +131,20 @@ def put_prompt_first(
     unknown = [k for k, v in kwargs.items() if v is not None and k not in _KNOWN]
     if args or unknown:
         raise ConfigError(
-            f"a soft prompt does not know what {', '.join(unknown) or 'a second argument'} would "
-            "say of its rows. Put ids from vocab_size on into input_ids yourself."
+            f"a soft prompt does not know what {', '.join(unknown) or 'more arguments'} would say "
+            "of its rows. Put ids from vocab_size on into input_ids yourself."
         )
     length = prompt.weight.shape[0]
     new = {**kwargs, "input_ids": prompt_ids(table, ids, length)}
     for name, value in _OF_TOKENS.items():
-        if kwargs.get(name) is not None:
-            new[name] = F.pad(kwargs[name], (length, 0), value=value)
+        given = kwargs.get(name)
+        if given is not None and given.shape != ids.shape:
+            raise ConfigError(
+                f"a soft prompt lengthens {name} of the shape {tuple(ids.shape)}, not "
+                f"{tuple(given.shape)}."
+            )
+        if given is not None:
+            new[name] = F.pad(given, (length, 0), value=value)
     labels = kwargs.get("labels")
     if labels is not None and labels.shape == ids.shape and not _is_apart(model):
         if model.config.head == "language_model" and model.shifts_labels:
@@ -155,3 +170,22 @@ def prompt_ids(table: nn.Embedding, ids: Tensor, length: int) -> Tensor:
     first = table.num_embeddings
     rows = torch.arange(first, first + length, device=ids.device, dtype=ids.dtype)
     return torch.cat((rows.expand(ids.shape[0], -1), ids), 1)
+
+
+def with_prompt(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+    """Return ids and mask with a model's soft prompt in front, and how many rows that are.
+
+    Texts that have it already, and those for a model without one, stay as they are.
+
+    Shape:
+        ids, mask: (B, T) -> (B, P + T)
+    """
+    table: Any = getattr(model.whole(), "embed", None)
+    prompt: Any = getattr(table, "prompt", None)
+    if prompt is None or not prompt.is_delta or prompt.share == 0:
+        return ids, mask, 0
+    if ids.dim() != 2 or ids.is_floating_point() or _has_prompt(ids, table):
+        return ids, mask, 0
+    length = prompt.weight.shape[0]
+    padded = None if mask is None or mask.shape != ids.shape else F.pad(mask, (length, 0), value=1)
+    return prompt_ids(table, ids, length), mask if padded is None else padded, length

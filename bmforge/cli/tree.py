@@ -1,0 +1,30 @@
+"""`bmforge tree`: a model's modules, equal layers folded, and what of them is trained."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from bmforge.cli.opening import put_deltas_
+from bmforge.cli.tree_options import TreeCommand
+from bmforge.errors import ConfigError
+from bmforge.files import replace_file
+from bmforge.models.hub import find_config
+from bmforge.tune.delta.tree import draw_tree, fold_tree
+from bmforge.tune.delta.tree_page import tree_page
+
+__all__ = ["run_tree"]
+
+
+def run_tree(command: TreeCommand) -> None:
+    """Show a model's tree, and write its page where one is asked for."""
+    family, config = find_config(command.model)
+    model = family.from_config(config, device="meta")
+    put_deltas_(model, command.delta, trainable=True)
+    row = fold_tree(model, family.__name__, command.keep_empty)
+    if command.html is None:
+        Console().print(draw_tree(row))
+        return
+    if command.html.suffix != ".html":
+        raise ConfigError(f"html={str(command.html)!r} must end in .html.")
+    replace_file(command.html, tree_page(row, command.model))
+    print(f"wrote {command.html}")

@@ -1,0 +1,158 @@
+"""Tuning a soft prompt through a score alone: no gradients, no look inside the model.
+
+Rows of a prompt are moved within a small random subspace by CMA-ES, which asks for the score of a
+few candidates at a time and learns where better ones lie.
+
+Source: Sun et al., "Black-box tuning for language-model-as-a-service" (2022); the search is that of
+the library `cma` (Hansen).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.logging import track
+from bmforge.shards import whole_tensor
+from bmforge.tune.delta.soft_prompt import SoftPrompt
+
+__all__ = ["BlackBoxConfig", "tune_black_box"]
+
+
+@dataclass(frozen=True)
+class BlackBoxConfig:
+    """How a black box is searched.
+
+    Args:
+        evaluations: at most so many scores are asked for, that of the start among them.
+        dims: of the subspace.
+        sigma: how far the first candidates lie apart; 1 moves rows by about the spread of the
+            model's own.
+        population: candidates at a time; 0 takes 4 + 3 log(dims).
+        seed: of subspace and search.
+    """
+
+    evaluations: int = 1000
+    dims: int = 500
+    sigma: float = 1.0
+    population: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name, least in (("evaluations", 2), ("dims", 1), ("population", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}.")
+        if self.population == 1:
+            raise ConfigError("population=1 learns nothing: 2 at least, or 0 for the usual.")
+        if not (self.sigma > 0 and math.isfinite(self.sigma)):
+            raise ConfigError(f"sigma={self.sigma} must be above 0 and finite.")
+
+
+def tune_black_box(
+    model: nn.Module,
+    score: Callable[[nn.Module], float],
+    *,
+    length: int = 50,
+    name: str = "default",
+    config: BlackBoxConfig | None = None,
+    **options: Any,
+) -> SoftPrompt:
+    """Find a soft prompt with which a model scores well, and leave it in the model, frozen.
+
+    Args:
+        model: of ours, that reads tokens; not laid out.
+        score: called with the model, in evaluation mode and without gradients; higher is better.
+            The same every time: examples that are drawn anew only make noise.
+        length: rows of the prompt.
+        name: of the delta.
+        config: how it is searched.
+        options: of `SoftPrompt`, such as `words`.
+
+    Returns:
+        the prompt with the best rows that were seen, the start's among them; `scores` has all
+        scores, in the order in which they were asked for.
+
+    Raises:
+        ConfigError: a score that is no number.
+        MissingDependencyError: `cma` is not installed.
+    """
+    told = config or BlackBoxConfig()
+    prompt = SoftPrompt(model, length=length, name=name, seed=told.seed, **options)
+    is_training = model.training
+    try:
+        prompt.scores = _search(model.eval(), score, prompt, told)
+    except BaseException:
+        prompt.remove()
+        raise
+    finally:
+        model.train(is_training)
+    prompt.requires_grad_(False)
+    return prompt
+
+
+@torch.no_grad()
+def _search(
+    model: nn.Module,
+    score: Callable[[nn.Module], float],
+    prompt: SoftPrompt,
+    config: BlackBoxConfig,
+) -> list[float]:
+    """Leave the best rows in a prompt; return all scores."""
+    rows: Tensor = prompt.held[0].part.weight
+    start, spread = rows.clone(), _spread_of(model)
+    rng = np.random.default_rng(config.seed)
+    ways = torch.from_numpy(rng.standard_normal((rows.numel(), config.dims))).to(rows)
+    ways *= spread / math.sqrt(config.dims)
+    strategy = _open_strategy(config, rng)
+    scores: list[float] = []
+    best, best_rows = -math.inf, start
+
+    def ask(point: Any) -> float:
+        nonlocal best, best_rows
+        moved = ways @ torch.from_numpy(np.asarray(point)).to(rows)
+        rows.copy_(start + moved.view_as(rows))
+        found = float(score(model))
+        if math.isnan(found):
+            raise ConfigError("score gave NaN: it must be a number, higher where better.")
+        scores.append(found)
+        if found > best:
+            best, best_rows = found, rows.clone()
+        return -found
+
+    ask(np.zeros(config.dims))
+    for _ in track(range(config.evaluations // strategy.popsize), "black box"):
+        if len(scores) + strategy.popsize > config.evaluations or strategy.stop():
+            break
+        points = strategy.ask()
+        strategy.tell(points, [ask(point) for point in points])
+    rows.copy_(best_rows)
+    return scores
+
+
+def _spread_of(model: Any) -> float:
+    """Return the standard deviation of a model's token rows."""
+    return float(whole_tensor(model.embed.weight.detach()).float().std())
+
+
+def _open_strategy(config: BlackBoxConfig, rng: np.random.Generator) -> Any:
+    try:
+        import cma
+    except ImportError as error:
+        raise MissingDependencyError("cma", "tune", "tuning a black box") from error
+    options: dict[str, Any] = {
+        "verbose": -9,
+        "seed": np.nan,  # numpy's own generator is everybody's
+        "randn": lambda *shape: rng.standard_normal(shape),
+        "maxfevals": config.evaluations,
+    }
+    if config.population:
+        options["popsize"] = config.population
+    return cma.CMAEvolutionStrategy(np.zeros(config.dims), config.sigma, options)

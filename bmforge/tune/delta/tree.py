@@ -1,0 +1,248 @@
+"""A model as a tree of its modules: equal neighbours folded, and whose each tensor is.
+
+`tree_page` draws it on a page, `draw_tree` in a terminal.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from rich.text import Text
+from rich.tree import Tree
+from torch import nn
+
+from bmforge.tune.delta.address import WORDS
+
+__all__ = ["Counts", "OwnTensor", "Row", "draw_tree", "fold_tree", "short_count", "walk_rows"]
+
+# Whose a tensor is -> how a terminal shows it.
+_STYLES = {"trained": "bright_blue", "frozen": "bright_black", "delta": "magenta"}
+
+
+@dataclass(frozen=True)
+class OwnTensor:
+    """A parameter that a module has itself.
+
+    Args:
+        name: in the module.
+        shape: whole.
+        is_trained: it has a gradient.
+        is_delta: it is a delta's.
+        is_again: another module further up has it, too.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_trained: bool
+    is_delta: bool
+    is_again: bool
+
+    @property
+    def whose(self) -> str:
+        """Return "delta", "trained" or "frozen"."""
+        return "delta" if self.is_delta else "trained" if self.is_trained else "frozen"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters.
+
+    Args:
+        total: of a module and what is in it, deltas too.
+        trained: of these those that are trained.
+        delta: those of deltas.
+    """
+
+    total: int = 0
+    trained: int = 0
+    delta: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        """Add them up."""
+        return Counts(
+            self.total + other.total, self.trained + other.trained, self.delta + other.delta
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """Modules that look the same, and what is in one of them.
+
+    Args:
+        name: ``attn``, ``layers.0-11`` or ``q_proj, k_proj``.
+        kind: their class.
+        targets: what a delta's targets call them; () of the whole and of a delta's parts.
+        tensors: that one of them has itself.
+        counts: of all of them.
+        children: what is in one of them.
+    """
+
+    name: str
+    kind: str
+    targets: tuple[str, ...]
+    tensors: tuple[OwnTensor, ...]
+    counts: Counts
+    children: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One module.
+
+    Args:
+        name: in its owner.
+        kind: its class.
+        tensors: its own.
+        children: that are shown.
+        is_delta: a part of a delta, or in one.
+        is_list: it holds modules and does nothing else.
+        look: what is the same of modules that look the same.
+        counts: of it and what is in it.
+    """
+
+    name: str
+    kind: str
+    tensors: tuple[OwnTensor, ...]
+    children: tuple[_Node, ...]
+    is_delta: bool
+    is_list: bool
+    look: Any
+    counts: Counts
+
+
+def fold_tree(model: nn.Module, root: str = "model", keep_empty: bool = False) -> Row:
+    """Return a model's tree, with neighbours that look the same folded into one row.
+
+    Args:
+        model: any, on meta or not.
+        root: what the whole is called.
+        keep_empty: show modules without parameters, too.
+    """
+    return _row(_read(root, model, set(), False, keep_empty), root, "")
+
+
+def _read(name: str, module: nn.Module, seen: set[int], is_delta: bool, keep_empty: bool) -> _Node:
+    is_delta = is_delta or bool(getattr(module, "is_delta", False))
+    tensors, counts = [], Counts()
+    for key, parameter in module.named_parameters(recurse=False):
+        is_again, size = id(parameter) in seen, math.prod(parameter.shape)
+        seen.add(id(parameter))
+        trains = parameter.requires_grad
+        tensors.append(OwnTensor(key, tuple(parameter.shape), trains, is_delta, is_again))
+        if not is_again:
+            counts += Counts(size, size * trains, size * is_delta)
+    read = [
+        _read(key, child, seen, is_delta, keep_empty)
+        for key, child in module._modules.items()
+        if child is not None
+    ]
+    children = tuple(n for n in read if keep_empty or n.tensors or n.children)
+    counts = sum((child.counts for child in children), counts)
+    kind, own = type(module).__name__, tuple(tensors)
+    look = kind, own, tuple((child.name, child.look) for child in children)
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    return _Node(name, kind, own, children, is_delta, is_list, look, counts)
+
+
+def _row(node: _Node, name: str, target: str) -> Row:
+    """Return the row of a module; a list of modules that look the same is one row with them."""
+    runs = list(_runs(node))
+    if len(runs) == 1 and node.is_list and target:
+        made = _run_row(node, runs[0], target)
+        return replace(made, name=f"{name}.{made.name}")
+    children = tuple(_run_row(node, run, target) for run in runs)
+    targets = () if node.is_delta or not target else (_spelled(target),)
+    return Row(name, node.kind, targets, node.tensors, node.counts, children)
+
+
+def _runs(node: _Node) -> Iterator[list[_Node]]:
+    """Yield neighbours that look the same: those with numbers, and those without anything in."""
+
+    def alike(child: _Node) -> Any:
+        is_folded = child.name.isdigit() or not (child.children or child.is_delta)
+        return (child.name.isdigit(), child.look) if is_folded else child.name
+
+    for _, run in groupby(node.children, alike):
+        yield list(run)
+
+
+def _run_row(owner: _Node, run: Sequence[_Node], target: str) -> Row:
+    first, before = run[0], f"{target}." if target else ""
+    if len(run) == 1:
+        return _row(first, first.name, before + first.name)
+    counts = sum((node.counts for node in run), Counts())
+    if first.name.isdigit():
+        made = _row(first, f"{first.name}-{run[-1].name}", before + _numbers(owner, run))
+        return replace(made, counts=counts)
+    names = [node.name for node in run]
+    made = _row(first, ", ".join(names), before + first.name)
+    targets = tuple(_spelled(before + name) for name in names)
+    return replace(made, targets=targets if made.targets else (), counts=counts)
+
+
+def _numbers(owner: _Node, run: Sequence[_Node]) -> str:
+    """Return what stands for these numbers in a target: ``*`` where it is all of them."""
+    if len(run) == len(owner.children):
+        return "*"
+    return f"({'|'.join(node.name for node in run)})"
+
+
+def _spelled(target: str) -> str:
+    """Return a target as it is written: numbers that are not all make it a regular expression.
+
+    So do names that are common words, which mean more than this one.
+    """
+    if target in WORDS:
+        return f"[r]^{target}$"
+    if "(" not in target:
+        return target
+    parts = re.split(r"(\*|\([\d|]+\))", target)
+    turned = (r"\d+" if p == "*" else p if p.startswith("(") else re.escape(p) for p in parts)
+    return f"[r]^{''.join(turned)}"
+
+
+def walk_rows(row: Row, depth: int = 0) -> Iterator[tuple[int, Row]]:
+    """Yield every row, from the top, with how deep it is."""
+    yield depth, row
+    for child in row.children:
+        yield from walk_rows(child, depth + 1)
+
+
+def short_count(count: int) -> str:
+    """Return a number of parameters in few letters: 11.31B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.{2 if count < 100 * size else 1}f}{unit}"
+    return str(count)
+
+
+def draw_tree(row: Row) -> Tree:
+    """Return a tree for rich to print: trained blue, frozen grey, deltas magenta."""
+    tree = Tree(_label(row), guide_style="bright_black")
+    _hang(tree, row)
+    return tree
+
+
+def _hang(tree: Tree, row: Row) -> None:
+    for child in row.children:
+        _hang(tree.add(_label(child)), child)
+
+
+def _label(row: Row) -> Text:
+    text = Text(row.name, "bold", no_wrap=True, overflow="ellipsis")
+    text.append(f"  {row.kind}", "not bold green")
+    for tensor in row.tensors:
+        size = ", ".join(map(str, tensor.shape))
+        again = ", again" if tensor.is_again else ""
+        text.append(f"  {tensor.name} ({size}{again})", f"not bold {_STYLES[tensor.whose]}")
+    text.append(f"  {short_count(row.counts.total)}", "not bold")
+    if 0 < row.counts.trained < row.counts.total:
+        whose = "delta" if row.counts.trained <= row.counts.delta else "trained"
+        added = f"  {short_count(row.counts.trained)} trained"
+        text.append(added, f"not bold {_STYLES[whose]}")
+    return text

@@ -1,0 +1,145 @@
+"""`delta_rows` as an argument of a model and of `generate`; prompts in front of what is written."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.infer import generate
+from bmforge.memory.recompute import apply_recompute_
+from bmforge.models import GPT2, T5, GPT2Config, Llama, LlamaConfig, T5Config
+from bmforge.testing import assert_close
+from bmforge.tune.delta import Adapter, Delta, Lora, Prefix, SoftPrompt, use_deltas
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+IDS = torch.arange(24).view(3, 8) % 64
+
+
+def stir_(delta: Delta, seed: int) -> Delta:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in delta.parameters():
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.5)
+    return delta
+
+
+def llama() -> Llama:
+    config = LlamaConfig(**SIZES, intermediate_size=48, num_kv_heads=2, max_seq_len=64)
+    return Llama.from_config(config).eval()
+
+
+def t5() -> T5:
+    return T5.from_config(T5Config(**SIZES, intermediate_size=48)).eval()
+
+
+def with_two(model: Any) -> Any:
+    stir_(Lora(model, ["attn.q", "attn.v", "mlp.down"], name="a", rank=2), 1)
+    stir_(Adapter(model, name="b", width=4), 2)
+    return model
+
+
+def alone(model: Any, rows: list[str | None], run: Any) -> torch.Tensor:
+    """Return each row of what a model makes with its delta alone."""
+    found = []
+    for number, name in enumerate(rows):
+        use_deltas(model, [] if name is None else [name])
+        found.append(run()[number])
+    use_deltas(model, ["a", "b"])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_an_argument_of_a_call(recomputes: bool) -> None:
+    """Logits are those of each row's delta alone, gradients too; the next call has all again."""
+    model = with_two(llama())
+    rows: list[str | None] = ["b", None, "a"]
+    both = model(IDS).logits
+    want = alone(model, rows, lambda: model(IDS).logits)
+    grads = {}
+    for number, name in ((0, "b"), (2, "a")):
+        use_deltas(model, [name])
+        model.zero_grad()
+        model(IDS).logits[number].square().sum().backward()
+        grads |= {n: p.grad for n, p in model.named_parameters() if f".{name}." in n}
+    use_deltas(model, ["a", "b"])
+    model.zero_grad()
+    if recomputes:
+        apply_recompute_(model.layers.values())
+    out = model(IDS, delta_rows=rows).logits
+    assert_close(out, want, rtol=1e-5, atol=1e-5)
+    out.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert_close({name: parameter.grad}, {name: grads[name]}, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model(IDS).logits, both)
+    with pytest.raises(ShapeError, match="3 rows, delta_rows names 2"):
+        model(IDS, delta_rows=["a", "b"])
+    with pytest.raises(ConfigError, match="no delta 'c'"):
+        model(IDS, delta_rows=["a", "b", "c"])
+    assert torch.equal(model(IDS).logits, both)
+    assert torch.equal(copy.deepcopy(model)(IDS, delta_rows=rows).logits, out)
+
+
+@pytest.mark.parametrize("make", [llama, t5])
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_what_each_row_writes(make: Any, num_beams: int) -> None:
+    """Every prompt is continued by its own delta, with beams too."""
+    model = with_two(make())
+    rows: list[str | None] = ["a", None, "b"]
+    told: dict[str, Any] = {"max_new_tokens": 6, "num_beams": num_beams, "eos_token_id": 63}
+    want = alone(model, rows, lambda: generate(model, IDS, **told, min_new_tokens=6))
+    got = generate(model, IDS, delta_rows=rows, **told, min_new_tokens=6)
+    assert torch.equal(got, want)
+    assert len({tuple(row) for row in want[:, -6:].tolist()}) > 1
+    with pytest.raises(ConfigError, match="no delta 'c'"):
+        generate(model, IDS, delta_rows=["a", "c", "b"])
+    bare = make()
+    none = generate(bare, IDS, delta_rows=[None, None, None], **told)
+    assert torch.equal(none, generate(bare, IDS, **told))
+
+
+def test_a_prompt_stands_in_front_of_what_is_written() -> None:
+    """As the rows put into the embeddings by hand; what comes back has them no more."""
+    model = llama()
+    prompt = stir_(SoftPrompt(model, length=3), 1)
+    table = prompt.held[0].part.weight.detach()
+    text = IDS[:, :5].clone()
+    got = generate(model, text, max_new_tokens=4, do_sample=False)
+    assert torch.equal(got[:, :5], text)
+    prompt.detach()
+    ids = text
+    for _ in range(4):
+        rows = torch.cat((table.expand(3, -1, -1), model.embed(ids)), 1)
+        ids = torch.cat((ids, model(inputs_embeds=rows).logits[:, -1:].argmax(-1)), 1)
+    assert torch.equal(got, ids)
+    prompt.attach()
+    padded = torch.cat((torch.zeros(3, 2, dtype=torch.long), text), 1)
+    mask = (torch.arange(7) >= 2).long().expand(3, -1)
+    again = generate(model, padded, mask, max_new_tokens=4, do_sample=False)
+    assert torch.equal(again[:, 2:], got)
+
+
+def test_a_prompt_is_in_front_of_the_source() -> None:
+    model = t5()
+    prompt = stir_(SoftPrompt(model, length=3), 1)
+    before = generate(model, IDS, max_new_tokens=4)
+    rows = torch.arange(64, 67).expand(3, -1)
+    assert torch.equal(generate(model, torch.cat((rows, IDS), 1), max_new_tokens=4), before)
+    use_deltas(model, [])
+    plain = generate(model, IDS, max_new_tokens=4)
+    prompt.detach()
+    assert torch.equal(generate(model, IDS, max_new_tokens=4), plain)
+
+
+def test_a_prompt_needs_room() -> None:
+    config = GPT2Config(**SIZES, max_seq_len=16)
+    model = GPT2.from_config(config).eval()
+    SoftPrompt(model, length=6)
+    with pytest.raises(ConfigError, match="14 prompt tokens"):
+        generate(model, IDS, max_new_tokens=4)
+    Prefix(model, name="front", length=2)
+    assert generate(model, IDS, max_new_tokens=2).shape == (3, 10)
