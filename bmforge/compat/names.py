@@ -22,6 +22,7 @@ PAGES = {
     "bminf": "migrating_bminf.md",
     "bmcook": "migrating_bmcook.md",
     "openprompt": "migrating_openprompt.md",
+    "opendelta": "migrating_opendelta.md",
 }
 
 

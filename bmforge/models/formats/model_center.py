@@ -30,7 +30,13 @@ from bmforge.models.formats.model_center_config import (
 from bmforge.models.hub import FAMILIES
 from bmforge.models.init import materialize_
 
-__all__ = ["NAME_RULES", "fill_model_center", "is_model_center", "load_model_center"]
+__all__ = [
+    "NAME_RULES",
+    "fill_model_center",
+    "is_model_center",
+    "load_model_center",
+    "their_name",
+]
 
 _WEIGHTS = "pytorch_model.pt"
 _T5_FACTOR = 100.0
@@ -142,7 +148,7 @@ def _fill(
     model: Model, family: str, tensors: Mapping[str, Tensor], directory: Path, factor: float = 1.0
 ) -> Model:
     """Copy tensors into a model on the meta device; `factor` is what T5's were divided by."""
-    sources = {name: _their_name(model, family, name) for name, _ in model.named_parameters()}
+    sources = {name: their_name(model, family, name) for name, _ in model.named_parameters()}
     _check_fit(model, sources, tensors, directory)
     materialize_(model)
     with torch.no_grad():
@@ -178,7 +184,7 @@ def _make_config(family: str, values: Mapping[str, Any]) -> ModelConfig:
     return config_class(**{name: value for name, value in values.items() if name in known})
 
 
-def _their_name(model: Model, family: str, name: str) -> str:
+def their_name(model: Model, family: str, name: str) -> str:
     """Return ModelCenter's name of a parameter of ours."""
     if family in OLD_FAMILIES and OLD_FAMILIES[family].needed.get("post_layer_norm"):
         name = _place_post_norm(name, model.config.num_layers)

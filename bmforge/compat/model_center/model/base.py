@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from bmforge.compat.bmtrain.runtime import is_initialized
 from bmforge.compat.bmtrain.wrapper import BMTrainModelWrapper
 from bmforge.compat.model_center.model.config import Config
+from bmforge.compat.model_center.model.module_names import module_names
 from bmforge.compat.model_center.model.outputs import BaseModelOutput, Later
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
@@ -221,6 +222,10 @@ class BaseModel(nn.Module):
     ) -> None:
         """Write the model in Hugging Face's form; see `to_zoo` and `Model.save_pretrained`."""
         self.to_zoo(head).save_pretrained(directory, overwrite=overwrite)
+
+    def published_modules(self) -> dict[str, list[str]]:
+        """Return ModelCenter's names of modules -> those here, for deltas' targets."""
+        return module_names(self.model, self.config.family, "model.")
 
     def to_zoo(self, head: str | None = None) -> Model:
         """Return the same weights as a model of the zoo; on one process it shares them.

@@ -1,0 +1,86 @@
+"""Delta models of whatever type: by a dict of fields, or by a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bmforge.compat.names import missing_names
+from bmforge.compat.opendelta.basemodel import DeltaBase
+from bmforge.compat.opendelta.delta_configs import CONFIGS, BaseDeltaConfig, read_config
+from bmforge.compat.opendelta.delta_models import MODELS
+from bmforge.compat.opendelta.names import NAMES
+from bmforge.errors import ConfigError, suggest
+from bmforge.tune.delta.files import type_of_delta
+from bmforge.tune.delta.opendelta_format import old_type_of
+
+__all__ = ["AutoDeltaConfig", "AutoDeltaModel"]
+
+
+class AutoDeltaConfig:
+    """Makes the config of the type that `delta_type` names."""
+
+    def __init__(self) -> None:
+        raise ConfigError("call AutoDeltaConfig.from_dict or from_finetuned.")
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> BaseDeltaConfig:
+        """Return a config with these fields.
+
+        Raises:
+            ConfigError: no `delta_type`, or one that is unknown.
+        """
+        kind = str({**config_dict, **kwargs}.get("delta_type"))
+        if kind not in CONFIGS:
+            raise ConfigError(
+                f"delta_type={kind!r} is unknown.{suggest(kind, CONFIGS)} Known: "
+                f"{', '.join(CONFIGS)}."
+            )
+        return CONFIGS[kind].from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def from_finetuned(
+        cls, finetuned_model_name_or_path: str | Path, **kwargs: Any
+    ) -> BaseDeltaConfig:
+        """Return the config in a directory that `save_finetuned` has written."""
+        return cls.from_dict(read_config(finetuned_model_name_or_path), **kwargs)
+
+
+class AutoDeltaModel:
+    """Makes the delta model of the type that a config or a directory says."""
+
+    def __init__(self) -> None:
+        raise ConfigError("call AutoDeltaModel.from_config or from_finetuned.")
+
+    @classmethod
+    def from_config(
+        cls, config: BaseDeltaConfig, backbone_model: nn.Module, **kwargs: Any
+    ) -> DeltaBase:
+        """Put a new delta model into a backbone."""
+        return MODELS[config.delta_type].from_config(config, backbone_model, **kwargs)
+
+    @classmethod
+    def from_finetuned(
+        cls, finetuned_model_name_or_path: str | Path, backbone_model: nn.Module, **kwargs: Any
+    ) -> DeltaBase:
+        """Put a saved delta model into a backbone; see `DeltaBase.from_finetuned`.
+
+        Raises:
+            ConfigError: no delta there, or one of a type that OpenDelta did not have.
+        """
+        place = Path(kwargs.get("cache_dir") or ".") / finetuned_model_name_or_path
+        kind = type_of_delta(place)
+        name = old_type_of(kind)
+        if name is None:
+            raise ConfigError(
+                f"{str(place)!r} holds a {kind.__name__}, which OpenDelta did not have: use "
+                "bmforge.tune.delta.load_delta."
+            )
+        model = MODELS[name]
+        return model.from_finetuned(finetuned_model_name_or_path, backbone_model, **kwargs)
+
+
+__getattr__ = missing_names("opendelta", NAMES, __all__, "auto_delta")

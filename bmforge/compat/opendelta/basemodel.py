@@ -1,0 +1,346 @@
+"""What OpenDelta's delta models have in common: a delta of ours beside a backbone, in place.
+
+The backbone is not frozen before `freeze_module`, as in OpenDelta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from bmforge.compat.bmtrain.module import make_distributed_
+from bmforge.compat.names import missing_names
+from bmforge.compat.opendelta.backbone import (
+    drop_hooks_,
+    find_trained,
+    is_delta,
+    keep_trained,
+    read_card,
+    take_parts_,
+)
+from bmforge.compat.opendelta.delta_configs import BaseDeltaConfig
+from bmforge.compat.opendelta.names import NAMES
+from bmforge.compat.opendelta.visualization import Visualization
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+from bmforge.tune.delta import Delta, list_deltas, load_delta
+from bmforge.tune.delta.address import fits
+from bmforge.tune.delta.opendelta_format import old_type_of, opendelta_type
+
+__all__ = ["DeltaBase"]
+
+# OpenDelta leaves heads for words alone, and the norm behind an embedding, which it did not know.
+_HEADS = ("lm_head", "mlm_head", "cls.predictions")
+_EMBED_NORMS = ("embed_norm", "embeddings.LayerNorm")
+
+
+class DeltaBase(nn.Module):
+    """A delta model: built, it has changed the backbone.
+
+    Args:
+        backbone_model: any model; the delta comes to stand in it, in place.
+        modified_modules: targets; None takes the type's usual places.
+        exclude_modules: beginnings of names, or targets, that are left out; None leaves out heads
+            for words where `modified_modules` is None.
+        unfrozen_modules: what `freeze_module` lets be trained; "deltas" is all deltas.
+        common_structure: not needed: common names are always known.
+        interactive_modify: gone; `bmforge tree --html` draws the page.
+        backend: "hf" or "bmt"; not needed: the backbone says it.
+        options: the type's; see its config.
+
+    Attributes:
+        delta: what stands in the backbone.
+        config: a `BaseDeltaConfig`.
+    """
+
+    delta_type: ClassVar[str] = ""
+    config_class: ClassVar[type[BaseDeltaConfig]] = BaseDeltaConfig
+
+    def __init__(
+        self,
+        backbone_model: nn.Module,
+        modified_modules: Sequence[str] | None = None,
+        exclude_modules: Sequence[str] | None = None,
+        unfrozen_modules: Sequence[str] | None = None,
+        interactive_modify: bool | int = False,
+        common_structure: bool | None = None,
+        backend: str = "hf",
+        **options: Any,
+    ) -> None:
+        if interactive_modify:
+            raise ConfigError(
+                "interactive_modify is gone: `bmforge tree MODEL --html page.html` writes a page "
+                "on which a click gives the targets."
+            )
+        config = self.config_class(
+            exclude_modules=exclude_modules,
+            unfrozen_modules=unfrozen_modules,
+            common_structure=common_structure,
+            backend=backend,
+            **({} if modified_modules is None else {"modified_modules": modified_modules}),
+            **options,
+        )
+        kept = {name: p.requires_grad for name, p in backbone_model.named_parameters()}
+        take_parts_(backbone_model)
+        kind, told = opendelta_type(config.to_dict())
+        told |= self._more(config)
+        told["exclude"] = tuple(config.exclude_modules or ())
+        if config.modified_modules is None:
+            told["exclude"] = (*(told["exclude"] or _HEADS), *_EMBED_NORMS)
+        delta = kind(self._backbone_of(backbone_model), name=self._name(backbone_model), **told)
+        self._hold_(backbone_model, delta, config, kept)
+
+    def _hold_(
+        self,
+        backbone: nn.Module,
+        delta: Delta,
+        config: BaseDeltaConfig,
+        kept: Mapping[str, bool],
+    ) -> None:
+        nn.Module.__init__(self)
+        # Not a child: this module's parameters are the delta's alone.
+        self.__dict__["backbone_model"], self.__dict__["delta"] = backbone, delta
+        self.config = config
+        if config.unfrozen_modules is None:
+            config.unfrozen_modules = ["deltas"]
+        self.unfrozen_modules = list(config.unfrozen_modules or ())
+        self.modified_modules = config.modified_modules
+        self.delta_modules = nn.ModuleList(held.part for held in delta.held)
+        if getattr(backbone, "takes_parts", False):
+            for part in self.delta_modules:
+                make_distributed_(part)
+        for name, parameter in backbone.named_parameters():
+            if name in kept:
+                parameter.requires_grad_(kept[name])
+
+    def _name(self, backbone: nn.Module) -> str:
+        """Return a name that no delta of the backbone has."""
+        taken = {**list_deltas(backbone), **list_deltas(self._backbone_of(backbone))}
+        count = 0
+        while (name := f"{self.delta_type}{f'_{count}' if count else ''}") in taken:
+            count += 1
+        return name
+
+    def _more(self, config: Any) -> dict[str, Any]:
+        """Return what the type is told besides what OpenDelta's files say."""
+        return {}
+
+    @classmethod
+    def _backbone_of(cls, backbone: nn.Module) -> nn.Module:
+        """Return what of a backbone the delta stands in."""
+        return backbone
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the backbone is what is called."""
+        raise ConfigError("a delta model computes nothing itself: call the backbone.")
+
+    @classmethod
+    def from_config(
+        cls, config: BaseDeltaConfig | dict[str, Any], backbone_model: nn.Module, **kwargs: Any
+    ) -> Self:
+        """Put a delta model with these fields into a backbone; `kwargs` replace some."""
+        fields = config if isinstance(config, dict) else config.to_dict()
+        known = cls.config_class.from_dict({**fields, **kwargs}).to_dict()
+        beside = ("delta_type", "backbone_class", "backbone_checkpoint_name", "backbone_hash")
+        return cls(backbone_model, **{n: v for n, v in known.items() if n not in beside})
+
+    @classmethod
+    def from_finetuned(
+        cls,
+        finetuned_delta_path: str | Path,
+        backbone_model: nn.Module,
+        delta_config: BaseDeltaConfig | None = None,
+        *,
+        cache_dir: str | Path | None = None,
+        check_hash: bool = True,
+        **others: Any,
+    ) -> Self:
+        """Put a saved delta model into a backbone, which is in evaluation mode then.
+
+        Args:
+            finetuned_delta_path: directory that OpenDelta, PEFT or we have written.
+            backbone_model: likewise.
+            delta_config: not needed: the directory has it.
+            cache_dir: in which the directory is.
+            check_hash: refuse another backbone than it was trained on; what OpenDelta wrote does
+                not say which that was.
+            others: of fetching files, which has no effect here.
+        """
+        place = Path(cache_dir or ".") / finetuned_delta_path
+        kept = {name: p.requires_grad for name, p in backbone_model.named_parameters()}
+        take_parts_(backbone_model)
+        made = cls.__new__(cls)
+        name = made._name(backbone_model)
+        delta = load_delta(
+            cls._backbone_of(backbone_model), place, name=name, allow_other_base=not check_hash
+        )
+        if old_type_of(type(delta)) != cls.delta_type:
+            delta.remove()
+            raise ConfigError(
+                f"{str(place)!r} holds a {type(delta).__name__}, which is no {cls.__name__}: use "
+                "AutoDeltaModel.from_finetuned, which takes any."
+            )
+        has_config = (place / "config.json").exists()
+        config = cls.config_class.from_finetuned(place) if has_config else cls.config_class()
+        made._hold_(backbone_model, delta, delta_config or config, kept)
+        backbone_model.eval()
+        return made
+
+    def save_finetuned(
+        self,
+        finetuned_delta_path: str | Path = "./delta_checkpoints/",
+        save_config: bool = True,
+        push_to_dc: bool = False,
+        center_args: Any = None,
+        **others: Any,
+    ) -> None:
+        """Write the delta, and what is trained beside it, to a directory.
+
+        Args:
+            finetuned_delta_path: made when it does not exist.
+            save_config: write OpenDelta's `config.json` beside our files as well.
+            push_to_dc: gone with DeltaCenter.
+            center_args: what the card says: `name`, `train_tasks`, `test_performance`, `license`.
+            others: of DeltaCenter, without effect.
+        """
+        if push_to_dc:
+            raise ConfigError(
+                "push_to_dc=True: DeltaCenter is gone. The directory can be put on any hub."
+            )
+        self.delta.save(finetuned_delta_path, **read_card(center_args))
+        if save_config:
+            backbone = self.backbone_model
+            self.config.backbone_class = type(backbone).__name__
+            name = getattr(getattr(backbone, "config", None), "_name_or_path", None)
+            self.config.backbone_checkpoint_name = Path(name).name if name else None
+            self.config.save_finetuned(finetuned_delta_path)
+
+    def create_config_from_model(self) -> None:
+        """Nothing is to be done: `config` is there from the start."""
+
+    def freeze_module(
+        self,
+        module: nn.Module | None = None,
+        exclude: Sequence[str] | None = None,
+        set_state_dict: bool = True,
+        prefix: str = "",
+    ) -> None:
+        """Train nothing of a module but what is named; what is named is saved with the delta.
+
+        Args:
+            module: the backbone, or a model around it; None takes the backbone.
+            exclude: what is trained: "deltas", endings of names of modules or parameters, `[r]`
+                and a regular expression; None takes `unfrozen_modules`. Frozen before, it thaws.
+            set_state_dict: see `set_active_state_dict`.
+            prefix: not needed.
+        """
+        root = self.backbone_model if module is None else module
+        names = self.unfrozen_modules if exclude is None else list(exclude)
+        trained, meant = find_trained(root, [name for name in names if name != "deltas"])
+        if root is self.backbone_model and self.delta.model is root:
+            self.delta.train_also_(meant)
+        for name, parameter in root.named_parameters():
+            if is_delta(root, name):
+                parameter.requires_grad_("deltas" in names and parameter.requires_grad)
+            else:
+                parameter.requires_grad_(name in trained)
+        if set_state_dict:
+            self.set_active_state_dict(root)
+
+    def set_active_state_dict(self, module: nn.Module) -> None:
+        """Let the `state_dict` of a module have what is trained, and nothing else."""
+        drop_hooks_(module)
+        module.register_state_dict_post_hook(keep_trained)
+
+    def attach(self, module: nn.Module | None = None, reset_state_dict: bool = True) -> None:
+        """Put the delta back after `detach`; `state_dict` is what is trained again."""
+        self._check_backbone(module)
+        if not self.delta.is_attached() or self.delta.weight == 0:
+            self.delta.attach()
+        if reset_state_dict:
+            self.set_active_state_dict(self.backbone_model)
+
+    def detach(self, module: nn.Module | None = None, reset_state_dict: bool = True) -> None:
+        """Take the delta out; the backbone, and its `state_dict`, is what it was."""
+        self._check_backbone(module)
+        self.delta.detach()
+        if reset_state_dict:
+            drop_hooks_(self.backbone_model)
+
+    def _check_backbone(self, module: nn.Module | None) -> None:
+        if module is not None and self.backbone_model not in module.modules():
+            raise ConfigError("the module does not have the backbone that this delta stands in.")
+
+    def log(
+        self,
+        module: nn.Module | None = None,
+        delta_ratio: bool = True,
+        trainable_ratio: bool = True,
+        visualization: bool = True,
+        cuda_memory: bool = True,
+    ) -> None:
+        """Print the tree of a module, the backbone by default, and what part of it is trained."""
+        root = self.backbone_model if module is None else module
+        if visualization:
+            Visualization(root).structure_graph()
+        total = self.num_total_parameters(root)
+        if trainable_ratio:
+            get_logger().info(
+                "Trainable Ratio: %f%%", 100 * self.num_trainable_parameters(root) / total
+            )
+        if delta_ratio:
+            get_logger().info(
+                "Delta Parameter Ratio: %f%%", 100 * self.num_delta_parameters(root) / total
+            )
+        if cuda_memory and torch.accelerator.is_available():
+            used = torch.accelerator.memory_allocated() / 2**30
+            get_logger().info("Static Memory %.2f GB", used)
+
+    def trainable_parameters_names(self, module: nn.Module | None = None) -> list[str]:
+        """Return the names of what is trained of the backbone, or of a module."""
+        root = self.backbone_model if module is None else module
+        return [name for name, p in root.named_parameters() if p.requires_grad]
+
+    def frozen_parameters_names(self, module: nn.Module | None = None) -> list[str]:
+        """Return the names of what is not."""
+        root = self.backbone_model if module is None else module
+        return [name for name, p in root.named_parameters() if not p.requires_grad]
+
+    def trainable_parameters(self, module: nn.Module | None = None) -> list[nn.Parameter]:
+        """Return what is trained of the delta, or of a module."""
+        root = self if module is None else module
+        return [p for p in root.parameters() if p.requires_grad]
+
+    def num_trainable_parameters(self, module: nn.Module | None = None) -> int:
+        """Count what is trained of the delta, or of a module."""
+        return sum(p.numel() for p in self.trainable_parameters(module))
+
+    def num_total_parameters(self, module: nn.Module | None = None) -> int:
+        """Count the parameters of the delta, or of a module."""
+        return sum(p.numel() for p in (self if module is None else module).parameters())
+
+    def num_frozen_parameters(self, module: nn.Module | None = None) -> int:
+        """Count what is not trained of the delta, or of a module."""
+        return self.num_total_parameters(module) - self.num_trainable_parameters(module)
+
+    def num_delta_parameters(self, module: nn.Module | None = None) -> int:
+        """Count the parameters of all deltas in the backbone, or in a module."""
+        root = self.backbone_model if module is None else module
+        named = root.named_parameters()
+        return sum(p.numel() for name, p in named if is_delta(root, name))
+
+    def find_key(self, key: str, target_list: Sequence[str]) -> bool:
+        """Tell whether a module's name is one of these targets."""
+        return any(fits(key, target) for target in target_list)
+
+    def find_module(self, root_module: nn.Module, key: str) -> tuple[nn.Module, str, nn.Module]:
+        """Return what a module is in, its name there, and it."""
+        owner, _, name = key.rpartition(".")
+        return root_module.get_submodule(owner), name, root_module.get_submodule(key)
+
+
+__getattr__ = missing_names("opendelta", NAMES, __all__, "basemodel")

@@ -1,0 +1,119 @@
+"""OpenDelta's eight delta models; each is a type of ours under its old name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from bmforge.compat.names import missing_names
+from bmforge.compat.opendelta.backbone import zoo_in
+from bmforge.compat.opendelta.basemodel import DeltaBase
+from bmforge.compat.opendelta.delta_configs import (
+    AdapterConfig,
+    BitFitConfig,
+    CompacterConfig,
+    LoraConfig,
+    LowRankAdapterConfig,
+    ParallelAdapterConfig,
+    PrefixConfig,
+    SoftPromptConfig,
+)
+from bmforge.compat.opendelta.names import NAMES
+from bmforge.errors import ConfigError
+
+__all__ = [
+    "MODELS",
+    "AdapterModel",
+    "BitFitModel",
+    "CompacterModel",
+    "LoraModel",
+    "LowRankAdapterModel",
+    "ParallelAdapterModel",
+    "PrefixModel",
+    "SoftPromptModel",
+]
+
+
+class LoraModel(DeltaBase):
+    """Low-rank parts beside linear layers."""
+
+    delta_type, config_class = "lora", LoraConfig
+
+
+class AdapterModel(DeltaBase):
+    """Bottlenecks behind modules."""
+
+    delta_type, config_class = "adapter", AdapterConfig
+
+
+class LowRankAdapterModel(DeltaBase):
+    """Bottlenecks of thin factors, of any rank."""
+
+    delta_type, config_class = "low_rank_adapter", LowRankAdapterConfig
+
+
+class CompacterModel(DeltaBase):
+    """Bottlenecks of sums of Kronecker products."""
+
+    delta_type, config_class = "compacter", CompacterConfig
+
+
+class ParallelAdapterModel(DeltaBase):
+    """Bottlenecks that read where one module reads and add where another writes."""
+
+    delta_type, config_class = "parallel_adapter", ParallelAdapterConfig
+
+
+class BitFitModel(DeltaBase):
+    """Added biases; they detach."""
+
+    delta_type, config_class = "bitfit", BitFitConfig
+
+
+class PrefixModel(DeltaBase):
+    """Keys and values in front of every layer's; of models of ours."""
+
+    delta_type, config_class = "prefix", PrefixConfig
+
+    def _more(self, config: Any) -> dict[str, Any]:
+        if not config.reparameterize:
+            return {}
+        if config.embed_dim != config.mid_dim:
+            raise ConfigError(
+                f"embed_dim={config.embed_dim} and mid_dim={config.mid_dim} must be the same here."
+            )
+        return {"inner": config.mid_dim}
+
+
+class SoftPromptModel(DeltaBase):
+    """Rows in front of the text; of models of ours, and of the old classes around them."""
+
+    delta_type, config_class = "soft_prompt", SoftPromptConfig
+
+    def _more(self, config: Any) -> dict[str, Any]:
+        if config.token_init:
+            return {"words": tuple(range(config.soft_token_num))}
+        return {"std": config.init_range / math.sqrt(3)}
+
+    @classmethod
+    def _backbone_of(cls, backbone: nn.Module) -> nn.Module:
+        return zoo_in(backbone)
+
+
+MODELS: dict[str, type[DeltaBase]] = {
+    kind.delta_type: kind
+    for kind in (
+        LoraModel,
+        AdapterModel,
+        LowRankAdapterModel,
+        CompacterModel,
+        ParallelAdapterModel,
+        BitFitModel,
+        PrefixModel,
+        SoftPromptModel,
+    )
+}
+
+__getattr__ = missing_names("opendelta", NAMES, __all__, "delta_models")

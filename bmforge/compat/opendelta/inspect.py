@@ -1,0 +1,55 @@
+"""What programs asked of `opendelta.utils.inspect`: how much is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmforge.compat.names import missing_names
+from bmforge.compat.opendelta.names import NAMES
+from bmforge.logging import get_logger
+
+__all__ = ["inspect_module_statistics", "inspect_optimizer_statistics"]
+
+
+def _count(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Return how many numbers there are, and how many of them have gradients."""
+    known = list(parameters)
+    return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
+
+
+def inspect_module_statistics(module: nn.Module, verbose: bool = True) -> dict[str, Any]:
+    """Return, and log, how many parameters of a module are trained."""
+    total, trained = _count(module.parameters())
+    found = {
+        "total_parameters": total,
+        "trainable_parameters": trained,
+        "trainable_ratio": trained / max(total, 1),
+    }
+    if verbose:
+        get_logger().info("%s", found)
+    return found
+
+
+def inspect_optimizer_statistics(
+    optimizer: torch.optim.Optimizer, verbose: bool = True
+) -> dict[str, Any]:
+    """Return, and log, how many parameters each group of an optimizer has, and trains."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        total, trained = _count(group["params"])
+        found[f"param_group_{number}"] = {
+            "total_parameters": total,
+            "trainable_parameters": trained,
+            **{name: value for name, value in group.items() if name != "params"},
+        }
+    found["total_parameters"] = sum(one["total_parameters"] for one in found.values())
+    if verbose:
+        get_logger().info("%s", found)
+    return found
+
+
+__getattr__ = missing_names("opendelta", NAMES, __all__, "inspect")
