@@ -24,6 +24,7 @@ TASK_NAMES: Mapping[str, str] = {
     "chid": "fine-tune to choose idioms (ChID)",
     "stc": "fine-tune to answer posts (STC)",
     "images": "tell the images of a folder apart",
+    "delta-search": "try types, places and sizes of deltas on a task with labels or choices",
 }
 
 # Other names of tasks.

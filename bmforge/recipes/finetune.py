@@ -45,6 +45,7 @@ __all__ = [
     "TaskTuneConfig",
     "tune_squad",
     "tune_task",
+    "with_classes",
 ]
 
 
@@ -125,13 +126,19 @@ def tune_task(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    config.data.check()
-    traits = traits_of(config.model)
+    config, traits = with_classes(config), traits_of(config.model)
     if traits.reads == "both":
-        labels = count_classes(open_task(config.data))
-        config = change_model(config, head="sequence_classification", num_labels=labels)
         return run_recipe(config, _open_classes, head="sequence_classification")
     return run_recipe(config, partial(_open, AskedOptions), head=traits.writing_head)
+
+
+def with_classes(config: Any) -> Any:
+    """Return a checked config in which an encoder classifies into the classes of its task."""
+    config.data.check()
+    if traits_of(config.model).reads != "both":
+        return config
+    labels = count_classes(open_task(config.data))
+    return change_model(config, head="sequence_classification", num_labels=labels)
 
 
 def tune_squad(config: Any) -> RunResult:

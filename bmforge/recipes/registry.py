@@ -22,6 +22,7 @@ from bmforge.models.traits import Traits
 from bmforge.recipes.ant import AntConfig, CPMAntTrainConfig, train_ant
 from bmforge.recipes.blanks import BlankConfig, train_blanks
 from bmforge.recipes.cpm1 import ChIDConfig, CPM1TextsConfig, STCConfig, tune_chid, tune_stc
+from bmforge.recipes.delta_search import DeltaSearchConfig, search_deltas
 from bmforge.recipes.dialogue import DialogueConfig, EVADialogueConfig, train_dialogue
 from bmforge.recipes.documents import CPMBeeTrainConfig, DocumentsConfig, train_documents
 from bmforge.recipes.finetune import (
@@ -183,6 +184,14 @@ TASKS: Mapping[str, Task] = {
     "images": Task(
         TASK_NAMES["images"],
         (Form(lambda traits: traits.has_images, ImagesConfig, train_images),),
+    ),
+    "delta-search": Task(
+        TASK_NAMES["delta-search"],
+        (
+            Form(_reads_texts, DeltaSearchConfig, search_deltas),
+            Form(_writes, DeltaSearchConfig, search_deltas),
+        ),
+        tunes=True,
     ),
 }
 

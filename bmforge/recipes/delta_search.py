@@ -1,0 +1,262 @@
+"""Which delta suits a task: types, places and sizes, by successive halving.
+
+All candidates train a little; the better ones train on from where they are, until one is left. Run
+again in the same directory, a search goes on where it stopped; `search.html` shows it.
+
+Source: Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
+optimization" (2016).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import ConfigError
+from bmforge.files import read_json, replace_file
+from bmforge.logging import get_logger
+from bmforge.parallel import run_on_first
+from bmforge.recipes.deltas import KINDS, DeltaConfig, attach_delta
+from bmforge.recipes.finetune import TaskTuneConfig, tune_task, with_classes
+from bmforge.recipes.run import RunResult
+from bmforge.recipes.search_page import search_page
+from bmforge.recipes.start import family_of, settle_model
+from bmforge.train import OptimConfig, TrainConfig
+
+__all__ = ["DeltaSearchConfig", "SearchConfig", "find_candidates", "plan_rounds", "search_deltas"]
+
+# Kind -> the option that says how large it is; others have but one size.
+_SIZED = {
+    "lora": "rank",
+    "low-rank": "rank",
+    "adapter": "width",
+    "parallel-adapter": "width",
+    "prefix": "length",
+    "soft-prompt": "length",
+}
+# Kinds that choose their places themselves.
+_PLACED = ("parallel-adapter", "prefix", "soft-prompt")
+_STATE, _PAGE = "search.json", "search.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """What is tried.
+
+    Args:
+        kinds: of deltas, as `delta.kind` has them.
+        places: targets, those of one candidate joined by commas (attn.q,attn.v); "usual" is where a
+            kind stands where nothing is said.
+        sizes: ranks, widths, or lengths, of the kinds that have one.
+        max_trained: leave out candidates that train more parameters, new heads not counted; 0 takes
+            all.
+        keep_ratio: one of so many goes on to the next round, which is so many times as long.
+    """
+
+    kinds: tuple[str, ...] = ("lora", "adapter", "compacter", "bitfit", "ia3")
+    places: tuple[str, ...] = ("usual",)
+    sizes: tuple[int, ...] = (4, 16, 64)
+    max_trained: int = 0
+    keep_ratio: int = 3
+
+    def __post_init__(self) -> None:
+        """Check that there is something to try."""
+        if unknown := [kind for kind in self.kinds if kind not in KINDS]:
+            raise ConfigError(f"search.kinds has {unknown[0]!r}; there are {', '.join(KINDS)}.")
+        if not (self.kinds and self.places and self.sizes):
+            raise ConfigError("search.kinds, search.places and search.sizes must not be empty.")
+        if self.keep_ratio < 2 or self.max_trained < 0:
+            raise ConfigError(
+                f"search.keep_ratio={self.keep_ratio} must be at least 2, "
+                f"search.max_trained={self.max_trained} at least 0."
+            )
+
+
+@dataclass(kw_only=True)
+class DeltaSearchConfig(TaskTuneConfig):
+    """Search a delta for a task; the fields not named here are `TaskTuneConfig`'s.
+
+    Args:
+        search: what is tried.
+        train: the loop of the last round; earlier ones are as much shorter as there are more
+            candidates in them.
+    """
+
+    run_dir: Path = Path("runs/delta-search")
+    search: SearchConfig = field(default_factory=SearchConfig)
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-3, weight_decay=0.01))
+    )
+
+
+def search_deltas(config: Any) -> RunResult:
+    """Search, or go on with it.
+
+    Args:
+        config: a `DeltaSearchConfig` with `model`.
+
+    Returns:
+        the last run of the best candidate.
+
+    Raises:
+        ConfigError: nothing to try, no held-out data, or another search in the directory.
+        BmforgeError: see `run_recipe`.
+    """
+    if config.delta.kind is not None:
+        raise ConfigError("delta.kind has no effect here: search.kinds says what is tried.")
+    if config.data.dev_split is None and not config.data.validation:
+        raise ConfigError("a search compares held-out losses: set data.dev_split or validation.")
+    candidates = find_candidates(config)
+    rounds = plan_rounds(len(candidates), config.train.steps, config.search.keep_ratio)
+    state = _open_state(config.run_dir, candidates, rounds)
+    names, result = list(candidates), None
+    for number, (count, steps) in enumerate(rounds):
+        known = state["rounds"][number]
+        names = _best(state["rounds"][number - 1], count) if number else names
+        for name in names:
+            if name in known and not (number == len(rounds) - 1 and name == names[-1]):
+                continue
+            result = tune_task(_config_of(config, name, candidates[name].delta, steps))
+            if result.stopped:
+                return result
+            assert result.evaluation is not None
+            metrics = _metrics_of(config.run_dir / "candidates" / name)
+            known[name] = {"loss": result.evaluation.loss, "metrics": metrics}
+            run_on_first(lambda: _save(config.run_dir, state))
+    assert result is not None
+    (best,) = _best(state["rounds"][-1], 1)
+    get_logger().info("the best delta is %s: %s", best, config.run_dir / "candidates" / best)
+    return result
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One delta that is tried.
+
+    Args:
+        delta: it.
+        trained: how many parameters it trains, new heads not counted.
+    """
+
+    delta: DeltaConfig
+    trained: int
+
+
+def find_candidates(config: Any) -> dict[str, Candidate]:
+    """Return what is tried, by name: all that fits the model and the budget.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    search: SearchConfig = config.search
+    sizes = settle_model(with_classes(config)).model
+    found: dict[str, Candidate] = {}
+    refused = []
+    for name, delta in _spell(search):
+        model = family_of(sizes).from_config(sizes, device="meta")
+        told = dataclasses.replace(config, model=sizes, delta=delta)
+        try:
+            made = attach_delta(model, told)
+        except ConfigError as error:
+            refused.append(f"{name}: {error}")
+            continue
+        assert made is not None
+        trained = sum(p.numel() for p in made.parameters())
+        if search.max_trained and trained > search.max_trained:
+            refused.append(f"{name}: it trains {trained:,} parameters")
+            continue
+        found[name] = Candidate(delta, trained)
+    for one in refused:
+        get_logger().info("left out: %s", one)
+    if not found:
+        raise ConfigError(f"no delta is left to try: {'; '.join(refused)}")
+    return found
+
+
+def _spell(search: SearchConfig) -> list[tuple[str, DeltaConfig]]:
+    """Return name and delta of every combination, each once."""
+    found: dict[str, DeltaConfig] = {}
+    for kind in search.kinds:
+        for places in search.places if kind not in _PLACED else ("usual",):
+            for size in search.sizes if kind in _SIZED else (None,):
+                options: dict[str, Any] = {} if size is None else {_SIZED[kind]: size}
+                if places != "usual":
+                    options["targets"] = tuple(places.split(","))
+                name = "-".join([kind, *(places.split(",") if places != "usual" else ())])
+                name = name if size is None else f"{name}-{size}"
+                found[name] = DeltaConfig(kind=kind, **options)
+    return list(found.items())
+
+
+def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]]:
+    """Return how many candidates each round has, and up to which step it trains them.
+
+    Args:
+        count: candidates.
+        steps: of the last round.
+        keep_ratio: see `SearchConfig`.
+    """
+    counts = [count]
+    while counts[-1] > 1:
+        counts.append(max(counts[-1] // keep_ratio, 1))
+    last = len(counts) - 1
+    return [(n, max(steps // keep_ratio ** (last - i), 1)) for i, n in enumerate(counts)]
+
+
+def _config_of(config: Any, name: str, delta: DeltaConfig, steps: int) -> Any:
+    """Return the config of a candidate's run up to a step; its schedule is the whole search's."""
+    train = config.train
+    if train.schedule.kind not in ("constant", "noam") and train.schedule.total_steps is None:
+        schedule = dataclasses.replace(train.schedule, total_steps=train.steps)
+        train = dataclasses.replace(train, schedule=schedule)
+    run_dir = config.run_dir / "candidates" / name
+    train = dataclasses.replace(train, steps=steps)
+    return dataclasses.replace(config, run_dir=run_dir, delta=delta, train=train)
+
+
+def _open_state(
+    run_dir: Path, candidates: Mapping[str, Candidate], rounds: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """Return what a search knows already, or a fresh one.
+
+    Raises:
+        ConfigError: the directory has another search.
+    """
+    fresh = {
+        "candidates": {name: one.trained for name, one in candidates.items()},
+        "plan": [list(one) for one in rounds],
+        "rounds": [{} for _ in rounds],
+    }
+    file = run_dir / _STATE
+    if not file.exists():
+        return fresh
+    found: dict[str, Any] = read_json(file)
+    for name in ("candidates", "plan"):
+        if found.get(name) != fresh[name]:
+            raise ConfigError(
+                f"run_dir={str(run_dir)!r} has another search, with other {name}. Name another "
+                "run_dir, or set its search back."
+            )
+    return found
+
+
+def _best(found: Mapping[str, Any], count: int) -> list[str]:
+    """Return the names of the candidates with the smallest losses, the best first."""
+    return sorted(found, key=lambda name: (found[name]["loss"], name))[:count]
+
+
+def _metrics_of(run_dir: Path) -> dict[str, float]:
+    """Return the task's own metrics of a candidate's last evaluation."""
+    file = run_dir / "results.json"
+    known = read_json(file) if file.exists() else {}
+    return {n: v["model"] for n, v in known.items() if n != "validation loss" and "model" in v}
+
+
+def _save(run_dir: Path, state: Mapping[str, Any]) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    replace_file(run_dir / _STATE, json.dumps(state, indent=2) + "\n")
+    replace_file(run_dir / _PAGE, search_page(state, run_dir.name))

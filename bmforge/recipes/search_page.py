@@ -1,0 +1,75 @@
+"""One page on a search for a delta: every candidate, and how far it went."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["search_page"]
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; }
+td, th { border-bottom: 1px solid #8884; padding: .2rem .5rem; text-align: right; }
+td:first-child, th:first-child { text-align: left; }
+tr.best { font-weight: 600; }
+.bar { background: #1f6feb55; display: inline-block; height: .6rem; margin-right: .4rem; }
+"""
+
+
+def search_page(state: Mapping[str, Any], title: str) -> str:
+    """Return the page.
+
+    Args:
+        state: `candidates`, name -> parameters; `plan`, (candidates, steps) of every round;
+            `rounds`, of each name -> loss and metrics.
+        title: of the search.
+    """
+    rounds, plan = state["rounds"], state["plan"]
+    losses = [one["loss"] for found in rounds for one in found.values()]
+    worst = max(losses, default=1.0)
+    heads = "".join(f"<th>step {steps:,}</th>" for _, steps in plan)
+    metrics = list(
+        dict.fromkeys(m for found in rounds for o in found.values() for m in o["metrics"])
+    )
+    heads += "".join(f"<th>{html.escape(metric)}</th>" for metric in metrics)
+    order = sorted(state["candidates"], key=lambda name: _rank(rounds, name))
+    is_done = len(rounds[-1]) == plan[-1][0]
+    lines = []
+    for place, name in enumerate(order):
+        cells = [_cell(found.get(name), worst) for found in rounds]
+        last = next((found[name] for found in reversed(rounds) if name in found), None)
+        values = ({} if last is None else last["metrics"]).get
+        cells += [_number(values(metric)) for metric in metrics]
+        mark = ' class="best"' if place == 0 and is_done else ""
+        count = f"{state['candidates'][name]:,}"
+        body = "".join(f"<td>{cell}</td>" for cell in [count, *cells])
+        lines.append(f"<tr{mark}><td>{html.escape(name)}</td>{body}</tr>\n")
+    name = html.escape(title)
+    said = "done" if is_done else "still running"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{name}</h1><p>{len(order)} deltas, "
+        f"{len(plan)} rounds, {said}. Held-out loss after each round; the shorter the bar, the "
+        "better.</p><table><thead><tr><th>delta</th><th>trained</th>"
+        f"{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></body></html>\n"
+    )
+
+
+def _rank(rounds: list[Mapping[str, Any]], name: str) -> tuple[int, float]:
+    """Return what sorts candidates: those that came farther first, then by their last loss."""
+    seen = [number for number, found in enumerate(rounds) if name in found]
+    return (-seen[-1], rounds[seen[-1]][name]["loss"]) if seen else (1, 0.0)
+
+
+def _cell(one: Mapping[str, Any] | None, worst: float) -> str:
+    if one is None:
+        return ""
+    width = 6 * one["loss"] / worst if worst > 0 else 0
+    return f'<span class="bar" style="width:{width:.2f}rem"></span>{one["loss"]:.4f}'
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
