@@ -35,7 +35,7 @@ from bmforge.testing.changed import (
     value_of,
     widen,
 )
-from bmforge.testing.layouts import check_layout, train_and_save
+from bmforge.testing.layouts import check_suite, train_and_save
 from bmforge.testing.pool import run_distributed
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
@@ -210,55 +210,51 @@ class ChangedSuite:
     @capability("changed: zero-3")
     def test_changed_zero_3(self, changed: ModelConfig) -> None:
         """ZeRO-3 with the base frozen, and recompute."""
-        self.check_changed(changed, world=2, layout=Layout(), recompute=True, frozen=True)
+        self.check_changed(changed, "zero-3", frozen=True)
 
     @pytest.mark.long
     @capability("changed: zero-2")
     def test_changed_zero_2(self, changed: ModelConfig) -> None:
         """ZeRO-2 with the base frozen."""
-        self.check_changed(changed, world=2, layout=Layout(zero=2), frozen=True)
+        self.check_changed(changed, "zero-2", frozen=True)
 
     @pytest.mark.long
     @capability("changed: tensor")
     def test_changed_tensor_parallel(self, changed: ModelConfig) -> None:
         """Parts are cut as what they stand beside, packed rows as plain ones."""
-        self.check_changed(changed, world=2, layout=Layout(tp=2))
+        self.check_changed(changed, "tensor")
 
     @pytest.mark.long
     @capability("changed: sequence")
     def test_changed_sequence_parallel(self, changed: ModelConfig) -> None:
         """The same with tokens divided between the parts of a block."""
-        layout = Layout(tp=2, sequence_parallel=True)
-        self.check_changed(changed, world=2, layout=layout, recompute=True)
+        self.check_changed(changed, "sequence")
 
     @pytest.mark.long
     @capability("changed: pipeline")
     def test_changed_pipeline(self, changed: ModelConfig) -> None:
         """Two stages of a changed model are one."""
-        self.check_changed(changed, world=2, layout=Layout(pp=2), micro_batches=2)
+        self.check_changed(changed, "pipeline")
 
     @pytest.mark.long
     @capability("changed: context")
     def test_changed_context_parallel(self, changed: ModelConfig) -> None:
         """Rows divided over two processes are one process."""
-        self.check_changed(changed, world=2, layout=Layout(cp=2))
+        self.check_changed(changed, "context")
 
     @pytest.mark.long
     @capability("changed: combined")
     def test_changed_layouts_combine(self, changed: ModelConfig) -> None:
         """A pipeline whose stages are cut and whose tokens are divided, with recompute."""
-        layout = Layout(pp=2, tp=2, sequence_parallel=True)
-        self.check_changed(changed, world=4, layout=layout, micro_batches=2, recompute=True)
+        self.check_changed(changed, "combined")
 
     def check_changed_experts(self, changed: ModelConfig) -> None:
         """Divided experts with parts and int8 rows; for suites of families with them."""
-        self.check_changed(changed, world=2, layout=Layout(ep=2))
+        self.check_changed(changed, "expert")
 
-    def check_changed(self, changed: ModelConfig, **options: Any) -> None:
+    def check_changed(self, changed: ModelConfig, where: str, **more: Any) -> None:
         """Compare three steps of the changed model on a layout with one process."""
-        model = self.model_class.from_config(changed)
-        inputs = self.make_inputs(model, batch=4)
-        check_layout(self.model_class, changed, inputs, make_labels(model, inputs), **options)
+        check_suite(self, changed, where, **more)
 
     def _doubled(self, tiny: Model) -> tuple[Any, Batch]:
         """Return a copy in float64 and a batch for it."""

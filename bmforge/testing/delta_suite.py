@@ -13,12 +13,11 @@ from torch import Tensor
 
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, ModelConfig
-from bmforge.parallel import Layout
 from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed import run_step_of, widen
-from bmforge.testing.layouts import check_layout
+from bmforge.testing.layouts import check_suite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 from bmforge.tune.delta import (
     IA3,
@@ -189,38 +188,33 @@ class DeltaSuite:
         put_all_deltas_(model)
         return model.config
 
-    def check_deltas(self, tiny: Model, **options: Any) -> None:
+    def check_deltas(self, tiny: Model, where: str) -> None:
         """Compare three steps of all deltas on a layout with one process."""
-        config = self.deltas_config(tiny)
-        model = self.model_class.from_config(config)
-        inputs = self.make_inputs(model, batch=4)
-        labels = make_labels(model, inputs)
-        check_layout(self.model_class, config, inputs, labels, frozen=True, **options)
+        check_suite(self, self.deltas_config(tiny), where, frozen=True)
 
     @pytest.mark.long
     @capability("deltas: zero-3")
     def test_deltas_zero_3(self, tiny: Model) -> None:
         """Every delta under ZeRO-3, with recompute."""
-        self.check_deltas(tiny, world=2, layout=Layout(), recompute=True)
+        self.check_deltas(tiny, "zero-3")
 
     @pytest.mark.long
     @capability("deltas: tensor")
     def test_deltas_tensor_parallel(self, tiny: Model) -> None:
         """Every delta on a model that is cut, tokens divided, with recompute."""
-        layout = Layout(tp=2, sequence_parallel=True)
-        self.check_deltas(tiny, world=2, layout=layout, recompute=True)
+        self.check_deltas(tiny, "sequence")
 
     @pytest.mark.long
     @capability("deltas: pipeline")
     def test_deltas_pipeline(self, tiny: Model) -> None:
         """Every delta on two stages."""
-        self.check_deltas(tiny, world=2, layout=Layout(pp=2), micro_batches=2)
+        self.check_deltas(tiny, "pipeline")
 
     @pytest.mark.long
     @capability("deltas: context")
     def test_deltas_context_parallel(self, tiny: Model) -> None:
         """Every delta on rows that are divided."""
-        self.check_deltas(tiny, world=2, layout=Layout(cp=2))
+        self.check_deltas(tiny, "context")
 
     @pytest.mark.long
     @capability("deltas: stream")

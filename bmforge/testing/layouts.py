@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from bmforge.parallel import (
     sum_over_axes,
 )
 from bmforge.surgery import persistent_tensors
-from bmforge.testing.batches import Batch
+from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.pool import run_distributed
 from bmforge.testing.tolerance import assert_close
 from bmforge.train import clip_grad_norm_, load_checkpoint, save_checkpoint
 
-__all__ = ["check_layout", "train_and_save", "train_on_layout"]
+__all__ = ["LAYOUTS", "check_layout", "check_suite", "train_and_save", "train_on_layout"]
 
 _STEPS = 3
 _REMEMBERED: dict[bytes, dict[str, Tensor]] = {}
@@ -130,6 +131,39 @@ def train_and_save(
     if save_to is not None:
         save_checkpoint(save_to, model, optimizer, step=steps, state={"step": steps})
     return {name: _whole(tensor) for name, tensor in persistent_tensors(model).items()}
+
+
+# Name -> how suites lay a model out.
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "zero-2": {"world": 2, "layout": Layout(zero=2)},
+    "zero-3": {"world": 2, "layout": Layout(), "recompute": True},
+    "tensor": {"world": 2, "layout": Layout(tp=2)},
+    "sequence": {"world": 2, "layout": Layout(tp=2, sequence_parallel=True), "recompute": True},
+    "pipeline": {"world": 2, "layout": Layout(pp=2), "micro_batches": 2},
+    "context": {"world": 2, "layout": Layout(cp=2)},
+    "expert": {"world": 2, "layout": Layout(ep=2)},
+    "combined": {
+        "world": 4,
+        "layout": Layout(pp=2, tp=2, sequence_parallel=True),
+        "micro_batches": 2,
+        "recompute": True,
+    },
+}
+
+
+def check_suite(suite: Any, config: Any, where: str, **more: Any) -> None:
+    """Compare a family's model on one of `LAYOUTS` with one process.
+
+    Args:
+        suite: has `model_class` and `make_inputs`.
+        config: of the model.
+        where: a name in `LAYOUTS`.
+        more: of `check_layout`.
+    """
+    model = suite.model_class.from_config(config)
+    inputs = suite.make_inputs(model, batch=4)
+    labels = make_labels(model, inputs)
+    check_layout(suite.model_class, config, inputs, labels, **LAYOUTS[where], **more)
 
 
 def check_layout(
