@@ -247,7 +247,7 @@ def _load(
         for n, parameter in model.named_parameters():
             parameter.requires_grad_(requires.get(n, parameter.requires_grad))
         raise
-    if not ours and not mark:
+    if not ours and not mark and not config.get("target_parameters"):
         delta.origin = config
         delta.extra = {n: t for n, t in tensors.items() if n.endswith(".base_layer.weight")}
     return delta

@@ -19,6 +19,7 @@ from bmforge.nn.low_rank import LowRank, linear_sizes
 from bmforge.tune.delta.address import fits, published_names
 from bmforge.tune.delta.delta import Delta
 from bmforge.tune.delta.held import Held
+from bmforge.tune.delta.peft_experts import expert_owner, read_experts
 
 __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_factors_"]
 
@@ -26,7 +27,6 @@ PREFIX = "base_model.model."
 # Fields of a LORA config that would change numbers, and the values that we know.
 _LORA_PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "target_parameters": (None, []),
     "layer_replication": (None,),
     "alora_invocation_tokens": (None,),
     "trainable_token_indices": (None,),
@@ -85,13 +85,16 @@ def options_of(model: nn.Module, config: Mapping[str, Any], keys: Iterable[str])
     names = Names(model)
     bare = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in keys if ".lora_" in key}
     bare |= {key.removeprefix(PREFIX).rpartition(".ia3_l")[0] for key in keys if ".ia3_l" in key}
+    experts = {name: ours for name in bare if (ours := expert_owner(model, name))}
+    bare -= experts.keys()
     unknown = sorted(name for name in bare if name not in names.ours)
     if unknown:
         raise CheckpointError(
             f"the delta stands beside {', '.join(unknown[:5])}, which this "
             f"{type(model).__name__} has not."
         )
-    told: dict[str, Any] = {"targets": [n for name in sorted(bare) for n in names.ours[name]]}
+    targets = [n for name in sorted(bare) for n in names.ours[name]]
+    told: dict[str, Any] = {"targets": [*targets, *sorted(set(experts.values()))]}
     told["train_also"] = _saved_whole(names, keys)
     if kind == "IA3":
         feedforward = config.get("feedforward_modules") or []
@@ -153,9 +156,15 @@ def read_tensors(
         return _read_prompt(delta, tensors["prompt_embeddings"])
     names, held = Names(delta.model), {one.owner: one for one in delta.held}
     wholes = delta.wholes()
+    stacks: dict[str, dict[str, dict[str, Tensor]]] = {}
     found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         bare = key.removeprefix(PREFIX)
+        theirs, _, leaf = bare.removesuffix(".weight").rpartition(".lora_")
+        owner = expert_owner(delta.model, theirs)
+        if owner is not None:
+            stacks.setdefault(owner, {}).setdefault(theirs, {})[leaf] = tensor
+            continue
         for mark in (".lora_", ".ia3_l"):
             theirs, is_there, leaf = bare.rpartition(mark)
             if is_there:
@@ -171,6 +180,10 @@ def read_tensors(
                 continue
             ours = [f"{n}.{leaf}" for n in names.ours.get(theirs, [theirs])]
             found |= {n: tensor for n in ours if n in wholes} or {bare: tensor}
+    for owner, pairs in stacks.items():
+        place = f"{owner}.{held[owner].slot}"
+        made = read_experts(place, held[owner].part, pairs)
+        found |= {f"{place}.{key}": tensor for key, tensor in made.items()}
     return found
 
 

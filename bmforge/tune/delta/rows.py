@@ -55,6 +55,8 @@ def _take_rows(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The hook before a model with deltas: do what the argument `delta_rows` says of the batch."""
+    if "delta_rows" not in kwargs and not hasattr(module, _CHOSEN):
+        return None
     if "delta_rows" in kwargs:
         kwargs = dict(kwargs)
         rows = kwargs.pop("delta_rows")
@@ -65,7 +67,7 @@ def _take_rows(
         elif not _is_chosen(module, rows):
             end_choice_(module)
             _choose_(module, rows)
-    elif _CHOSEN in module.__dict__ and not module.__dict__.get(_HELD):
+    elif not module.__dict__.get(_HELD):
         end_choice_(module)
     if _CHOSEN not in module.__dict__:
         return args, kwargs

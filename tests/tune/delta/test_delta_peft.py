@@ -248,3 +248,35 @@ def test_ours_opens_in_peft_and_here(
     assert "license: mit" in card
     assert f"{delta.count_parameters():,}" in card
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+@pytest.mark.parametrize("stacks", [["gate_up_proj", "down_proj"], ["down_proj"]])
+def test_experts_of_peft(twins: dict[str, Twin], tmp_path: Path, stacks: list[str]) -> None:
+    """Its Loras on stacked experts compute the same here, gradients too; they are saved as ours."""
+    twin, batch = twins["mixtral"], make_batch("mixtral")
+    named = [f"mlp.experts.{stack}" for stack in stacks]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=named)
+    theirs = their_delta(twin, config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = type(twin.ours).from_pretrained(twin.directory)
+    delta = load_delta(model, tmp_path / "theirs")
+    read = {n: t for n, t in batch.items() if n != "labels"}
+    want = theirs(**read).logits
+    assert_close(model(**read).logits, want, **LOOSE)
+    for one in (model, theirs):
+        one(**read).logits.square().mean().backward()
+    found = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    for layer in ("0", "1"):
+        part = getattr(model.layers[layer].mlp.experts, delta.name)
+        grads = [g for n, g in found.items() if f"layers.{layer}.mlp.experts" in n]
+        sizes = {tuple(p.shape) for n, p in delta.named_parameters() if n.endswith("down_proj_up")}
+        assert sizes == {(4, 32, 2)}
+        mine = part.down_proj_up.grad
+        same = [
+            g.reshape(32, 2, 4).permute(2, 0, 1) for g in grads if tuple(g.shape) == (32, 8)
+        ] + [g.reshape(4, 2, 32).mT for g in grads if tuple(g.shape) == (8, 32)]
+        assert any(torch.allclose(mine, one, rtol=1e-4, atol=1e-7) for one in same)
+    delta.save(tmp_path / "ours")
+    again = type(twin.ours).from_pretrained(twin.directory)
+    load_delta(again, tmp_path / "ours")
+    assert torch.equal(again(**read).logits, model(**read).logits)

@@ -143,3 +143,14 @@ def test_a_prompt_needs_room() -> None:
         generate(model, IDS, max_new_tokens=4)
     Prefix(model, name="front", length=2)
     assert generate(model, IDS, max_new_tokens=2).shape == (3, 10)
+
+
+@pytest.mark.long
+def test_a_model_with_deltas_is_one_graph() -> None:
+    """Compiled without breaks it computes the same, the hook that reads rows in front of it."""
+    torch.compiler.reset()
+    model = with_two(llama())
+    want = model(IDS).logits
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_close(compiled(IDS).logits, want)
+    torch.compiler.reset()

@@ -1,0 +1,77 @@
+"""PEFT's Loras on stacked experts (`target_parameters`), read into parts of ours.
+
+PEFT has one pair of factors for all experts of a stack, gate and up projection fused; ours has one
+for every matrix. What is read computes the same; it is written in our form.
+
+Source: PEFT 0.21, `ParamWrapper`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import CheckpointError
+
+__all__ = ["expert_owner", "read_experts"]
+
+_NAME = re.compile(r"(?:model\.)?(layers\.\d+\.mlp\.experts)(?:\.base_layer)*")
+
+
+def expert_owner(model: nn.Module, theirs: str) -> str | None:
+    """Return what transformers' stacked experts are called here; None for another module."""
+    match = _NAME.fullmatch(theirs)
+    if match is None:
+        return None
+    found: Any = model
+    for part in match[1].split("."):
+        found = getattr(found, part, None)
+    return match[1] if hasattr(found, "stack_sizes") else None
+
+
+def read_experts(
+    name: str, part: Any, pairs: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the tensors of a part, by their names in it.
+
+    Args:
+        name: of the part, for messages.
+        part: an `ExpertsLowRank`.
+        pairs: of every stack of PEFT's its factors, "A" and "B"; what they stand beside is told by
+            their shapes. Beside a stack that has none nothing is added.
+
+    Raises:
+        CheckpointError: factors of no stack.
+    """
+    found: dict[str, Tensor] = {}
+    for key in part.keys:
+        down, up = getattr(part, f"{key}_down"), getattr(part, f"{key}_up")
+        found[f"{key}_down"], found[f"{key}_up"] = down.detach(), torch.zeros_like(up)
+    for pair in pairs.values():
+        if set(pair) != {"A", "B"}:
+            raise CheckpointError(f"{name} lacks one of two factors: it has {sorted(pair)}.")
+        found |= _read_stack(name, part, pair["A"], pair["B"])
+    return found
+
+
+def _read_stack(name: str, part: Any, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+    experts = int(getattr(part, f"{part.keys[0]}_down").shape[0])
+    one = first.reshape(experts, -1, first.shape[-1])
+    other = second.reshape(second.shape[0], -1, experts).permute(2, 0, 1)
+    stacks = [["down_proj"], [key for key in part.keys if key != "down_proj"]]
+    # A stack lies (out, in) or (in, out), and PEFT takes the dims as they are.
+    for up, down in ((other, one), (one.mT, other.mT)):
+        for keys in stacks:
+            rows = [int(getattr(part, f"{key}_up").shape[1]) for key in keys]
+            wide = getattr(part, f"{keys[0]}_down").shape[2]
+            if (up.shape[1], down.shape[2]) == (sum(rows), wide):
+                pieces = zip(keys, up.split(rows, 1), strict=True)
+                found = {f"{key}_up": piece for key, piece in pieces}
+                return found | {f"{key}_down": down for key in keys}
+    raise CheckpointError(
+        f"{name}: factors of {tuple(first.shape)} and {tuple(second.shape)} fit no stack."
+    )
