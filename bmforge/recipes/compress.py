@@ -156,7 +156,7 @@ def _find_recipe(config: CompressRunConfig, phases: tuple[Phase, ...]) -> Recipe
             'phases with steps need a task that they train: task = "pretrain", with its fields '
             "under [run]."
         )
-    taken = {"run_dir", "init_from", "export", "compress"} & set(config.run)
+    taken = {"run_dir", "init_from", "export", "compress", "model"} & set(config.run)
     if taken:
         raise ConfigError(f"run.{min(taken)} is the recipe's own: leave it out.")
     return find_recipe(config.task, config.model)
@@ -197,9 +197,10 @@ def _train_phase(
     )
     made.__doc__, made.__module__ = recipe.config.__doc__, __name__
     usual = config_to_dict(recipe.config())
+    usual.pop("model")  # the sizes are those of the model that it starts from
     given = _merge(usual, {**config.run, "run_dir": str(run_dir), "init_from": str(source)})
     given = _merge(given, {"train": {"steps": phase.steps}})
-    settings = config_from_dict(made, given, "run.")
+    settings: Any = config_from_dict(made, given, "run.")
     settings.compress = PhaseConfig(config=phase.config, calibration=config.calibration)
     settings.model_changes = ()
     result = recipe.run(settings)

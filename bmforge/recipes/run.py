@@ -266,7 +266,7 @@ def _check_saved(trainer: Trainer) -> None:
         )
 
 
-def _build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Compression | None]:
+def _build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any]:
     """Return the model, laid out, and what makes it small meanwhile."""
     sizes, start = with_changes(config), None
     if config.init_from is not None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from bmforge.compress import DistillConfig, measure_sizes
 from bmforge.compress.phases import Phase
-from bmforge.compress.prune.structure import StructureMethod
+from bmforge.compress.prune.structure_config import wanted_sizes
 from bmforge.compress.quantize import quantize
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
-from bmforge.models import AutoModel
+from bmforge.models import AutoModel, Change
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 
@@ -75,9 +75,12 @@ def _shrink(model: Any, phase: Phase) -> str:
         if config.structure.target != "sizes":
             ratio = config.structure.keep_ratio
             return f"; {ratio:.0%} of the blocks' {config.structure.target} will be left"
-        method = StructureMethod(dataclasses.replace(config.structure, by="size", gates=()))
-        method.attach_(model)
-        method.finish_(model)
+        for name, sizes in wanted_sizes(model, config.structure).items():
+            given = {k: v for k, v in dataclasses.asdict(sizes).items() if v is not None}
+            model.change_(Change("resize", (name,), given))
+        others = [n for n in ("hidden_size", "num_layers") if getattr(config.structure, n)]
+        if others:
+            return f"; less than that, by {' and '.join(others)}"
     if config.moefy is not None:
         return f"; MLPs in {config.moefy.num_experts} experts, and their routers"
     if config.quantize is not None:
