@@ -214,7 +214,6 @@ def train_small(layout: Layout, rank: int = 0, world: int = 1) -> dict[str, Tens
     settings = TrainConfig(steps=3, save_every_steps=None)
     Trainer(model, loader, settings, objective=job.objective(task_loss), callbacks=(job,)).fit()
     job.finish_()
-    assert job.model is not model
     return {name: t.detach().clone() for name, t in persistent_tensors(job.model).items()}
 
 
