@@ -67,6 +67,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "deltas: context",
         "deltas: stream",
     ),
+    "compress": ("distill", "qat", "sparse", "structured", "experts", "cook"),
 }
 CAPABILITIES = tuple(name for names in ROOMS.values() for name in names)
 _Test = TypeVar("_Test", bound=Callable[..., None])

@@ -19,6 +19,7 @@ from bmforge.parallel import Layout
 from bmforge.surgery import find_modules
 from bmforge.testing.batches import Batch, make_batch, make_labels
 from bmforge.testing.capability import capability
+from bmforge.testing.compress_suite import CompressSuite
 from bmforge.testing.delta_suite import DeltaSuite
 from bmforge.testing.engine_suite import EngineSuite
 from bmforge.testing.layouts import check_layout
@@ -31,7 +32,15 @@ from bmforge.testing.tolerance import assert_close, assert_equal_trees
 __all__ = ["FamilySuite"]
 
 
-class FamilySuite(QuantizedSuite, EngineSuite, NativeSuite, ServingSuite, DeltaSuite, PromptSuite):
+class FamilySuite(
+    QuantizedSuite,
+    EngineSuite,
+    NativeSuite,
+    ServingSuite,
+    DeltaSuite,
+    PromptSuite,
+    CompressSuite,
+):
     """Building, copying, compiling, laying out. A subclass sets `model_class` and `tiny_config`.
 
     Attributes:
