@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bmforge.cli import data_options, options, parse, prompt_options, tree_options
+from bmforge.cli import compress_options, data_options, options, parse, prompt_options, tree_options
 from bmforge.settings import QuickstartConfig
 
 __all__ = ["COMMANDS", "Command", "run_command"]
@@ -68,7 +68,7 @@ COMMANDS: Mapping[str, Command] = {
     "compress": Command(
         "make a model small by a recipe: distil, prune, quantise, experts",
         "compress:run_compress_command",
-        options.CompressCommand,
+        compress_options.CompressCommand,
     ),
     "migrate": Command(
         "a start script of CPM-Pretrain to the config of a run",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bmforge.cli.options import CompressCommand
+from bmforge.cli.compress_options import CompressCommand
 from bmforge.parallel.distributed import restarts_failed
 from bmforge.recipes.compress import StoppedError, describe_phases, read_recipe, run_compress
 

@@ -21,7 +21,6 @@ from bmforge.settings import (
 __all__ = [
     "ChatCommand",
     "ConvertCommand",
-    "CompressCommand",
     "QuantizeCommand",
     "EvaluateCommand",
     "GenerateCommand",
@@ -197,23 +196,6 @@ class QuantizeCommand:
     max_file_gb: float = 4.0
     allow_unknown: tuple[str, ...] = ()
     report: tuple[str, ...] = ()
-
-
-@dataclass(kw_only=True)
-class CompressCommand:
-    """Make a model small by a recipe: distil, prune, turn into experts, quantise.
-
-    Args:
-        model: directory or hub id of the model.
-        recipe: TOML file with what is done (docs/compression.md), or a JSON file of BMCook's.
-        out: directory of the small model; the same command goes on with what is there.
-        dry_run: only say which phases there would be, and how large the model after each.
-    """
-
-    model: Annotated[str, tyro.conf.Positional]
-    recipe: Path
-    out: Path
-    dry_run: bool = False
 
 
 @dataclass(kw_only=True)
