@@ -138,7 +138,7 @@ def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
             continue
         for inner, module in modules.items():
             is_in = inner.startswith(f"{name}." if name else "") and not inner.startswith(parts)
-            is_router = inner.rpartition(".")[2] in _ROUTERS
+            is_router = not set(_ROUTERS).isdisjoint(inner.split("."))
             if is_in and _has_matrix(module) and not is_router:
                 found[inner] = None
     return list(found)
