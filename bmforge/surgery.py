@@ -179,7 +179,8 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of any model: what ZeRO units and recompute work on.
 
     A container (ModuleList, ModuleDict, Sequential) whose children, at least two, are of one class
-    with parameters holds blocks; of lists of lists the inner ones do, as only their children run.
+    with parameters holds blocks, of which some may be empty; of lists of lists the inner ones do,
+    as only their children run.
     Blocks inside blocks are not listed.
     """
     blocks: dict[str, nn.Module] = {}
@@ -189,7 +190,7 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             children = dict(module.named_children())
             kinds = {type(child) for child in children.values()}
-            has_parameters = all(any(True for _ in c.parameters()) for c in children.values())
+            has_parameters = any(True for _ in module.parameters())
             runs = not kinds & {nn.ModuleList, nn.ModuleDict}
             if len(children) >= 2 and len(kinds) == 1 and has_parameters and runs:
                 prefix = f"{name}." if name else ""

@@ -93,7 +93,7 @@ def _sizes(model: Any, blocks: Mapping[str, Block]) -> Scores:
         if block.attn is not None:
             scores[name, "attn"] = scores[name, "heads"].square().sum().sqrt().view(1)
         weights = [p.detach().float().square().sum() for p in block.parameters()]
-        scores[name, "block"] = torch.stack(weights).sum().sqrt().view(1)
+        scores[name, "block"] = sum(weights, torch.zeros(())).sqrt().view(1)
     scores["", "hidden"] = _hidden_sizes(model, blocks)
     return scores
 
