@@ -190,7 +190,7 @@ class Loader:
 
 
 def train_small(layout: Layout, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
-    """Distil, pull and make zeros on a layout; return the small model's tensors."""
+    """Distil and make zeros on a layout; return the small model's tensors."""
     from bmforge.parallel import data_parallel_rank, data_parallel_size, init_distributed, mesh_of
 
     init_distributed()
@@ -206,7 +206,7 @@ def train_small(layout: Layout, rank: int = 0, world: int = 1) -> dict[str, Tens
             )
         ),
     )
-    job = compress(model, config, teacher=teacher, methods=[Pull()])
+    job = compress(model, config, teacher=teacher)
     parallelize(model, layout)
     parallelize(teacher, layout)
     mesh = mesh_of(model)
@@ -227,7 +227,7 @@ def train_small(layout: Layout, rank: int = 0, world: int = 1) -> dict[str, Tens
     ],
 )
 def test_layouts(world: int, layout: Layout) -> None:
-    """A teacher of another width, a term without tokens and zeros: the same small model."""
+    """A teacher of another width, and zeros: the same small model."""
     (want,) = run_distributed(train_small, 1, Layout())
     for got in run_distributed(train_small, world, layout):
         assert_close(got, want, rtol=1e-7, atol=1e-9)

@@ -89,7 +89,8 @@ class TeacherView(BesidePart):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn states."""
-        return F.linear(x, self.weight.to(x.dtype))
+        # A copy: backward comes here before the block's own weights are gathered again.
+        return F.linear(x, self.weight.to(x.dtype).clone())
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
         """Leave what the block makes as it is, and note it in the teacher's width."""
