@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,12 +29,12 @@ from bmforge.nn.packed_store import PackedStore
 from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed import list_outputs
+from bmforge.testing.changed import list_outputs, widen
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["CompressSuite"]
 
-_STEPS, _LR = 3, 1e-3
+_STEPS, _LR, _WIDE = 3, 1e-3, 128
 _DISTILL = DistillConfig(
     losses=(DistillLoss(temperature=2.0), DistillLoss(kind="hidden", weight=0.1))
 )
@@ -64,7 +64,9 @@ class CompressSuite:
     def fat(self) -> Any:
         """Return a fresh model whose MLPs can be halved, or split into experts."""
         config = self.wide_config()
-        return self.model_class.from_config(config.replace(intermediate_size=128)).train()
+        known = {field.name for field in fields(config)}
+        sizes = {name: _WIDE for name in ("intermediate_size", "expert_size") if name in known}
+        return self.model_class.from_config(config.replace(**sizes)).train()
 
     def has_experts(self) -> bool:
         """Tell whether the family has experts already."""
@@ -104,6 +106,7 @@ class CompressSuite:
         self.check_opens(small, folder)
         return small, job
 
+    @torch.no_grad()
     def check_opens(self, small: Any, folder: Path) -> None:
         """A directory gives the small model back, whole and streamed."""
         inputs = self.make_inputs(small)
@@ -120,8 +123,7 @@ class CompressSuite:
             device=torch.device("cpu"),
             blocks=list(blocks),
         )
-        with torch.no_grad():
-            assert_close(list_outputs(again(**inputs)), want)
+        assert_close(list_outputs(again(**inputs)), want)
         streamer.close()
 
     @pytest.mark.long
@@ -165,10 +167,10 @@ class CompressSuite:
         config = CompressConfig(moefy=_EXPERTS)
         small, _ = self.make_small(config, tmp_path / "model")
         assert any(isinstance(module, MoE) for module in small.modules())
-        dense = self.fat().eval()
+        dense = self.fat().eval().double()
         whole = copy.deepcopy(dense)
         every = replace(_EXPERTS, share=1.0)
-        inputs = self.make_inputs(dense)
+        inputs = widen(self.make_inputs(dense))
         compress(whole, CompressConfig(moefy=every), batches=[inputs]).finish_()
         want, got = (list_outputs(model(**inputs)) for model in (dense, whole))
         assert_close({name: got[name] for name in want}, want)
