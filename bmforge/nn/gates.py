@@ -83,7 +83,8 @@ class HardConcrete(nn.Module):
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         drawn = torch.rand(self.units, generator=generator, dtype=torch.float64)
         drawn = _EPS + (1 - 2 * _EPS) * drawn
-        self.noise = (drawn.log() - (-drawn).log1p()).to(self.delta.device)
+        noise = drawn.log() - (-drawn).log1p()
+        self.noise = noise if self.delta.is_meta else noise.to(self.delta.device)
 
     def values(self) -> Tensor:
         """Return how far each unit's gate is open, (units,): in the graph of the loss."""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import build, make_inputs
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from bmforge.nn import MoESpec
 from bmforge.nn.norm import RMSNorm
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["KINDS", "has_kind", "plan_of", "run", "silence_", "stir"]
+__all__ = ["KINDS", "has_kind", "mostly_long", "plan_of", "run", "silence_", "stir"]
 
 SEQ2SEQ = ["t5", "cpm2", "eva"]
 FIXED_WIDTH = ["cpm_bee"]
@@ -184,6 +185,12 @@ def narrow_norm(module: Any, kept: list[int], width: int) -> Any:
 
 
 KINDS = ["heads", "dims", "features", "halves", "blocks", "hidden", "experts"]
+
+
+def mostly_long(values: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+    """Return cases of which all but some are left to `make test-all`."""
+    soon = list(quick)
+    return [v if v in soon else pytest.param(v, marks=pytest.mark.long) for v in values]
 
 
 def has_kind(name: str, kind: str) -> bool:

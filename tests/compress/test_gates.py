@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from masked_models import run, stir
+from masked_models import mostly_long, run, stir
 from tiny_models import make_inputs
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def test_draws_follow_seed_step_and_name() -> None:
     assert noise.std().item() == pytest.approx(math.pi / math.sqrt(3), rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["llama", "gptj", "bert", "t5"])
+@pytest.mark.parametrize("name", mostly_long(["llama", "gptj", "bert", "t5"], ["t5"]))
 def test_the_loss_reaches_gates(name: str) -> None:
     """Its gradient by every kind of gate is that of differences."""
     model = stir(name).train()
@@ -70,6 +70,9 @@ def test_the_loss_reaches_gates(name: str) -> None:
             assert_slope(model, inputs, gate, unit)
             checked += 1
     assert checked >= 3
+
+
+COUNTED = ["llama", "gpt2", "t5", "bert", "gptj", "longformer", "qwen"]
 
 
 def assert_slope(model: Any, inputs: dict[str, Tensor], gate: HardConcrete, unit: int) -> None:
@@ -98,7 +101,7 @@ def test_open_gates_are_no_gates_and_they_go_again() -> None:
         assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "gptj", "longformer", "qwen"])
+@pytest.mark.parametrize("name", mostly_long(COUNTED, ["llama", "longformer"]))
 def test_counts_are_exact(name: str) -> None:
     """What gates of 0 and 1 are said to leave is what the shrunk model has."""
     model = stir(name)
@@ -126,6 +129,13 @@ def test_counts_are_exact(name: str) -> None:
     assert_close(run(model, name), run(before, name))
 
 
+TARGETS: list[dict[str, Any]] = [
+    {"target": "parameters", "keep_ratio": 0.5, "gates": ("heads", "features")},
+    {"target": "flops", "keep_ratio": 0.6, "gates": ("features", "attn", "mlp"), "seq_len": 9},
+    {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16, "gates": ("heads", "features")},
+]
+
+
 def train(model: Any, method: StructureMethod, name: str, steps: int) -> None:
     inputs = make_inputs(name)
     inputs |= make_labels(model, inputs)
@@ -144,16 +154,7 @@ def train(model: Any, method: StructureMethod, name: str, steps: int) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"target": "parameters", "keep_ratio": 0.5, "gates": ("heads", "features")},
-        {"target": "flops", "keep_ratio": 0.6, "gates": ("features", "attn", "mlp"), "seq_len": 9},
-        {
-            "num_heads": 2,
-            "num_kv_heads": 1,
-            "intermediate_size": 16,
-            "gates": ("heads", "features"),
-        },
-    ],
+    mostly_long(TARGETS, TARGETS[:1]),
 )
 def test_gates_reach_their_target(options: dict[str, Any]) -> None:
     """The Lagrangian pulls them there, they are fixed, and the small model is the masked one."""

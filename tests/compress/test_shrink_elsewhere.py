@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from masked_models import stir
+from masked_models import mostly_long, stir
 from tiny_models import make_inputs
 
 from bmforge.compress.prune.carry import carry_out_
@@ -62,8 +62,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("name", mostly_long(KNOWN, ["llama"]))
+@pytest.mark.parametrize("kind", mostly_long(SIZES, ["hidden and heads"]))
 def test_uniform_sizes_open_or_are_refused(name: str, kind: str, tmp_path: Path) -> None:
     """What `uniform` lets pass, transformers computes alike; the rest it does not open."""
     model = stir(name)
@@ -87,8 +87,8 @@ def test_uniform_sizes_open_or_are_refused(name: str, kind: str, tmp_path: Path)
     compare(model, name, tmp_path)
 
 
-@pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.parametrize("what", ["attn", "mlp", "sizes"])
+@pytest.mark.parametrize("name", mostly_long(KNOWN, ["llama"]))
+@pytest.mark.parametrize("what", mostly_long(["attn", "mlp", "sizes"], ["attn"]))
 def test_differing_layers_are_refused(name: str, what: str, tmp_path: Path) -> None:
     """Layers of other sizes, and such that lack a half, which would be drawn at random."""
     model = stir(name, torch.float32)
