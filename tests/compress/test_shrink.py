@@ -141,6 +141,24 @@ def test_importance_finds_what_matters(by: str) -> None:
     assert (run(model, "llama") - whole).abs().max() < 1e-2 * whole.abs().max()
 
 
+@pytest.mark.parametrize("name", ["llama", "gptj", "t5"])
+def test_halves_that_matter_least_go(name: str) -> None:
+    """A layer's attention and another one's MLP that add nearly nothing, in every stack."""
+    model = stir(name)
+    with torch.no_grad():
+        for block_name, block in blocks_of(model).items():
+            if block_name.endswith(".1"):
+                block.attn.o_proj.weight *= 1e-6
+            if block_name.endswith(".2"):
+                block.mlp.down_proj.weight *= 1e-6
+    by = "influence" if name != "t5" else "activation"
+    config = StructureConfig(attn_layers=2, mlp_layers=2, by=by)
+    plan = shrink_(model, config, [make_inputs(name)]).plan
+    lost = {name: (kept.attn, kept.mlp) for name, kept in plan.layers.items()}
+    assert len(lost) == 2 * (2 if name == "t5" else 1)
+    assert all(v == ((False, True) if k.endswith(".1") else (True, False)) for k, v in lost.items())
+
+
 @pytest.mark.parametrize(
     ("name", "uniform"),
     [("llama", False), ("gpt2", False), ("t5", False), ("llama", True), ("t5", True)],

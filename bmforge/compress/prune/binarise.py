@@ -29,10 +29,11 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     """
     if config.target != "sizes":
         return {}
-    if config.hidden_size or config.head_dim or config.num_experts or config.num_layers:
+    at_once = ("hidden_size", "head_dim", "num_experts", "num_layers", "attn_layers", "mlp_layers")
+    if given := [name for name in at_once if getattr(config, name)]:
         raise ConfigError(
-            "gates reach num_heads, num_kv_heads and intermediate_size; choose hidden_size, "
-            "head_dim, num_experts and num_layers at once (gates=())."
+            f"gates reach num_heads, num_kv_heads and intermediate_size; choose {', '.join(given)} "
+            "at once (gates=())."
         )
     found: dict[tuple[str, str], float] = {}
     blocks = blocks_of(model)

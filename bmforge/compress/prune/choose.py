@@ -25,6 +25,7 @@ def choose_plan(
     sizes: Mapping[str, Sizes],
     *,
     gone: Mapping[str, int] | None = None,
+    halves: Mapping[str, int] | None = None,
     hidden_size: int = 0,
 ) -> Plan:
     """Return which parts stay where sizes are given.
@@ -34,6 +35,7 @@ def choose_plan(
         scores: of `measure_importance`.
         sizes: name glob of blocks -> what they are to be; later ones count.
         gone: stack of blocks -> how many of them go, those that matter least.
+        halves: "attn" or "mlp" -> how many blocks of every stack keep that half.
         hidden_size: of the smaller model; 0 leaves it.
 
     Raises:
@@ -50,6 +52,9 @@ def choose_plan(
         for stack, count in (gone or {}).items()
         for name in _least(scores, blocks, stack, count)
     ]
+    for half, count in (halves or {}).items():
+        for name in _without_half(scores, blocks, half, count, lost):
+            wanted.setdefault(name, {})[half] = False
     shared = shared_scores(model, blocks, scores)
     layers = {
         name: _keep(model, name, blocks[name], options, scores | shared)
@@ -102,6 +107,20 @@ def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) 
     if not 0 <= count < len(names):
         raise ConfigError(f"{count} of the {len(names)} layers of {stack} cannot go.")
     return sorted(names, key=lambda name: float(scores[name, "block"]))[:count]
+
+
+def _without_half(
+    scores: Scores, blocks: Mapping[str, Block], half: str, count: int, lost: list[str]
+) -> list[str]:
+    """Return the blocks that lose attention or the MLP: of every stack all but so many."""
+    found = []
+    for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
+        mine = [name for name in blocks if name.rpartition(".")[0] == stack and name not in lost]
+        mine = [name for name in mine if getattr(blocks[name], half) is not None]
+        if count > len(mine):
+            raise ConfigError(f"{half}_layers={count} is more than the {len(mine)} of {stack}.")
+        found += sorted(mine, key=lambda name: float(scores[name, half]))[: len(mine) - count]
+    return found
 
 
 def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Scores:

@@ -207,11 +207,12 @@ class _Probes:
 
     def _share(self, key: tuple[str, str], before: Tensor, after: Tensor) -> Tensor:
         if not self.wants_gradient:
-            turned = torch.cosine_similarity(before.float(), after.float(), -1)
+            added = (after - before).float().norm(dim=-1).mean()
+            turn = 1 - torch.cosine_similarity(before.float(), after.float(), -1).mean()
             # Side by side, a half is what it adds: nothing before it has a direction.
-            added = (after - before).float().norm(dim=-1)
-            self._add((key[0], f"{key[1]}.turn"), (1 - turned).mean().view(1))
-            self._add((key[0], f"{key[1]}.size"), added.mean().view(1))
+            turn = turn if before.any() else added
+            self._add((key[0], f"{key[1]}.turn"), turn.view(1))
+            self._add((key[0], f"{key[1]}.size"), added.view(1))
             if key[1] == "block":
                 self._add(("", "hidden"), after.detach().float().abs().flatten(0, -2).mean(0))
             return after

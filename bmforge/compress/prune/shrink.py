@@ -68,5 +68,12 @@ def choose_structure(
                 f"num_layers={config.num_layers} is more than the {count} layers of {stack}."
             )
         gone[stack] = count - (config.num_layers or count)
-    sizes = wanted_sizes(model, config)
-    return choose_plan(model, scores, sizes, gone=gone, hidden_size=config.hidden_size)
+    counts = {"attn": config.attn_layers, "mlp": config.mlp_layers}
+    return choose_plan(
+        model,
+        scores,
+        wanted_sizes(model, config),
+        gone=gone,
+        halves={half: count for half, count in counts.items() if count},
+        hidden_size=config.hidden_size,
+    )

@@ -18,6 +18,7 @@ __all__ = ["GATE_KINDS", "StructureConfig", "Target", "wanted_sizes"]
 Target = Literal["sizes", "parameters", "flops"]
 GATE_KINDS = ("heads", "features", "attn", "mlp", "block")
 # Fields that are sizes of every layer, as `models.sizes.Sizes` has them.
+_COUNTS = ("hidden_size", "num_layers", "attn_layers", "mlp_layers")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts")
 
 
@@ -33,6 +34,8 @@ class StructureConfig:
         num_experts: of every layer with experts.
         hidden_size: of the hidden states.
         num_layers: how many blocks are left, of every stack.
+        attn_layers: how many blocks of every stack keep attention to themselves, and
+        mlp_layers: how many their MLP: those to which it matters most.
         layers: name glob of blocks -> sizes of those, as a change of kind "resize" has them
             (`num_heads`, `intermediate_size`, `attn = false`, ...); they count before the others.
         target: "sizes" are those above; else heads and MLPs become narrower, each layer as little
@@ -58,6 +61,8 @@ class StructureConfig:
     num_experts: int = 0
     hidden_size: int = 0
     num_layers: int = 0
+    attn_layers: int = 0
+    mlp_layers: int = 0
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
     target: Target = "sizes"
     keep_ratio: float = 0.5
@@ -88,7 +93,7 @@ class StructureConfig:
             problems.append(
                 f"target={self.target!r} is unknown{suggest(self.target, get_args(Target))}"
             )
-        sizes = [name for name in (*_SIZES, "hidden_size", "num_layers") if getattr(self, name)]
+        sizes = [name for name in (*_SIZES, *_COUNTS) if getattr(self, name)]
         if self.target == "sizes" and not sizes and not self.layers:
             problems.append("no size is given: give some, or a target")
         if self.target != "sizes" and (sizes or self.layers):

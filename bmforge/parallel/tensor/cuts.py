@@ -182,7 +182,8 @@ def apply_tensor_parallel_(
         is_next_to = is_beside(module) and f"{name.rpartition('.')[0]}." in mixtures
         inside = name.startswith(mixtures) and not is_next_to
         here = whole if inside else tensor
-        between = here.view_between if id(module) in blocks and not inside else view_here
+        has_all = inside or f"{name}." in mixtures
+        between = here.view_between if id(module) in blocks and not has_all else view_here
         views = dict(_cut_parameters_(module, cut, here, between, new))
         if cut is not None and cut.style in APPLY and not is_beside(module):
             APPLY[cut.style](module, here)
