@@ -209,7 +209,7 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
         follower: of the trace.
     """
     kind: Any = FakeTensor
-    tiles, chunks = biased._tiles, losses._chunks
+    tiles, chunks = biased._tiles, losses.split_chunks
 
     def few_tiles(query: Tensor, key: Tensor) -> Iterator[Any]:
         return follower.shorten(tiles(query, key), lambda tile: tile.size)
