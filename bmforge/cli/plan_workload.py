@@ -224,7 +224,7 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
         (expert, "_lengths", even_lengths),
         (remake, "Tensor", FakeTensor),
         (biased, "_tiles", few_tiles),
-        (losses, "_chunks", few_chunks),
+        (losses, "split_chunks", few_chunks),
     ]
     if not follower.copies:  # copies are made by processors
         tile = biased._TILE_ELEMENTS // torch.get_num_threads()
