@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bmforge.errors import DataError
+from bmforge.logging import get_logger
 from bmforge.provenance import (
     LICENCE_FILE,
     Part,
@@ -97,14 +100,22 @@ def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
     assert read_provenance(tmp_path / "nowhere") == Provenance()
 
 
-def test_what_does_not_fit_is_said_with_both_clauses(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged, which goes to handlers of our own."""
+    get_logger().addHandler(caplog.handler)
+    caplog.set_level(logging.INFO)
+    yield caplog
+    get_logger().removeHandler(caplog.handler)
+
+
+def test_what_does_not_fit_is_said_with_both_clauses(said: pytest.LogCaptureFixture) -> None:
     known = KNOWN.joined([Part("data", "papers", "CC-BY-NC-4.0"), KNOWN.parts[0]])
     assert len(known.parts) == len(KNOWN.parts) + 1
     warn_of_licences("here", known)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert any("section 3(b)" in line and "section 2(a)(1)" in line for line in said)
-    assert any("the licence is unknown of data crawl" in line for line in said)
+    assert len(said.messages) == 2
+    assert any("section 3(b)" in line and "section 2(a)(1)" in line for line in said.messages)
+    assert any("the licence is unknown of data crawl" in line for line in said.messages)
     lines = describe_provenance(known)
     assert lines[0] == "licence: CC-BY-SA-4.0"
     assert any(line.startswith("do not go together: ") for line in lines)

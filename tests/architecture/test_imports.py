@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -353,6 +354,7 @@ def test_axes_are_named_in_few_rooms(path):
 KNOWS_FAMILIES = {"models", "testing", "compat"}
 
 
+@cache
 def family_classes():
     """Names of the classes and configs in `models` that a model or its config can be of."""
     found, bases = set(), {"Model", "ModelConfig"}

@@ -108,6 +108,7 @@ def alone(model: Any, prompt: Sequence[int], **options: Any) -> torch.Tensor:
     return generate(model, ids, torch.ones_like(ids), **options)
 
 
+LONG_SCHEMES = ("int4", "bf16", "fp16")
 ALL = ["llama", "gpt2", "opt", "window", "mixtral", "dynamic"]
 
 
@@ -132,7 +133,9 @@ def beside(kind: str) -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("scheme", ["", "int8", "int4", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "scheme", ["", "int8", *(pytest.param(s, marks=pytest.mark.long) for s in LONG_SCHEMES)]
+)
 @pytest.mark.parametrize("kind", ALL)
 def test_the_same_bits_beside_others(kind: str, scheme: str) -> None:
     """Alone, among all others, in steps of few tokens, with few pages, and behind a prefix."""
