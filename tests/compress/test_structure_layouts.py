@@ -64,15 +64,13 @@ def test_shrunk_models(name: str, layout: str) -> None:
 def test_split_mlps(name: str, layout: str) -> None:
     """Experts that are an MLP's features, with biases and some that always work."""
     stack = "encoder.layers" if name == "t5" else "layers"
-    width = TINY[name].intermediate_size
     options = {
         "num_experts": 4,
         "experts_per_token": 2,
         "split": True,
-        "shared_size": width % 4 + 4,
+        "shared_size": 8,
+        "router": "two_layer",
     }
-    options["shared_size"] = 8
-    options["router"] = "two_layer"
     config = TINY[name].replace(changes=(Change("resize", (f"{stack}.*",), options),))
     if layout != "expert":
         check(name, config, layout)

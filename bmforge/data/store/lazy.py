@@ -6,6 +6,7 @@ place, a slice, or places. What is read is a plain array.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 __all__ = ["JoinedArray", "LazyArray", "PickedArray"]
 
 
-class LazyArray:
+class LazyArray(ABC):
     """What both kinds have.
 
     Attributes:
@@ -37,13 +38,13 @@ class LazyArray:
         """The length, as arrays say it."""
         return (len(self),)
 
+    @abstractmethod
     def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
         """Return some numbers of piece `number`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
         """Return the numbers at some places of piece `number`."""
-        raise NotImplementedError
 
     def __getitem__(self, key: Any) -> Any:
         """Return a number, the numbers of a slice with step 1, or those at an array of places."""

@@ -9,7 +9,6 @@ Source: the format of the package compressed-tensors (0.20), as its files are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models.formats.gguf_blocks import Groups
+from bmforge.models.formats.packed_config import leave_out_packing, read_raw_config
 from bmforge.models.formats.safe_file import TensorFile
 from bmforge.nn.packing import QuantSpec
 
@@ -67,9 +67,7 @@ def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: compressed in a way that is not read.
     """
-    if _find(raw) is None:
-        return raw
-    return {name: value for name, value in raw.items() if name != "quantization_config"}
+    return leave_out_packing(raw, _find)
 
 
 def find_compression(directory: Path) -> Compression | None:
@@ -78,12 +76,7 @@ def find_compression(directory: Path) -> Compression | None:
     Raises:
         ConfigError: compressed in a way that is not read.
     """
-    file = directory / "config.json"
-    try:
-        raw = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    except ValueError:  # said by who reads the config
-        return None
-    return _find(raw) if isinstance(raw, dict) else None
+    return _find(read_raw_config(directory))
 
 
 def _find(raw: Mapping[str, Any]) -> Compression | None:
