@@ -23,8 +23,8 @@ from bmforge.surgery import persistent_tensors
 __all__ = ["CompressReport", "ModelSizes", "PhaseFacts", "measure_sizes"]
 
 _JSON, _PAGE = "compression.json", "report.html"
-# Longer lists of facts are told by their ends and their mean.
-_MOST_SHOWN = 64
+# Bars of a fact; longer lists of numbers are told by their length; numbers in whole from here on.
+_MOST_SHOWN, _FEW, _LARGE = 64, 8, 1_000
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _bars(title: str, rows: Sequence[tuple[str, float]]) -> str:
         return ""
     largest = max(abs(value) for _, value in rows) or 1.0
     lines = "".join(
-        f"<tr><th>{escape(name)}</th><td class='num'>{value:,.4g}</td>"
+        f"<tr><th>{escape(name)}</th><td class='num'>{_say(value)}</td>"
         f'<td class="bar"><i style="width:{100 * abs(value) / largest:.1f}%"></i></td></tr>'
         for name, value in rows
     )
@@ -215,11 +215,13 @@ def _facts_section(phase: PhaseFacts) -> str:
         numbers = {k: v for k, v in facts.items() if _is_table(v)}
         rest = {k: v for k, v in facts.items() if k not in numbers}
         lines = "".join(
-            f"<tr><th>{escape(str(k))}</th><td>{escape(_say(v))}</td></tr>" for k, v in rest.items()
+            f"<tr><th>{escape(_name(k))}</th><td>{escape(_say(v))}</td></tr>"
+            for k, v in rest.items()
+            if not _is_empty(v)
         )
         parts.append(f"<h3>{escape(method)}</h3>" + (f"<table>{lines}</table>" if lines else ""))
         for name, values in numbers.items():
-            parts.append(_bars(name, list(values.items())[:_MOST_SHOWN]))
+            parts.append(_bars(_name(name), list(values.items())[:_MOST_SHOWN]))
     if not parts:
         return ""
     return f"<section><h2>{escape(phase.name)}</h2>{''.join(parts)}</section>"
@@ -234,7 +236,23 @@ def _is_table(value: Any) -> bool:
     )
 
 
+def _name(key: object) -> str:
+    return str(key).replace("_", " ")
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | Sequence | Mapping) and not value)
+
+
 def _say(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    """Return a value for people; of long lists how long they are: compression.json has them."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:.4g}" if abs(value) < _LARGE else f"{value:,.0f}"
+    if isinstance(value, Mapping):
+        said = [f"{_name(k)}: {_say(v)}" for k, v in value.items() if not _is_empty(v)]
+        return "; ".join(said)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"{len(value):,}" if len(value) > _FEW else ", ".join(map(_say, value))
+    return str(value)
