@@ -1,4 +1,4 @@
-"""The look of our reports: one HTML page without script or network, light or dark as is wished."""
+"""The look of our reports: one HTML page without network, light or dark as is wished."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from bmforge.files import replace_file
 __all__ = ["write_page"]
 
 
-def write_page(path: Path, name: str, kind: str, sections: Sequence[str]) -> Path:
+def write_page(
+    path: Path, name: str, kind: str, sections: Sequence[str], *, style: str = "", script: str = ""
+) -> Path:
     """Write a page; return its path.
 
     Args:
@@ -19,14 +21,17 @@ def write_page(path: Path, name: str, kind: str, sections: Sequence[str]) -> Pat
         name: of what it is about.
         kind: what kind of report it is, such as ``"training report"``.
         sections: HTML, in order; empty ones are left out.
+        style: what this page has besides, in CSS.
+        script: what runs behind the sections.
     """
     title = f"{kind[0].upper()}{kind[1:]}, bmforge"
     body = [f"<header><h1>{escape(name)}</h1><p>{escape(title)}</p></header>", *sections]
+    last = f"<script>{script}</script>" if script else ""
     page = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}: {escape(kind)}</title><style>{_STYLE}</style></head>"
-        f"<body><main>{''.join(body)}</main></body></html>\n"
+        f"<title>{escape(name)}: {escape(kind)}</title><style>{_STYLE}{style}</style></head>"
+        f"<body><main>{''.join(body)}</main>{last}</body></html>\n"
     )
     replace_file(path, page)
     return path

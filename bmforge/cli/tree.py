@@ -7,10 +7,9 @@ from rich.console import Console
 from bmforge.cli.opening import put_deltas_
 from bmforge.cli.tree_options import TreeCommand
 from bmforge.errors import ConfigError
-from bmforge.files import replace_file
 from bmforge.models.hub import find_config
 from bmforge.tune.delta.tree import draw_tree, fold_tree
-from bmforge.tune.delta.tree_page import tree_page
+from bmforge.tune.delta.tree_page import write_tree_page
 
 __all__ = ["run_tree"]
 
@@ -26,5 +25,5 @@ def run_tree(command: TreeCommand) -> None:
         return
     if command.html.suffix != ".html":
         raise ConfigError(f"html={str(command.html)!r} must end in .html.")
-    replace_file(command.html, tree_page(row, command.model))
+    write_tree_page(command.html, row, command.model)
     print(f"wrote {command.html}")

@@ -23,7 +23,7 @@ from bmforge.parallel import run_on_first
 from bmforge.recipes.deltas import KINDS, DeltaConfig, attach_delta
 from bmforge.recipes.finetune import TaskTuneConfig, tune_task, with_classes
 from bmforge.recipes.run import RunResult
-from bmforge.recipes.search_page import search_page
+from bmforge.recipes.search_page import write_search_page
 from bmforge.recipes.start import family_of, settle_model
 from bmforge.train import OptimConfig, TrainConfig
 
@@ -259,4 +259,4 @@ def _metrics_of(run_dir: Path) -> dict[str, float]:
 def _save(run_dir: Path, state: Mapping[str, Any]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     replace_file(run_dir / _STATE, json.dumps(state, indent=2) + "\n")
-    replace_file(run_dir / _PAGE, search_page(state, run_dir.name))
+    write_search_page(run_dir / _PAGE, state, run_dir.name)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["search_page"]
+from bmforge.html_page import write_page
+
+__all__ = ["write_search_page"]
 
 _STYLE = """
-:root { color-scheme: light dark; }
-body { font: 14px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; }
-td, th { border-bottom: 1px solid #8884; padding: .2rem .5rem; text-align: right; }
-td:first-child, th:first-child { text-align: left; }
-tr.best { font-weight: 600; }
-.bar { background: #1f6feb55; display: inline-block; height: .6rem; margin-right: .4rem; }
+tr.best{font-weight:600}.loss{background:var(--c1);display:inline-block;height:9px;
+border-radius:5px;margin-right:6px}
 """
 
 
-def search_page(state: Mapping[str, Any], title: str) -> str:
-    """Return the page.
+def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
+    """Write the page; return its path.
 
     Args:
+        path: where.
         state: `candidates`, name -> parameters; `plan`, (candidates, steps) of every round;
             `rounds`, of each name -> loss and metrics.
         title: of the search.
@@ -47,15 +46,13 @@ def search_page(state: Mapping[str, Any], title: str) -> str:
         count = f"{state['candidates'][name]:,}"
         body = "".join(f"<td>{cell}</td>" for cell in [count, *cells])
         lines.append(f"<tr{mark}><td>{html.escape(name)}</td>{body}</tr>\n")
-    name = html.escape(title)
     said = "done" if is_done else "still running"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{name}</h1><p>{len(order)} deltas, "
-        f"{len(plan)} rounds, {said}. Held-out loss after each round; the shorter the bar, the "
-        "better.</p><table><thead><tr><th>delta</th><th>trained</th>"
-        f"{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></body></html>\n"
+    section = (
+        f"<section><p>{len(order)} deltas, {len(plan)} rounds, {said}. Held-out loss after each "
+        "round; the shorter the bar, the better.</p><table><thead><tr><th>delta</th>"
+        f"<th>trained</th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></section>"
     )
+    return write_page(path, title, "delta search", [section], style=_STYLE)
 
 
 def _rank(rounds: list[Mapping[str, Any]], name: str) -> tuple[int, float]:
@@ -68,7 +65,7 @@ def _cell(one: Mapping[str, Any] | None, worst: float) -> str:
     if one is None:
         return ""
     width = 6 * one["loss"] / worst if worst > 0 else 0
-    return f'<span class="bar" style="width:{width:.2f}rem"></span>{one["loss"]:.4f}'
+    return f'<span class="loss" style="width:{width:.2f}rem"></span>{one["loss"]:.4f}'
 
 
 def _number(value: float | None) -> str:

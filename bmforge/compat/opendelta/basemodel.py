@@ -234,7 +234,8 @@ class DeltaBase(nn.Module):
         Args:
             module: the backbone, or a model around it; None takes the backbone.
             exclude: what is trained: "deltas", endings of names of modules or parameters, `[r]`
-                and a regular expression; None takes `unfrozen_modules`. Frozen before, it thaws.
+                and a regular expression; None takes `unfrozen_modules`. What is named thaws, but
+                for deltas that were frozen before: `delta.requires_grad_()` thaws those.
             set_state_dict: see `set_active_state_dict`.
             prefix: not needed.
         """

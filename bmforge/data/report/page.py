@@ -13,7 +13,7 @@ from bmforge.data.prepare.summary import KEPT, UNKNOWN, Summary
 from bmforge.data.report.drawings import draw_bars, draw_funnel
 from bmforge.data.report.samples import read_dropped, read_kept
 from bmforge.errors import DataError
-from bmforge.files import replace_file
+from bmforge.html_page import write_page
 
 __all__ = ["funnel_stages", "write_corpus_report"]
 
@@ -24,24 +24,13 @@ _CHARACTERS = 300
 # Across documents, or behind the rules.
 _LAST = ("private", "duplicate", "near_duplicate", "repeated_spans")
 _STYLE = """
-:root{color-scheme:light dark;--line:#8884;--part:#3b7dd8}
-body{font:15px/1.5 system-ui,"Noto Sans CJK SC","PingFang SC","Microsoft YaHei",sans-serif;margin:0}
-main{max-width:1100px;margin:auto;padding:24px}
-h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}
-.tiles{display:flex;flex-wrap:wrap;gap:12px;margin:20px 0}
-.tiles div{border:1px solid var(--line);border-radius:8px;padding:8px 16px}
-.tiles b{display:block;font-size:20px}
-section{overflow-x:auto}
-table{border-collapse:collapse;width:100%}
-th,td{text-align:left;padding:4px 10px;border-bottom:1px solid var(--line);vertical-align:top}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
-svg{width:100%;max-width:820px;display:block}
-svg text{font-size:13px;fill:currentColor}
+section{overflow-x:auto}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+section>svg{max-width:820px;--part:var(--c1)}svg text{fill:currentColor;font-size:13px}
 svg .in{text-anchor:middle;font-weight:600}svg .end{text-anchor:end}
 svg .part{fill:var(--part);opacity:.45}
 .pair{display:grid;grid-template-columns:1fr 1fr;gap:20px}
 @media(max-width:760px){.pair{grid-template-columns:1fr}}
-blockquote{margin:0 0 10px;padding:6px 12px;border-left:3px solid var(--part);
+blockquote{margin:0 0 10px;padding:6px 12px;border-left:3px solid var(--c1);
 white-space:pre-wrap;overflow-wrap:anywhere}
 blockquote small{display:block;opacity:.7}
 """
@@ -59,9 +48,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
         raise DataError(
             f"{str(out)!r} was prepared without a funnel or a summary: prepare it again"
         )
-    name = escape(out.resolve().name)
-    body = [
-        f"<header><h1>{name}</h1>Corpus report · 语料报告</header>",
+    sections = [
         _tiles(report, report.funnel),
         _section(
             "What became of the documents · 文档去向", draw_funnel(funnel_stages(report.funnel))
@@ -84,14 +71,8 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
         _samples(out),
         _section("Steps and settings · 步骤与设置", _settings(report)),
     ]
-    page = (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}: corpus report</title><style>{_STYLE}</style></head>"
-        f"<body><main>{''.join(body)}</main></body></html>\n"
-    )
-    replace_file(out / _NAME, page)
-    return out / _NAME
+    name, kind = out.resolve().name, "corpus report · 语料报告"
+    return write_page(out / _NAME, name, kind, sections, style=_STYLE)
 
 
 def funnel_stages(funnel: Funnel) -> list[tuple[str, int, int]]:

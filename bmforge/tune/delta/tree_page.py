@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import html
 import json
+from pathlib import Path
 
+from bmforge.html_page import write_page
 from bmforge.tune.delta.tree import Row, short_count, walk_rows
 
-__all__ = ["tree_page"]
+__all__ = ["write_tree_page"]
 
 # Types whose parts stand beside modules that a user names, in the order of the page's list.
 _TYPES = ("Lora", "Adapter", "LowRankAdapter", "Compacter", "BitFit", "IA3")
 _STYLE = """
-:root { color-scheme: light dark; --line: #8884; --mark: #a3c8ff66; }
-body { font: 14px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 0 1rem; }
-h1 { font-size: 1.2rem; }
-#say { background: Canvas; border-bottom: 1px solid var(--line); padding: .6rem 0; position: sticky;
-  top: 0; }
-pre { background: #8881; margin: .4rem 0; padding: .5rem; white-space: pre-wrap; }
-table { border-collapse: collapse; width: 100%; }
-td { border-bottom: 1px solid var(--line); padding: .1rem .5rem; vertical-align: top; }
-td:last-child { text-align: right; white-space: nowrap; }
-tr[data-targets] { cursor: pointer; }
-tr[data-targets]:hover, tr:focus { background: #8882; }
-tr.marked, tr.marked:hover { background: var(--mark); }
-.kind { color: #2a8a3e; } .trained { color: #1f6feb; } .frozen { color: #777; }
-.delta { color: #b537c4; }
-code { font-family: ui-monospace, monospace; }
+#say{background:var(--bg);border-bottom:1px solid var(--rule);padding:10px 0;position:sticky;top:0}
+#say pre{background:var(--card);margin:6px 0;padding:8px}table{width:100%}
+td{padding:2px 10px;vertical-align:top}td:last-child{text-align:right;white-space:nowrap}
+tr[data-targets]{cursor:pointer}tr[data-targets]:hover,tr:focus{background:var(--rule)}
+tr.marked,tr.marked:hover{background:var(--mark)}
+.kind{color:var(--c3)}.trained{color:var(--c1)}.frozen{color:var(--soft)}.delta{color:var(--c4)}
 """
 _SCRIPT = """
 const type = document.getElementById("type"), line = document.getElementById("line");
@@ -57,10 +50,11 @@ write();
 """
 
 
-def tree_page(row: Row, title: str) -> str:
-    """Return a page that needs nothing but itself.
+def write_tree_page(path: Path, row: Row, title: str) -> Path:
+    """Write a page that needs nothing but itself; return its path.
 
     Args:
+        path: where.
         row: of the whole model.
         title: what is shown.
     """
@@ -70,16 +64,14 @@ def tree_page(row: Row, title: str) -> str:
         said += f"; {counts.delta:,} are deltas'"
     types = "".join(f"<option>{name}</option>" for name in _TYPES)
     body = "".join(_line(depth, one) for depth, one in walk_rows(row))
-    name = html.escape(title)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
-        f"<h1>{name}</h1><p>{html.escape(said)}. Click on rows: the line below puts a delta beside "
-        'what they name. <span class="trained">trained</span> <span class="frozen">frozen</span> '
+    section = (
+        f"<p>{html.escape(said)}. Click on rows: the line below puts a delta beside what they "
+        'name. <span class="trained">trained</span> <span class="frozen">frozen</span> '
         f'<span class="delta">delta</span></p><div id="say"><select id="type">{types}</select> '
         '<button id="copy">copy</button><pre><code id="line"></code></pre></div>'
-        f"<table><tbody>{body}</tbody></table><script>{_SCRIPT}</script></body></html>\n"
+        f"<table><tbody>{body}</tbody></table>"
     )
+    return write_page(path, title, "module tree", [section], style=_STYLE, script=_SCRIPT)
 
 
 def _line(depth: int, row: Row) -> str:

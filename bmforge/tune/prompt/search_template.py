@@ -72,7 +72,7 @@ def search_templates(
     start = model.config.decoder_start_token_id
     open_ones: list[tuple[list[int], float]] = [([start, first], 0.0)]
     closed: list[tuple[list[int], float]] = []
-    banned = set(tokenizer.special_ids.values()) | {first}
+    banned = {*tokenizer.special_ids.values(), first} - {second, third}
     for _ in range(max_tokens):
         grown: list[tuple[list[int], float]] = []
         for ids, score in open_ones:

@@ -131,6 +131,8 @@ class PrototypeVerbalizer(nn.Module):
                 f"words has {words.num_classes} classes and takes {words.takes}; needed are "
                 f"{num_classes} and a verbalizer that reads tokens at the mask."
             )
+        if words is not None and num_classes < 2:
+            raise ConfigError(f"num_classes={num_classes}: beside words two at least are compared.")
         self.num_classes, self.words = num_classes, words
         self.takes = "hidden" if words is None else "both"
         generator = torch.Generator().manual_seed(seed)
@@ -196,5 +198,6 @@ def _compare(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _spread(scores: Tensor) -> Tensor:
-    """Bring every row to mean 0 and spread 1."""
-    return (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True)
+    """Bring every row to mean 0 and spread 1; scores that are all equal become 0."""
+    spread = scores.std(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).eps)
+    return (scores - scores.mean(-1, keepdim=True)) / spread

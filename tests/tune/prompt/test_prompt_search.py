@@ -38,18 +38,28 @@ def test_words_are_the_best_of_all_sets():
         search_label_words(logits, torch.ones(12, dtype=torch.long))
 
 
+class TwoSentinels(LetterTokenizer):
+    """Letters with no third sentinel: what is written ends with the end token."""
+
+    def token_to_id(self, token: str) -> int | None:
+        return None if token == "<extra_id_2>" else super().token_to_id(token)
+
+
+@pytest.mark.parametrize("letters", [LETTERS, TwoSentinels()], ids=["sentinel", "end"])
 @pytest.mark.long
-def test_templates_are_the_likeliest_of_all():
+def test_templates_are_the_likeliest_of_all(letters: LetterTokenizer) -> None:
     config = T5Config(
         vocab_size=43, hidden_size=16, num_layers=2, num_heads=2, intermediate_size=24, head_dim=8,
         init_std=1.5, decoder_start_token_id=0,
     )  # fmt: skip
     model = T5.from_config(config, dtype=torch.float64).eval()
-    found = search_templates(model, LETTERS, EXAMPLES, WORDS, beams=5000, max_tokens=3, keep=4)
+    found = search_templates(model, letters, EXAMPLES, WORDS, beams=5000, max_tokens=3, keep=4)
     s0, s1, s2 = (LETTERS.token_to_id(f"<s_{n}>") for n in range(3))
-    letters = [id for id in range(43) if id not in {*LETTERS.special_ids.values(), s0, s1, s2}]
+    plain = [id for id in range(43) if id not in {*LETTERS.special_ids.values(), s0, s1, s2}]
+    if letters is not LETTERS:
+        plain, s2 = [*plain, s2], LETTERS.eos_id
     # What stands between the sentinels: nothing, or one token in front or behind.
-    written = [[s1, s2], *([a, s1, s2] for a in letters), *([s1, a, s2] for a in letters)]
+    written = [[s1, s2], *([a, s1, s2] for a in plain), *([s1, a, s2] for a in plain)]
     text = '{"placeholder":"text_a"} {"mask"} {"meta":"label_word"} {"mask"}'
     template, scores = Template(text, LETTERS, model), {}
     for ids in written:

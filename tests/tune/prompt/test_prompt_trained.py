@@ -94,6 +94,7 @@ def test_points_and_words_together_are_the_mean_of_both():
     found = PromptClassifier(model, template, both).classify(EXAMPLES)
     logits, hidden = PromptClassifier(model, template, both).look(EXAMPLES, hidden=True)
     alone = both(hidden, logits) * 2
+    assert torch.isfinite(both(hidden, torch.zeros_like(logits))).all()  # of words all alike
 
     def spread(scores):
         return (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True)
