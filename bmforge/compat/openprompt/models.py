@@ -14,7 +14,9 @@ from bmforge.tune.prompt.call import Answers, ask_model
 
 __all__ = ["PromptForClassification", "PromptForGeneration", "PromptModel"]
 
-_BESIDE = ("label", "guid", "tgt_text", "examples", "targets", "answers", "which")
+# What tells of a batch and is no input of ours, and of the model itself.
+_TOLD = ("label", "guid", "tgt_text", "examples", "targets")
+_BESIDE = (*_TOLD, "answers", "which")
 
 
 class PromptModel(nn.Module):
@@ -60,7 +62,30 @@ class PromptModel(nn.Module):
         return next(self.plm.parameters()).device
 
 
-class PromptForClassification(nn.Module):
+class _Prompted(nn.Module):
+    """What both wrappers have of a `PromptModel`."""
+
+    def __init__(self, plm: Any, template: Any, freeze_plm: bool, plm_eval_mode: bool) -> None:
+        super().__init__()
+        self.prompt_model = PromptModel(plm, template, freeze_plm, plm_eval_mode)
+
+    @property
+    def plm(self) -> Any:
+        """The model."""
+        return self.prompt_model.plm
+
+    @property
+    def template(self) -> Any:
+        """The template."""
+        return self.prompt_model.template
+
+    @property
+    def device(self) -> Any:
+        """Where the model is."""
+        return self.prompt_model.device
+
+
+class PromptForClassification(_Prompted):
     """Returns the classes' scores of a batch.
 
     Args:
@@ -76,29 +101,13 @@ class PromptForClassification(nn.Module):
         freeze_plm: bool = False,
         plm_eval_mode: bool = False,
     ) -> None:
-        super().__init__()
-        self.prompt_model = PromptModel(plm, template, freeze_plm, plm_eval_mode)
+        super().__init__(plm, template, freeze_plm, plm_eval_mode)
         self.verbalizer = verbalizer
-
-    @property
-    def plm(self) -> Any:
-        """The model."""
-        return self.prompt_model.plm
-
-    @property
-    def template(self) -> Any:
-        """The template."""
-        return self.prompt_model.template
 
     @property
     def tokenizer(self) -> Any:
         """The template's tokenizer."""
         return self.template.tokenizer
-
-    @property
-    def device(self) -> Any:
-        """Where the model is."""
-        return self.prompt_model.device
 
     @property
     def classifier(self) -> PromptClassifier:
@@ -108,15 +117,11 @@ class PromptForClassification(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the classes' scores, (B, C)."""
-        beside = ("label", "guid", "tgt_text", "examples", "targets")
-        inputs = {name: value for name, value in batch.items() if name not in beside}
-        return self.classifier(**inputs).class_logits
+        return self.classifier(**_inputs_of(batch)).class_logits
 
     def forward_without_verbalize(self, batch: Mapping[str, Any]) -> Tensor:
         """Return what the verbalizer is given: scores of tokens at the mask, or of words."""
-        beside = ("label", "guid", "tgt_text", "examples", "targets")
-        inputs = {name: value for name, value in batch.items() if name not in beside}
-        return self.classifier(**inputs).vocab_logits
+        return self.classifier(**_inputs_of(batch)).vocab_logits
 
     def look(self, batch: Mapping[str, Any]) -> Answers:
         """Return scores of tokens and last hidden states at the one mask."""
@@ -124,14 +129,8 @@ class PromptForClassification(nn.Module):
         assert found.hidden is not None
         return Answers(found.logits[:, 0], found.hidden[:, 0])
 
-    def train(self, mode: bool = True) -> PromptForClassification:
-        """As torch's; the model stays as `plm_eval_mode` has it."""
-        super().train(mode)
-        self.prompt_model.train(mode)
-        return self
 
-
-class PromptForGeneration(nn.Module):
+class PromptForGeneration(_Prompted):
     """Returns the loss of texts to be written, and writes texts.
 
     Args:
@@ -149,20 +148,9 @@ class PromptForGeneration(nn.Module):
         gen_config: Mapping[str, Any] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        super().__init__()
-        self.prompt_model = PromptModel(plm, template, freeze_plm, plm_eval_mode)
+        super().__init__(plm, template, freeze_plm, plm_eval_mode)
         self.tokenizer = tokenizer or template.tokenizer
         self.gen_config = dict(gen_config or {})
-
-    @property
-    def plm(self) -> Any:
-        """The model."""
-        return self.prompt_model.plm
-
-    @property
-    def template(self) -> Any:
-        """The template."""
-        return self.prompt_model.template
 
     @property
     def generator(self) -> PromptGenerator:
@@ -172,9 +160,7 @@ class PromptForGeneration(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss: of an example the sum of its tokens', then the mean."""
-        beside = ("label", "guid", "tgt_text", "examples", "targets")
-        inputs = {name: value for name, value in batch.items() if name not in beside}
-        return self.generator(labels=batch["targets"], **inputs).loss
+        return self.generator(labels=batch["targets"], **_inputs_of(batch)).loss
 
     def generate(
         self, batch: InputFeatures, verbose: bool = False, **options: Any
@@ -196,3 +182,8 @@ class PromptForGeneration(nn.Module):
             print("\n".join(texts))
         core = self.template.bind("", self.plm)
         return core.tokenizer.encode_plain(texts), texts
+
+
+def _inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model is given of a batch."""
+    return {name: value for name, value in batch.items() if name not in _TOLD}
