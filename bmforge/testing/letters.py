@@ -10,7 +10,24 @@ from bmforge.errors import DataError
 from bmforge.tokenizers import CPMBeeTokenizer
 from bmforge.tokenizers.base import Tokenizer
 
-__all__ = ["LetterTokenizer", "letters_for"]
+__all__ = ["BEE_MARKS", "LetterTokenizer", "letters_for"]
+
+# What vocabularies of CPM-Ant and CPM-Bee begin with.
+BEE_MARKS = tuple(
+    [
+        "<pad>",
+        "<unk>",
+        "<mask>",
+        "<sep>",
+        "</n>",
+        "</_>",
+        "<s>",
+        "</s>",
+        "<root>",
+        "<ans>",
+        "<option>",
+    ]
+)
 
 _MARKS = ("<pad>", "<unk>", "<cls>", "<sep>", "<mask>", "<s>", "</s>", "<eop>")
 _LETTERS = " abcdefghijklmnopqrstuvwxyz.,!?"

@@ -11,6 +11,7 @@ import torch
 
 from bmforge.cli.main import main
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
+from bmforge.testing.letters import BEE_MARKS
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 OVERVIEW: dict[str, dict[str, Any]] = {
@@ -50,19 +51,6 @@ BAD = {
     "an unknown special": ({"input": "好<masc_0>", "<ans>": ""}, "<masc_0> is unknown"),
     "a list": ({"input": ["好"], "<ans>": ""}, "of type list"),
 }
-SPECIALS = [
-    "<pad>",
-    "<unk>",
-    "<mask>",
-    "<sep>",
-    "</n>",
-    "</_>",
-    "<s>",
-    "</s>",
-    "<root>",
-    "<ans>",
-    "<option>",
-]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a vocabulary of the documents' characters."""
     text = json.dumps(OVERVIEW, ensure_ascii=False)
     tokenizer = CPMBeeTokenizer(
-        [*SPECIALS, *sorted({c for c in text if c.isalnum()} | set("12345"))]
+        [*BEE_MARKS, *sorted({c for c in text if c.isalnum()} | set("12345"))]
     )
     config = CPMBeeConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2,

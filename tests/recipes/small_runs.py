@@ -16,6 +16,7 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.data import TokenStoreWriter
 from bmforge.models import GPT2, GPT2Config
 from bmforge.recipes.inputs.examples import ExampleConfig
+from bmforge.testing.letters import BEE_MARKS
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig
@@ -23,19 +24,6 @@ from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig
 CHARACTERS = "一二三四五六七八九十天地人你我他好不上下"
 HEAD = ["<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<eod>", "▂"]
 ANT_HEAD = ["<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>", "<d>", "</d>"]
-BEE_HEAD = [
-    "<pad>",
-    "<unk>",
-    "<mask>",
-    "<sep>",
-    "</n>",
-    "</_>",
-    "<s>",
-    "</s>",
-    "<root>",
-    "<ans>",
-    "<option>",
-]
 SIZES = {"hidden_size": 32, "num_layers": 1, "num_heads": 2}
 
 
@@ -76,7 +64,7 @@ def write_counting(prefix: Path, first: int, end: int, count: int = 24) -> Path:
 
 def bee_tokenizer() -> CPMBeeTokenizer:
     """Letters, digits and the special tokens."""
-    return CPMBeeTokenizer([*BEE_HEAD, *"abcdefghijklmnopqrstuvwxyz0123456789?()-._"])
+    return CPMBeeTokenizer([*BEE_MARKS, *"abcdefghijklmnopqrstuvwxyz0123456789?()-._"])
 
 
 def wait_for_all() -> None:

@@ -39,6 +39,7 @@ from bmforge.models import (
 from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
 from bmforge.models.pack import quantize_
+from bmforge.testing.letters import BEE_MARKS
 from bmforge.tokenizers import CPMAntTokenizer, CPMBeeTokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "num_heads": 4, "num_layers": 2}
@@ -444,19 +445,6 @@ def test_threads_ask_at_once() -> None:
     assert not wrong
 
 
-BEE_MARKS = [
-    "<pad>",
-    "<unk>",
-    "<mask>",
-    "<sep>",
-    "</n>",
-    "</_>",
-    "<s>",
-    "</s>",
-    "<root>",
-    "<ans>",
-    "<option>",
-]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789?()-._"
 
 
