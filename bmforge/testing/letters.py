@@ -13,20 +13,9 @@ from bmforge.tokenizers.base import Tokenizer
 __all__ = ["BEE_MARKS", "LetterTokenizer", "letters_for"]
 
 # What vocabularies of CPM-Ant and CPM-Bee begin with.
-BEE_MARKS = tuple(
-    [
-        "<pad>",
-        "<unk>",
-        "<mask>",
-        "<sep>",
-        "</n>",
-        "</_>",
-        "<s>",
-        "</s>",
-        "<root>",
-        "<ans>",
-        "<option>",
-    ]
+BEE_MARKS = (
+    *("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>"),
+    *("<root>", "<ans>", "<option>"),
 )
 
 _MARKS = ("<pad>", "<unk>", "<cls>", "<sep>", "<mask>", "<s>", "</s>", "<eop>")
