@@ -5,6 +5,7 @@ Start reading at `compress.py` (all of it at once) and `method.py` (what all way
 from another one, `prune/` makes zeros and smaller shapes, `quantize/` integers, `moefy/` experts.
 """
 
+from bmforge.compress.calibrate import calibrate_blocks
 from bmforge.compress.compress import Compression, compress
 from bmforge.compress.config import CompressConfig
 from bmforge.compress.distill import DistillConfig, Distiller, DistillLoss
@@ -13,6 +14,7 @@ from bmforge.compress.moefy import MoEfyConfig, moefy
 from bmforge.compress.prune import PruneConfig, StructureConfig, prune, shrink_
 from bmforge.compress.quantize import QuantizeConfig, quantize
 from bmforge.compress.report import CompressReport, ModelSizes, PhaseFacts, measure_sizes
+from bmforge.compress.sensitivity import Sensitivity, measure_sensitivity
 
 __all__ = [
     "CompressConfig",
@@ -28,8 +30,11 @@ __all__ = [
     "PhaseFacts",
     "PruneConfig",
     "QuantizeConfig",
+    "Sensitivity",
     "StructureConfig",
+    "calibrate_blocks",
     "compress",
+    "measure_sensitivity",
     "measure_sizes",
     "moefy",
     "prune",

@@ -7,11 +7,19 @@ documents. `engine/` runs what does not fit into memory.
 """
 
 from bmforge.infer.cache import KVCache
-from bmforge.infer.engine import Constraint, Engine, EngineConfig, Request, RequestsConfig
+from bmforge.infer.engine import (
+    Completion,
+    Constraint,
+    Engine,
+    EngineConfig,
+    Request,
+    RequestsConfig,
+)
 from bmforge.infer.generate import generate
 from bmforge.infer.options import GenerationConfig
 
 __all__ = [
+    "Completion",
     "Constraint",
     "Engine",
     "EngineConfig",

@@ -8,6 +8,7 @@ the tasks that `bmforge train` offers and the old recipes' names; `start.py` fin
 `evaluate.py` measures a model without training it; how tasks are asked is in `asking.py` for both.
 """
 
+from bmforge.recipes.compress import CompressRunConfig, run_compress
 from bmforge.recipes.documents import CPMBeeTrainConfig, train_documents
 from bmforge.recipes.pretrain import (
     CPM1PretrainConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "TASKS",
     "CPM1PretrainConfig",
     "CPMBeeTrainConfig",
+    "CompressRunConfig",
     "GPT2PretrainConfig",
     "LlamaPretrainConfig",
     "PretrainConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "find_recipe",
     "pretrain",
     "quickstart",
+    "run_compress",
     "run_recipe",
     "train_documents",
 ]

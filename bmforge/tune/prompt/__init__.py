@@ -10,12 +10,12 @@ from bmforge.tune.prompt.classifier import ClassOutput, PromptClassifier, calibr
 from bmforge.tune.prompt.ensemble import classify_together
 from bmforge.tune.prompt.generation import GenerationVerbalizer
 from bmforge.tune.prompt.generator import PromptGenerator, WriteOutput
+from bmforge.tune.prompt.kinds import PrefixTemplate, PTRTemplate, PTuning, SoftTemplate
 from bmforge.tune.prompt.language import parse_template
 from bmforge.tune.prompt.lay import Encoded
 from bmforge.tune.prompt.levels import score_levels
 from bmforge.tune.prompt.pieces import Piece, TemplateError
 from bmforge.tune.prompt.post_processing import register_post_processing
-from bmforge.tune.prompt.prefix import PrefixTemplate
 from bmforge.tune.prompt.rows import (
     PromptRows,
     TargetRows,
@@ -43,13 +43,16 @@ __all__ = [
     "KnowledgeableVerbalizer",
     "ManualVerbalizer",
     "OneToOneVerbalizer",
+    "PTRTemplate",
     "PTRVerbalizer",
+    "PTuning",
     "Piece",
     "PrefixTemplate",
     "PromptClassifier",
     "PromptGenerator",
     "PromptRows",
     "PrototypeVerbalizer",
+    "SoftTemplate",
     "SoftVerbalizer",
     "TargetRows",
     "Template",
