@@ -14,6 +14,7 @@ from typing import Literal
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.infer.options import GenerationConfig
+from bmforge.logging import get_logger
 
 __all__ = [
     "Completion",
@@ -272,12 +273,21 @@ class Handle:
         self._tell()
 
     def fail(self, error: Exception) -> None:
-        """End it with an error; the engine calls this."""
+        """End it with an error; the engine calls this.
+
+        Who watches is told once more and then left: what that raises is logged, as nobody else's
+        request may end by it.
+        """
         with self._changed:
             if not self.done:
                 self._error = error
+            watch, self._watch = self._watch, None
             self._changed.notify_all()
-        self._tell()
+        try:
+            if watch is not None:
+                watch()
+        except Exception as raised:
+            get_logger().warning("engine: what watches a request raised %r", raised)
 
     def _tell(self) -> None:
         if self._watch is not None:

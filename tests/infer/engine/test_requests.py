@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -321,6 +322,28 @@ def test_cancelled_and_late(kind: str) -> None:
         assert engine.requests_status().pages_used == 0
     want = alone(model, PROMPTS[2], max_new_tokens=50, eos_token_id=())
     assert list(answer.ids) == want[0, -50:].tolist()[: len(answer.ids)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_what_watches_ends_its_own_request(kind: str) -> None:
+    """It raises whatever it is told: its request ends with that, another and the next do not."""
+    with opened(make(kind)) as engine:
+        other = engine.submit(Request(PROMPTS[1], greedy()))
+        watched = engine.submit(Request(PROMPTS[0], greedy(max_new_tokens=60)))
+        calls = []
+
+        def watch() -> None:
+            calls.append(1)
+            raise ZeroDivisionError("what watches is broken")
+
+        with suppress(ZeroDivisionError):  # of a piece that was there already
+            watched.watch(watch)
+        with pytest.raises(ZeroDivisionError, match="is broken"):
+            watched.wait(60)
+        assert len(other.wait(60)[0].ids) == NEW
+        assert len(engine.submit(Request(PROMPTS[1], greedy())).wait(60)[0].ids) == NEW
+        assert len(calls) in (2, 3)
+        assert engine.requests_status().pages_used == 0
 
 
 def test_bad_input_is_refused_before_anything_runs() -> None:
