@@ -16,6 +16,7 @@ from starlette.responses import Response
 from bmforge import __version__
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine
+from bmforge.logging import get_logger
 from bmforge.serve import encoding, page_routes, routes, watching
 from bmforge.serve.auth import Keys
 from bmforge.serve.errors import RequestError, error_response, explain_types
@@ -90,7 +91,10 @@ async def _let_sleep(engine: AnyEngine) -> None:
     """Look from time to time whether an engine may sleep."""
     while isinstance(engine, SleepingEngine):
         await asyncio.sleep(_LOOK_S)
-        await run_in_threadpool(engine.doze)
+        try:
+            await run_in_threadpool(engine.doze)
+        except Exception as error:  # it must be able to sleep another time
+            get_logger().error("engine: it did not go to sleep: %r", error)
 
 
 async def _tell_refusal(_: Request, error: Exception) -> Response:

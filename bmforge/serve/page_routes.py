@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
 from bmforge.serve.errors import RequestError
@@ -46,7 +47,7 @@ async def state(request: Request) -> Response:
     serving = serving_of(request)
     plan = serving.engine.plan
     parts = [[name, size] for name, size in plan.parts()]
-    status = serving.engine.requests_status()
+    status = await run_in_threadpool(serving.engine.requests_status)  # a model may be opening
     return JSONResponse(
         {
             "model": serving.name,

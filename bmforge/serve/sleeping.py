@@ -89,9 +89,9 @@ class SleepingEngine:
             if self._clock() - self._last < self._idle_s:
                 return False
             self._engine = None
-        engine.close()
-        del engine
-        gc.collect()
+            engine.close()  # whoever asks now waits: two models need not fit
+            del engine
+            gc.collect()
         get_logger().info("engine: closed, as nobody has asked for %g s", self._idle_s)
         return True
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from conftest import write_model
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig
+from bmforge.serve import app
 from bmforge.serve.app import create_app
 from bmforge.serve.settings import ServeConfig
 from bmforge.serve.sleeping import SleepingEngine
@@ -77,6 +81,86 @@ def test_an_idle_engine_sleeps_and_wakes(start: Any, model_directory: Path) -> N
         assert not sleeper.doze()
         now[0] = 1061
         assert sleeper.doze()
+
+
+def test_a_model_that_opens_holds_up_nobody_else(start: Any, model_directory: Path) -> None:
+    """While it opens the page waits for its figures, and the server answers others."""
+    may_open, opening, asked = threading.Event(), threading.Event(), threading.Event()
+    now = [0.0]
+
+    def open_engine() -> Engine:
+        if now[0]:
+            opening.set()
+            assert may_open.wait(60)
+        return Engine(model_directory, config=EngineConfig(max_tokens=256))
+
+    class Noting(SleepingEngine):
+        def requests_status(self) -> Any:
+            asked.set()
+            return super().requests_status()
+
+    sleeper = Noting(open_engine, model_directory, 60, lambda: now[0])
+    with sleeper, start(other=sleeper, name="tiny") as server, ThreadPoolExecutor(2) as pool:
+        now[0] = 100
+        assert sleeper.doze()
+        try:
+            said = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+            answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=said, timeout=60)
+            assert opening.wait(60)
+            asked.clear()
+            page = pool.submit(httpx.get, f"{server.url}/page/state", timeout=60)
+            assert asked.wait(60)
+            assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        finally:
+            may_open.set()
+        assert answer.result(60).status_code == page.result(60).status_code == 200
+
+
+def test_one_model_at_a_time_is_in_memory(model_directory: Path) -> None:
+    """Whoever asks while the engine is being closed waits until it is."""
+    now, held = [0.0], []
+
+    def open_engine() -> Engine:
+        return Engine(model_directory, config=EngineConfig(max_tokens=64))
+
+    with SleepingEngine(open_engine, model_directory, 60, lambda: now[0]) as sleeper:
+        engine = sleeper._engine
+        assert engine is not None
+        close = engine.close
+
+        def note() -> None:
+            held.append(not sleeper._lock.acquire(blocking=False))
+            close()
+
+        engine.close = note  # type: ignore[method-assign]
+        now[0] = 100
+        assert sleeper.doze()
+        assert held == [True]
+        assert sleeper.call(lambda: 3) == 3
+
+
+def test_an_engine_that_did_not_sleep_may_sleep_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    class Troubled(SleepingEngine):
+        def __init__(self) -> None:
+            pass
+
+        def doze(self) -> bool:
+            looks.append(1)
+            if len(looks) == 1:
+                raise OSError("a file could not be closed")
+            return True
+
+    async def look() -> None:
+        task = asyncio.create_task(app._let_sleep(Troubled()))
+        while len(looks) < 3 and not task.done():
+            await asyncio.sleep(0)
+        task.cancel()
+
+    monkeypatch.setattr(app, "_LOOK_S", 0)
+    asyncio.run(asyncio.wait_for(look(), 60))
+    assert len(looks) >= 3
 
 
 def test_an_engine_that_was_closed_is_said(start: Any, model_directory: Path) -> None:
