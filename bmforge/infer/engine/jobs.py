@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bmforge.infer.engine.answers import Answer
+from bmforge.infer.engine.changes import Changes
 from bmforge.infer.engine.packed_step import PackedStep
 from bmforge.infer.engine.paged_cache import StepRow
 from bmforge.infer.engine.pages import Pages, pages_of
@@ -114,6 +115,7 @@ class PackedJobs:
         self.pages = Pages(pages_of(total_tokens))
         self.jobs: list[Job] = []
         self._step: PackedStep | None = None
+        self._changes = Changes(model)
         self._scheduler = Scheduler(self.pages, config.max_running, config.step_tokens)
 
     @property
@@ -132,6 +134,8 @@ class PackedJobs:
 
     def add(self, job: Job) -> None:
         """Take a job."""
+        if not self.jobs:  # while nobody waited the model may have been changed
+            self.notice_changes()
         ready = job.ready
         keys = PrefixKeys(repr(self._model.config), ready.request.salt)
         longest = len(ready.ids) + ready.config.max_new_tokens
@@ -154,6 +158,13 @@ class PackedJobs:
         if not self.jobs:
             self._step = None
             self.pages.forget()
+
+    def notice_changes(self) -> None:
+        """Drop what was computed by a model that is another one now; who runs is computed anew."""
+        if self._changes.since_last():
+            self._scheduler.begin_anew()
+            self.pages.forget()
+            self._step = None  # its kind, and where it is, may be others as well
 
     def step(self) -> None:
         """Run the model once for all; answers go on, or end."""

@@ -192,7 +192,9 @@ class Requests:
 
     def _step(self) -> None:
         """Take what is new, leave out what is over, and run one step of everything else."""
-        self._answer_calls()
+        if self._calls:
+            self._answer_calls()
+            self._packed.notice_changes()
         while self._inbox:
             job = self._inbox.popleft()
             self._packed.add(job) if job.rows is None else self._rows.append(job)

@@ -180,6 +180,11 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._release(sequence)
 
+    def begin_anew(self) -> None:
+        """Take all pages away: what they hold is computed again when it is needed."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+
     @property
     def copies(self) -> list[tuple[int, int]]:
         """Pages to be copied, in this order, before the step that was planned last: (from, to)."""

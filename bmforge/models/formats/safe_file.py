@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from bmforge.device import reads_are_free
 from bmforge.errors import CheckpointError
@@ -272,6 +273,7 @@ class Read:
         target, dtype = self.target.detach(), self.file.dtype(self.name)
         if reads_are_free(target) and target.dtype == dtype and target.is_contiguous():
             self.file.fill(self.name, self.slices, target)
+            increment_version([target])  # torch did not write it
         elif target.numel():
             buffer = torch.empty(target.shape, dtype=dtype)
             self.file.fill(self.name, self.slices, buffer)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from bmforge.logging import get_logger
@@ -173,6 +174,7 @@ class AdamKernel:
             ctypes.c_void_p(square.data_ptr()),
             ctypes.c_void_p(None if narrow is None else narrow.data_ptr()),
         )
+        increment_version([weights] if narrow is None else [weights, narrow])
 
 
 @cache

@@ -1,0 +1,170 @@
+"""A model that is changed between two requests: what was computed by the old one is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_requests import ALL, PROMPTS, greedy, make, opened, say
+
+from bmforge.infer import Engine, EngineConfig, Request
+from bmforge.infer.engine.changes import Changes
+from bmforge.models import load_weights_
+from bmforge.models.pack import quantize_
+from bmforge.train.optim.adam_kernel import load_adam_kernel
+from bmforge.tune.delta import Lora, use_deltas
+
+PROMPT = [*PROMPTS[5], *PROMPTS[4]]
+CACHED = (len(PROMPT) - 1) // 16 * 16
+
+
+def ask(engine: Engine) -> Any:
+    return engine.submit(Request(PROMPT, greedy())).wait(60)
+
+
+def put_lora(model: Any) -> Any:
+    lora = Lora(model, rank=2, targets=["attn.q", "mlp.down"], name="one")
+    for parameter in lora.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return lora
+
+
+def step(model: Any, _: Path) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(True).grad = torch.full_like(parameter, 0.1)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def step_natively(model: Any, _: Path) -> None:
+    """As optimizers do whose state is away: the kernel writes into the weights' memory."""
+    kernel = load_adam_kernel()
+    if kernel is None:
+        pytest.skip("no compiler here")
+    numbers = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    for parameter in model.parameters():
+        weights = parameter.detach().view(-1)[: parameter.numel() // 16 * 16]
+        ones = torch.ones_like(weights)
+        kernel.step(weights, ones, torch.zeros_like(ones), torch.zeros_like(ones), numbers, 1.0)
+
+
+def load(model: Any, place: Path) -> None:
+    other = make("llama")
+    step(other, place)
+    other.save_pretrained(place)
+    load_weights_(model, place)
+
+
+def move(model: Any, _: Path) -> None:
+    weight = model.layers["0"].attn.k_proj.weight
+    weight.data = weight.data * 2
+
+
+def replace(model: Any, _: Path) -> None:
+    proj = model.layers["0"].attn.k_proj
+    proj.weight = torch.nn.Parameter(proj.weight.detach() * 2)
+
+
+def hook(model: Any, _: Path) -> None:
+    model.layers["0"].register_forward_hook(lambda *args: args[2] * 2)
+
+
+def scale(model: Any, _: Path) -> None:
+    model.layers["0"].scale = 0.5
+
+
+def add_part(model: Any, _: Path) -> None:
+    put_lora(model)
+
+
+def pack(model: Any, _: Path) -> None:
+    quantize_(model, "int8")
+
+
+CHANGES: list[Callable[[Any, Path], None]] = [
+    step, step_natively, load, move, replace, hook, scale, add_part, pack,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_changed_model_answers_as_a_new_engine(
+    change: Callable[[Any, Path], None], tmp_path: Path
+) -> None:
+    model = make("llama")
+    with opened(model) as engine:
+        before = ask(engine)
+        assert ask(engine)[0].cached_tokens == CACHED
+        change(model, tmp_path)
+        after, again = ask(engine), ask(engine)
+    assert after[0].cached_tokens == 0
+    assert again[0].cached_tokens > 0
+    assert say(after) != say(before)
+    with opened(model) as engine:
+        assert say(after) == say(again) == say(ask(engine))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lora: lora.weigh_(0.5),
+        lambda lora: use_deltas(lora.model, ()),
+        lambda lora: use_deltas(lora.model, "one", [2.0]),
+        lambda lora: lora.merge(),
+        lambda lora: lora.detach(),
+    ],
+    ids=["weigh_", "off", "on", "merge", "detach"],
+)
+def test_a_delta_that_is_weighed(change: Callable[[Any], Any]) -> None:
+    model = make("llama")
+    lora = put_lora(model)
+    with opened(model) as engine:
+        ask(engine)
+        assert ask(engine)[0].cached_tokens > 0
+        change(lora)
+        after = ask(engine)
+    assert after[0].cached_tokens == 0
+    with opened(model) as engine:
+        assert say(after) == say(ask(engine))
+
+
+def test_a_change_between_two_steps() -> None:
+    """By `call`: who runs goes on as the new model would, and leaves nothing of the old one."""
+    model = make("llama")
+    begun = threading.Event()
+    with opened(model) as engine:
+        running = engine.submit(Request(PROMPT, greedy(max_new_tokens=40)))
+        running.watch(begun.set)
+        assert begun.wait(60)
+        engine.call(lambda: replace(model, Path()))
+        (whole,) = running.wait(60)
+        after = ask(engine)
+        longer = [*PROMPT, *whole.ids[:20]]
+        behind = engine.submit(Request(longer, greedy())).wait(60)
+    with opened(model, keeps_prefixes=False) as engine:
+        assert say(after) == say(ask(engine))
+        assert say(behind) == say(engine.submit(Request(longer, greedy())).wait(60))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_model_that_answers_is_no_other_one(kind: str, tmp_path: Path) -> None:
+    """Nor one whose blocks come from disk."""
+    model = make(kind)
+    changes = Changes(model)
+    with opened(model) as engine:
+        ask(engine)
+        assert not changes.since_last()
+        engine.generate(torch.tensor([PROMPT]), max_new_tokens=2)
+        engine.embed(torch.tensor([PROMPT]))
+        assert not changes.since_last()
+    model.save_pretrained(tmp_path)
+    config = EngineConfig(max_tokens=128, stream_experts=kind == "mixtral")
+    with pytest.raises(Exception, match="too small") as caught:
+        Engine(tmp_path, device_budget_bytes=1, config=config)
+    least = int(str(caught.value).split("too small: ")[1].split()[0])
+    with Engine(tmp_path, device_budget_bytes=least, config=config) as engine:
+        changes = Changes(engine.model)
+        ask(engine)
+        assert not changes.since_last()
