@@ -34,8 +34,8 @@ def attach_methods(
         own: further methods, not attached yet.
 
     Raises:
-        ConfigError: a method twice or of no known name, inputs that nothing looks at or that are
-            missing, or what does not fit the model.
+        ConfigError: a method twice or of no known name, beside gates what needs the shapes of now,
+            inputs that nothing looks at or that are missing, or what does not fit the model.
     """
     _check(config, batches, own)
     attached: list[Method] = []
@@ -62,7 +62,11 @@ def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> N
     names += [method.name for method in own]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"{', '.join(twice)} is asked for twice: say all of it in one.")
+        raise ConfigError(
+            f"{', '.join(twice)} is asked for twice: say all of it in one, or do one after the "
+            "other in jobs of their own."
+        )
+    _check_gates(config, own)
     if batches is not None and not config.is_calibrated:
         raise ConfigError(
             f"batches have no effect: nothing of {', '.join(config.names) or 'the config'} looks "
@@ -73,6 +77,34 @@ def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> N
             "no batches were given, and something in the config chooses by what goes through the "
             "model: give compress(..., batches=...), or calibration texts in a recipe."
         )
+
+
+def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
+    """Refuse beside gates, which leave other shapes in the end, what needs the shapes of now."""
+    settings = [(name, getattr(config, part)) for name, (part, _) in _PARTS.items()]
+    settings += [(method.name, getattr(method, "config", None)) for method in own]
+    if not any(name == "structure" and getattr(told, "gates", ()) for name, told in settings):
+        return
+    for name, told in settings:
+        if said := _needs_shapes(name, told):
+            raise ConfigError(
+                f"gates end in other shapes than {said} are made for: finish them in a job of "
+                "their own before (in a recipe for `bmforge compress` they are the phase "
+                "`structure`)."
+            )
+
+
+def _needs_shapes(name: str, settings: Any) -> str:
+    """Return what settings of a method make that fits one shape of the model; "" for nothing."""
+    if settings is None:
+        return ""
+    if name == "experts":
+        return "experts"
+    if name == "zeros" and getattr(settings, "pattern", "free") != "free":
+        return f"zeros of pattern={settings.pattern!r}"
+    if name == "quantize" and getattr(settings, "training", "none") != "none":
+        return f"integers of training={settings.training!r}"
+    return ""
 
 
 def _attach_structure(model: nn.Module, config: Any, batches: Batches) -> Method:

@@ -21,6 +21,8 @@ from bmforge.compress import (
     StructureConfig,
     compress,
 )
+from bmforge.compress.prune.structure import StructureMethod
+from bmforge.errors import ConfigError
 from bmforge.models import Llama
 from bmforge.nn import MoE
 from bmforge.nn.packed_store import PackedStore
@@ -81,3 +83,46 @@ def test_together(names: tuple[str, ...], tmp_path: Path) -> None:
     assert_equal_trees(persistent_tensors(again), persistent_tensors(small))
     given = {"input_ids": batch["input_ids"]}
     assert torch.equal(again(**given).logits, small(**given).logits)
+
+
+GATES = StructureConfig(intermediate_size=64, gates=("features",), gate_steps=2, warmup_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ({"moefy": WAYS["moefy"]}, "experts"),
+        ({"prune": WAYS["prune"]}, "pattern='2:4'"),
+        ({"quantize": WAYS["quantize"]}, "training='fake'"),
+    ],
+)
+def test_gates_refuse_what_needs_the_shapes_of_now(beside: dict[str, Any], said: str) -> None:
+    """Before the run, not when it is finished; the model is as it was."""
+    model: Any = make_llama(0, width=32, intermediate_size=128)
+    names = list(dict(model.named_modules()))
+    batches = [make_inputs(model, padded=False)] if "moefy" in beside else None
+    with pytest.raises(ConfigError, match=f"(?s){said}.*job of their own"):
+        compress(model, CompressConfig(structure=GATES, **beside), batches=batches)
+    with pytest.raises(ConfigError, match=said):
+        compress(
+            model, CompressConfig(**beside), batches=batches, methods=(StructureMethod(GATES),)
+        )
+    assert list(dict(model.named_modules())) == names
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"prune": PruneConfig(sparsity=0.5)}, {"quantize": QuantizeConfig(scheme="int8")}],
+    ids=["zeros", "integers"],
+)
+def test_gates_beside_what_fits_any_shape(beside: dict[str, Any]) -> None:
+    model: Any = make_llama(0, width=32, intermediate_size=128).float()
+    job = compress(model, CompressConfig(structure=GATES, **beside))
+    for _ in range(2):
+        job.after_step_()
+    job.finish_()
+    mlp = job.model.get_submodule("layers.0").spec.mlp  # type: ignore[union-attr]
+    assert mlp.intermediate_size == 64
+    if "prune" in beside:
+        weight = job.model.get_submodule("layers.0.attn.q_proj").weight
+        assert float((weight == 0).float().mean()) > 0.3  # type: ignore[operator,union-attr]

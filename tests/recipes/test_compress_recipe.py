@@ -96,6 +96,16 @@ def test_phases_with_steps(start: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "belongs to another run" in capsys.readouterr().err
 
 
+@pytest.mark.long
+def test_gates_then_integers_of_training(start: Path, tmp_path: Path) -> None:
+    """In one job they are refused; a recipe does one after the other."""
+    gates = {"gates": ["features"], "gate_steps": 2, "warmup_steps": 1, "intermediate_size": 128}
+    steps = {"structure": 3, "weights": 2}
+    file, out = write_recipe(start, tmp_path, steps, structure=gates), tmp_path / "small"
+    assert main(command(start, file, out)) == 0
+    check_small(start, out)
+
+
 def test_recipes_that_cannot_be(
     start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
