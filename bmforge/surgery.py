@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "View",
     "copy_to_meta",
     "Wrapper",
+    "evaluating",
     "find_modules",
     "find_parameters",
     "find_repeated_blocks",
@@ -323,3 +325,15 @@ def _on_views(
         return inner(*args, **kwargs)
     finally:
         own.update(whole)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and afterwards give every module its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

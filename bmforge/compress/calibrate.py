@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bmforge.compress.matrices import Matrix, find_matrices, watch_inputs
 from bmforge.errors import ConfigError
 from bmforge.logging import track
-from bmforge.surgery import find_repeated_blocks
+from bmforge.surgery import evaluating, find_repeated_blocks
 
 __all__ = ["BlockRun", "Statistic", "calibrate_blocks", "check_batches", "prepare_batch"]
 
@@ -119,9 +119,7 @@ def calibrate_blocks(
     prepared = [prepare_batch(model, batch) for batch in check_batches(batches)]
     blocks = find_repeated_blocks(model)
     matrices = _by_block(find_matrices(model, where), blocks)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         stacks = _find_stacks(model, blocks, prepared[0])
         names = [name for stack in stacks for name in stack]
         if lost := [name for name in matrices if name not in names]:
@@ -131,8 +129,6 @@ def calibrate_blocks(
             _calibrate_stack(model, stack, blocks, matrices, prepared, visit, gather, bar)
         for _ in bar:
             pass
-    finally:
-        model.train(was_training)
 
 
 def check_batches(batches: Sequence[Any] | None) -> Sequence[Any]:

@@ -16,6 +16,7 @@ from bmforge.compress.rounding import round_matrix
 from bmforge.errors import ConfigError
 from bmforge.logging import track
 from bmforge.nn.packing import PRESETS, QuantSpec
+from bmforge.surgery import evaluating
 
 __all__ = ["Sensitivity", "choose_specs", "measure_sensitivity"]
 
@@ -74,9 +75,7 @@ def measure_sensitivity(
         groups.setdefault(matrix.owner, []).append(matrix)
     trials = {name: _fitting(members, schemes) for name, members in groups.items()}
     added = {(name, scheme): 0.0 for name, found in trials.items() for scheme in found}
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in track(prepared, "sensitivity"):
             measure = _measurer(model, batch, loss)
             base = measure()
@@ -87,8 +86,6 @@ def measure_sensitivity(
                 added[name, scheme] += (measure() - base) / len(prepared)
                 for matrix, old in zip(groups[name], kept, strict=True):
                     matrix.write_(old)
-    finally:
-        model.train(was_training)
     return [
         Sensitivity(name, scheme, found, *_size(groups[name], PRESETS[scheme]))
         for (name, scheme), found in added.items()

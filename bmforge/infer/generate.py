@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer.beam import beam_search
@@ -17,13 +16,13 @@ from bmforge.infer.sampling import choose_tokens, is_one_of, process_scores
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.nn.prompt import count_ids
+from bmforge.surgery import evaluating
 from bmforge.tune.delta import find_delta, list_deltas
 from bmforge.tune.delta.soft_prompt import with_prompt
 
 __all__ = [
     "check_prompt",
     "complete_config",
-    "evaluating",
     "generate",
     "run_decoder",
     "stream_tokens",
@@ -308,15 +307,3 @@ def _count_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.zeros_like(input_ids[:, 0])
     return mask.argmax(1)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and afterwards give every module its own mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

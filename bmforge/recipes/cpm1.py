@@ -23,7 +23,6 @@ from bmforge.data import Batch
 from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.generate import evaluating
 from bmforge.models import Model
 from bmforge.models.cpm1 import CPM1Config
 from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
@@ -33,6 +32,7 @@ from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import check_length
+from bmforge.surgery import evaluating
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.train import EvalResult
 

@@ -20,6 +20,7 @@ from bmforge.parallel import (
     reshard_,
     sum_over_axes,
 )
+from bmforge.surgery import evaluating
 from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
 
 __all__ = ["EvalResult", "evaluate"]
@@ -70,16 +71,13 @@ def evaluate(
         device: where the model computes.
     """
     mesh = mesh or mesh_of(model)
-    training = model.training
-    model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    with leave_out_balance(model):
+    with evaluating(model), leave_out_balance(model):
         for batch in batches:
             moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
             sums[0] += objective(model, moved, 1.0).double()
             sums[1] += count_labels(batch, model)
     reshard_(model)
-    model.train(training)
     # The mean over processes that divide a row's tokens is its loss; they count its labels alike.
     total = sum_over_axes(sums[0], mesh, *TOKEN_AXES).item() / axis_size(mesh, *CONTEXT_AXES)
     tokens = int(sum_over_axes(sums[1], mesh, *ROW_AXES))

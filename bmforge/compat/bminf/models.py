@@ -18,11 +18,12 @@ from bmforge.device import default_device
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine
 from bmforge.infer.decoder import Decoder
-from bmforge.infer.generate import complete_config, evaluating, run_decoder
+from bmforge.infer.generate import complete_config, run_decoder
 from bmforge.infer.openbmb.chat import join_history
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.config import read_config_file
 from bmforge.models.hub import AutoModel, find_model
+from bmforge.surgery import evaluating
 
 __all__ = ["CPM1", "CPM2", "EVA"]
 

@@ -251,11 +251,8 @@ def _evaluate(rows: Rows, model: nn.Module, *, objective: Any, steps: int) -> Ev
         rows.step = 0
     rows.check(steps)
     batches = [batch for _ in range(steps) for batch in next(rows)]
-    was_training = model.training
     with torch.no_grad():
-        found = evaluate(model.eval(), batches, objective=objective, device=groups.device)
-    model.train(was_training)
-    return found
+        return evaluate(model, batches, objective=objective, device=groups.device)
 
 
 __getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "training")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn import MLP
+from bmforge.surgery import evaluating
 
 __all__ = ["collect_inputs", "each_activity", "sum_groups"]
 
@@ -56,17 +57,15 @@ def collect_inputs(
         )
         for name in names
     ]
-    was_training = model.training
-    model.eval()
     try:
-        for batch in batches:
-            given = {key: value for key, value in batch.items() if key != "labels"}
-            mask[0] = batch.get("attention_mask")
-            model(**given)
-            if all(count >= max_tokens for count in counts.values()):
-                break
+        with evaluating(model):
+            for batch in batches:
+                given = {key: value for key, value in batch.items() if key != "labels"}
+                mask[0] = batch.get("attention_mask")
+                model(**given)
+                if all(count >= max_tokens for count in counts.values()):
+                    break
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
     if any(not count for count in counts.values()):

@@ -12,6 +12,7 @@ from bmforge.compress.prune.plan import Plan, blocks_of
 from bmforge.compress.prune.structure_config import StructureConfig, wanted_sizes
 from bmforge.compress.prune.target import plan_for_target
 from bmforge.errors import ConfigError
+from bmforge.surgery import evaluating
 
 __all__ = ["Shrunk", "choose_structure", "shrink_"]
 
@@ -52,12 +53,8 @@ def choose_structure(
     model: Any, config: StructureConfig, batches: Iterable[Mapping[str, Any]] = ()
 ) -> Plan:
     """Return which parts of a model stay, without touching it; see `shrink_`."""
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         scores = measure_importance(model, batches, config.by)
-    finally:
-        model.train(was_training)
     if config.target != "sizes":
         return plan_for_target(model, config, scores)
     gone = {}

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Seq2SeqDecoder
-from bmforge.infer.generate import check_prompt, complete_config, evaluating, run_decoder
+from bmforge.infer.generate import check_prompt, complete_config, run_decoder
 from bmforge.infer.options import GenerationConfig
+from bmforge.surgery import evaluating
 
 __all__ = ["fill_blanks"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmforge.data.tasks.rows import encode_segments
 from bmforge.errors import ConfigError
-from bmforge.infer.generate import evaluating
+from bmforge.surgery import evaluating
 
 __all__ = ["Filled", "classify", "embed", "fill_mask"]
 

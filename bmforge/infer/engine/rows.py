@@ -14,9 +14,10 @@ from torch import Tensor
 from bmforge.infer.decoder import Decoder, start_decoder
 from bmforge.infer.engine.prompts import Ready, is_document
 from bmforge.infer.engine.turns import Turns
-from bmforge.infer.generate import evaluating, run_decoder
+from bmforge.infer.generate import run_decoder
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.openbmb.texts import answer_document, start_hidden
+from bmforge.surgery import evaluating
 
 __all__ = ["Rows"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.generate import evaluating
 from bmforge.parallel.balance import leave_out_balance
+from bmforge.surgery import evaluating
 
 __all__ = ["score_pairs"]
 

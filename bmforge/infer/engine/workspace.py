@@ -18,11 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmforge.infer.decoder import start_decoder
-from bmforge.infer.generate import evaluating
 from bmforge.models.base import Model
 from bmforge.parallel.balance import leave_out_balance
 from bmforge.records import units_of
-from bmforge.surgery import copy_to_meta
+from bmforge.surgery import copy_to_meta, evaluating
 
 __all__ = ["Workspace", "find_workspace"]
 

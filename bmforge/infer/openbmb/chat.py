@@ -15,10 +15,11 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Seq2SeqDecoder
-from bmforge.infer.generate import evaluating, run_decoder
+from bmforge.infer.generate import run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import find_repeats
 from bmforge.models.seq2seq import Seq2Seq
+from bmforge.surgery import evaluating
 from bmforge.tokenizers.cpm2 import EVATokenizer
 
 __all__ = ["Chat", "ChatConfig", "join_history"]

@@ -20,9 +20,10 @@ from torch import Tensor
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.cache import KVCache
 from bmforge.infer.decoder import Decoder
-from bmforge.infer.generate import evaluating, run_decoder
+from bmforge.infer.generate import run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.cpm_bee import CPMBee, to_arguments
+from bmforge.surgery import evaluating
 from bmforge.tokenizers.cpm_bee.prompt import Prompt, PromptBatch, collate_prompts, encode_prompt
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 

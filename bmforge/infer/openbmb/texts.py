@@ -20,12 +20,13 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.decoder import Decoder
-from bmforge.infer.generate import check_prompt, complete_config, evaluating, generate, run_decoder
+from bmforge.infer.generate import check_prompt, complete_config, generate, run_decoder
 from bmforge.infer.openbmb.chat import join_history
 from bmforge.infer.openbmb.documents import fill_each
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.causal_lm import CausalLM
+from bmforge.surgery import evaluating
 from bmforge.tokenizers import CPM2Tokenizer, CPMBeeTokenizer
 
 __all__ = ["answer_document", "read_hidden", "read_span", "start_hidden", "write_text"]

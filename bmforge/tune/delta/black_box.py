@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.logging import track
 from bmforge.shards import whole_tensor
+from bmforge.surgery import evaluating
 from bmforge.tune.delta.soft_prompt import SoftPrompt
 
 __all__ = ["BlackBoxConfig", "tune_black_box"]
@@ -86,14 +87,12 @@ def tune_black_box(
     """
     told = config or BlackBoxConfig()
     prompt = SoftPrompt(model, length=length, name=name, seed=told.seed, **options)
-    is_training = model.training
     try:
-        prompt.scores = _search(model.eval(), score, prompt, told)
+        with evaluating(model):
+            prompt.scores = _search(model, score, prompt, told)
     except BaseException:
         prompt.remove()
         raise
-    finally:
-        model.train(is_training)
     prompt.requires_grad_(False)
     return prompt
 

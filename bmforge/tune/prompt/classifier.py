@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, ShapeError
+from bmforge.surgery import evaluating
 from bmforge.tune.prompt.call import Answers, ask_model
 from bmforge.tune.prompt.questions import Question, ask_example, lay_questions, score_words
 from bmforge.tune.prompt.template import Encoded, Template
@@ -110,10 +111,8 @@ class PromptClassifier(nn.Module):
     @torch.no_grad()
     def classify(self, examples: Sequence[Any], **options: Any) -> Tensor:
         """Return the classes' scores of examples, (N, C); `options` as for `batches`."""
-        was_training = self.training
-        self.eval()
-        found = [self(**batch).class_logits for batch in self.batches(examples, **options)]
-        self.train(was_training)
+        with evaluating(self):
+            found = [self(**batch).class_logits for batch in self.batches(examples, **options)]
         return torch.cat(found)
 
     @torch.no_grad()
@@ -128,17 +127,15 @@ class PromptClassifier(nn.Module):
         Shape:
             logits: (N, V), or (N, M, V); hidden: (N, D), or (N, M, D)
         """
-        was_training = self.training
-        self.eval()
         logits, states = [], []
-        for batch in self.batches(examples, **options):
-            places = batch.pop("mask_at")
-            found = ask_model(self.model, _inputs(batch), places, hidden)
-            assert found is not None
-            one = _single(found)
-            logits.append(one.logits)
-            states.append(one.hidden)
-        self.train(was_training)
+        with evaluating(self):
+            for batch in self.batches(examples, **options):
+                places = batch.pop("mask_at")
+                found = ask_model(self.model, _inputs(batch), places, hidden)
+                assert found is not None
+                one = _single(found)
+                logits.append(one.logits)
+                states.append(one.hidden)
         return Answers(torch.cat(logits), torch.cat(states) if hidden else None)  # type: ignore[arg-type]
 
 
@@ -248,8 +245,6 @@ def calibrate(classifier: PromptClassifier, texts: Sequence[Any], **options: Any
     """
     if not texts:
         raise ConfigError("calibration needs at least one text; the support set is empty.")
-    was_training = classifier.training
-    classifier.eval()
-    found = [classifier(**batch).vocab_logits for batch in classifier.batches(texts, **options)]
-    classifier.train(was_training)
+    with evaluating(classifier):
+        found = [classifier(**batch).vocab_logits for batch in classifier.batches(texts, **options)]
     classifier.verbalizer.calibrate_(torch.cat(found))

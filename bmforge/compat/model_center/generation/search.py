@@ -10,8 +10,9 @@ from torch import Tensor
 from bmforge.compat.model_center.model import BaseModel
 from bmforge.errors import ConfigError
 from bmforge.infer.decoder import start_decoder
-from bmforge.infer.generate import evaluating, run_decoder
+from bmforge.infer.generate import run_decoder
 from bmforge.infer.options import GenerationConfig
+from bmforge.surgery import evaluating
 
 __all__ = ["BeamSearch", "Generation", "RandomSampling"]
 

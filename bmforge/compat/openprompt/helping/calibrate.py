@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError
+from bmforge.surgery import evaluating
 
 __all__ = ["calibrate"]
 
@@ -23,10 +24,9 @@ def calibrate(prompt_model: Any, dataloader: Any) -> Tensor:
     Raises:
         ConfigError: the loader is empty.
     """
-    was_training = prompt_model.training
-    prompt_model.eval()
-    found = [prompt_model.forward_without_verbalize(b.to(prompt_model.device)) for b in dataloader]
-    prompt_model.train(was_training)
+    device = prompt_model.device
+    with evaluating(prompt_model):
+        found = [prompt_model.forward_without_verbalize(b.to(device)) for b in dataloader]
     if not found:
         raise ConfigError("calibration needs at least one text; the support set is empty.")
     return torch.cat(found).mean(0)
