@@ -12,6 +12,7 @@ from masked_models import mostly_long, run, stir
 from tiny_models import make_inputs
 from torch import Tensor
 
+from bmforge.compress.prune.binarise import binarise
 from bmforge.compress.prune.gates import attach_gates_, densities, detach_gates_
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.compress.prune.shrink import shrink_
@@ -127,6 +128,36 @@ def test_counts_are_exact(name: str) -> None:
     assert said == left
     assert facts["parameters_after"] == sum(t.numel() for t in persistent_tensors(model).values())
     assert_close(run(model, name), run(before, name))
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_the_least_likely_go_until_the_target_is_met(multiple: int) -> None:
+    """Against a plain count of everything after each step; the last step was needed."""
+    model = stir("llama")
+    config = StructureConfig(
+        target="flops", keep_ratio=0.6, gates=("features", "heads"), multiple_of=multiple
+    )
+    costs = count_costs(model, "flops")
+    generator = torch.Generator().manual_seed(multiple)
+    likely = {
+        (name, kind): torch.rand(half.units, generator=generator)
+        for name, halves in costs.blocks.items()
+        for half, kind in ((halves["attn"], "heads"), (halves["mlp"], "features"))
+    }
+    masks = {key: torch.ones(len(value)) for key, value in likely.items()}
+    steps = []
+    for key, value in likely.items():
+        size = multiple if key[1] == "features" else 1
+        groups = value.argsort().view(-1, size)
+        steps += [(float(value[group].double().mean()), key, group) for group in groups]
+    for _, key, group in sorted(steps, key=lambda step: step[0]):
+        if costs.expect(masks) <= 0.6 * costs.total:
+            break
+        if masks[key].sum() > len(group):
+            masks[key][group] = 0
+    want = {key: tuple(mask.nonzero().flatten().tolist()) for key, mask in masks.items()}
+    assert binarise(model, config, costs, likely) == want
+    assert any(len(numbers) < len(likely[key]) for key, numbers in want.items())
 
 
 TARGETS: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bmforge.compress.prune.plan import Kept, Plan, blocks_of, heads_per_group
-from bmforge.compress.prune.structure_config import StructureConfig, wanted_sizes
+from bmforge.compress.prune.structure_config import GATE_KINDS, StructureConfig, wanted_sizes
 from bmforge.compress.prune.target import Costs
 from bmforge.errors import ConfigError
 from bmforge.surgery import match_glob
@@ -80,11 +80,13 @@ def binarise(
     limit = config.keep_ratio * costs.total
     left = {key: set(range(len(value))) for key, value in open_now.items()}
     steps = sorted(_steps(open_now, config), key=lambda step: step[0])
+    cost = {name: _cost(costs, name, left) for name in costs.blocks}
     for _, key, numbers in steps:
-        if _cost(costs, left, open_now) <= limit:
+        if sum(cost.values()) <= limit:
             break
         _close_(left, key, numbers, config, costs)
-    reached = _cost(costs, left, open_now)
+        cost[key[0]] = _cost(costs, key[0], left)
+    reached = sum(cost.values())
     if reached > limit:
         raise ConfigError(
             f"keep_ratio={config.keep_ratio} is out of reach of gates={config.gates}: the least "
@@ -103,13 +105,14 @@ def _steps(
     """Return what can be closed at a time, with how likely it is open."""
     found = []
     for (name, kind), value in likely.items():
-        order = value.argsort(stable=True).tolist()
+        ordered, index = value.double().sort(stable=True)
+        order, values = index.tolist(), ordered.tolist()
         size = {"features": config.multiple_of, "heads": config.tensor_parallel}.get(kind, 1)
         rest = len(order) % size
         borders = [0] * bool(rest) + list(range(rest, len(order), size)) + [len(order)]
         for first, last in itertools.pairwise(borders):
-            numbers = order[first:last]
-            found.append((float(value[numbers].mean()), (name, kind), numbers))
+            mean = sum(values[first:last]) / (last - first)
+            found.append((mean, (name, kind), order[first:last]))
     return found
 
 
@@ -146,15 +149,10 @@ def _attentions_left(
     )
 
 
-def _cost(
-    costs: Costs, left: Mapping[tuple[str, str], set[int]], like: Mapping[tuple[str, str], Tensor]
-) -> float:
-    masks = {}
-    for key, numbers in left.items():
-        mask = torch.zeros(len(like[key]), dtype=torch.float64)
-        mask[sorted(numbers)] = 1.0
-        masks[key] = mask
-    return float(costs.expect(masks))
+def _cost(costs: Costs, name: str, left: Mapping[tuple[str, str], set[int]]) -> float:
+    """Return what is left of a block."""
+    kinds = {kind: len(left[name, kind]) for kind in GATE_KINDS if (name, kind) in left}
+    return float(costs.of_block(name, kinds))
 
 
 def _best(value: Tensor, count: int) -> tuple[int, ...]:
@@ -184,9 +182,9 @@ def _order_shared(
 def plan_of_units(model: Any, chosen: Chosen) -> Plan:
     """Return the plan that keeps these units."""
     layers: dict[str, dict[str, Any]] = {}
-    gone = []
+    gone, blocks = [], blocks_of(model)
     for (name, kind), numbers in chosen.items():
-        block = blocks_of(model)[name]
+        block = blocks[name]
         mine = layers.setdefault(name, {})
         if kind == "block" and not numbers:
             gone.append(name)

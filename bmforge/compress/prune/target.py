@@ -63,24 +63,31 @@ class Costs:
                 "features", "attn", "mlp", "block". Those that are not named are all open.
         """
         some = next(iter(open_units.values()), torch.zeros(()))
+        sums: dict[str, dict[str, Any]] = {}
+        for (name, kind), value in open_units.items():
+            sums.setdefault(name, {})[kind] = value.double().sum()
         total = some.new_zeros((), dtype=torch.float64)
-        for name, halves in self.blocks.items():
-            whole = _open(open_units, name, "block")
-            for kind, units in (("attn", "heads"), ("mlp", "features")):
-                half = halves.get(kind)
-                if half is None:
-                    continue
-                inside = open_units.get((name, units))
-                count = half.units if inside is None else inside.double().sum()
-                share = _open(open_units, name, kind)
-                stays = half.always + half.always_each * count
-                total = total + whole * (share * (half.fixed + half.each * count) + stays)
+        for name in self.blocks:
+            total = total + self.of_block(name, sums.get(name, {}))
         return total
 
+    def of_block(self, name: str, open_now: Mapping[str, Any]) -> Any:
+        """Return what is left of one block.
 
-def _open(units: Mapping[tuple[str, str], Tensor], name: str, kind: str) -> Any:
-    found = units.get((name, kind))
-    return 1.0 if found is None else found.double().squeeze()
+        Args:
+            name: of the block.
+            open_now: kind -> how many of its units are open; those that are not named all are.
+        """
+        total: Any = 0.0
+        for kind, units in (("attn", "heads"), ("mlp", "features")):
+            half = self.blocks[name].get(kind)
+            if half is None:
+                continue
+            count = open_now.get(units, half.units)
+            stays = half.always + half.always_each * count
+            inside = half.fixed + half.each * count
+            total = total + open_now.get(kind, 1.0) * inside + stays
+        return open_now.get("block", 1.0) * total
 
 
 def count_costs(model: Any, target: Target = "parameters", seq_len: int = 512) -> Costs:
@@ -223,7 +230,8 @@ def _rank(
             units = _unit_scores(blocks[name], kind, scores, name).double()
             if config.by != "taylor":
                 units = units / units.mean().clamp(min=1e-30)
-            order = units.argsort(stable=True).tolist()
+            ordered, index = units.sort(stable=True)
+            order, values = index.tolist(), ordered.tolist()
             step = _fewest(kind, config)
             rest = len(order) % step
             starts = [(0, rest)] * bool(rest) + [
@@ -231,7 +239,7 @@ def _rank(
             ]
             for first, last in starts:
                 numbers = order[first:last]
-                gain = float(units[numbers].mean())
+                gain = sum(values[first:last]) / (last - first)
                 worth = gain / half.per_unit if config.by == "taylor" else gain
                 found.append((worth, name, kind, numbers))
     return sorted(found, key=lambda item: item[0])
@@ -256,7 +264,8 @@ def _plan_of(blocks: Mapping[str, Block], dropped: Mapping[tuple[str, str], list
         spec = blocks[name].spec
         if kind == "mlp":
             assert spec.mlp is not None
-            stay = tuple(n for n in range(spec.mlp.intermediate_size) if n not in set(numbers))
+            gone = set(numbers)
+            stay = tuple(n for n in range(spec.mlp.intermediate_size) if n not in gone)
             is_stack = isinstance(spec.mlp, MoESpec)
             features: Any = (stay,) * spec.mlp.num_experts if is_stack else stay  # type: ignore[union-attr]
             layers.setdefault(name, {})["features"] = features
