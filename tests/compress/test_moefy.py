@@ -218,6 +218,30 @@ def test_what_cannot_be_is_said(name: str, options: dict[str, Any], message: str
     assert_equal_trees(dict(model.state_dict()), before)
 
 
+def test_a_refused_call_leaves_the_model_as_it_was() -> None:
+    """Also its activation, where that was to become ReLU: of padding alone nothing is learned."""
+    model, inputs = stir("gpt2"), make_inputs("gpt2")
+    want, config, spec = run(model, inputs), model.config, model.spec
+    blank = {**inputs, "attention_mask": torch.zeros_like(inputs["input_ids"])}
+    with pytest.raises(ConfigError, match="hold no tokens"):
+        moefy(model, MoEfyConfig(**QUICK, relu=True), [blank])
+    assert model.config is config
+    assert model.spec is spec
+    assert torch.equal(run(model, inputs), want)
+    with pytest.raises(ConfigError, match="calibration texts is empty"):
+        moefy(model, MoEfyConfig(**QUICK, relu=True), [inputs["input_ids"][:0]])
+    assert torch.equal(run(model, inputs), want)
+
+
+def test_token_ids_alone_are_a_batch() -> None:
+    """As for all that looks at what goes through a model."""
+    one, two = stir("gpt2"), stir("gpt2")
+    ids = make_inputs("gpt2")["input_ids"]
+    moefy(one, MoEfyConfig(**QUICK, share=0.5), [ids])
+    moefy(two, MoEfyConfig(**QUICK, share=0.5), [{"input_ids": ids, "labels": ids}])
+    assert_equal_trees(one.state_dict(), two.state_dict())
+
+
 def test_changed_mlps_and_missing_batches_are_refused() -> None:
     """Quantised MLPs, parts beside them, no text."""
     model = build("llama", torch.float32)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bmforge.compress.calibrate import prepare_batch
 from bmforge.errors import ConfigError
 from bmforge.nn import MLP
 from bmforge.surgery import evaluating
@@ -21,7 +22,7 @@ _CHUNK = 1024
 def collect_inputs(
     model: nn.Module,
     names: Sequence[str],
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Any],
     max_tokens: int,
 ) -> dict[str, Tensor]:
     """Return what goes into modules while batches run: name -> tokens; padding is left out.
@@ -29,7 +30,7 @@ def collect_inputs(
     Args:
         model: any.
         names: of modules that take hidden states.
-        batches: arguments of its forward; `attention_mask` tells padding.
+        batches: arguments of its forward, or token ids alone; `attention_mask` tells padding.
         max_tokens: so many are kept of each.
 
     Shape:
@@ -60,8 +61,9 @@ def collect_inputs(
     try:
         with evaluating(model):
             for batch in batches:
-                given = {key: value for key, value in batch.items() if key != "labels"}
-                mask[0] = batch.get("attention_mask")
+                given = prepare_batch(model, batch)
+                given.pop("labels", None)
+                mask[0] = given.get("attention_mask")
                 model(**given)
                 if all(count >= max_tokens for count in counts.values()):
                     break
@@ -98,6 +100,7 @@ def sum_groups(activity: Tensor, groups: Tensor, count: int) -> Tensor:
     Shape:
         activity: (M, F); groups: (F,), -1 in none; returns (M, count)
     """
+    groups = groups.to(activity.device)
     inside = groups >= 0
     out = activity.new_zeros(activity.shape[0], count)
     return out.index_add_(1, groups[inside], activity[:, inside])

@@ -35,7 +35,7 @@ def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
     _check(rows.shape[0], groups)
     unit = F.normalize(rows.detach().float(), dim=-1)
     centers = _first_centers(unit, groups, seed)
-    found = torch.full((rows.shape[0],), -1)
+    found = torch.full((rows.shape[0],), -1, device=unit.device)
     for _ in range(_MAX_ROUNDS):
         before, found = found, assign_balanced(unit @ centers.T)
         if torch.equal(found, before):

@@ -70,7 +70,8 @@ def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
         eweights=weights,
         options=pymetis.Options(seed=seed),
     )
-    members = torch.nn.functional.one_hot(torch.tensor(parts), groups).to(together)
+    where = torch.tensor(parts, device=together.device)
+    members = torch.nn.functional.one_hot(where, groups).to(together)
     affinity = together @ members
     # Who is somewhere stays there unless another gains more by it.
     return assign_balanced(affinity + members * 1e-3 * affinity.mean())
@@ -84,6 +85,7 @@ def _edges_of(together: Tensor) -> tuple[list[int], list[int], list[int]]:
     kept = torch.maximum(kept, kept.T)
     largest = kept.max().clamp(min=1)
     heavy = (kept * (_LARGEST_WEIGHT / largest)).round().long()
+    heavy = heavy.cpu()
     nodes, neighbours = heavy.nonzero(as_tuple=True)
     starts = torch.searchsorted(nodes, torch.arange(together.shape[0] + 1))
     return starts.tolist(), neighbours.tolist(), heavy[nodes, neighbours].tolist()

@@ -10,13 +10,14 @@ and BMCook, which records what its scripts need but has no layer that runs exper
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bmforge.compress.calibrate import check_batches
 from bmforge.compress.moefy.activity import collect_inputs, each_activity, sum_groups
 from bmforge.compress.moefy.cluster import group_at_random, group_rows, order_of
 from bmforge.compress.moefy.coactivation import count_together, group_together
@@ -68,7 +69,7 @@ class MoEfyReport:
 
 
 def moefy(
-    model: Any, config: MoEfyConfig | None = None, batches: Iterable[Mapping[str, Any]] = ()
+    model: Any, config: MoEfyConfig | None = None, batches: Iterable[Any] = ()
 ) -> MoEfyReport:
     """Turn a model's MLPs into experts, in place.
 
@@ -94,30 +95,52 @@ def moefy(
         raise ConfigError(
             "moefy needs batches of real text: which features are active depends on the tokens."
         )
-    if config.relu:
-        _use_relu_(model)
-    inputs = collect_inputs(model, [f"{name}.mlp" for name in shares], batches, config.max_tokens)
-    routers: dict[str, nn.Module] = {}
-    found: dict[str, LayerReport] = {}
-    for name, per_token in track(list(shares.items()), "experts"):
-        tokens = inputs.pop(f"{name}.mlp")
-        routers[name], found[name] = _split_layer(model, name, tokens, per_token, config)
+    undo = _use_relu_(model) if config.relu else None
+    try:
+        names = [f"{name}.mlp" for name in shares]
+        inputs = collect_inputs(model, names, check_batches(batches), config.max_tokens)
+        splits: dict[str, _Split] = {}
+        for name, per_token in track(list(shares.items()), "experts"):
+            mlp = model.get_submodule(f"{name}.mlp")
+            splits[name] = _split_layer(mlp, inputs.pop(f"{name}.mlp"), per_token, config)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+    _carry_out_(model, shares, splits, config)
+    report = MoEfyReport({name: split.report for name, split in splits.items()})
+    get_logger().info(
+        "%d MLPs became experts; the routers capture %.3f of the oracle's activity",
+        *(len(splits), report.captured),
+    )
+    return report
+
+
+@dataclass(frozen=True)
+class _Split:
+    """What is to become of one MLP: its features' order, its router, and what that captures."""
+
+    order: Tensor
+    router: nn.Module
+    report: LayerReport
+
+
+@torch.no_grad()
+def _carry_out_(
+    model: Any, shares: Mapping[str, int], splits: Mapping[str, _Split], config: MoEfyConfig
+) -> None:
+    """Turn MLPs into experts as was decided, in place."""
+    for name, split in splits.items():
+        _permute_(model.get_submodule(f"{name}.mlp"), split.order)
     groups: dict[int, list[str]] = {}
     for name, per_token in shares.items():
         groups.setdefault(per_token, []).append(name)
     for per_token, names in groups.items():
         model.change_(Change("resize", tuple(names), _options(config, per_token)))
-    for name, router in routers.items():
-        with torch.no_grad():
-            feed: MoE = model.get_submodule(f"{name}.mlp")
-            for key, parameter in feed.router.named_parameters():
-                parameter.copy_(router.get_parameter(key))
-    report = MoEfyReport(found)
-    get_logger().info(
-        "%d MLPs became experts; the routers capture %.3f of the oracle's activity",
-        *(len(found), report.captured),
-    )
-    return report
+    for name, split in splits.items():
+        feed: MoE = model.get_submodule(f"{name}.mlp")
+        for key, parameter in feed.router.named_parameters():
+            parameter.copy_(split.router.get_parameter(key))
 
 
 def _options(config: MoEfyConfig, per_token: int) -> dict[str, Any]:
@@ -165,8 +188,8 @@ def _check_layer(model: Any, name: str, config: MoEfyConfig) -> None:
     sizes_of(block.spec).resized(options, name)
 
 
-def _use_relu_(model: Any) -> None:
-    """Swap the activation of all MLPs for ReLU, as the config can say it."""
+def _use_relu_(model: Any) -> Callable[[], None]:
+    """Swap the activation of all MLPs for ReLU, as the config can say it; return what undoes it."""
     config = model.config
     if hasattr(config, "feed_forward"):
         gate = "gated-" if config.is_gated else ""
@@ -178,31 +201,39 @@ def _use_relu_(model: Any) -> None:
             f"relu=True: a {type(model).__name__} has one activation, and its config none to say."
         )
     described = type(model).from_config(changed, device="meta")
+    before: list[tuple[Any, str, Any]] = [
+        (model, "config", model.config),
+        (model, "spec", model.spec),
+    ]
     for name, block in model.named_modules():
         if isinstance(block, Block):
             new: Block = described.get_submodule(name)
+            before.append((block, "spec", block.spec))
             block.spec = new.spec
             if isinstance(block.mlp, MLP) and isinstance(new.mlp, MLP):
+                before.append((block.mlp, "activation", block.mlp.activation))
                 block.mlp.activation = new.mlp.activation
     model.config, model.spec = changed, described.spec
 
+    def undo() -> None:
+        for owner, key, value in before:
+            setattr(owner, key, value)
 
-def _split_layer(
-    model: Any, name: str, tokens: Tensor, per_token: int, config: MoEfyConfig
-) -> tuple[nn.Module, LayerReport]:
-    """Lay the features of one MLP in the order of their experts; return the trained router."""
-    mlp: MLP = model.get_submodule(f"{name}.mlp")
+    return undo
+
+
+def _split_layer(mlp: MLP, tokens: Tensor, per_token: int, config: MoEfyConfig) -> _Split:
+    """Decide the experts of one MLP, which stays as it is, and train what picks them."""
     groups = _group(mlp, tokens, config)
     order = torch.cat([(groups < 0).nonzero()[:, 0], _inside(groups)])
-    _permute_(mlp, order)
-    groups = groups[order]
     parts = [sum_groups(part, groups, config.num_experts) for part in each_activity(mlp, tokens)]
     activity = torch.cat(parts)
     first = mlp.up_proj if mlp.gate_proj is None else mlp.gate_proj
     router = make_router(first.weight, groups, config)
     captured = train_router_(router, tokens, activity, config, per_token)
     oracle = captured_share(activity, activity, per_token)
-    return router, LayerReport(config.num_experts, per_token, captured, oracle)
+    report = LayerReport(config.num_experts, per_token, captured, oracle)
+    return _Split(order, router, report)
 
 
 def _inside(groups: Tensor) -> Tensor:
@@ -214,10 +245,12 @@ def _inside(groups: Tensor) -> Tensor:
 @torch.no_grad()
 def _group(mlp: MLP, tokens: Tensor, config: MoEfyConfig) -> Tensor:
     """Return the expert of every feature, -1 for those that always work."""
-    width = mlp.up_proj.weight.shape[0]
-    free = torch.arange(width)
+    weight = mlp.up_proj.weight
+    width = weight.shape[0]
+    free = torch.arange(width, device=weight.device)
     if config.always:
-        total = sum((part.sum(0) for part in each_activity(mlp, tokens)), torch.zeros(width))
+        nothing = torch.zeros(width, device=weight.device)
+        total = sum((part.sum(0) for part in each_activity(mlp, tokens)), nothing)
         free = total.argsort(descending=True, stable=True)[config.always :].sort().values
     if config.group == "random":
         mine = group_at_random(len(free), config.num_experts, config.seed)
@@ -227,8 +260,8 @@ def _group(mlp: MLP, tokens: Tensor, config: MoEfyConfig) -> Tensor:
     else:
         parts = (part[:, free] for part in each_activity(mlp, tokens))
         mine = group_together(count_together(parts, config.share), config.num_experts, config.seed)
-    groups = torch.full((width,), -1)
-    groups[free] = mine
+    groups = torch.full((width,), -1, device=weight.device)
+    groups[free] = mine.to(weight.device)
     return groups
 
 

@@ -23,6 +23,7 @@ def make_router(rows: Tensor, groups: Tensor, config: MoEfyConfig) -> nn.Module:
     Shape:
         rows: (F, D); groups: (F,)
     """
+    groups = groups.to(rows.device)
     unit, inside = F.normalize(rows.detach().float(), dim=-1), groups >= 0
     sums = unit.new_zeros(config.num_experts, rows.shape[1])
     sums.index_add_(0, groups[inside], unit[inside])
@@ -60,7 +61,7 @@ def train_router_(
     generator = torch.Generator().manual_seed(config.seed)
     tokens = tokens.float()
     target = activity / activity.amax(1, keepdim=True).clamp(min=1e-30)
-    order = torch.randperm(len(tokens), generator=generator)
+    order = torch.randperm(len(tokens), generator=generator).to(tokens.device)
     held = max(1, len(tokens) // 10)
     test, train = order[:held], order[held:] if len(tokens) > held else order
     best = captured_share(router(tokens[test]), activity[test], per_token)
@@ -70,7 +71,7 @@ def train_router_(
     with torch.enable_grad():
         optimizer = torch.optim.Adam(router.parameters(), lr=config.lr)
         for _ in range(config.epochs):
-            shuffled = train[torch.randperm(len(train), generator=generator)]
+            shuffled = train[torch.randperm(len(train), generator=generator).to(train.device)]
             for index in shuffled.split(config.batch_size):
                 logits = router(tokens[index])
                 loss = F.binary_cross_entropy_with_logits(logits, target[index])

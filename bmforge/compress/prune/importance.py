@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from bmforge.compress.calibrate import check_batches, prepare_batch
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn import Block, MoESpec
@@ -36,18 +37,16 @@ By = Literal["size", "activation", "taylor", "influence"]
 Scores = dict[tuple[str, str], Tensor]
 
 
-def measure_importance(
-    model: Any, batches: Iterable[Mapping[str, Any]] = (), by: By = "size"
-) -> Scores:
+def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size") -> Scores:
     """Return how much every part matters.
 
     Args:
         model: of any family, in the mode in which it is to be measured; its weights stay.
-        batches: arguments of its forward; with labels for "taylor".
+        batches: arguments of its forward, or token ids alone; with labels for "taylor".
         by: see above.
 
     Raises:
-        ConfigError: an unknown measure, or no batches for one that needs them.
+        ConfigError: an unknown measure, or no or empty batches for one that needs them.
     """
     if by not in get_args(By):
         raise ConfigError(
@@ -62,8 +61,8 @@ def measure_importance(
         raise ConfigError(f"by={by!r} needs batches to measure on; by='size' needs none.")
     probes = _Probes(blocks, by == "taylor")
     with probes.attached(model):
-        for batch in batches:
-            probes.run(model, batch)
+        for batch in check_batches(batches):
+            probes.run(model, prepare_batch(model, batch))
     return scores | probes.scores(model, len(batches), by)
 
 
