@@ -8,6 +8,7 @@ elsewhere (`Source`).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -26,9 +27,14 @@ __all__ = [
     "local_box",
     "local_tensor",
     "put_values_",
+    "sample_places",
+    "sample_values",
     "source_of",
     "whole_tensor",
 ]
+
+# So many numbers of a tensor tell it from others.
+_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -207,3 +213,53 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         return values
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sample_places(name: str, count: int) -> list[int]:
+    """Return some places among a tensor's numbers, drawn from its name; one may come twice.
+
+    Args:
+        name: of the tensor.
+        count: of its numbers.
+    """
+    seed = hashlib.sha256(name.encode()).digest()
+    drawn = (
+        hashlib.blake2b(seed, digest_size=8, salt=bytes([i])).digest() for i in range(_SAMPLES)
+    )
+    return [int.from_bytes(one, "little") % count for one in drawn]
+
+
+@torch.no_grad()
+def sample_values(name: str, tensor: Tensor) -> dict[int, bytes]:
+    """Return the numbers at `sample_places` that this process holds, floats as bf16.
+
+    Args:
+        name: of the tensor.
+        tensor: laid out in any way; streamed too, of which all is read then.
+
+    Returns:
+        place -> bytes of the number.
+    """
+    source, box = source_of(tensor), local_box(tensor)
+    if not box.numel or not tensor.numel():
+        return {}
+    local = local_tensor(tensor.detach()) if source.keeper is None else source.read()
+    if hasattr(local, "__tensor_flatten__"):
+        local = local.dequantize()
+    found = {}
+    for place in set(sample_places(name, tensor.numel())):
+        index, left = [], place
+        for size, offset, length in zip(
+            reversed(tensor.shape), reversed(box.offsets), reversed(box.lengths), strict=True
+        ):
+            left, inside = divmod(left, size)
+            index.append(inside - offset if offset <= inside < offset + length else None)
+        if None not in index:
+            found[place] = tuple(reversed(index))
+    if not found:
+        return {}
+    local = local.reshape(box.lengths)
+    picked = torch.stack([local[index] for index in found.values()])
+    picked = picked.to(torch.bfloat16) if picked.is_floating_point() else picked
+    rows = picked.cpu().contiguous().view(torch.uint8).reshape(len(found), -1)
+    return {place: bytes(row.tolist()) for place, row in zip(found, rows, strict=True)}

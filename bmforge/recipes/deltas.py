@@ -14,7 +14,9 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model
 from bmforge.parallel import run_on_first
 from bmforge.provenance import write_provenance
+from bmforge.recipes.compressing import has_phase
 from bmforge.train import OptimGroup, TrainConfig
+from bmforge.train.checkpoint import Base
 from bmforge.tune.delta import (
     IA3,
     Adapter,
@@ -35,6 +37,7 @@ __all__ = [
     "attach_delta",
     "delta_stays",
     "export_delta",
+    "find_base",
     "set_rates",
     "with_delta",
 ]
@@ -151,6 +154,23 @@ def attach_delta(model: nn.Module, config: Any) -> Delta | None:
     return kind(
         model, name=_NAME, exclude=told.exclude, train_also=also, seed=config.seed, **options
     )
+
+
+def find_base(model: nn.Module, config: Any) -> Base | None:
+    """Return what a delta's run reads anew when it goes on, so that checkpoints leave it out.
+
+    None where they keep it: weights that were drawn are in no file, and what makes a model small
+    meanwhile changes weights that nothing trains.
+
+    Args:
+        model: whole, with the run's delta.
+        config: of the run.
+    """
+    if config.delta.kind is None or config.init_from is None or has_phase(config):
+        return None
+    own = {name for delta in list_deltas(model).values() for name in delta.names()}
+    frozen = (n for n, p in model.named_parameters() if not p.requires_grad and n not in own)
+    return Base(config.init_from, tuple(frozen))
 
 
 def delta_stays(model: nn.Module) -> Callable[[str, Tensor], bool]:

@@ -8,7 +8,7 @@ goes on where it stopped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,13 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.config import config_to_dict
 from bmforge.device import device_name
-from bmforge.errors import CheckpointError, ConfigError
+from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
-from bmforge.memory.streaming import stream_blocks_
-from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
-from bmforge.models.changes import Change, freeze_base_
-from bmforge.models.config import read_config_file
-from bmforge.models.hub import find_model
+from bmforge.models import Model
+from bmforge.models.changes import Change
 from bmforge.parallel import (
     Layout,
     OffloadConfig,
@@ -33,22 +30,16 @@ from bmforge.parallel import (
     data_parallel_rank,
     data_parallel_size,
     init_distributed,
-    parallelize,
     run_on_first,
 )
 from bmforge.provenance import warn_of_licences
-from bmforge.recipes.compressing import attach_phase, finish_phase, has_phase, settle_train
-from bmforge.recipes.deltas import (
-    DeltaConfig,
-    attach_delta,
-    delta_stays,
-    export_delta,
-    set_rates,
-)
+from bmforge.recipes.build import build_model
+from bmforge.recipes.compressing import finish_phase, settle_train
+from bmforge.recipes.deltas import DeltaConfig, export_delta, set_rates
 from bmforge.recipes.made_of import find_provenance
 from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.run_dir import add_results, claim_run_dir, occupy_run_dir
-from bmforge.recipes.start import family_of, need_fields, settle_model, with_changes
+from bmforge.recipes.start import family_of, need_fields, settle_model
 from bmforge.train import (
     EvalResult,
     TrainConfig,
@@ -213,7 +204,7 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     known = find_provenance(config)
     data = open_data(config, rows)
-    model, job = _build_model(config, world, mesh)
+    model, job, base = build_model(config, world, mesh)
     model.provenance = known
     data.begin(model)
     trainer = Trainer(
@@ -228,6 +219,7 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
         callbacks=_callbacks(config) if job is None else [*_callbacks(config), job],
         flops_per_token=config.model.flops_per_token(data.row_tokens),
     )
+    trainer.base = base
     if trainer.scaler is not None:
         trainer.scaler = build_scaler(config.loss_scale)
     get_logger().info(
@@ -264,80 +256,6 @@ def _check_saved(trainer: Trainer) -> None:
             f"{trainer.save_error}. Make room and run the same command again; it goes on from the "
             "newest one that is on disk."
         )
-
-
-def _build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any]:
-    """Return the model, laid out, and what makes it small meanwhile."""
-    sizes, start = with_changes(config), None
-    if config.init_from is not None:
-        start = find_model(config.init_from)
-        sizes = config.model.replace(raw=read_config_file(start))
-    model = family_of(sizes).from_config(sizes, device="meta")
-    is_loaded = start is not None and (bool(config.changes) or has_phase(config))
-    if is_loaded:
-        _load_and_change_(model, start, config)
-    job = attach_phase(model, config, mesh)
-    delta = attach_delta(model, config)
-    if config.freeze_base:
-        head = sizes.heads[sizes.head].names if config.new_head else ()
-        _freeze_(model, head)
-    streams = config.offload.weights
-    if streams:
-        _stream_(model, config, world, start)
-    parallelize(
-        model,
-        config.layout,
-        mesh=mesh,
-        precision=config.train.precision,
-        recompute=config.recompute and not streams,  # what streams is recomputed anyway
-        compile=config.compile,
-        prefetch=config.prefetch,
-        offload_activations=config.offload.activations,
-    )
-    if start is None:
-        init_weights_(model, config.seed, device=world.device)
-    elif not is_loaded:
-        load_weights_(model, start, device=world.device, new_head=config.new_head)
-    if delta is not None:
-        delta.init_(config.seed)
-    return model, job
-
-
-def _freeze_(model: Model, head: Collection[str]) -> None:
-    """Let only parts beside layers be trained, and a drawn head; there must be some."""
-    freeze_base_(model, head)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"freeze_base=True leaves nothing to train: no part stands beside a layer of this "
-            f"{type(model).__name__}. Add one with changes, such as a low_rank."
-        )
-
-
-def _load_and_change_(model: Model, start: Any, config: Any) -> None:
-    """Load what the run starts from and change it, whole on every process.
-
-    A change may need the weights that it takes the place of.
-    """
-    if config.offload.weights:
-        raise ConfigError(
-            "offload.weights=True reads blocks when they are needed, and changes need them before. "
-            "Change the model first, save it, and start from what was saved."
-        )
-    load_weights_(model, start, device="cpu", new_head=config.new_head)
-    for change in config.changes:
-        model.change_(change, seed=config.seed)
-
-
-def _stream_(model: Model, config: Any, world: World, start: Path | None) -> None:
-    """Let the weights of blocks live where the optimizer's state lives."""
-    if world.size > 1 or config.train.precision != "fp32":
-        raise ConfigError(
-            f"offload.weights=True is for one process and precision=fp32, not {world.size} "
-            f"processes and {config.train.precision}. Use layout.zero=3, which divides weights."
-        )
-    drawn = weight_drawer(model, config.seed)
-    read = drawn if start is None else weight_reader(model, start, new_head=config.new_head)
-    stream_blocks_(model, read, device=world.device, stays=delta_stays(model))
 
 
 def _make_evaluator(

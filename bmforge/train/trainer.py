@@ -37,6 +37,7 @@ from bmforge.parallel import (
     run_step,
     sum_over_axes,
 )
+from bmforge.train.checkpoint.base import Base
 from bmforge.train.checkpoint.checkpointer import Checkpointer
 from bmforge.train.checkpoint.rng import reseed_rng
 from bmforge.train.config import TrainConfig
@@ -93,6 +94,7 @@ class Trainer:
             `state_dict` are saved with the run.
 
     Attributes:
+        base: weights that checkpoints leave out, as in `save_checkpoint`; None leaves none out.
         step: optimizer steps done.
         stopped: a signal has ended `fit` before its last step.
         save_error: why the last checkpoint could not be written; None: it is on disk.
@@ -125,6 +127,7 @@ class Trainer:
         self.schedule = build_schedule(config.schedule, config.steps)
         self.guard = SpikeGuard(config.spike_sigmas)
         self.scaler = LossScaler() if config.precision == "fp16" else None
+        self.base: Base | None = None
         self.step, self.stopped = 0, False
         self.save_error: Exception | None = None
         self._knows_rows, self._roll = False, RollCall()
@@ -160,6 +163,7 @@ class Trainer:
                 self.run_dir / "checkpoints",
                 keep_last=self.config.keep_last,
                 keep_every=self.config.keep_every_steps,
+                base=self.base,
                 check=check_hold,
             ) as checkpointer,
             StopRequest() as stop,

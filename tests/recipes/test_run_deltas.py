@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -16,7 +21,7 @@ from small_runs import settings, write_start
 
 from bmforge.cli import main
 from bmforge.errors import ConfigError
-from bmforge.models import GPT2, AutoModel, GPT2Config
+from bmforge.models import GPT2, AutoModel, GPT2Config, init_weights_
 from bmforge.parallel import Layout
 from bmforge.recipes.deltas import DeltaConfig, set_rates
 from bmforge.recipes.inputs.corpus import CorpusConfig
@@ -156,3 +161,87 @@ def test_weights_that_stream_leave_the_delta_where_it_is(start: Path, tmp_path: 
     exports = [tmp_path / run / "export" for run in ("away", "here")]
     got, want = (load_file(export / "adapter_model.safetensors") for export in exports)
     assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_checkpoints_leave_the_base_where_it_is(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that goes on reads it again; one that has changed, or is gone, is an error."""
+    shutil.copytree(start / "model", tmp_path / "model")
+    run = tmp_path / "run"
+    given = [*command(start, run), "--train.steps"]
+    given[given.index("--model") + 1] = str(tmp_path / "model")
+    assert main([*given, "1"]) == 0
+    step = run / "checkpoints" / "step-00000001"
+    base = json.loads((step / "manifest.json").read_bytes())["base"]
+    assert base["source"] == str(tmp_path / "model")
+    assert not (run / "checkpoints" / "frozen").exists()
+    other = init_weights_(GPT2.from_config(GPT2Config(**SIZES)), 5)
+    other.save_pretrained(tmp_path / "model", overwrite=True)
+    capsys.readouterr()
+    assert main([*given, "2"]) != 0
+    assert "put back the weights that the run began with" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "model")
+    assert main([*given, "2"]) != 0
+    assert str(tmp_path / "model") in capsys.readouterr().err
+    shutil.copytree(start / "model", tmp_path / "model")
+    assert main([*given, "2"]) == 0
+
+
+def test_a_drawn_base_is_kept(start: Path, tmp_path: Path) -> None:
+    """No file has it; it lies beside the checkpoints once."""
+    sizes = [f"--model.{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
+    given = [*command(start, tmp_path / "run"), "--train.steps", "2", "--train.save-every-steps=1"]
+    given[given.index("--model") : given.index("--model") + 2] = ["--model", "gpt2", *sizes]
+    assert main(given) == 0
+    checkpoints = tmp_path / "run" / "checkpoints"
+    manifest = json.loads((checkpoints / "step-00000002" / "manifest.json").read_bytes())
+    assert "base" not in manifest
+    assert "model/embed.weight" in manifest["tensors"]
+    assert len(list((checkpoints / "frozen").iterdir())) == 1
+
+
+@pytest.mark.long
+def test_a_run_that_was_killed_goes_on_bit_for_bit(start: Path, tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        given = [*command(start, tmp_path / name), "--train.save-every-steps", "1"]
+        given += ["--delta.dropout", "0.1", "--train.steps", "60"]
+        if name == "killed":
+            process = subprocess.Popen([sys.executable, "-m", "bmforge", *given])
+            while not (tmp_path / name / "checkpoints" / "step-00000003").exists():
+                assert process.poll() is None
+                time.sleep(0.001)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+            assert not (tmp_path / name / "export").exists()
+        assert main(given) == 0
+    exports = [tmp_path / run / "export" for run in ("killed", "whole")]
+    got, want = (load_file(export / "adapter_model.safetensors") for export in exports)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def go_on(start: Path, run_dir: Path, layout: Layout, steps: int) -> int:
+    config = GPT2PretrainConfig(
+        run_dir=run_dir,
+        init_from=str(start / "model"),
+        model_changes=(),
+        model=GPT2Config(**SIZES),
+        delta=DeltaConfig(kind="lora", rank=2),
+        layout=layout,
+        data=CorpusConfig(
+            paths=(str(start / "tokens"),), seq_len=16, global_batch_size=4, micro_batch_size=1
+        ),
+        train=settings(steps),
+    )
+    return pretrain(config).step
+
+
+@pytest.mark.long
+def test_another_layout_goes_on(start: Path, tmp_path: Path) -> None:
+    assert run_distributed(go_on, 2, start, tmp_path / "two", Layout(tp=2), 2) == [2, 2]
+    assert run_distributed(go_on, 2, start, tmp_path / "two", Layout(pp=2), 4) == [4, 4]
+    assert run_distributed(go_on, 1, start, tmp_path / "one", Layout(), 4) == [4]
+    exports = [tmp_path / run / "export" for run in ("two", "one")]
+    got, want = (load_file(export / "adapter_model.safetensors") for export in exports)
+    assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from bmforge.train.checkpoint.checkpointer import (
     FAULT_POINTS,
+    Base,
     Checkpointer,
     DamagedCheckpointError,
     find_checkpoints,
@@ -12,6 +13,7 @@ from bmforge.train.checkpoint.checkpointer import (
 
 __all__ = [
     "FAULT_POINTS",
+    "Base",
     "Checkpointer",
     "DamagedCheckpointError",
     "find_checkpoints",

@@ -21,6 +21,7 @@ from torch import nn
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
+from bmforge.train.checkpoint.base import Base, describe_base
 from bmforge.train.checkpoint.format import (
     MANIFEST_NAME,
     DamagedCheckpointError,
@@ -45,6 +46,7 @@ from bmforge.train.checkpoint.write import (
 
 __all__ = [
     "FAULT_POINTS",
+    "Base",
     "Checkpointer",
     "DamagedCheckpointError",
     "find_checkpoints",
@@ -62,6 +64,7 @@ def save_checkpoint(
     step: int,
     state: dict[str, Any] | None = None,
     blocking: bool = True,
+    base: Base | None = None,
 ) -> Path:
     """Save one checkpoint as ``directory/step-XXXXXXXX``; the same one that is there stays.
 
@@ -76,6 +79,7 @@ def save_checkpoint(
             ``state["seed"]`` seeds the generators where the world size changes.
         blocking: False returns once the tensors are copied and writes in a thread, where a failure
             is logged; use `Checkpointer` to be told.
+        base: weights that are left out; who loads has them already, and they are compared then.
 
     Returns:
         The step directory.
@@ -86,7 +90,8 @@ def save_checkpoint(
     """
     peers = Peers()
     folder = Path(directory)
-    snapshot = take_snapshot(model, optimizer, step=step, state=state, rank=peers.rank)
+    told = None if base is None else describe_base(model, base, peers)
+    snapshot = take_snapshot(model, optimizer, step=step, state=state, rank=peers.rank, base=told)
     if blocking or snapshot.is_late:
         try:
             publish(folder, snapshot, peers)
@@ -202,6 +207,7 @@ class Checkpointer:
         keep_every: also keep every step that this divides; None keeps no others.
         asynchronous: write in a thread; False writes before `save` returns, as happens anyway where
             optimizer states live on disk.
+        base: weights that are left out, as in `save_checkpoint`.
         check: called before a save begins; what it raises, alike on all processes, is raised there.
         fault: called with each name of `FAULT_POINTS` as it is passed (for kill tests).
 
@@ -216,6 +222,7 @@ class Checkpointer:
         keep_last: int = 3,
         keep_every: int | None = None,
         asynchronous: bool = True,
+        base: Base | None = None,
         check: Callable[[], None] | None = None,
         fault: Fault = no_fault,
     ) -> None:
@@ -228,6 +235,8 @@ class Checkpointer:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._asynchronous = asynchronous
+        self._base = base
+        self._told: dict[str, Any] | None = None
         self._check = check
         self._fault = fault
         self._sound: set[str] = set()
@@ -259,7 +268,10 @@ class Checkpointer:
         self.wait()
         if self._check is not None:
             self._check()
-        snapshot = take_snapshot(model, optimizers, step=step, state=state, rank=self._peers.rank)
+        if self._base is not None and self._told is None:
+            self._told = describe_base(model, self._base, self._peers)
+        rank, told = self._peers.rank, self._told
+        snapshot = take_snapshot(model, optimizers, step=step, state=state, rank=rank, base=told)
         self._fault("snapshot")
         if not self._asynchronous or snapshot.is_late:
             self._write(snapshot)

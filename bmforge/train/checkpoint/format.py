@@ -50,7 +50,9 @@ __all__ = [
 ]
 
 FORMAT_NAME = "bmforge-checkpoint"
-FORMAT_VERSION = 2  # 1: without frozen tensors kept apart; such checkpoints are still written so
+# 1: all is in the shards; 2: frozen tensors are kept apart; 3: a base is left out. Each checkpoint
+# is written in the oldest form that can say it.
+FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 MANIFEST_HASH_NAME = "manifest.sha256"
 LATEST_NAME = "latest"

@@ -25,6 +25,7 @@ from bmforge.shards import (
     put_values_,
     source_of,
 )
+from bmforge.train.checkpoint.base import find_other_base
 from bmforge.train.checkpoint.format import file_path, shard_name
 from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.rng import reseed_rng, restore_rng
@@ -141,6 +142,8 @@ def check_fit(
         raise CheckpointError(failures[0])
     compared = [fit for fit in fits if isinstance(fit, _Fit)]
     problems = list(dict.fromkeys(problem for fit in compared for problem in fit.problems))
+    other = find_other_base(manifest, model, peers)
+    problems += [] if other is None else [_Problem(other)]
     saved = {name for name in manifest["tensors"] if name.startswith("model/")}
     extra = saved.difference(*(fit.names for fit in compared))
     problems += [
@@ -181,7 +184,10 @@ def _compare(
     """Compare this process's part; an error becomes text, for the others wait for the result."""
     tensors = model_tensors(model)
     problems: list[_Problem] = []
+    away = {f"model/{name}" for name in manifest.get("base", {}).get("names", ())}
     for name, tensor in tensors.items():
+        if name in away:
+            continue
         problem = _compare_tensor(name, tensor, manifest["tensors"].get(name))
         problems += [problem] if problem else []
     parameters: set[str] = set()

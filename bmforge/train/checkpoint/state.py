@@ -43,6 +43,7 @@ __all__ = [
     "kind_of",
     "list_optimizers",
     "model_tensors",
+    "named_tensors",
     "optimizer_parameters",
     "read_state",
     "state_tensor_name",
@@ -77,6 +78,7 @@ class Snapshot:
         state: the caller's state as JSON text.
         seed: from which generators are seeded when the world size changes.
         rng: this process's generators.
+        base: what the manifest says of weights that are left out; None leaves none out.
     """
 
     step: int
@@ -88,6 +90,7 @@ class Snapshot:
     state: str
     seed: int
     rng: dict[str, Tensor]
+    base: dict[str, Any] | None = None
 
     @property
     def is_late(self) -> bool:
@@ -136,8 +139,8 @@ def state_tensor_name(parameter_name: str, key: str) -> str:
     return f"optim/{parameter_name}/{key}"
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of a model, by the names it has there, each tensor once.
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all that a model holds, by the names that it has without wrappers, each tensor once.
 
     FSDP2 modules are resharded first: after a forward pass without a backward one they would show
     gathered parameters that no optimizer knows.
@@ -145,9 +148,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    return {_plain_name(name): tensor for name, tensor in persistent_tensors(model).items()}
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint holds of a model, by the names it has there."""
     return {
-        "model/" + _plain_name(name): tensor
-        for name, tensor in persistent_tensors(model).items()
+        f"model/{name}": tensor
+        for name, tensor in named_tensors(model).items()
         # What streams and is not trained stays where it comes from.
         if not is_streamed(tensor) or side_of(tensor).master is not None
     }
@@ -188,8 +196,14 @@ def take_snapshot(
     step: int,
     state: dict[str, Any] | None,
     rank: int,
+    base: dict[str, Any] | None = None,
 ) -> Snapshot:
     """Copy this process's share of everything to the host; training may go on afterwards.
+
+    Args:
+        model, optimizers, step, state: as for `save_checkpoint`.
+        rank: of this process.
+        base: of `describe_base`, what is left out.
 
     Raises:
         CheckpointError: a tensor or a value of a kind that no checkpoint can hold.
@@ -203,6 +217,8 @@ def take_snapshot(
     mesh = None if record is None else record.mesh
     leads = rank == 0 if mesh is None else counts_here(mesh, *STAGE_AXES)
 
+    away = frozenset(() if base is None else base["names"])
+
     def is_first_stage(name: str) -> bool:
         """Of what several stages have, the first of them writes."""
         plain = name.removeprefix("model/")
@@ -211,6 +227,7 @@ def take_snapshot(
     owned: dict[str, tuple[Source, bool]] = {
         name: (source_of(tensor), is_first_replica(tensor, leads) and is_first_stage(name))
         for name, tensor in model_tensors(model).items()
+        if name.removeprefix("model/") not in away
     }
     fixed = {name for name, (source, _) in owned.items() if _is_fixed(source.pattern)}
     listed = list_optimizers(optimizers)
@@ -235,6 +252,7 @@ def take_snapshot(
         state=json.dumps(state),
         seed=seed if isinstance(seed, int) else torch.initial_seed(),
         rng=capture_rng(),
+        base=base,
     )
 
 

@@ -354,9 +354,10 @@ def _build_manifest(
                 f"{name} has {_product(record['shape'])} elements but the processes together wrote "
                 f"{held}"
             )
+    version = 2 if any("shared" in record for record in files.values()) else 1
     return {
         "format": FORMAT_NAME,
-        "version": FORMAT_VERSION if any("shared" in record for record in files.values()) else 1,
+        "version": version if snapshot.base is None else FORMAT_VERSION,
         "step": snapshot.step,
         "world_size": len(entries),
         "byte_order": sys.byteorder,
@@ -365,6 +366,7 @@ def _build_manifest(
         "tensors": tensors,
         "optimizer": optimizer,
         "state": json.loads(snapshot.state),
+        **({} if snapshot.base is None else {"base": snapshot.base}),
     }
 
 

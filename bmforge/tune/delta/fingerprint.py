@@ -8,11 +8,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from bmforge.shards import is_streamed, whole_tensor
+from bmforge.shards import is_streamed, sample_places, whole_tensor
 
 __all__ = ["fingerprint_of", "is_torchao"]
-
-_PLACES = 64
 
 
 def is_torchao(weight: Tensor) -> bool:
@@ -50,12 +48,7 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
             return None
         whole = whole_tensor(parameter.detach())
         values = (whole.dequantize() if is_torchao(whole) else whole).flatten()
-        seed = hashlib.sha256(name.encode()).digest()
-        numbers = [
-            int.from_bytes(hashlib.blake2b(seed, digest_size=8, salt=bytes([i])).digest(), "little")
-            for i in range(_PLACES)
-        ]
-        index = torch.tensor([n % values.numel() for n in numbers], device=values.device)
+        index = torch.tensor(sample_places(name, values.numel()), device=values.device)
         picked = values[index]
         picked = picked.to(torch.bfloat16) if picked.is_floating_point() else picked
         digest.update(f"{name} {tuple(parameter.shape)}".encode())

@@ -1,0 +1,107 @@
+"""A run's model: described, changed, laid out, then drawn or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from bmforge.errors import ConfigError
+from bmforge.memory.streaming import stream_blocks_
+from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
+from bmforge.models.changes import freeze_base_
+from bmforge.models.config import read_config_file
+from bmforge.models.hub import find_model
+from bmforge.parallel import World, parallelize
+from bmforge.recipes.compressing import attach_phase, has_phase
+from bmforge.recipes.deltas import attach_delta, delta_stays, find_base
+from bmforge.recipes.start import family_of, with_changes
+from bmforge.train.checkpoint import Base
+
+__all__ = ["build_model"]
+
+
+def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any, Base | None]:
+    """Return the model, laid out; what makes it small meanwhile; what checkpoints leave out.
+
+    Args:
+        config: of the run, settled.
+        world: the processes.
+        mesh: of its layout.
+
+    Raises:
+        BmforgeError: the parts of the config do not fit each other or what the run starts from.
+    """
+    sizes, start = with_changes(config), None
+    if config.init_from is not None:
+        start = find_model(config.init_from)
+        sizes = config.model.replace(raw=read_config_file(start))
+    model = family_of(sizes).from_config(sizes, device="meta")
+    is_loaded = start is not None and (bool(config.changes) or has_phase(config))
+    if is_loaded:
+        _load_and_change_(model, start, config)
+    job = attach_phase(model, config, mesh)
+    delta = attach_delta(model, config)
+    base = find_base(model, config)
+    if config.freeze_base:
+        head = sizes.heads[sizes.head].names if config.new_head else ()
+        _freeze_(model, head)
+    streams = config.offload.weights
+    if streams:
+        _stream_(model, config, world, start)
+    parallelize(
+        model,
+        config.layout,
+        mesh=mesh,
+        precision=config.train.precision,
+        recompute=config.recompute and not streams,  # what streams is recomputed anyway
+        compile=config.compile,
+        prefetch=config.prefetch,
+        offload_activations=config.offload.activations,
+    )
+    if start is None:
+        init_weights_(model, config.seed, device=world.device)
+    elif not is_loaded:
+        load_weights_(model, start, device=world.device, new_head=config.new_head)
+    if delta is not None:
+        delta.init_(config.seed)
+    return model, job, base
+
+
+def _freeze_(model: Model, head: Collection[str]) -> None:
+    """Let only parts beside layers be trained, and a drawn head; there must be some."""
+    freeze_base_(model, head)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"freeze_base=True leaves nothing to train: no part stands beside a layer of this "
+            f"{type(model).__name__}. Add one with changes, such as a low_rank."
+        )
+
+
+def _load_and_change_(model: Model, start: Any, config: Any) -> None:
+    """Load what the run starts from and change it, whole on every process.
+
+    A change may need the weights that it takes the place of.
+    """
+    if config.offload.weights:
+        raise ConfigError(
+            "offload.weights=True reads blocks when they are needed, and changes need them before. "
+            "Change the model first, save it, and start from what was saved."
+        )
+    load_weights_(model, start, device="cpu", new_head=config.new_head)
+    for change in config.changes:
+        model.change_(change, seed=config.seed)
+
+
+def _stream_(model: Model, config: Any, world: World, start: Path | None) -> None:
+    """Let the weights of blocks live where the optimizer's state lives."""
+    if world.size > 1 or config.train.precision != "fp32":
+        raise ConfigError(
+            f"offload.weights=True is for one process and precision=fp32, not {world.size} "
+            f"processes and {config.train.precision}. Use layout.zero=3, which divides weights."
+        )
+    drawn = weight_drawer(model, config.seed)
+    read = drawn if start is None else weight_reader(model, start, new_head=config.new_head)
+    stream_blocks_(model, read, device=world.device, stays=delta_stays(model))

@@ -1,0 +1,83 @@
+"""Weights that checkpoints leave out: a run reads them anew from where it got them.
+
+The manifest names them, says where they came from, and has a fingerprint of their numbers, which
+is the same on any layout and in any float dtype. Loading compares it with what the model has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from bmforge.shards import sample_places, sample_values
+from bmforge.train.checkpoint.peers import Peers
+from bmforge.train.checkpoint.state import named_tensors
+
+__all__ = ["Base", "describe_base", "find_other_base"]
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a run does not train and can read again.
+
+    Args:
+        source: where from, for people.
+        names: of the parameters, in the order that they have in the model.
+    """
+
+    source: str
+    names: tuple[str, ...]
+
+
+def describe_base(model: nn.Module, base: Base, peers: Peers) -> dict[str, Any]:
+    """Return what a manifest says of a base. Collective."""
+    mark, _ = _take_fingerprint(model, base.names, peers)
+    return {"source": base.source, "fingerprint": mark, "names": list(base.names)}
+
+
+def find_other_base(manifest: dict[str, Any], model: nn.Module, peers: Peers) -> str | None:
+    """Return how a model's base is not the one of a checkpoint; None where it is. Collective."""
+    told = manifest.get("base")
+    if told is None:
+        return None
+    mark, missing = _take_fingerprint(model, told["names"], peers)
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        return f"the base has no {', '.join(missing[:5])}{more}"
+    if mark != told["fingerprint"]:
+        return (
+            f"the base is another: its fingerprint is {mark}, that of the run's, from "
+            f"{told['source']!r}, was {told['fingerprint']}. Checkpoints do not hold it: put back "
+            "the weights that the run began with"
+        )
+    return None
+
+
+def _take_fingerprint(
+    model: nn.Module, names: Sequence[str], peers: Peers
+) -> tuple[str, list[str]]:
+    """Return the fingerprint of a model's parameters, and which of them no process has."""
+    here = named_tensors(model)
+    mine = {
+        name: (tuple(here[name].shape), sample_values(name, here[name]))
+        for name in names
+        if name in here
+    }
+    found: dict[str, tuple[tuple[int, ...], dict[int, bytes]]] = {}
+    for part in peers.gather(mine):
+        for name, (shape, values) in part.items():
+            found.setdefault(name, (shape, {}))[1].update(values)
+    digest, missing = hashlib.sha256(), [name for name in names if name not in found]
+    for name in names:
+        if name in found:
+            shape, values = found[name]
+            count = 1
+            for size in shape:
+                count *= size
+            digest.update(f"{name} {shape}".encode())
+            digest.update(b"".join(values[place] for place in sample_places(name, count)))
+    return digest.hexdigest()[:16], missing
