@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.gguf_header import is_gguf
@@ -27,7 +29,7 @@ from bmforge.models.weights import assemble_source, group_by_source
 from bmforge.nn.packing import QuantSpec, find_preset
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["load_quantized", "quantize_", "quantize_directory"]
+__all__ = ["load_quantized", "quantize_", "quantize_directory", "write_packed"]
 
 
 def quantize_directory(
@@ -73,19 +75,25 @@ def quantize_directory(
         plain, files = family.describe_pretrained(
             directory, dtype=kind, allow_unknown=allow_unknown
         )
-        total = _write_packed(plain, files, spec, partial, max_file_bytes)
+        read = PackedReader(plain, files, spec)
+        total = write_packed(read.model, read, partial, max_file_bytes)
         rest = str(kind).removeprefix("torch.")
         return f"{family.__name__}, quantised to {total / 1e6:,.1f} MB, the rest in {rest}"
 
     return write_directory(source, target, write)
 
 
-def _write_packed(
-    plain: Any, files: WeightFiles, spec: str | QuantSpec, out: Path, max_file_bytes: int
+def write_packed(
+    model: Any, read: Callable[[str], Tensor], out: Path, max_file_bytes: int = 4 << 30
 ) -> int:
-    """Write the packed form of a model on meta; return how many bytes it has."""
-    read = PackedReader(plain, files, spec)
-    model = read.model
+    """Write a model's weights, asked for one by one, and its config; return the weights' bytes.
+
+    Args:
+        model: quantised, on meta.
+        read: returns the tensor of a name.
+        out: directory to make.
+        max_file_bytes: size above which the weights are divided over several files.
+    """
     tensors = persistent_tensors(model)
     groups = group_by_source(model.active_rules())
     described = {n: assemble_source(rules, tensors.__getitem__) for n, rules in groups.items()}

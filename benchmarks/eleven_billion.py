@@ -1,0 +1,174 @@
+"""Models of 11B parameters in 8 bits under a limit of 6 GiB that the kernel enforces.
+
+    python benchmarks/eleven_billion.py prepare FOLDER --model llama [--scheme int8]
+    python benchmarks/eleven_billion.py run FOLDER --model llama [--gib 6] [--rounds 3]
+
+`prepare` draws a model directly in the packed form, a tensor at a time. `run` joins a control group
+whose limit is the budget and 2 %, and writes; every round also reads the files plainly, past the
+page cache, by as many threads. The bound is that speed over the bytes a token has to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from engine_speed import read_plainly  # noqa: E402
+from harness import header, table  # noqa: E402
+
+from bmforge.host_memory import peak_resident_bytes, resident_bytes  # noqa: E402
+from bmforge.infer import Engine, EngineConfig  # noqa: E402
+from bmforge.memory.direct_read import DirectReads  # noqa: E402
+from bmforge.models import CPM2, CPM2Config, Llama, LlamaConfig  # noqa: E402
+from bmforge.models.quantize import quantize_, write_packed  # noqa: E402
+from bmforge.surgery import persistent_tensors  # noqa: E402
+from bmforge.testing.limited_engine import ALLOWANCE  # noqa: E402
+from bmforge.testing.memory_group import limit_memory  # noqa: E402
+
+MIB, GIB = 1 << 20, 1 << 30
+# Llama's 7B with 54 blocks for 32, and the published CPM-2.
+MODELS: dict[str, tuple[Any, Any]] = {
+    "llama": (Llama, LlamaConfig(num_layers=54)),
+    "cpm2": (CPM2, CPM2Config.preset("cpm2-2.1")),
+}
+PROMPT, TOKENS = 16, 128
+
+
+def describe(name: str) -> Any:
+    """Return a model on meta in 16 bits."""
+    family, config = MODELS[name]
+    return family.from_config(config, device="meta", dtype=torch.float16)
+
+
+def count_bytes(model: Any) -> int:
+    """Return the bytes of all that is kept."""
+    return sum(t.numel() * t.element_size() for t in persistent_tensors(model).values())
+
+
+def prepare(folder: Path, name: str, scheme: str) -> None:
+    """Write a model whose integers and scales are drawn."""
+    plain = describe(name)
+    before, parameters = count_bytes(plain), sum(p.numel() for p in plain.parameters())
+    model = quantize_(plain, scheme)
+    tensors = persistent_tensors(model)
+    linears = sum(t.numel() for n, t in tensors.items() if n.endswith("packed"))
+    scale = 0.02 * 3**0.5 / 127  # spreads uniform integers as weights are drawn
+
+    def draw(key: str) -> Tensor:
+        described = tensors[key]
+        if key.endswith("packed"):
+            return torch.randint(-127, 128, described.shape, dtype=torch.int8).view(described.dtype)
+        if key.endswith("scales"):
+            kind = torch.float16 if scheme == "int8" else torch.float32
+            count = described.numel() // kind.itemsize
+            return torch.full((count,), scale, dtype=kind).view(torch.uint8).view(described.shape)
+        return torch.ones(described.shape, dtype=described.dtype)
+
+    begin, stood = time.perf_counter(), resident_bytes()
+    after = write_packed(model, draw, folder / f"{name}-{scheme}")
+    seconds, peak = time.perf_counter() - begin, peak_resident_bytes() - stood
+    print(
+        f"{name}, {scheme}: {parameters / 1e9:.2f}B parameters, {linears / parameters:.2%} in "
+        f"layers that are packed; {before / 1e9:.2f} GB in 16 bits, {after / 1e9:.2f} packed; "
+        f"written in {seconds:.0f} s with {peak / MIB:.0f} MiB"
+    )
+
+
+class Counter:
+    """Counts the bytes that are read from files, by everybody."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        inner = DirectReads.read_into
+
+        def read_into(reads: DirectReads, descriptor: int, target: memoryview, at: int) -> None:
+            inner(reads, descriptor, target, at)
+            self.bytes += len(target)
+
+        DirectReads.read_into = read_into  # type: ignore[method-assign]
+
+
+def write_tokens(engine: Engine, counter: Counter, count: int) -> tuple[float, float]:
+    """Return seconds and bytes read of each token behind the first one."""
+    marks: list[tuple[float, int]] = []
+    engine.generate(
+        torch.arange(10, 10 + PROMPT)[None],
+        max_new_tokens=count + 1,
+        eos_token_id=(),
+        on_token=lambda _: marks.append((time.perf_counter(), counter.bytes)),
+    )
+    (begin, before), (end, after) = marks[0], marks[-1]
+    return (end - begin) / count, (after - before) / count
+
+
+def run(folder: Path, chosen: argparse.Namespace) -> list[list[str]]:
+    """Return the rows of a table."""
+    path = folder / f"{chosen.model}-{chosen.scheme}"
+    file = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    budget, counter = int(chosen.gib * GIB), Counter()
+    group = limit_memory(int(ALLOWANCE * budget))
+    begin = time.perf_counter()
+    config = EngineConfig(max_tokens=TOKENS)
+    with Engine(path, device_budget_bytes=budget, config=config) as engine:
+        opened = time.perf_counter() - begin
+        print(engine.plan.line(), flush=True)
+        write_tokens(engine, counter, 1)
+        found, disk = [], []
+        for _ in range(chosen.rounds):
+            disk.append(read_plainly(file, chosen.plain_gib * GIB))
+            found.append(write_tokens(engine, counter, chosen.tokens))
+        peak = group.peak_bytes()
+        weights = engine.plan.weights_bytes + engine.plan.moved_bytes
+        stays = f"{len(engine.plan.resident)} of {len(engine.plan.resident + engine.plan.on_disk)}"
+    group.leave()
+    seconds, read = (statistics.median(part) for part in zip(*found, strict=True))
+    plain = statistics.median(disk)
+    shares = [own[1] / own[0] / speed for own, speed in zip(found, disk, strict=True)]
+    return [
+        [
+            f"{chosen.model}, {chosen.scheme}",
+            f"{weights / 1e9:.2f}",
+            stays,
+            f"{opened:.0f}",
+            f"{read / 1e9:.2f}",
+            f"{1 / seconds:.3f}",
+            f"{plain / read:.3f}",
+            f"{statistics.median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})",
+            f"{peak / GIB:.2f}",
+            group.kind,
+        ]
+    ]
+
+
+def main() -> None:
+    """Read the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["prepare", "run"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", choices=list(MODELS), default="llama")
+    parser.add_argument("--scheme", choices=["int8", "int8-dynamic"], default="int8")
+    parser.add_argument("--gib", type=float, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--plain-gib", type=int, default=2)
+    chosen = parser.parse_args()
+    if chosen.what == "prepare":
+        prepare(chosen.folder, chosen.model, chosen.scheme)
+        return
+    print(header(" ".join(["python", *sys.argv]), torch.get_num_threads(), ("torch",)))
+    rows = run(chosen.folder, chosen)
+    titles = ["model", "GB", "blocks that stay", "opened in, s", "GB read a token", "tokens/s"]
+    more = ["bound of the disk", "share", "peak, GiB", "counted by"]
+    print(table([*titles, *more], rows))
+
+
+if __name__ == "__main__":
+    main()
