@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:  # what needs no tensors, as preparing a corpus, does not load torch
+    from torch import Tensor
 
 __all__ = ["IGNORE_INDEX", "Batch", "count_labels"]
 
@@ -13,7 +14,7 @@ __all__ = ["IGNORE_INDEX", "Batch", "count_labels"]
 IGNORE_INDEX = -100
 
 # The arguments of a model by name.
-Batch = Mapping[str, Tensor]
+Batch: TypeAlias = "Mapping[str, Tensor]"
 
 
 def count_labels(batch: Batch, model: Any = None) -> int:

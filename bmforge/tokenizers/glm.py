@@ -12,10 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, DataError
@@ -23,6 +20,9 @@ from bmforge.files import read_json
 from bmforge.tokenizers.base import Tokenizer, open_directory, unreadable_text
 from bmforge.tokenizers.glm_text import TextPart, open_text_part
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
+
+if TYPE_CHECKING:  # who encodes a corpus does not load torch: methods that make tensors import it
+    from torch import Tensor
 
 __all__ = ["GLMTokenizer"]
 
@@ -192,6 +192,8 @@ class GLMTokenizer(Tokenizer):
         Raises:
             ConfigError: no text, or `max_length` leaves no room for one.
         """
+        import torch
+
         if not texts or (max_length is not None and max_length < 3):
             raise ConfigError(
                 f"prepare got {len(texts)} texts with max_length={max_length}: needed are a text "
@@ -236,6 +238,8 @@ class GLMTokenizer(Tokenizer):
         Raises:
             ConfigError: a row without a blank, or another number of targets than rows.
         """
+        import torch
+
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         rows, length = ids.shape
         out: dict[str, Tensor] = {}
@@ -278,6 +282,8 @@ class GLMTokenizer(Tokenizer):
 
     def _positions(self, ids: Tensor, max_gen_length: int) -> Tensor:
         """Return the position ids (B, 2, T+G)."""
+        import torch
+
         rows, length = ids.shape
         is_blank = torch.isin(ids, ids.new_tensor(self.mask_ids))
         bare = (~is_blank.any(1)).nonzero()

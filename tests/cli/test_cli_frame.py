@@ -53,6 +53,13 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_corpus_is_prepared_without_torch() -> None:
+    """Its 130 MB would lie in every worker."""
+    light = "import sys; import bmforge.data.prepare.run; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", light], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_names_a_function(name: str) -> None:
     module, _, function = COMMANDS[name].run.partition(":")

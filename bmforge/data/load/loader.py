@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bmforge.batch import IGNORE_INDEX, Batch
@@ -246,6 +245,8 @@ def _held_out_batches(
 
 def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | None) -> Batch:
     """Make the tensors of some rows; `eos_id` is given where documents are told apart."""
+    import torch  # here, as a preparation imports this room and needs no tensors
+
     labels = rows.copy()
     if len(lengths) and int(lengths.min()) < rows.shape[1]:
         labels[np.arange(rows.shape[1]) >= lengths[:, None]] = IGNORE_INDEX
