@@ -4,6 +4,7 @@
 synthetic files of these sizes, prepares each with all stages and one worker, and prints the largest
 memory of all processes together, shared pages divided among them; then seconds of one worker and of
 two, in pairs. DATA is as in `prepare_speed.py`. It takes hours; a size is printed when it is done.
+With ``--resume`` the same command goes on after it was stopped.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="default settings, not all stages")
     parser.add_argument("--scratch", type=Path, help="where inputs are written, and removed")
+    parser.add_argument("--resume", action="store_true", help="go on after a stop, in the scratch")
     options = parser.parse_args()
     texts = read_texts(options.data)
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} CPUs", flush=True)

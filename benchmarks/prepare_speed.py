@@ -13,6 +13,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,10 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from bmforge.data.dedup.tokens import split_tokens
 from bmforge.data.sources.document import Document
@@ -65,9 +68,28 @@ def write_corpus(path: Path, texts: Texts, megabytes: int, seed: int) -> None:
             size += len(line)
 
 
-def run_prepare(options: list[str], watch: bool) -> tuple[float, float, int]:
-    """Return seconds, CPU seconds, and the largest memory of all processes together, in bytes."""
-    begin, peak, cpu = time.monotonic(), 0, {}
+class Cost(NamedTuple):
+    """Seconds, CPU seconds, and the largest memory of all processes together, in bytes."""
+
+    seconds: float = 0.0
+    cpu: float = 0.0
+    peak: int = 0
+
+
+def run_prepare(options: list[str], watch: bool, known: Path | None = None) -> Cost:
+    """Return what a preparation costs.
+
+    Args:
+        known: a file that holds what a run cost that was stopped and is gone on with.
+    """
+    earlier = Cost(*json.loads(known.read_text())) if known and known.exists() else Cost()
+    begin, peak = time.monotonic(), earlier.peak
+    cpu: dict[str, float] = {}
+
+    def cost() -> Cost:
+        seconds = earlier.seconds + time.monotonic() - begin
+        return Cost(seconds, earlier.cpu + sum(cpu.values()), peak)
+
     command = [sys.executable, "-m", "bmforge", "prepare", *options]
     with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE) as process:
         try:
@@ -77,10 +99,12 @@ def run_prepare(options: list[str], watch: bool) -> tuple[float, float, int]:
             errors = process.communicate()[1]
         except BaseException:  # stopped: so are the workers
             os.killpg(process.pid, signal.SIGKILL)
+            if known:
+                known.write_text(json.dumps(cost()))
             raise
     if process.returncode:
         sys.exit(errors.decode())
-    return time.monotonic() - begin, sum(cpu.values()), peak
+    return cost()
 
 
 def look_at(group: int, cpu: dict[str, float]) -> int:
@@ -103,14 +127,31 @@ def look_at(group: int, cpu: dict[str, float]) -> int:
     return total
 
 
+@contextmanager
+def open_scratch(arguments: argparse.Namespace) -> Iterator[str]:
+    """Give a folder that is removed in the end; with ``--resume``, unless the run is stopped."""
+    if not arguments.resume:
+        with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+            yield folder
+        return
+    kind = "default" if arguments.plain else "all"
+    name = f"prepare-{arguments.megabytes}-{kind}-{arguments.workers}"
+    kept = Path(arguments.scratch or tempfile.gettempdir()) / name
+    kept.mkdir(parents=True, exist_ok=True)
+    yield str(kept)
+    shutil.rmtree(kept)
+
+
 def measure_memory(arguments: argparse.Namespace, texts: Texts) -> None:
     """Print one line for one preparation with all stages."""
-    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+    with open_scratch(arguments) as folder:
         path, out = Path(folder) / "large.jsonl", Path(folder) / "out"
-        write_corpus(path, texts, arguments.megabytes, 0)
+        if not path.exists():
+            write_corpus(path.with_suffix(".tmp"), texts, arguments.megabytes, 0)
+            path.with_suffix(".tmp").rename(path)
         options = [str(path), "--out", str(out), "--workers", str(arguments.workers)]
         options += [] if arguments.plain else ALL_STAGES
-        seconds, cpu, peak = run_prepare(options, watch=True)
+        seconds, cpu, peak = run_prepare(options, True, Path(folder) / "cost.json")
         record = tomllib.loads((out / "prepared.toml").read_text("utf-8"))
     tokens = record["train"]["tokens"] + record["validation"]["tokens"]
     read, size = record["funnel"]["read"]["documents"], arguments.megabytes * 1_000_000
@@ -137,7 +178,7 @@ def measure_workers(arguments: argparse.Namespace, texts: Texts) -> None:
                 options = [str(path), "--out", str(out), "--shard-bytes", str(shard_bytes)]
                 options += ["--workers", str(workers)]
                 options += [] if arguments.plain else ALL_STAGES
-                taken[workers], _, _ = run_prepare(options, watch=False)
+                taken[workers] = run_prepare(options, watch=False).seconds
             ratios.append(taken[1] / taken[2])
             print(f"1 worker {taken[1]:.1f} s, 2 workers {taken[2]:.1f} s, {ratios[-1]:.2f}")
         print(f"median speed-up {median(ratios):.2f}")
@@ -254,6 +295,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="default settings, not all stages")
     parser.add_argument("--scratch", type=Path, help="where inputs are written, and removed")
+    parser.add_argument("--resume", action="store_true", help="go on after a stop, in the scratch")
     arguments = parser.parse_args()
     measure: dict[str, Callable[[], None]] = {
         "memory": lambda: measure_memory(arguments, texts),
