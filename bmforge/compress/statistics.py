@@ -52,8 +52,7 @@ class InputSizes:
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
         self._sums = sums if self._sums is None else self._sums + sums
         self.tokens += x.shape[0]
-        step = max(1, x.shape[0] // _SAMPLED_ROWS)
-        self._rows.append(wide[::step][:_SAMPLED_ROWS])
+        self._rows.append(_spread(wide))
 
     @property
     def means(self) -> Tensor:
@@ -65,7 +64,12 @@ class InputSizes:
         """Return some rows of all batches, evenly: (rows, columns)."""
         rows = torch.cat(self._rows)
         self._rows = [rows]
-        return rows[:: max(1, rows.shape[0] // _SAMPLED_ROWS)][:_SAMPLED_ROWS]
+        return _spread(rows)
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """Return at most so many rows, from the first to the last of them."""
+    return rows[:: max(1, -(-rows.shape[0] // _SAMPLED_ROWS))]
 
 
 class Hessian:

@@ -322,3 +322,19 @@ def test_blocks_that_are_no_chain() -> None:
         quantize(Odd(), "int8", method="gptq", batches=[{"x": torch.randn(64, 32)}])
     model = copy.deepcopy(Odd())
     assert isinstance(quantize(model, "int8").blocks[0], PackedStore)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("count", [1, 511, 512, 513, 1000, 5000])
+def test_sampled_rows_are_of_all_rows(count: int) -> None:
+    """At most 512, evenly from the first ones to the last ones, also over batches."""
+    sizes = InputSizes()
+    rows = torch.arange(2.0 * count)[:, None]
+    for part in rows.split(count):
+        sizes.add(part)
+    found = sizes.sample()[:, 0]
+    assert len(found) <= 512
+    assert len(found) >= min(2 * count, 250)
+    gaps = found.diff()
+    assert (gaps > 0).all()
+    assert found[0] == 0
+    assert 2 * count - found[-1] <= 2 * gaps.median()
