@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.int8 import RowStore
+from bmforge.nn.int8 import Int8Experts, RowStore
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
 from bmforge.nn.part import BesidePart
@@ -73,7 +73,7 @@ class Matrix:
 
 def is_stored(module: nn.Module) -> bool:
     """Tell whether a module's weights are integers already."""
-    return isinstance(module, (PackedStore, RowStore)) or type(module).__name__ == "Int8Experts"
+    return isinstance(module, (PackedStore, RowStore, Int8Experts))
 
 
 def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compat.bmcook.pruning import pruning_of
+from bmforge.compress.quantize.fake import is_rounding
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.files import replace_file
 from bmforge.nn.int8 import quantize_rows
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.parallel import run_on_first
 from bmforge.shards import local_tensor, whole_tensor
-from bmforge.surgery import wrappers_of
 
 __all__ = ["load_masks", "save", "save_masks"]
 
@@ -74,8 +74,7 @@ def _quantised(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if linear_sizes(module) is not None
-        and any(place == "rounding" for place, _ in wrappers_of(module))
+        if linear_sizes(module) is not None and is_rounding(module)
     ]
 
 

@@ -22,11 +22,16 @@ from bmforge.compress.rounding import round_activations, round_weight
 from bmforge.errors import ConfigError
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import QuantSpec
-from bmforge.surgery import match_names, unwrap_forward_, wrap_forward_
+from bmforge.surgery import match_names, unwrap_forward_, wrap_forward_, wrappers_of
 
-__all__ = ["FakeQuantize"]
+__all__ = ["FakeQuantize", "is_rounding"]
 
 _PLACE = "rounding"
+
+
+def is_rounding(module: nn.Module) -> bool:
+    """Tell whether a layer computes with rounded values, as `FakeQuantize` lets it."""
+    return any(place == _PLACE for place, _ in wrappers_of(module))
 
 
 class FakeQuantize(MethodBase):
