@@ -27,7 +27,7 @@ from bmforge.models.hub import find_model
 from bmforge.parallel import init_distributed, run_on_first
 from bmforge.recipes.compressing import CalibrationConfig, PhaseConfig, read_calibration
 from bmforge.recipes.evaluate import evaluate_model
-from bmforge.recipes.registry import Recipe, find_recipe
+from bmforge.recipes.registry import find_recipe
 from bmforge.recipes.run_dir import claim_run_dir, occupy_run_dir
 from bmforge.recipes.small import check_vocabularies, estimate_phases
 from bmforge.settings import EvaluateConfig
@@ -101,7 +101,7 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
         StoppedError: a signal ended a phase; the same call goes on.
     """
     phases = split_phases(config.compress, config.steps)
-    recipe = _find_recipe(config, phases)
+    _check_task(config, phases)
     source = find_model(config.model)
     if config.compress.distill is not None:
         check_vocabularies(source, config.compress.distill)
@@ -115,7 +115,7 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
             facts = _read_done(place)
             if facts is None:
                 get_logger().info("phase %d of %d: %s", number, len(phases), phase.name)
-                facts = _run_phase(config, phase, recipe, source, place)
+                facts = _run_phase(config, phase, source, place)
                 if world.rank == 0:
                     CompressReport(type(model).__name__, before, (facts,)).save(place)
             done.append(facts)
@@ -141,8 +141,8 @@ def _evaluate(config: CompressRunConfig, directory: Path) -> dict[str, float]:
     return {f"{metric}, {what}": v for metric, part in found.items() for what, v in part.items()}
 
 
-def _find_recipe(config: CompressRunConfig, phases: tuple[Phase, ...]) -> Recipe | None:
-    """Return what trains the phases with steps; None where there are none."""
+def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
+    """Raise where nothing trains the phases with steps, or where what trains has none."""
     if not any(phase.steps for phase in phases):
         for name in ("task", "run"):
             if getattr(config, name):
@@ -150,7 +150,7 @@ def _find_recipe(config: CompressRunConfig, phases: tuple[Phase, ...]) -> Recipe
                     f"{name} has no effect: no phase has steps. Give steps.structure, "
                     "steps.experts or steps.weights, or leave it out."
                 )
-        return None
+        return
     if not config.task:
         raise ConfigError(
             'phases with steps need a task that they train: task = "pretrain", with its fields '
@@ -159,7 +159,7 @@ def _find_recipe(config: CompressRunConfig, phases: tuple[Phase, ...]) -> Recipe
     taken = {"run_dir", "init_from", "export", "compress", "model"} & set(config.run)
     if taken:
         raise ConfigError(f"run.{min(taken)} is the recipe's own: leave it out.")
-    return find_recipe(config.task, config.model)
+    find_recipe(config.task, config.model)
 
 
 def _read_done(place: Path) -> PhaseFacts | None:
@@ -169,22 +169,17 @@ def _read_done(place: Path) -> PhaseFacts | None:
     return CompressReport.load(place).phases[-1]
 
 
-def _run_phase(
-    config: CompressRunConfig, phase: Phase, recipe: Recipe | None, source: Path, place: Path
-) -> PhaseFacts:
+def _run_phase(config: CompressRunConfig, phase: Phase, source: Path, place: Path) -> PhaseFacts:
     """Do one phase; return what it left."""
     if phase.steps:
-        assert recipe is not None
-        facts = _train_phase(config, phase, recipe, source, place)
+        facts = _train_phase(config, phase, source, place)
     else:
         facts = _change_at_once(config, phase, source, place)
     quality = _evaluate(config, Path(facts.directory)) if _wants_figures(config) else {}
     return dataclasses.replace(facts, name=phase.name, quality=quality)
 
 
-def _train_phase(
-    config: CompressRunConfig, phase: Phase, recipe: Recipe, source: Path, place: Path
-) -> PhaseFacts:
+def _train_phase(config: CompressRunConfig, phase: Phase, source: Path, place: Path) -> PhaseFacts:
     """Run the task with what the phase does put into the model."""
     run_dir = place / "run"
     # Of the model as the last phase has left it.
@@ -268,7 +263,7 @@ def _publish(report: CompressReport, source: Path, out: Path) -> None:
 def describe_phases(config: CompressRunConfig) -> str:
     """Return what would be done, and how large the model would be after each phase."""
     phases = split_phases(config.compress, config.steps)
-    _find_recipe(config, phases)
+    _check_task(config, phases)
     source = find_model(config.model)
     if config.compress.distill is not None:
         check_vocabularies(source, config.compress.distill)
