@@ -86,12 +86,12 @@ class Counter:
     """Counts the bytes that are read from files, by everybody."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.bytes, counter = 0, self
         inner = DirectReads.read_into
 
-        def read_into(reads: DirectReads, descriptor: int, target: memoryview, at: int) -> None:
-            inner(reads, descriptor, target, at)
-            self.bytes += len(target)
+        def read_into(self: DirectReads, descriptor: int, target: memoryview, offset: int) -> None:
+            inner(self, descriptor, target, offset)
+            counter.bytes += len(target)
 
         DirectReads.read_into = read_into  # type: ignore[method-assign]
 

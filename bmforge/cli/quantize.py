@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 from bmforge.cli.options import QuantizeCommand
@@ -11,8 +12,11 @@ from bmforge.models.keep import KEEP
 from bmforge.models.quantize import quantize_directory
 from bmforge.nn.packing import QuantSpec, find_preset
 from bmforge.recipes.evaluate import EvaluateConfig, evaluate_model
+from bmforge.recipes.quantized_layers import measure_layers
 
 __all__ = ["run_quantize"]
+
+_MOST_LAYERS = 5
 
 
 def run_quantize(command: QuantizeCommand) -> None:
@@ -32,6 +36,7 @@ def run_quantize(command: QuantizeCommand) -> None:
     )
     if command.report:
         print("\n".join(_compare(command.source, str(target), command.report)))
+        print("\n".join(_name_layers(command.source, str(target), command.report)))
 
 
 def _find_scheme(command: QuantizeCommand) -> str | QuantSpec:
@@ -52,4 +57,15 @@ def _compare(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
         f"({100 * (now[metric][text] / value - 1):+.2f} %)"
         for metric, values in was.items()
         for text, value in values.items()
+    ]
+
+
+def _name_layers(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
+    """Return lines that say what layers lose, and which lose most."""
+    found = measure_layers(before, after, texts)
+    median = statistics.median(one.error for one in found)
+    width = max(len(one.name) for one in found[:_MOST_LAYERS])
+    return [
+        f"what {len(found)} layers give is off by {median:.3%} of it (median); the most:",
+        *(f"  {one.name:{width}}  {one.error:.3%}" for one in found[:_MOST_LAYERS]),
     ]
