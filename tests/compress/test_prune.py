@@ -13,7 +13,7 @@ from small_models import gpt2, hf_bert, hf_gpt2, llama, logits, mixtral, texts
 from torch import Tensor, nn
 
 from bmforge.compress.matrices import find_matrices
-from bmforge.compress.prune import PruneConfig, Zeros, prune
+from bmforge.compress.prune import PruneConfig, Zeros, keep_zeros, prune
 from bmforge.compress.prune.calibrated import prune_sparsegpt
 from bmforge.compress.prune.masks import cubic_share
 from bmforge.compress.prune.select import mask_matrix
@@ -115,6 +115,15 @@ def test_the_gradient_is_the_masked_one() -> None:
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         want = a.grad * (a != 0) if id(b) in masked else a.grad
         assert torch.equal(b.grad, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_zero_has_no_gradient_whatever_comes(dtype: torch.dtype) -> None:
+    """Neither does an infinite one get through, and those of small and large weights stay."""
+    weight = torch.tensor([0.0, -0.0, 1e-30, -3.0, 0.0, 2.0], dtype=dtype, requires_grad=True)
+    grad = torch.tensor([5.0, torch.inf, -2.0, 7.0, torch.nan, -torch.inf], dtype=dtype)
+    keep_zeros(weight).backward(grad)
+    assert torch.equal(weight.grad, torch.tensor([0, 0, -2.0, 7.0, 0, -torch.inf], dtype=dtype))
 
 
 @pytest.mark.parametrize(
