@@ -1,0 +1,141 @@
+"""What every class of verbalizers must do: rows by themselves, gradients, calibration, state.
+
+A class of one's own inherits `VerbalizerSuite` in a test and says how one is made; see
+docs/prompts.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.testing.letters import LetterTokenizer
+from bmforge.testing.template_suite import open_tiny
+from bmforge.testing.tolerance import assert_close
+from bmforge.tokenizers import Tokenizer
+from bmforge.tune.prompt import PromptClassifier, Template
+
+__all__ = ["VerbalizerSuite"]
+
+_LETTERS = LetterTokenizer()
+_EXAMPLES: tuple[dict[str, Any], ...] = tuple(
+    {"text_a": text, "meta": {"choice1": "yes", "choice2": "no", "choice3": "so"}}
+    for text in ("a film", "not a good one", "dull", "we saw it")
+)
+_TAKES = ("logits", "words", "hidden", "both")
+
+
+class VerbalizerSuite:
+    """Laws of verbalizers; a test class inherits it and defines `make`.
+
+    Attributes:
+        kind: of the tiny model that is asked: masked, causal or spans.
+        examples: four that it takes.
+        template: asks about them; with as many masks as the verbalizer reads.
+    """
+
+    kind: ClassVar[str] = "masked"
+    examples: ClassVar[Sequence[Mapping[str, Any]]] = _EXAMPLES
+    template: ClassVar[str] = '{"placeholder":"text_a"} is {"mask"}'
+
+    def make(self, tokenizer: Tokenizer, model: Any) -> Any:
+        """Return a verbalizer of two classes or more for a model."""
+        raise TypeError(f"{type(self).__name__} defines no make")
+
+    def opened(self) -> PromptClassifier:
+        """Return a fresh classifier with it."""
+        model = open_tiny(self.kind)
+        template = Template(self.template, _LETTERS, model)
+        verbalizer = self.make(_LETTERS, model).double()
+        return PromptClassifier(model, template, verbalizer).eval()
+
+    def test_what_it_says_of_itself(self) -> None:
+        """It says what it reads, of how many masks, of how many classes, and whether normalised."""
+        verbalizer = self.opened().verbalizer
+        assert verbalizer.takes in _TAKES
+        assert verbalizer.num_classes >= 2
+        assert verbalizer.num_masks >= 1
+        assert isinstance(verbalizer.normalize, bool)
+
+    def test_a_score_for_every_class(self) -> None:
+        """Scores are finite, (B, C), and differ from one example to another."""
+        classifier = self.opened()
+        found = classifier.classify(self.examples)
+        assert found.shape == (len(self.examples), classifier.verbalizer.num_classes)
+        assert torch.isfinite(found).all()
+        assert not torch.equal(found[0], found[1])
+
+    def test_rows_by_themselves(self) -> None:
+        """An example scores the same alone, in a batch, and in another order."""
+        classifier = self.opened()
+        together = classifier.classify(self.examples)
+        for row, example in enumerate(self.examples):
+            assert_close(classifier.classify([example])[0], together[row])
+        assert_close(classifier.classify(self.examples[::-1]), together.flip(0))
+
+    def test_it_learns(self) -> None:
+        """The model and what is trained of the verbalizer get gradients, and the loss falls."""
+        classifier = self.opened().train()
+        classes = classifier.verbalizer.num_classes
+        asked = [classifier.ask(one) for one in self.examples]
+        labels = [number % classes for number in range(len(asked))]
+        batch = classifier.collate(asked, labels)
+        trained = [p for p in classifier.parameters() if p.requires_grad]
+        optimizer, losses = torch.optim.Adam(trained, lr=1e-3), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = classifier(**batch).loss
+            assert loss is not None
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        assert losses[-1] < losses[0]
+        assert all(p.grad is not None for p in classifier.verbalizer.parameters())
+        assert any(bool(p.grad.any()) for p in classifier.model.parameters() if p.grad is not None)
+
+    def test_another_number_of_masks_is_refused(self) -> None:
+        """A template with other masks than it reads is an error when they are put together."""
+        classifier = self.opened()
+        text = classifier.template.text + '{"mask"}'
+        template = Template(text, _LETTERS, open_tiny("masked"))
+        with pytest.raises(ConfigError, match="masks"):
+            PromptClassifier(classifier.model, template, classifier.verbalizer)
+
+    def test_state_comes_back(self) -> None:
+        """What was trained is in its state, and a fresh one that gets it scores the same."""
+        one, other = self.opened(), self.opened()
+        with torch.no_grad():
+            for parameter in one.verbalizer.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape, dtype=parameter.dtype))
+        other.verbalizer.load_state_dict(one.verbalizer.state_dict())
+        assert_close(other.classify(self.examples), one.classify(self.examples))
+
+    def test_calibration(self) -> None:
+        """On texts that find all words alike it changes nothing; of no text it is an error."""
+        classifier = self.opened()
+        verbalizer = classifier.verbalizer
+        calibrate = getattr(verbalizer, "calibrate_", None)
+        if calibrate is None:
+            pytest.skip("it has no calibrate_")
+        before = classifier.classify(self.examples)
+        said = self._vocab_logits(classifier)
+        with pytest.raises(ConfigError, match="at least one"):
+            calibrate(said[:0])
+        calibrate(torch.zeros_like(said))
+        after = classifier.classify(self.examples)
+        kept = after.shape == before.shape and verbalizer.normalize
+        if kept and getattr(verbalizer, "drop_ratio", 0) == 0:
+            assert_close(after, before)
+        calibrate(said)
+        assert torch.isfinite(classifier.classify(self.examples)).all()
+
+    def _vocab_logits(self, classifier: PromptClassifier) -> Tensor:
+        """Return what the verbalizer is given of the examples."""
+        with torch.no_grad():
+            asked = [classifier.ask(one) for one in self.examples]
+            return classifier(**classifier.collate(asked)).vocab_logits
