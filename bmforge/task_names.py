@@ -68,6 +68,7 @@ PUBLISHED = (
     "bustm",
     "tnews",
     "iflytek",
+    "csldcp",
     "cluewsc2020",
     "cluewsc",
     "SQuAD",
@@ -86,6 +87,11 @@ PUBLISHED = (
     "MNLI",
     "SNLI",
     "TACRED",
+    "Re-TACRED",
+    "imdb",
+    "Few-NERD",
+    "LAMA",
+    "WebNLG",
 )
 
 

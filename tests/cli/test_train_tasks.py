@@ -131,6 +131,7 @@ def test_a_published_task_by_its_name(capsys: pytest.CaptureFixture[str]) -> Non
         "SQuAD",
         "cmrc2018",
         "drcd",
+        "WebNLG",
     }
 
 

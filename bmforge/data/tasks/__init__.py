@@ -1,8 +1,8 @@
 """Evaluation tasks as they are published: a file in, plain examples with their labels out.
 
 Start reading at `task.py` (what a task is, and `read_task`), then at a table of tasks: `superglue`,
-`clue`, `reading` (questions on a text), `sentences`. `own.py` makes a task of labels and a
-file. Templates, tokens and metrics are the caller's.
+`clue`, `reading` (questions on a text), `sentences`, `cloze` (entities, facts, triples). `own.py`
+makes a task of labels and a file. Templates, tokens and metrics are the caller's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from bmforge.data.tasks.cloze import CLOZE
 from bmforge.data.tasks.clue import CLUE
 from bmforge.data.tasks.pairs import AG_NEWS, LCQMC
 from bmforge.data.tasks.reading import READING
@@ -21,7 +22,7 @@ from bmforge.errors import ConfigError, suggest
 __all__ = ["TASKS", "Task", "TaskExample", "find_task", "read_task"]
 
 TASKS: Mapping[str, Task] = {
-    task.name: task for task in (*SUPERGLUE, *CLUE, *READING, LCQMC, AG_NEWS, *SENTENCES)
+    task.name: task for task in (*SUPERGLUE, *CLUE, *READING, LCQMC, AG_NEWS, *SENTENCES, *CLOZE)
 }
 
 

@@ -1,31 +1,38 @@
 """How well a task was done: accuracy, F1 and exact match, by the definitions of its benchmark.
 
 All are fractions from 0 to 1. F1 of classes is scikit-learn's, in the extra ``tasks``.
-Source: the evaluation scripts of SQuAD 1.1 and ReCoRD; SuperGLUE's table of metrics.
+Source: the evaluation scripts of SQuAD 1.1, ReCoRD and TACRED; SuperGLUE's table of metrics;
+Papineni et al., "BLEU" (2002); for loose F1 Ling and Weld, "Fine-grained entity
+recognition" (2012).
 """
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from bmforge.data.tasks import TaskExample
+from bmforge.data.tasks import TASKS, TaskExample
 from bmforge.errors import ConfigError, MissingDependencyError, ShapeError
 
 __all__ = [
     "accuracy",
     "answer_scores",
     "class_f1",
+    "corpus_bleu",
+    "loose_f1",
     "multirc_scores",
     "normalize_answer",
+    "relation_scores",
     "score_task",
     "token_f1",
 ]
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WORDS = re.compile(r"\w+|[^\w\s]")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
@@ -107,6 +114,83 @@ def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) ->
     return {"f1": f1 / len(pairs), "em": em / len(pairs)}
 
 
+def relation_scores(
+    predicted: Sequence[int], wanted: Sequence[int], none: int = 0
+) -> dict[str, float]:
+    """Return micro precision, recall and F1 of relations; class `none` says that there is none."""
+    _check_pairs(predicted, wanted)
+    right = sum(p == w != none for p, w in zip(predicted, wanted, strict=True))
+    found, there = (sum(one != none for one in row) for row in (predicted, wanted))
+    return {
+        "precision": right / found if found else 0.0,
+        "recall": right / there if there else 0.0,
+        "f1": 2 * right / (found + there) if right else 0.0,
+    }
+
+
+def loose_f1(predicted: Sequence[str], wanted: Sequence[str], sep: str = "-") -> dict[str, float]:
+    """Return micro and macro F1 of types and those above them: of `person-actor` also `person`.
+
+    Args:
+        predicted: a type's name for every example.
+        wanted: what would have been right.
+        sep: between a type and the one above it.
+    """
+    _check_pairs(predicted, wanted)
+
+    def above(name: str) -> set[str]:
+        parts = name.split(sep)
+        return {sep.join(parts[:count]) for count in range(1, len(parts) + 1)}
+
+    pairs = [(above(p), above(w)) for p, w in zip(predicted, wanted, strict=True)]
+    right = sum(len(p & w) for p, w in pairs)
+    micro = 2 * right / sum(len(p) + len(w) for p, w in pairs)
+    precision = sum(len(p & w) / len(p) for p, w in pairs) / len(pairs)
+    recall = sum(len(p & w) / len(w) for p, w in pairs) / len(pairs)
+    macro = 2 * precision * recall / (precision + recall) if right else 0.0
+    return {"loose micro f1": micro, "loose macro f1": macro}
+
+
+def corpus_bleu(
+    predicted: Sequence[str], answers: Sequence[Sequence[str]], longest: int = 4
+) -> float:
+    """Return BLEU of texts together, in small letters, punctuation marks as words.
+
+    Args:
+        predicted: a text for every example.
+        answers: texts that say the same as it should.
+        longest: of the n-grams that are counted.
+
+    Raises:
+        ShapeError: numbers differ, or an example has no answer.
+    """
+    _check_pairs(predicted, answers)
+    if not all(answers):
+        raise ShapeError("every example needs at least one right text to be scored.")
+    right, total = [0] * longest, [0] * longest
+    length = nearest = 0
+    for text, accepted in zip(predicted, answers, strict=True):
+        mine = _WORDS.findall(text.lower())
+        theirs = [_WORDS.findall(answer.lower()) for answer in accepted]
+        length += len(mine)
+        nearest += min(map(len, theirs), key=lambda one: (abs(one - len(mine)), one))
+        for n in range(1, longest + 1):
+            known: Counter[tuple[str, ...]] = Counter()
+            for other in theirs:
+                known |= _n_grams(other, n)
+            found = _n_grams(mine, n)
+            right[n - 1] += (found & known).total()
+            total[n - 1] += found.total()
+    if not all(right):
+        return 0.0
+    mean = sum(math.log(r / t) for r, t in zip(right, total, strict=True)) / longest
+    return math.exp(mean + min(0.0, 1 - nearest / length))
+
+
+def _n_grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[at : at + n]) for at in range(len(words) - n + 1))
+
+
 def score_task(
     name: str, predicted: Sequence[Any], examples: Sequence[TaskExample]
 ) -> dict[str, float]:
@@ -145,11 +229,36 @@ def _score_answers(predicted: Sequence[Any], examples: Sequence[TaskExample]) ->
     return answer_scores(predicted, [example.answers for example in examples])
 
 
+def _score_relations(predicted: Sequence[Any], examples: Sequence[TaskExample]) -> dict[str, float]:
+    return relation_scores(predicted, [int(example.label or 0) for example in examples])
+
+
+def _score_types(predicted: Sequence[Any], examples: Sequence[TaskExample]) -> dict[str, float]:
+    names = TASKS["Few-NERD"].label_names
+    wanted = [int(example.label or 0) for example in examples]
+    said = [names[number] if number >= 0 else "" for number in predicted]
+    exact = {"accuracy": accuracy(predicted, wanted)}
+    return exact | loose_f1(said, [names[number] for number in wanted])
+
+
+def _score_facts(predicted: Sequence[Any], examples: Sequence[TaskExample]) -> dict[str, float]:
+    return {"p@1": accuracy(predicted, [example.label for example in examples])}
+
+
+def _score_texts(predicted: Sequence[Any], examples: Sequence[TaskExample]) -> dict[str, float]:
+    return {"bleu": corpus_bleu(predicted, [example.answers for example in examples])}
+
+
 _SCORES: Mapping[str, Callable[[Sequence[Any], Sequence[TaskExample]], dict[str, float]]] = {
     "CB": _score_cb,
     "MultiRC": _score_multirc,
     "ReCoRD": _score_answers,
     "SQuAD": _score_answers,
+    "TACRED": _score_relations,
+    "Re-TACRED": _score_relations,
+    "Few-NERD": _score_types,
+    "LAMA": _score_facts,
+    "WebNLG": _score_texts,
 }
 
 

@@ -43,7 +43,8 @@ class Task:
     Attributes:
         name: as its benchmark writes it.
         label_names: what labels mean, in order; empty where examples bring choices or want a text.
-        files: split -> names its file may have, the first that exists is taken.
+        files: split -> names its file, or folder of files, may have; the first that exists is
+            taken.
         read: yields the examples of a file.
         asks_for_text: there is nothing to choose from: the answer is a text.
     """
@@ -67,7 +68,7 @@ def find_split(task: Task, folder: str | Path, split: str) -> Path:
         raise ConfigError(f"{task.name} has no split {split!r}. It has: {', '.join(task.files)}.")
     places = (Path(folder) / task.name, Path(folder))
     looked = [place / name for place in places for name in task.files[wanted]]
-    found = next((path for path in looked if path.is_file()), None)
+    found = next((path for path in looked if path.exists()), None)
     if found is None:
         raise DataError(
             f"{task.name} has no file for {split!r}: none of {', '.join(map(str, looked))} exists. "

@@ -1,0 +1,126 @@
+"""Entities, facts and triples: Few-NERD's types, LAMA's facts, WebNLG's texts.
+
+Sources: Ding et al. 2021 (Few-NERD, its supervised files), Petroni et al. 2019 and Shin et al. 2020
+(LAMA as AutoPrompt divides it, one folder a relation), Gardent et al. 2017 (WebNLG as JSON).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bmforge.data.sources.text_files import read_lines
+from bmforge.data.tasks.task import Record, Task, TaskExample, read_json, read_records
+from bmforge.errors import DataError
+
+__all__ = ["CLOZE", "FEW_NERD_TYPES"]
+
+_TYPES = {
+    "person": "actor director artist/author athlete politician scholar soldier other",
+    "organization": "showorganization religion company sportsteam education "
+    "government/governmentagency media/newspaper politicalparty sportsleague other",
+    "location": "GPE road/railway/highway/transit bodiesofwater park mountain island other",
+    "product": "software food game ship train airplane car weapon other",
+    "building": "theater sportsfacility airport hospital library hotel restaurant other",
+    "event": "sportsevent attack/battle/war/militaryconflict disaster election protest other",
+    "art": "music writtenart film painting broadcastprogram other",
+    "other": "biologything chemicalthing livingthing astronomything god law award disease medical "
+    "language currency educationaldegree",
+}
+FEW_NERD_TYPES = tuple(f"{coarse}-{fine}" for coarse, row in _TYPES.items() for fine in row.split())
+
+
+def _read_few_nerd(path: Path) -> Iterator[TaskExample]:
+    """Yield one example for every entity: neighbouring tokens of one type."""
+    numbers = {name: number for number, name in enumerate(FEW_NERD_TYPES)}
+    tokens: list[str] = []
+    spans: list[tuple[int, int, str]] = []  # first token, the one behind the last, type
+    count = 0
+    for number, line in enumerate([*read_lines(path), ""], 1):
+        cells = line.split()
+        if not cells:
+            for place, (first, behind, name) in enumerate(spans):
+                fields = {"sentence": " ".join(tokens), "entity": " ".join(tokens[first:behind])}
+                yield TaskExample(fields, numbers[name], (count, place))
+            count += bool(tokens)
+            tokens, spans = [], []
+            continue
+        name = cells[-1]
+        if len(cells) != 2 or name not in {*numbers, "O"}:
+            raise DataError(f"{str(path)!r}, line {number}: {line!r:.60} is no token and its type.")
+        if name != "O":
+            if spans and spans[-1][1:] == (len(tokens), name):
+                spans[-1] = (spans[-1][0], len(tokens) + 1, name)
+            else:
+                spans.append((len(tokens), len(tokens) + 1, name))
+        tokens.append(cells[0])
+
+
+def _read_lama(path: Path) -> Iterator[TaskExample]:
+    """Yield facts, with the objects of all splits beside this one to choose from.
+
+    Where `relations.jsonl` lies in the folder or one of the two above it, `before` and `after` are
+    its sentence around the object; else `before` is the subject.
+    """
+    choices = _objects(path.parent)
+    numbers = {name: number for number, name in enumerate(choices)}
+    sentences = _sentences(path.parent)
+    for number, row in enumerate(read_records(path)):
+        subject, relation = row.text("sub_label"), row.text("predicate_id")
+        before, _, after = sentences.get(relation, "[X] [Y]").partition("[Y]")
+        fields = {
+            "before": before.replace("[X]", subject).strip(),
+            "after": after.replace("[X]", subject).strip(),
+            "subject": subject,
+            "relation": relation,
+        }
+        idx = row.values.get("uuid", number)
+        yield TaskExample(fields, row.label(numbers, "obj_label"), idx, choices)
+
+
+def _objects(folder: Path) -> tuple[str, ...]:
+    """Return the objects that a folder's files name."""
+    files = [file for file in sorted(folder.glob("*.jsonl")) if file.name != "relations.jsonl"]
+    return tuple(sorted({row.text("obj_label") for file in files for row in read_records(file)}))
+
+
+def _sentences(folder: Path) -> dict[str, str]:
+    """Return relation -> its sentence with [X] and [Y]."""
+    for place in (folder, folder.parent, folder.parent.parent):
+        file = place / "relations.jsonl"
+        if file.is_file():
+            return {row.text("relation"): row.text("template") for row in read_records(file)}
+    return {}
+
+
+def _read_webnlg(path: Path) -> Iterator[TaskExample]:
+    """Yield triples with the texts that say them; to learn from, one example for every text."""
+    entries = Record(repr(str(path)), read_json(path)).parts("entries")
+    for number, entry in enumerate(entries):
+        (key,) = entry.values if len(entry.values) == 1 else (str(number + 1),)
+        whole = entry.part(key)
+        parts = [
+            " : ".join(triple.text(name) for name in ("subject", "property", "object"))
+            for triple in whole.parts("modifiedtripleset")
+        ]
+        fields = {"triples": " | ".join(parts), "category": whole.text("category")}
+        said = [
+            text.text("lex")
+            for text in whole.parts("lexicalisations")
+            if text.values.get("comment") == "good"
+        ]
+        groups = [(text,) for text in said] if path.stem == "train" else [tuple(said)]
+        for place, answers in enumerate(groups):
+            yield TaskExample(fields, answers[0] if answers else None, (number, place), (), answers)
+
+
+def _files(ending: str, folder: str = "") -> dict[str, tuple[str, ...]]:
+    names = {split: f"{split}.{ending}" for split in ("train", "dev", "test")}
+    return {s: (f"{folder}/{n}", n) if folder else (n,) for s, n in names.items()}
+
+
+CLOZE = (
+    Task("Few-NERD", FEW_NERD_TYPES, _files("txt", "supervised"), _read_few_nerd),
+    Task("LAMA", (), _files("jsonl"), _read_lama),
+    Task("WebNLG", (), _files("json"), _read_webnlg, True),
+)
