@@ -54,6 +54,7 @@ PLACES = (
     "views",  # sees what is here of its parameters
     "experts",  # sees the experts that are here
     "tokens",  # knows how many tokens a row has that are divided
+    "delta rows",  # its parts are as they were chosen for this call
     "window",  # sees all tokens where each process has a share
     "weights",  # its weights come when it runs
     "recompute",  # runs again in backward

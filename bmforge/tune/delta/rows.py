@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,11 +12,16 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn.part import BesidePart
 from bmforge.nn.row_group import group_rows_
+from bmforge.surgery import wrap_forward_, wrappers_of
 from bmforge.tune.delta.held import Held, deltas_of, find_delta, is_in_mixture, whole_model
 
 __all__ = ["delta_rows", "end_choice_", "watch_rows_"]
 
 _CHOSEN, _HELD = "_chosen_rows", "_holds_rows"
+# Of a block: its parts, and how each is chosen.
+_PARTS = "_chosen_parts"
+# Places of wrappers in which a block may run a second time.
+_RUN_AGAIN = frozenset({"weights", "recompute"})
 # Arguments whose rows are the batch's.
 _BATCHES = ("input_ids", "decoder_input_ids", "inputs_embeds", "pixel_values")
 
@@ -27,8 +32,8 @@ def delta_rows(model: nn.Module, rows: Sequence[str | None]) -> Iterator[None]:
 
     A model's call takes the same as ``model(..., delta_rows=[...])``, for that batch and its
     backward. Several users' deltas can be trained so in one batch, each with its own rows' loss.
-    Blocks that are recomputed in backward take what was chosen last: here backward must run
-    inside, and behind a call before the next one.
+    Blocks that are recomputed in backward have what was chosen for their call. Of a pipeline each
+    call inside a step, which is of one micro-batch, takes the argument.
 
     Args:
         model: with deltas, all attached.
@@ -81,11 +86,10 @@ def _take_rows(
 
 def _choose_(model: nn.Module, rows: Sequence[str | None]) -> None:
     """Let the parts of deltas work on the rows that name them."""
-    if whole_model(model) is not model:
-        raise ConfigError("delta_rows does not go with a pipeline, whose micro-batches cut rows.")
+    whole = whole_model(model)
     for name in dict.fromkeys(name for name in rows if name is not None):
         delta = find_delta(model, name)
-        if not all(_has_rows(model, held) for held in delta.held):
+        if not all(_has_rows(whole, held) for held in delta.held):
             raise ConfigError(
                 f"delta {name!r}, a {type(delta).__name__}, is for all rows of a batch: what it "
                 "changes has no rows of its own. Use use_deltas."
@@ -99,7 +103,51 @@ def _choose_(model: nn.Module, rows: Sequence[str | None]) -> None:
             if isinstance(held.part, BesidePart):
                 held.part.rows = index if mine else None
     _group_(model, rows)
+    if torch.is_grad_enabled():
+        _hand_to_blocks_(model)
     model.__dict__[_CHOSEN] = _Chosen(tuple(rows), _versions(model))
+
+
+def _hand_to_blocks_(model: nn.Module) -> None:
+    """Let blocks that run again in backward have what is chosen as an argument: it comes back."""
+    for block in model.modules():
+        places = {place for place, _ in wrappers_of(block)}
+        if not places & _RUN_AGAIN:
+            continue
+        parts = [part for part in block.modules() if isinstance(part, BesidePart)]
+        block.__dict__[_PARTS] = tuple((part, _state_of(part)) for part in parts)
+        if "delta rows" not in places:
+            wrap_forward_(block, _run_chosen, "delta rows")
+            block.register_forward_pre_hook(_give_choice, with_kwargs=True)
+
+
+def _state_of(part: BesidePart) -> tuple[Any, ...]:
+    return part.share, part.rows, part.group
+
+
+def _give_choice(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The hook before a block, outside of what recomputes it."""
+    chosen = block.__dict__.get(_PARTS)
+    return None if chosen is None else (args, {**kwargs, "delta_rows": chosen})
+
+
+def _run_chosen(
+    inner: Callable[..., Any], /, *args: Any, delta_rows: Any = (), **kwargs: Any
+) -> Any:
+    """Run a block's own forward with its parts as they were chosen for this call."""
+    now = [(part, _state_of(part)) for part, _ in delta_rows]
+    try:
+        _set_states_(delta_rows)
+        return inner(*args, **kwargs)
+    finally:
+        _set_states_(now)
+
+
+def _set_states_(states: Iterable[tuple[BesidePart, tuple[Any, ...]]]) -> None:
+    for part, state in states:
+        part.share, part.rows, part.group = state
 
 
 class _Chosen(NamedTuple):
@@ -137,6 +185,8 @@ def end_choice_(model: nn.Module) -> None:
     if model.__dict__.pop(_CHOSEN, None) is None:
         return
     model.__dict__.pop(_HELD, None)
+    for module in model.modules():
+        module.__dict__.pop(_PARTS, None)
     for delta in deltas_of(model).values():
         delta.weigh_(delta.weight)
         for held in delta.held:

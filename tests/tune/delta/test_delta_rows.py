@@ -11,9 +11,10 @@ import torch
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer import generate
 from bmforge.memory.recompute import apply_recompute_
-from bmforge.models import GPT2, T5, GPT2Config, Llama, LlamaConfig, T5Config
-from bmforge.testing import assert_close
-from bmforge.tune.delta import Adapter, Delta, Lora, Prefix, SoftPrompt, use_deltas
+from bmforge.models import GPT2, T5, GPT2Config, Llama, LlamaConfig, T5Config, init_weights_
+from bmforge.parallel import Layout, parallelize, run_step
+from bmforge.testing import assert_close, run_distributed
+from bmforge.tune.delta import Adapter, Delta, Lora, Prefix, SoftPrompt, list_deltas, use_deltas
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 IDS = torch.arange(24).view(3, 8) % 64
@@ -82,6 +83,69 @@ def test_an_argument_of_a_call(recomputes: bool) -> None:
         model(IDS, delta_rows=["a", "b", "c"])
     assert torch.equal(model(IDS).logits, both)
     assert torch.equal(copy.deepcopy(model)(IDS, delta_rows=rows).logits, out)
+
+
+def test_recomputing_has_the_choice_of_its_call() -> None:
+    """Also where another call, or none, chose since."""
+    found = {}
+    for recomputes in (False, True):
+        model: Any = with_two(llama())
+        if recomputes:
+            apply_recompute_(model.layers.values())
+        losses = [model(IDS, delta_rows=rows).logits.square().sum() for rows in CHOICES]
+        plain = model(IDS).logits
+        sum(losses).backward()
+        found[recomputes] = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        assert torch.equal(model(IDS).logits, plain)
+    assert_close(found[True], found[False], rtol=1e-6, atol=1e-6)
+
+
+CHOICES: list[list[str | None]] = [["a", "b", None], ["b", None, "a"], [None, None, "b"]]
+
+
+def train_rows(layout: Layout, recomputes: bool, family: str) -> dict[str, torch.Tensor]:
+    """Losses and gradients, micro-batches choosing each for itself; logits without gradients."""
+    base: Any = llama() if family == "llama" else t5()
+    sizes = base.config
+    model: Any = type(base).from_config(sizes, device="meta", dtype=torch.float64)
+    Lora(model, ["attn.q", "attn.v", "mlp.down"], name="a", rank=2)
+    Adapter(model, name="b", width=4)
+    parallelize(model, layout, recompute=recomputes)
+    init_weights_(model, 0)
+    for seed, delta in enumerate(list_deltas(model).values()):
+        delta.init_(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view(parameter.shape))
+    batches = [
+        {"input_ids": IDS + n, "labels": IDS + n, "number": torch.tensor(n)} for n in range(3)
+    ]
+
+    def run(batch: Any) -> Any:
+        told = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+        return model(**told, delta_rows=CHOICES[int(batch["number"])]).loss
+
+    losses = run_step(model, run, batches)
+    found = {f"loss {number}": loss for number, loss in enumerate(losses)}
+    found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        told = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if family == "t5" else {})
+        found["logits"] = model(**told, delta_rows=CHOICES[0]).logits
+        found["all"] = model(**told).logits
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_pipeline_takes_them(recomputes: bool, family: str) -> None:
+    """Each micro-batch with its own, as in one process."""
+    (want,) = run_distributed(train_rows, 1, Layout(), False, family)
+    parts = run_distributed(train_rows, 2, Layout(pp=2), recomputes, family)
+    got = {name: tensor for part in parts for name, tensor in part.items()}
+    assert_close(got, want, rtol=1e-9, atol=1e-12)
+    assert not torch.equal(want["logits"], want["all"])
 
 
 @pytest.mark.parametrize("make", [llama, t5])
