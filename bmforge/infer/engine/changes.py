@@ -67,8 +67,9 @@ def _find_facts(model: nn.Module) -> list[Any]:
         for name, one in vars(module).items():
             if name[0] != "_":
                 facts += (name, one if type(one) in _PLAIN else id(one))
-        facts += module._forward_hooks  # by numbers that are given out once
-        facts += module._forward_pre_hooks
+        if module is not model:  # the model itself is not called by shared steps, rows watch it so
+            facts += module._forward_hooks  # by numbers that are given out once
+            facts += module._forward_pre_hooks
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
                 if tensor is not None:

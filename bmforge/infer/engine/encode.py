@@ -10,13 +10,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.data.tasks.rows import encode_segments
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.nn.prompt import count_ids
 from bmforge.surgery import evaluating
 
-__all__ = ["Filled", "classify", "embed", "fill_mask"]
+__all__ = [
+    "Filled",
+    "Pooling",
+    "check_pooling",
+    "classify",
+    "embed",
+    "encode_text",
+    "fill_mask",
+    "name_inputs",
+    "pool",
+    "read_rows",
+    "read_states",
+]
 
-# A text as it is, with its tokenizer; or what the model reads, (B, T) ids or (B, C, H, W) pixels.
-Inputs: TypeAlias = Sequence[tuple[str, Any]] | Tensor
+Pooling: TypeAlias = Literal["mean", "first"]
+
+# A text as it is, with its tokenizer; or what the model reads: ids of a row, (B, T) ids or
+# (B, C, H, W) pixels.
+Inputs: TypeAlias = Sequence[tuple[str, Any] | Sequence[int]] | Tensor
 
 
 class Filled(NamedTuple):
@@ -36,7 +52,7 @@ def embed(
     model: Any,
     inputs: Inputs,
     *,
-    pooling: Literal["mean", "first"] = "mean",
+    pooling: Pooling = "mean",
     normalize: bool = True,
     max_rows: int = 1,
 ) -> Tensor:
@@ -57,18 +73,28 @@ def embed(
     Raises:
         ConfigError: no such pooling.
     """
-    if pooling not in ("mean", "first"):
-        raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, first.")
+    check_pooling(pooling)
 
     def read(rows: dict[str, Tensor]) -> Tensor:
-        states = _last_states(model, rows).float()
-        return states.mean(1) if pooling == "mean" else states[:, 0]
+        return pool(read_states(model, rows), pooling)
 
     out = _read_together(model, inputs, max_rows, read)
     return F.normalize(out, dim=-1) if normalize else out
 
 
-def _last_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
+def check_pooling(pooling: str) -> None:
+    """Raise `ConfigError` where there is no such pooling."""
+    if pooling not in ("mean", "first"):
+        raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, first.")
+
+
+def pool(states: Tensor, pooling: Pooling) -> Tensor:
+    """Return what stands for each row of states, in fp32: (B, T, D) -> (B, D)."""
+    states = states.float()
+    return states.mean(1) if pooling == "mean" else states[:, 0]
+
+
+def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
     """Return the last hidden states of rows, (B, T, D)."""
     if model.traits.reads == "apart":
         return model.encode(**rows).last_hidden_state
@@ -80,7 +106,7 @@ def _read_together(
     model: Any, inputs: Inputs, max_rows: int, read: Callable[[dict[str, Tensor]], Tensor]
 ) -> Tensor:
     """Return what `read` makes of every row, in their order; rows of one shape go together."""
-    rows = _rows(model, inputs)
+    rows = read_rows(model, inputs)
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(next(iter(row.values())).shape, []).append(number)
@@ -145,7 +171,7 @@ def fill_mask(
     found = []
     with evaluating(model):
         for text in [texts] if isinstance(texts, str) else texts:
-            (row,) = _rows(model, [(text, tokenizer)])
+            (row,) = read_rows(model, [(text, tokenizer)])
             places = row["input_ids"][0] == tokenizer.mask_id
             if not bool(places.any()):
                 raise ConfigError(f"{text[:60]!r} has no mask token to fill.")
@@ -160,34 +186,66 @@ def fill_mask(
     return found[0] if isinstance(texts, str) else found
 
 
-def _rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
-    """Return the model's arguments for every row."""
-    if isinstance(inputs, Tensor):
-        name = "pixel_values" if model.traits.has_images else "input_ids"
-        return [{name: row[None]} for row in inputs]
-    device = next(model.parameters()).device
-    found = []
-    for text, tokenizer in inputs:
-        ids = _encode(model, text, tokenizer)
-        found.append({"input_ids": torch.tensor([ids], device=device)})
-    return found
-
-
-def _encode(model: Any, text: str, tokenizer: Any) -> list[int]:
-    """Return a text's ids with the marks around it that the family reads.
+def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
+    """Return the model's arguments for every row.
 
     Raises:
-        ConfigError: it is longer than the model reads.
+        ConfigError: a row is longer than the model reads, or has no token.
+        ShapeError: ids outside of the vocabulary.
     """
+    if isinstance(inputs, Tensor):
+        name = "pixel_values" if model.traits.has_images else "input_ids"
+        rows = [{name: row[None]} for row in inputs]
+    else:
+        device = next(model.parameters()).device
+        spelled = [
+            encode_text(model, *one) if isinstance(one, tuple) else list(one) for one in inputs
+        ]
+        rows = [{"input_ids": torch.tensor([ids], device=device)} for ids in spelled]
+    for row in rows:
+        if "input_ids" in row:
+            _check_ids(model, row["input_ids"])
+    return rows
+
+
+def _check_ids(model: Any, ids: Tensor) -> None:
+    """Raise for ids that the model cannot read."""
+    limit, size = model.position_limit, count_ids(model.whole().embed)
+    if not ids.numel() or (limit is not None and ids.shape[-1] > limit):
+        raise ConfigError(
+            f"a text has {ids.numel()} tokens; the model reads 1 to {limit or 'any number of'}. "
+            "Cut the text."
+        )
+    if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= size:
+        raise ShapeError(
+            f"a text has ids from {ids.min()} to {ids.max()}, but the model has vocab_size={size}. "
+            "Use the tokenizer that belongs to the model."
+        )
+
+
+def encode_text(model: Any, text: str, tokenizer: Any) -> list[int]:
+    """Return a text's ids with the marks around it that the family reads."""
     if model.traits.reads == "both":
         longest = len(text) + 8
-        ids, _ = encode_segments([text], tokenizer, longest, model.traits.marks_between)
-    else:
-        end = tokenizer.eos_id if model.traits.reads == "apart" else None
-        ids = [*tokenizer.encode(text), *([] if end is None else [end])]
-    limit = model.position_limit
-    if not ids or (limit is not None and len(ids) > limit):
-        raise ConfigError(
-            f"{text[:60]!r} has {len(ids)} tokens; the model reads 1 to {limit}. Cut the text."
-        )
-    return ids
+        return encode_segments([text], tokenizer, longest, model.traits.marks_between)[0]
+    end = tokenizer.eos_id if model.traits.reads == "apart" else None
+    return [*tokenizer.encode(text), *([] if end is None else [end])]
+
+
+def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.device) -> Inputs:
+    """Return what is asked about in the form that is read.
+
+    Args:
+        inputs: a text, texts, lists of ids, or a tensor.
+        open_tokenizer: returns the model's; called where there is a text.
+        device: where it is computed.
+
+    Raises:
+        ConfigError: there is nothing, or something is empty.
+    """
+    if isinstance(inputs, Tensor):
+        return inputs.to(device)
+    given = [inputs] if isinstance(inputs, str) else list(inputs)
+    if not given or not all(one.strip() if isinstance(one, str) else len(one) for one in given):
+        raise ConfigError("give at least one text, and no empty ones.")
+    return [(one, open_tokenizer()) if isinstance(one, str) else one for one in given]

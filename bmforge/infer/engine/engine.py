@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,20 @@ from bmforge.errors import ConfigError
 from bmforge.host_tuning import read_tuning, return_freed_memory
 from bmforge.infer.engine.blanks import fill_blanks
 from bmforge.infer.engine.budget import EngineConfig, MemoryPlan, plan_memory
-from bmforge.infer.engine.encode import classify, embed, fill_mask
+from bmforge.infer.engine.encode import Pooling, classify, embed, fill_mask, name_inputs, read_rows
+from bmforge.infer.engine.encodings import Encoding
 from bmforge.infer.engine.hold import Hold
-from bmforge.infer.engine.limit import check_asked, check_module, check_size
+from bmforge.infer.engine.limit import check_asked, check_module, check_size, check_tokenizer
+from bmforge.infer.engine.packed_place import make_packed_place
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
-from bmforge.infer.engine.text_stream import TextStream
+from bmforge.infer.engine.stream import stream_text
+from bmforge.infer.engine.tasks import Work
 from bmforge.infer.engine.weights import place_, read_weights_
-from bmforge.infer.generate import generate, stream_tokens
+from bmforge.infer.generate import generate
 from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.infer.openbmb.texts import write_text
-from bmforge.infer.options import GenerationConfig
 from bmforge.infer.talk import Talk, TalkInTurns, open_talk
 from bmforge.logging import get_logger
 from bmforge.memory.direct_read import DirectReads
@@ -62,7 +64,8 @@ class Engine:
             free.
         quantize: a scheme (`nn.packing.PRESETS`) by which the weights are packed first: of a module
             in place; of a directory into a temporary one, a tensor at a time, which lies in
-            `EngineConfig.spill_directory`. `quantize_directory` does it once and for all.
+            `EngineConfig.spill_directory`; one whose process was killed goes when the next engine
+            opens. `quantize_directory` does it once and for all.
         dtype: of the weights; None takes fp32, or what a module has.
         tokenizer: None takes the one beside the weights.
         config: what is asked of it.
@@ -137,10 +140,8 @@ class Engine:
         self._directory = source = find_model(name)
         if quantize is not None:
             plan(PackedReader(*AutoModel.describe_pretrained(source, **options), quantize).model)
-            folder = self.config.spill_directory
-            packed = TemporaryDirectory(prefix="bmforge-packed-", dir=folder)
-            self._give_back = packed.cleanup
-            allowed, target = options.get("allow_unknown", ()), Path(packed.name) / "model"
+            packed, self._give_back = make_packed_place(self.config.spill_directory)
+            allowed, target = options.get("allow_unknown", ()), packed / "model"
             source = quantize_directory(source, target, quantize, allow_unknown=allowed)
         made, files = AutoModel.describe_pretrained(
             source, dtype=dtype or torch.float32, reads=DirectReads(), **options
@@ -177,13 +178,7 @@ class Engine:
             if self._directory is None:
                 raise ConfigError("texts need a tokenizer: Engine(model, tokenizer=...).")
             self._tokenizer = AutoTokenizer.from_pretrained(self._directory)
-        config = getattr(self.model, "config", None)
-        size, known = len(self._tokenizer), getattr(config, "vocab_size", None)
-        if known is not None and size > known:
-            raise ConfigError(
-                f"the tokenizer has {size} tokens, the model vocab_size={known}: it is of another "
-                "model. Open both from the same directory."
-            )
+        check_tokenizer(self.model, self._tokenizer)
         return self._tokenizer
 
     def generate(self, prompts: Any, **options: Any) -> Any:
@@ -222,18 +217,7 @@ class Engine:
             ConfigError: as `generate` does.
         """
         with self.turn("stream") as model:
-            tokenizer = self.tokenizer
-            ids = tokenizer.encode(prompt)
-            if not ids:
-                raise ConfigError("the prompt is empty; give a text.")
-            if tokenizer.eos_id is not None:
-                options.setdefault("eos_token_id", tokenizer.eos_id)
-            rows, text = torch.tensor([ids], device=self.device), TextStream(tokenizer)
-            for token in stream_tokens(model, rows, GenerationConfig(**options)):
-                if piece := text.add([int(token[0])]):
-                    yield piece
-            if piece := text.finish():
-                yield piece
+            yield from stream_text(model, self.tokenizer, prompt, **options)
 
     def submit(self, request: Request) -> Handle:
         """Take a request and return at once; it is answered beside others, by a thread of its own.
@@ -280,9 +264,35 @@ class Engine:
                 )
             return self._requests
 
-    def embed(
-        self, inputs: Any, *, pooling: Literal["mean", "first"] = "mean", normalize: bool = True
-    ) -> Tensor:
+    def submit_embed(
+        self,
+        inputs: Any,
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        deadline_s: float | None = None,
+    ) -> Future[Tensor]:
+        """Embed as `embed` does, beside everything else; what is said of `submit` holds.
+
+        Args:
+            inputs: texts, lists of ids of any lengths, or a tensor.
+            deadline_s: seconds after which it ends with a `TimeoutError`.
+            pooling, normalize: as `encode.embed` has them.
+        """
+        self._check("submit_embed", writes=False)
+        rows = read_rows(self.model, self._ids(inputs))
+        return self._queue().add(Encoding(rows, pooling, normalize, deadline_s))
+
+    def submit_documents(
+        self, documents: Any, *, deadline_s: float | None = None, **options: Any
+    ) -> Future[Any]:
+        """Fill documents as `fill_documents` does, beside everything else, as `submit_embed`."""
+        self._check("submit_documents", writes=True)
+        given = {"batch_size": min(8, self.config.max_rows), **options}
+        fill = partial(fill_documents, self.model, self.tokenizer, documents, **given)
+        return self._queue().add(Work(self.model, fill, deadline_s))
+
+    def embed(self, inputs: Any, *, pooling: Pooling = "mean", normalize: bool = True) -> Tensor:
         """Return an embedding of every text, (B, D); see `encode.embed`."""
         with self.turn("embed", writes=False) as model:
             rows = self.config.max_rows
@@ -355,13 +365,7 @@ class Engine:
         self.close()
 
     def _ids(self, inputs: Any) -> Any:
-        """Return what an encoder reads: tensors as they are, texts as lists of ids."""
-        if isinstance(inputs, Tensor):
-            return inputs.to(self.device)
-        texts = [inputs] if isinstance(inputs, str) else list(inputs)
-        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ConfigError("give at least one text, and no empty ones.")
-        return [(text, self.tokenizer) for text in texts]
+        return name_inputs(inputs, lambda: self.tokenizer, self.device)
 
     @contextmanager
     def turn(self, what: str, writes: bool = True) -> Iterator[Any]:

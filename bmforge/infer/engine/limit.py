@@ -12,7 +12,7 @@ from bmforge.infer.engine.budget import EngineConfig
 from bmforge.models.base import Model
 from bmforge.records import laid_out
 
-__all__ = ["check_asked", "check_module", "check_size", "total_tokens"]
+__all__ = ["check_asked", "check_module", "check_size", "check_tokenizer", "total_tokens"]
 
 # Submitted requests have room for so many of the longest rows, where nothing was planned.
 _ROWS = 16
@@ -64,6 +64,16 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
         raise ConfigError(
             f"the {type(model).__name__} is on meta and has no weights. Give the engine the "
             "directory they are in, or load them."
+        )
+
+
+def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
+    """Raise `ConfigError` for a tokenizer that has more tokens than a model."""
+    size, known = len(tokenizer), getattr(getattr(model, "config", None), "vocab_size", None)
+    if known is not None and size > known:
+        raise ConfigError(
+            f"the tokenizer has {size} tokens, the model vocab_size={known}: it is of another "
+            "model. Open both from the same directory."
         )
 
 

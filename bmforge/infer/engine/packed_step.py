@@ -26,7 +26,7 @@ from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
 from bmforge.records import laid_out
 
-__all__ = ["PackedStep", "can_pack"]
+__all__ = ["PackedStep", "can_pack", "shares_passes"]
 
 # What torch computes for one sequence at once, where the native step cannot.
 _STRETCH = 4 * PAGE_TOKENS
@@ -42,6 +42,15 @@ def can_pack(model: Any) -> bool:
     traits = model.traits
     reads = traits.writes and (traits.reads, traits.objective) == ("left", "next token")
     return reads and traits.positions in ("learned", "rotary")
+
+
+def shares_passes(model: Any) -> bool:
+    """Tell whether rows of all who ask share torch's passes, with numbers that are to rounding.
+
+    So it is where weights come from elsewhere for every pass, or an accelerator wants many rows.
+    """
+    streamer = getattr(laid_out(model), "streamer", None)
+    return streamer is not None or not next(model.parameters()).is_cpu
 
 
 class PackedStep:
@@ -63,8 +72,7 @@ class PackedStep:
         floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
         dtype = dtype or next(iter(floats), torch.float32)
         self.cache = PagedCache(total_pages, dtype, weight.device)
-        streamer = getattr(laid_out(model), "streamer", None)
-        self._shares_passes = streamer is not None or not weight.is_cpu
+        self._shares_passes = shares_passes(model)
         self._is_together = False
 
     def cut(self) -> Cut:

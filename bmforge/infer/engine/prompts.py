@@ -61,6 +61,11 @@ class Reader:
         self._can_pack = can_pack(model)
         self._rules: dict[tuple[int, ...], Rules] = {}
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether memory was planned for."""
+        return self._limit is not None
+
     def read(self, request: Request) -> Ready:
         """Return a request made ready.
 

@@ -16,11 +16,13 @@ from typing import Any
 
 from bmforge.errors import BmforgeError, ConfigError, DataError
 from bmforge.infer.engine.budget import EngineConfig
+from bmforge.infer.engine.encodings import Encoding, Encodings
 from bmforge.infer.engine.jobs import Job, PackedJobs
 from bmforge.infer.engine.limit import total_tokens
 from bmforge.infer.engine.prompts import Reader
 from bmforge.infer.engine.request import Handle, Request, RequestsConfig, RequestsStatus
 from bmforge.infer.engine.rows import Rows
+from bmforge.infer.engine.tasks import Work
 from bmforge.logging import get_logger
 
 __all__ = ["Requests", "open_requests"]
@@ -50,7 +52,10 @@ def open_requests(
     limit = (config.max_rows, config.tokens_of(model)) if is_limited else None
     total = total_tokens(model, config, limit)
     reader = Reader(model, tokenizer, limit)
-    return Requests(model, reader, tokenizer, config.requests, total, turn)
+    requests = config.requests
+    most = config.max_rows if is_limited else requests.max_running
+    encodings = Encodings(model, most, max(requests.step_tokens, config.tokens_of(model)))
+    return Requests(model, reader, tokenizer, requests, total, turn, encodings)
 
 
 class Requests:
@@ -63,6 +68,7 @@ class Requests:
         config: how many at once.
         total_tokens: keys and values there is room for.
         turn: has the model for itself; entered while there is work.
+        encodings: runs what is embedded.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Requests:
         config: RequestsConfig,
         total_tokens: int,
         turn: Callable[[], AbstractContextManager[Any]],
+        encodings: Encodings,
     ) -> None:
         self._model, self._reader, self._tokenizer = model, reader, tokenizer
         self._config, self._turn = config, turn
@@ -81,6 +88,8 @@ class Requests:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._packed = PackedJobs(model, config, total_tokens)
         self._rows: list[Job] = []
+        self._encodings, self._works = encodings, deque[Work]()
+        self._releases = reader.is_limited  # what is embedded has the room of keys and values
         self._count = 0
         self._is_closed = False
         self._failure: BaseException | None = None
@@ -98,13 +107,7 @@ class Requests:
         if ready.is_packed:
             self._packed.check(len(ready.ids) + ready.config.max_new_tokens)
         with self._changed:
-            self._check_open("submit")
-            waiting = self._waiting()
-            if waiting >= self._config.max_waiting:
-                raise ConfigError(
-                    f"{waiting} requests wait already, which is max_waiting="
-                    f"{self._config.max_waiting}. Try again later."
-                )
+            self._check_room("submit")
             self._count += 1
             job = Job(self._count, ready, time.monotonic())
             if not ready.is_packed:
@@ -112,6 +115,21 @@ class Requests:
             self._inbox.append(job)
             self._wake()
         return job.handle
+
+    def add(self, task: Encoding | Work) -> Future[Any]:
+        """Take what is done a pass at a time; return what it comes to.
+
+        Raises:
+            ConfigError: too many wait, or the engine takes nothing any more.
+        """
+        with self._changed:
+            self._check_room("submit")
+            if isinstance(task, Encoding):
+                self._encodings.add(task)
+            else:
+                self._works.append(task)
+            self._wake()
+        return task.future
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function between two steps, on the engine's thread; return what it returns."""
@@ -133,7 +151,8 @@ class Requests:
     def is_busy(self) -> bool:
         """Whether somebody waits for an answer."""
         jobs = [*self._inbox, *self._packed.jobs, *self._rows]
-        return bool(self._calls) or any(not job.is_done for job in jobs)
+        tasks = self._calls or self._encodings or self._works
+        return bool(tasks) or any(not job.is_done for job in jobs)
 
     def status(self) -> RequestsStatus:
         """Return how many run and wait, and how many pages they have."""
@@ -155,7 +174,17 @@ class Requests:
 
     def _waiting(self) -> int:
         rows = sum(not job.is_running for job in list(self._rows))
-        return len(self._inbox) + self._packed.waiting + rows
+        tasks = self._encodings.waiting + len(self._works)
+        return len(self._inbox) + self._packed.waiting + rows + tasks
+
+    def _check_room(self, what: str) -> None:
+        self._check_open(what)
+        waiting = self._waiting()
+        if waiting >= self._config.max_waiting:
+            raise ConfigError(
+                f"{waiting} requests wait already, which is max_waiting="
+                f"{self._config.max_waiting}. Try again later."
+            )
 
     def _check_open(self, what: str) -> None:
         if self._failure is not None:
@@ -172,7 +201,8 @@ class Requests:
         self._changed.notify_all()
 
     def _has_work(self) -> bool:
-        return bool(self._inbox or self._calls or self._rows or self._packed.jobs)
+        tasks = self._calls or self._encodings or self._works
+        return bool(self._inbox or tasks or self._rows or self._packed.jobs)
 
     def _run(self) -> None:
         try:
@@ -207,6 +237,21 @@ class Requests:
         self._packed.step()
         self._step_rows()
         self._rows = [job for job in self._rows if not job.is_done]
+        self._step_tasks()
+
+    def _step_tasks(self) -> None:
+        """Run a pass of what is embedded, and of the first that is done whole."""
+        if not (self._encodings or self._works):
+            return
+        if self._releases:
+            self._packed.release()
+        self._encodings.step()
+        while self._works and self._works[0].is_over:
+            self._works.popleft()
+        if self._works:
+            self._works[0].step()
+        for work in [work for work in self._works if work.is_over]:
+            self._works.remove(work)
 
     def _step_rows(self) -> None:
         """Run a step of those rows that have room, the earliest first."""
@@ -244,6 +289,9 @@ class Requests:
         for job in jobs:
             self._packed.remove(job)
             job.fail(_EndedError(f"the engine {reason} while the request ran. Open it anew."))
+        self._encodings.fail_all(_EndedError(f"the engine {reason}."))
+        while self._works:
+            self._works.popleft().fail(_EndedError(f"the engine {reason}."))
         while self._calls:
             self._calls.popleft()[1].set_exception(_EndedError(f"the engine {reason}."))
 

@@ -1,0 +1,141 @@
+"""Embeddings that several callers wait for, a pass of the model at a time.
+
+Rows of one length share a pass, whoever asked, where weights come from elsewhere for every pass or
+an accelerator wants many rows. Of a model in a host's memory each row has a pass of its own, as its
+products have other bits for other numbers of rows and gain little by them: no answer depends on
+what else is asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmforge.infer.engine.encode import Pooling, check_pooling, pool, read_states
+from bmforge.infer.engine.packed_step import shares_passes
+from bmforge.infer.engine.tasks import Task
+from bmforge.infer.generate import evaluating
+
+__all__ = ["Encoding", "Encodings"]
+
+
+class Encoding(Task):
+    """Rows of one caller.
+
+    Args:
+        rows: the model's arguments for each.
+        pooling: as `encode.embed` has it.
+        normalize: scale embeddings to length 1.
+        deadline_s: of a `Task`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Tensor]],
+        pooling: Pooling,
+        normalize: bool,
+        deadline_s: float | None,
+    ) -> None:
+        super().__init__(deadline_s)
+        check_pooling(pooling)
+        self.rows, self.pooling = rows, pooling
+        self._normalize = normalize
+        self._found: dict[int, Tensor] = {}
+
+    def put(self, number: int, embedding: Tensor) -> None:
+        """Take the embedding of a row; the last one ends it."""
+        self._found[number] = embedding
+        if len(self._found) == len(self.rows):
+            out = torch.stack([self._found[n] for n in range(len(self.rows))])
+            self.finish(F.normalize(out, dim=-1) if self._normalize else out)
+
+
+class _Row(NamedTuple):
+    encoding: Encoding
+    number: int
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        return self.encoding.rows[self.number]
+
+    @property
+    def kind(self) -> tuple[tuple[str, torch.Size], ...]:
+        return tuple((name, tensor.shape) for name, tensor in self.arguments.items())
+
+
+class Encodings:
+    """Runs rows of all who wait, the earliest first.
+
+    Args:
+        model: what reads them.
+        max_rows: of a pass, where rows share one.
+        max_tokens: of a pass, where several rows do.
+    """
+
+    def __init__(self, model: Any, max_rows: int, max_tokens: int) -> None:
+        self._model, self._most = model, (max_rows, max_tokens)
+        self._came: deque[Encoding] = deque()
+        self._rows: deque[_Row] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether somebody waits."""
+        return bool(self._came or self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self._came) + len({id(row.encoding) for row in list(self._rows)})
+
+    def add(self, encoding: Encoding) -> None:
+        """Take what somebody waits for; any thread may call this."""
+        self._came.append(encoding)
+
+    def step(self) -> None:
+        """Run one pass, if there is anything to run."""
+        while self._came:
+            encoding = self._came.popleft()
+            self._rows += [_Row(encoding, number) for number in range(len(encoding.rows))]
+        self._rows = deque(row for row in self._rows if not row.encoding.is_over)
+        if not self._rows:
+            return
+        kind = self._rows[0].kind
+        chosen = list(islice((r for r in self._rows if r.kind == kind), self._count(kind)))
+        self._rows = deque(row for row in self._rows if row not in chosen)
+        self._run(chosen)
+
+    def fail_all(self, error: Exception) -> None:
+        """Let everybody who waits have an error."""
+        waiting = {id(e): e for e in (*self._came, *(row.encoding for row in self._rows))}
+        self._came.clear()
+        self._rows.clear()
+        for encoding in waiting.values():
+            encoding.fail(error)
+
+    def _count(self, kind: tuple[tuple[str, torch.Size], ...]) -> int:
+        """Return how many rows of a kind share a pass."""
+        if not shares_passes(self._model):
+            return 1
+        rows, tokens = self._most
+        length = kind[0][1][1] if kind[0][0] == "input_ids" else 1
+        return max(1, min(rows, tokens // length))
+
+    def _run(self, rows: Sequence[_Row]) -> None:
+        names = rows[0].arguments
+        joined = {name: torch.cat([row.arguments[name] for row in rows]) for name in names}
+        try:
+            with evaluating(self._model), torch.no_grad():
+                states = read_states(self._model, joined)
+        except Exception as error:
+            if len(rows) == 1:
+                rows[0].encoding.fail(error)
+            for row in rows if len(rows) > 1 else ():  # only whose row it is shall suffer
+                self._run([row])
+            return
+        for row, one in zip(rows, states, strict=True):
+            row.encoding.put(row.number, pool(one[None], row.encoding.pooling)[0])

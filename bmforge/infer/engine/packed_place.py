@@ -1,0 +1,76 @@
+"""A directory for weights that were packed to be opened, which goes with the process that made it.
+
+A process that is killed cannot tidy up. So it holds a lock on its directory for as long as it
+lives, and whoever makes the next directory in the same place removes those that nobody holds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bmforge.logging import get_logger
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # no such locks here: what is left behind stays
+    fcntl = None
+
+__all__ = ["make_packed_place"]
+
+_PREFIX = "bmforge-packed-"
+
+
+def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
+    """Return a new directory, and what removes it again.
+
+    Args:
+        folder: where it lies; None is the system's temporary directory.
+    """
+    parent = Path(tempfile.gettempdir() if folder is None else folder)
+    _remove_abandoned(parent)
+    while True:
+        place = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        descriptor = None if fcntl is None else os.open(place, os.O_RDONLY)
+        if descriptor is None or _hold(place, descriptor):
+            break
+        os.close(descriptor)
+
+    def give_back() -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    return place, give_back
+
+
+def _hold(place: Path, descriptor: int) -> bool:
+    """Lock a new directory; tell whether it is still there, as somebody may have removed it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks, where nobody else gets one either
+        return True
+    return place.exists()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove directories whose processes are gone."""
+    for place in parent.glob(f"{_PREFIX}*") if fcntl is not None else ():
+        try:
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # another person's, or gone meanwhile
+            continue
+        try:
+            if os.fstat(descriptor).st_uid == os.getuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(place, ignore_errors=True)
+                get_logger().info("removed %s, which a process that ended has left", place)
+        except OSError:  # its process lives
+            continue
+        finally:
+            os.close(descriptor)
