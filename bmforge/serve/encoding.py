@@ -1,41 +1,90 @@
-"""Embeddings and CPM-Bee's documents: what an engine does at once, not token by token."""
+"""Embeddings and CPM-Bee's documents: what an engine does whole, not token by token."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
-import torch
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
-from bmforge.errors import BmforgeError
-from bmforge.serve.errors import RequestError
+from bmforge.errors import BmforgeError, ConfigError, DataError, ShapeError
+from bmforge.infer.engine.encode import encode_text
+from bmforge.serve.errors import RequestError, overloaded
 from bmforge.serve.limits import check_at_most
+from bmforge.serve.live import GoneError, unless_gone
 from bmforge.serve.openai_types import DocumentsRequest, EmbeddingRequest
-from bmforge.serve.routes import StrictRoute
-from bmforge.serve.serving import Serving, key_of, serving_of
+from bmforge.serve.routes import GONE, StrictRoute, check_engine
+from bmforge.serve.serving import Serving, client_of, serving_of
+from bmforge.serve.writing import longest_prompt, row_tokens
 
 __all__ = ["router"]
 
-T = TypeVar("T")
 router = APIRouter(route_class=StrictRoute)
+_RETRY_S = 2.0
+# Answers of documents are as long as this where nothing is said; see `fill_documents`.
+_ANSWER_TOKENS = 100
 
 
-async def _between_steps(serving: Serving, engine: Any, work: Callable[[], T]) -> T:
-    """Have the engine do something whole, between two steps of what it writes.
+async def _have_done(
+    serving: Serving, request: Request, engine: Any, submit: Callable[[], Future[Any]]
+) -> Any:
+    """Have an engine do something beside what it writes, unless the client goes.
+
+    Args:
+        serving: whose limits hold.
+        request: of the client.
+        engine: that does it.
+        submit: asks for it.
 
     Raises:
-        RequestError: it refuses what was given.
+        RequestError: it refuses what was given, takes too long, or stops.
+        GoneError: the client has gone; nothing more is done for it.
     """
-    async with serving.turn:  # threads are few, and those who wait need none
+    try:
+        future = await run_in_threadpool(submit)
+    except BmforgeError as error:
+        await check_engine(serving, engine)
+        raise RequestError(str(error), code="invalid_value") from error
+    with serving.live.ending(future):
         try:
-            return await run_in_threadpool(engine.call, work)
-        except BmforgeError as error:
+            return await unless_gone(request.receive, _result(future), future.cancel)
+        except GoneError:
+            serving.metrics.note_left()
+            raise
+        except TimeoutError as error:
+            took = f"it takes longer than {serving.config.request_s:g} s, or others do before it"
+            raise overloaded(took, _RETRY_S) from error
+        except _StoppedError as error:
+            raise overloaded("the server is stopping", serving.config.grace_s) from error
+        except (ConfigError, DataError, ShapeError) as error:
             raise RequestError(str(error), code="invalid_value") from error
+        except BmforgeError as error:
+            raise RequestError(
+                f"the engine cannot go on ({type(error).__name__})",
+                status=503,
+                code="engine_failed",
+            ) from error
+
+
+class _StoppedError(Exception):
+    """What was waited for was cancelled, and not by who waits."""
+
+
+async def _result(future: Future[Any]) -> Any:
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise _StoppedError from None
 
 
 @router.post("/v1/embeddings")
@@ -43,32 +92,43 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Return an embedding of every text: the mean of its last states, of length 1."""
     serving = serving_of(request)
     served, inputs = serving.find(body.model, "embeddings"), body.inputs
-    engine = served.engine
-    check_at_most("input", len(inputs), serving.config.max_prompts, "texts")
+    engine, config = served.engine, serving.config
+    check_at_most("input", len(inputs), config.max_prompts, "texts")
     hidden = engine.model.config.hidden_size
     if body.dimensions not in (None, hidden):
         raise RequestError(
             f"dimensions={body.dimensions}: this model's embeddings have {hidden}", "dimensions"
         )
-
-    def work() -> tuple[Tensor, int]:
-        rows = [
-            engine.embed(one if isinstance(one, str) else torch.tensor([one])) for one in inputs
-        ]
-        lengths = [
-            len(engine.tokenizer.encode(one)) if isinstance(one, str) else len(one)
-            for one in inputs
-        ]
-        return torch.cat(rows), sum(lengths)
-
-    with serving.admission.enter(key_of(request)):
-        found, tokens = await _between_steps(serving, engine, work)
+    with serving.admission.enter(client_of(request), len(inputs)):
+        rows = await run_in_threadpool(_spell_inputs, engine, inputs)
+        most = longest_prompt(engine, config)
+        for ids in rows:
+            if len(ids) > most:
+                raise RequestError(
+                    f"a text has {len(ids)} tokens, and at most {most} are read here",
+                    "input",
+                    code="context_length_exceeded",
+                )
+        submit = partial(engine.submit_embed, rows, deadline_s=config.request_s)
+        try:
+            found = await _have_done(serving, request, engine, submit)
+        except GoneError:
+            return Response(status_code=GONE)
     data = [
         {"object": "embedding", "index": index, "embedding": _spell(row, body.encoding_format)}
         for index, row in enumerate(found.float().cpu())
     ]
+    tokens = sum(map(len, rows))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return JSONResponse({"object": "list", "data": data, "model": served.name, "usage": usage})
+
+
+def _spell_inputs(engine: Any, inputs: list[str | list[int]]) -> list[list[int]]:
+    """Return the ids of every text, with the marks that the family reads."""
+    return [
+        encode_text(engine.model, one, engine.tokenizer) if isinstance(one, str) else one
+        for one in inputs
+    ]
 
 
 def _spell(row: Tensor, form: str | None) -> Any:
@@ -82,22 +142,28 @@ def _spell(row: Tensor, form: str | None) -> Any:
 async def documents(body: DocumentsRequest, request: Request) -> Response:
     """Fill documents: what stands under ``<ans>`` is written."""
     serving = serving_of(request)
-    engine = serving.find(body.model, "documents").engine
-    check_at_most("documents", len(body.documents), serving.config.max_prompts, "documents")
-    check_at_most("examples", len(body.examples or ()), serving.config.max_prompts, "documents")
+    engine, config = serving.find(body.model, "documents").engine, serving.config
+    check_at_most("documents", len(body.documents), config.max_prompts, "documents")
+    check_at_most("examples", len(body.examples or ()), config.max_prompts, "documents")
     options = _read_options(body, serving)
-
-    def work() -> Any:
-        return engine.fill_documents(body.documents, **options)
-
-    with serving.admission.enter(key_of(request)):
-        filled = await _between_steps(serving, engine, work)
+    with serving.admission.enter(client_of(request), len(body.documents)):
+        submit = partial(
+            engine.submit_documents, body.documents, deadline_s=config.request_s, **options
+        )
+        try:
+            filled = await _have_done(serving, request, engine, submit)
+        except GoneError:
+            return Response(status_code=GONE)
     return JSONResponse({"object": "list", "data": filled, "model": serving.name})
 
 
 def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
     """Return what `fill_documents` is told, but what is left to it."""
-    options: dict[str, Any] = {"examples": body.examples or ()}
+    config, engine = serving.config, serving.engine
+    options: dict[str, Any] = {
+        "examples": body.examples or (),
+        "max_length": longest_prompt(engine, config),
+    }
     drawn = ("temperature", "top_p", "top_k", "seed")
     given = {name: getattr(body, name) for name in drawn if getattr(body, name) is not None}
     if given and given.get("temperature") != 0:
@@ -105,13 +171,12 @@ def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
     for name, value in (
         ("num_beams", body.num_beams),
         ("repetition_penalty", body.repetition_penalty),
-        ("max_new_tokens", body.max_tokens),
     ):
         if value is not None:
             options[name] = value
-    most = serving.config.max_new_tokens
-    if most is not None and options.get("max_new_tokens", 1) > most:
+    most = min(config.max_new_tokens or row_tokens(engine), row_tokens(engine))
+    if body.max_tokens is not None and body.max_tokens > most:
         raise RequestError(
             f"max_tokens={body.max_tokens}: at most {most} are written here", "max_tokens"
         )
-    return options
+    return options | {"max_new_tokens": body.max_tokens or min(_ANSWER_TOKENS, most)}

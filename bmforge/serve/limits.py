@@ -14,6 +14,7 @@ __all__ = ["Admission", "check_at_most"]
 _RETRY_S = 2.0
 _MINUTE_S = 60.0
 _ROUNDING = 1e-9
+_MOST_KNOWN = 4096
 
 
 class Admission:
@@ -41,11 +42,11 @@ class Admission:
         """Count a request of a key for as long as it runs.
 
         Args:
-            key: the name of a key, "" without one.
+            key: whose it is: the name of a key, or an address.
             count: requests that it is for the engine, such as prompts.
 
         Raises:
-            RequestError: 429 where the key has asked too much, 503 where all have.
+            RequestError: 429 where this client has asked too much, 503 where all have.
         """
         self._check(key, count)
         self.count += count
@@ -55,6 +56,8 @@ class Admission:
         finally:
             self.count -= count
             self._by_key[key] -= count
+            if not self._by_key[key]:
+                del self._by_key[key]
 
     @property
     def has_room(self) -> bool:
@@ -67,7 +70,7 @@ class Admission:
             raise overloaded("the server is stopping", config.grace_s)
         if self._by_key.get(key, 0) + count > config.max_requests_per_key:
             raise overloaded(
-                f"{config.max_requests_per_key} requests of this key are running or waiting",
+                f"{config.max_requests_per_key} requests of this client are running or waiting",
                 _RETRY_S,
                 429,
             )
@@ -82,11 +85,14 @@ class Admission:
         left = min(float(most), left + (now - since) * most / _MINUTE_S)
         if left < 1 - _ROUNDING:
             raise overloaded(
-                f"more than {most} requests of this key in a minute",
+                f"more than {most} requests of this client in a minute",
                 (1 - left) * _MINUTE_S / most,
                 429,
             )
         self._left[key] = left - 1, now
+        if len(self._left) > _MOST_KNOWN:  # addresses are many; who waited a minute is as new
+            since = now - _MINUTE_S
+            self._left = {one: kept for one, kept in self._left.items() if kept[1] > since}
 
 
 def check_at_most(name: str, count: int, most: int, what: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -131,9 +133,10 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self._all: set[LiveRequest] = set()
+        self._futures: set[Future[Any]] = set()
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._all) + len(self._futures)
 
     def add(self, live: LiveRequest) -> None:
         """Remember a request."""
@@ -147,8 +150,18 @@ class LiveRequests:
 
     def cancel_all(self) -> None:
         """Let every answer end with what is there."""
-        for live in self._all:
+        for live in (*self._all, *self._futures):
             live.cancel()
+
+    @contextmanager
+    def ending(self, future: Future[Any]) -> Iterator[None]:
+        """Remember what is done whole for as long as somebody waits for it."""
+        self._futures.add(future)
+        try:
+            yield
+        finally:
+            self._futures.discard(future)
+            future.cancel()
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T], stop: Callable[[], Any]) -> T:

@@ -21,16 +21,16 @@ from bmforge.serve.errors import RequestError, overloaded
 from bmforge.serve.events import chat_events, text_events
 from bmforge.serve.live import GoneError, LiveRequest, unless_gone
 from bmforge.serve.openai_types import ChatRequest, CompletionRequest
-from bmforge.serve.serving import Serving, key_of, serving_of
+from bmforge.serve.serving import Serving, client_of, key_of, serving_of
 from bmforge.serve.strict_json import parse_json
 from bmforge.serve.tools import find_tools
 from bmforge.serve.writing import check_limits, find_constraint, longest_answer, to_options
 
-__all__ = ["StrictRoute", "router"]
+__all__ = ["GONE", "StrictRoute", "check_engine", "router"]
 
 _LARGE = 1 << 16
 _COMPLETION_TOKENS = 16  # OpenAI's default, of completions alone
-_GONE = 499
+GONE = 499
 
 
 class StrictRequest(Request):
@@ -105,16 +105,16 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-async def check_engine(serving: Serving) -> None:
+async def check_engine(serving: Serving, engine: Any) -> None:
     """Tell an engine that refuses one request from one that takes none any more.
 
     Raises:
         RequestError: 503, it was closed or has failed.
     """
     try:
-        await run_in_threadpool(serving.engine.call, lambda: None)
+        await run_in_threadpool(engine.call, lambda: None)
     except BmforgeError as error:
-        serving.is_failed = True
+        serving.is_failed = serving.is_failed or engine is serving.engine
         raise RequestError(
             "the engine was closed, or has failed", status=503, code="engine_failed"
         ) from error
@@ -133,7 +133,7 @@ async def start(serving: Serving, requests: Sequence[EngineRequest]) -> LiveRequ
     except BmforgeError as error:
         for handle in handles:
             handle.cancel()
-        await check_engine(serving)
+        await check_engine(serving, serving.engine)
         raise RequestError(str(error), code="invalid_value") from error
     live = LiveRequest(handles, serving.config.max_unread_bytes)
     serving.live.add(live)
@@ -151,7 +151,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     tools = find_tools(body, serving.prompter.writes_calls)
     rule = tools.rule or find_constraint(body.response_format, body.structured_outputs)
     with ExitStack() as stack:
-        stack.enter_context(serving.admission.enter(key_of(request)))
+        stack.enter_context(serving.admission.enter(client_of(request)))
         if rule is not None:
             await serving.rules.check(rule)
         prompt = await run_in_threadpool(
@@ -168,7 +168,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
             return EventStream(events, stack.pop_all().close)
         answers = await whole_answers(serving, live, request)
         if answers is None:
-            return Response(status_code=_GONE)
+            return Response(status_code=GONE)
         choices = [chat_choice(a, tools, prompt.begins, bool(body.logprobs)) for a in answers[0]]
         head = Head("chat.completion", serving.name, "chatcmpl")
         return JSONResponse(head.as_json(choices, usage=usage_of(answers)))
@@ -184,7 +184,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     check_limits(body, config)
     rule = find_constraint(None, body.structured_outputs)
     with ExitStack() as stack:
-        stack.enter_context(serving.admission.enter(key_of(request), len(body.prompts)))
+        stack.enter_context(serving.admission.enter(client_of(request), len(body.prompts)))
         if rule is not None:
             await serving.rules.check(rule)
         asked = []
@@ -202,7 +202,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
             return EventStream(events, stack.pop_all().close)
         answers = await whole_answers(serving, live, request)
         if answers is None:
-            return Response(status_code=_GONE)
+            return Response(status_code=GONE)
         choices = [
             {
                 "index": number * body.count + answer.index,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import ipaddress
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from bmforge.serve.metrics import Metrics
 from bmforge.serve.rules import RuleChecker
 from bmforge.serve.settings import ServeConfig
 
-__all__ = ["Served", "Serving", "key_of", "serving_of"]
+__all__ = ["Served", "Serving", "client_of", "key_of", "serving_of"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ class Serving:
     embedder: Served | None = None
     live: LiveRequests = field(default_factory=LiveRequests)
     metrics: Metrics = field(default_factory=Metrics)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_failed: bool = False
     began: int = field(default_factory=lambda: int(time.time()))
 
@@ -131,6 +130,22 @@ def serving_of(request: HTTPRequest) -> Serving:
     """Return what a request is served by."""
     serving: Serving = request.app.state.serving
     return serving
+
+
+def client_of(request: HTTPRequest) -> str:
+    """Return by what a client's requests are counted: its key, or without keys its address.
+
+    Who has one address of IPv6 has 2^64 of them, so of these the network counts.
+    """
+    host = "" if request.client is None else request.client.host
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return key_of(request) or f"at {host}"
+    if address.version == 6:
+        mapped = address.ipv4_mapped
+        host = str(mapped or ipaddress.ip_network((address, 64), strict=False))
+    return key_of(request) or f"at {host}"
 
 
 def key_of(request: HTTPRequest) -> str:

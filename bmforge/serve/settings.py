@@ -54,8 +54,8 @@ class ServeConfig:
         template_s: time in which the chat template must write a conversation.
         max_connections: open at once.
         max_requests: running and waiting at once; more are told to come again.
-        max_requests_per_key: of these by one key.
-        max_rate_per_min: requests of one key in a minute.
+        max_requests_per_key: of these by one key; without keys by one address.
+        max_rate_per_min: requests of one key, or address, in a minute.
         max_unread_bytes: text that was written and not taken; a request is cancelled at more.
         log_requests: one line for every request: its path, status and time.
     """

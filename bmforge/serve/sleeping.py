@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,13 @@ class SleepingEngine:
         """As `Engine.call` does."""
         return self._use(lambda engine: engine.call(function))
 
-    def embed(self, inputs: Any, **options: Any) -> Any:
-        """As `Engine.embed` does."""
-        return self._use(lambda engine: engine.embed(inputs, **options))
+    def submit_embed(self, inputs: Any, **options: Any) -> Future[Any]:
+        """As `Engine.submit_embed` does."""
+        return self._use(lambda engine: engine.submit_embed(inputs, **options))
 
-    def fill_documents(self, documents: Any, **options: Any) -> Any:
-        """As `Engine.fill_documents` does."""
-        return self._use(lambda engine: engine.fill_documents(documents, **options))
+    def submit_documents(self, documents: Any, **options: Any) -> Future[Any]:
+        """As `Engine.submit_documents` does."""
+        return self._use(lambda engine: engine.submit_documents(documents, **options))
 
     def requests_status(self) -> RequestsStatus:
         """As `Engine.requests_status` does; it wakes nobody."""

@@ -20,12 +20,24 @@ from bmforge.serve.openai_types import (
 from bmforge.serve.settings import ServeConfig
 from bmforge.serve.sleeping import AnyEngine
 
-__all__ = ["check_limits", "find_constraint", "longest_answer", "row_tokens", "to_options"]
+__all__ = [
+    "check_limits",
+    "find_constraint",
+    "longest_answer",
+    "longest_prompt",
+    "row_tokens",
+    "to_options",
+]
 
 
-def row_tokens(engine: AnyEngine) -> int | None:
-    """Return the longest row, prompt and answer together; None where the model sets no limit."""
+def row_tokens(engine: AnyEngine) -> int:
+    """Return the longest row, prompt and answer together."""
     return engine.config.tokens_of(engine.model)
+
+
+def longest_prompt(engine: AnyEngine, config: ServeConfig) -> int:
+    """Return the longest row that is read and not gone on with."""
+    return min(config.max_prompt_tokens or row_tokens(engine), row_tokens(engine))
 
 
 def check_limits(body: Writing, config: ServeConfig) -> None:
@@ -68,22 +80,20 @@ def longest_answer(
     """
     apart = engine.model.traits.reads == "apart"  # what is read and what is written are two rows
     limit = row_tokens(engine)
-    most_prompt = config.max_prompt_tokens
-    if most_prompt is None and limit is not None:
-        most_prompt = limit if apart else limit - 1
-    if most_prompt is not None and prompt_tokens > most_prompt:
+    most_prompt = min(longest_prompt(engine, config), limit if apart else limit - 1)
+    if prompt_tokens > most_prompt:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens, and at most {most_prompt} are read here",
             code="context_length_exceeded",
         )
-    room = None if limit is None else limit if apart else limit - prompt_tokens
-    bounds = [bound for bound in (room, config.max_new_tokens) if bound is not None]
+    room = limit if apart else limit - prompt_tokens
+    most = min(room, config.max_new_tokens or room)
     if asked is None:
-        return min(bounds)
-    if bounds and asked > min(bounds):
+        return most
+    if asked > most:
         raise RequestError(
             f"{asked} new tokens were asked for; behind {prompt_tokens} tokens of prompt at most "
-            f"{min(bounds)} are written here",
+            f"{most} are written here",
             "max_tokens",
             code="context_length_exceeded",
         )
