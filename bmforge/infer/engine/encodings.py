@@ -20,7 +20,7 @@ from torch import Tensor
 from bmforge.infer.engine.encode import Pooling, check_pooling, pool, read_states
 from bmforge.infer.engine.packed_step import shares_passes
 from bmforge.infer.engine.tasks import Task
-from bmforge.infer.generate import evaluating
+from bmforge.surgery import evaluating
 
 __all__ = ["Encoding", "Encodings"]
 
