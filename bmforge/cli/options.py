@@ -108,6 +108,7 @@ class ServeCommand:
             positions for.
         max_running: answers that are written at once; more wait.
         speculate: guess tokens that repeat what was there before, and check several at once.
+        draft: a small model of the same vocabulary that guesses tokens, which are checked likewise.
         embedding_model: a second model, that embeds, within the same budget.
         unload_after_s: give the model's memory back after so many seconds without a request, and
             open it again for the next one.
@@ -120,6 +121,7 @@ class ServeCommand:
     context: int | None = None
     max_running: int = 16
     speculate: bool = False
+    draft: str | None = None
     embedding_model: str | None = None
     unload_after_s: float | None = None
     memory: Memory = field(default_factory=MemoryOptions)

@@ -81,7 +81,9 @@ def _open_engine(command: ServeCommand, directory: Path, budget: int | None) -> 
     config = EngineConfig(
         max_rows=1 if budget is None else command.max_running,
         max_tokens=command.context or command.memory.max_tokens,
-        requests=RequestsConfig(max_running=command.max_running, speculates=command.speculate),
+        requests=RequestsConfig(
+            max_running=command.max_running, speculates=command.speculate, draft=command.draft
+        ),
     )
     if not command.delta:
         return Engine(directory, device_budget_bytes=budget, quantize=quantize, config=config)

@@ -18,6 +18,7 @@ from bmforge.errors import ConfigError
 from bmforge.host_tuning import read_tuning, return_freed_memory
 from bmforge.infer.engine.blanks import fill_blanks
 from bmforge.infer.engine.budget import EngineConfig, MemoryPlan, plan_memory
+from bmforge.infer.engine.draft import check_draft, open_draft
 from bmforge.infer.engine.encode import Pooling, classify, embed, fill_mask, name_inputs, read_rows
 from bmforge.infer.engine.encodings import Encoding
 from bmforge.infer.engine.hold import Hold
@@ -105,6 +106,9 @@ class Engine:
         is_limited = device_budget_bytes is not None and is_host(self.device)
         if is_limited and "memory" in read_tuning():
             return_freed_memory()
+        self._draft, spelled, device_budget_bytes = open_draft(
+            self.config, device_budget_bytes, self.device
+        )
         plan = partial(
             plan_memory,
             device=self.device,
@@ -117,6 +121,9 @@ class Engine:
                 self._take(model, plan, quantize, dtype, options)
             else:
                 self._open(model, plan, quantize, dtype, options)
+            if self._draft is not None:
+                known = self.tokenizer.get_vocab() if spelled and self._directory else None
+                check_draft(self.model, self._draft, known, spelled)
         except BaseException:
             self._give_back()
             raise
@@ -261,6 +268,7 @@ class Engine:
                     self.config,
                     is_limited=self._guard is not None,
                     turn=self._hold.shared,
+                    draft=self._draft,
                 )
             return self._requests
 

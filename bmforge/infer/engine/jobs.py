@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bmforge.infer.engine.answers import Answer
 from bmforge.infer.engine.changes import Changes
+from bmforge.infer.engine.draft import Draft
 from bmforge.infer.engine.packed_step import PackedStep
 from bmforge.infer.engine.paged_cache import StepRow
 from bmforge.infer.engine.pages import Pages, pages_of
@@ -17,7 +18,8 @@ from bmforge.infer.engine.prompts import Ready
 from bmforge.infer.engine.request import FinishReason, Handle, RequestsConfig
 from bmforge.infer.engine.rows import Rows
 from bmforge.infer.engine.scheduler import Cut, Part, Scheduler, Sequence
-from bmforge.infer.engine.speculate import Lookup
+from bmforge.infer.engine.speculate import Ahead, Lookup
+from bmforge.memory.packed import packed_bytes
 
 __all__ = ["Job", "PackedJobs"]
 
@@ -29,6 +31,11 @@ PAGE_DTYPES = {
     "fp16": torch.float16,
     "int8": torch.int8,
 }
+
+
+def _weigh(model: Any) -> int:
+    """Return the bytes that a step of a model reads, about."""
+    return sum(packed_bytes(tensor) for tensor in model.parameters())
 
 
 class Job:
@@ -104,14 +111,19 @@ class PackedJobs:
         model: what answers.
         config: how many at once.
         total_tokens: keys and values there is room for.
+        draft: a small model that guesses; None has none.
 
     Attributes:
         jobs: those that are not done.
         pages: of keys and values.
     """
 
-    def __init__(self, model: Any, config: RequestsConfig, total_tokens: int) -> None:
-        self._model, self._config = model, config
+    def __init__(
+        self, model: Any, config: RequestsConfig, total_tokens: int, draft: Any = None
+    ) -> None:
+        self._model, self._config, self._small = model, config, draft
+        self._draft: Draft | None = None
+        self._cost = 0.0 if draft is None else _weigh(draft) / _weigh(model)
         self.pages = Pages(pages_of(total_tokens))
         self.jobs: list[Job] = []
         self._step: PackedStep | None = None
@@ -139,7 +151,9 @@ class PackedJobs:
         ready = job.ready
         keys = PrefixKeys(repr(self._model.config), ready.request.salt)
         longest = len(ready.ids) + ready.config.max_new_tokens
-        lookup = Lookup() if self._config.speculates else None
+        lookup: Lookup | Ahead | None = Lookup() if self._config.speculates else None
+        if self._small is not None:
+            lookup = Ahead(self._cost, lookup)
         sequence = Sequence((job.number, 0), list(ready.ids), keys, longest, lookup)
         job.sequences[sequence] = ready.answers[0]
         self._scheduler.add(sequence)
@@ -156,7 +170,7 @@ class PackedJobs:
     def release(self) -> None:
         """Give back the memory of pages, and with it every prefix, where no job needs it."""
         if not self.jobs:
-            self._step = None
+            self._step = self._draft = None
             self.pages.forget()
 
     def notice_changes(self) -> None:
@@ -173,15 +187,20 @@ class PackedJobs:
         if self._step is None:
             dtype = PAGE_DTYPES[self._config.page_dtype]
             self._step = PackedStep(self._model, self.pages.count, dtype)
+            if self._small is not None:
+                self._draft = Draft(self._small, self.pages.count)
         cut = self._step.cut()
         shares = cut.shares and self._config.keeps_prefixes
         self._scheduler.cut = Cut(cut.unit, shares)
         parts = self._scheduler.plan()
         for source, target in self._scheduler.copies:
             self._step.cache.copy_page(source, target)
+            if self._draft is not None:
+                self._draft.copy_page(source, target)
         owners = {sequence: job for job in self.jobs for sequence in job.sequences}
         jobs = [owners[part.sequence] for part in parts]
         try:
+            parts = parts if self._draft is None else self._draft.fill(parts)
             found = self._compute(self._step, parts)
         except Exception as error:
             for job in dict.fromkeys(jobs):

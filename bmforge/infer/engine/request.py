@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.constraint import Constraint
@@ -131,6 +131,8 @@ class RequestsConfig:
         keeps_prefixes: what was computed for a prompt stays while there is room, for prompts that
             begin alike.
         speculates: guess tokens that repeat what was there before, and check several at once.
+        draft: a small model of the same vocabulary that guesses tokens, which are checked likewise:
+            a directory, hub id or short name, or the model. It stays in memory, within the budget.
         page_dtype: of keys and values; int8 keeps a scale for every token and head. None takes the
             model's.
     """
@@ -141,6 +143,7 @@ class RequestsConfig:
     total_tokens: int | None = None
     keeps_prefixes: bool = True
     speculates: bool = False
+    draft: Any = None
     page_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None
 
     def __post_init__(self) -> None:

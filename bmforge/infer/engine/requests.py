@@ -35,6 +35,7 @@ def open_requests(
     *,
     is_limited: bool,
     turn: Callable[[], AbstractContextManager[Any]],
+    draft: Any = None,
 ) -> Requests:
     """Return what runs requests for a model.
 
@@ -44,6 +45,7 @@ def open_requests(
         config: what the engine is planned for.
         is_limited: it has a budget.
         turn: has the model for itself.
+        draft: a small model that guesses; None has none.
     """
     try:
         tokenizer = None if open_tokenizer is None else open_tokenizer()
@@ -55,7 +57,8 @@ def open_requests(
     requests = config.requests
     most = config.max_rows if is_limited else requests.max_running
     encodings = Encodings(model, most, max(requests.step_tokens, config.tokens_of(model)))
-    return Requests(model, reader, tokenizer, requests, total, turn, encodings)
+    packed = PackedJobs(model, requests, total, draft)
+    return Requests(model, reader, tokenizer, requests, packed, turn, encodings)
 
 
 class Requests:
@@ -66,7 +69,7 @@ class Requests:
         reader: makes requests ready.
         tokenizer: the model's; None where there is none.
         config: how many at once.
-        total_tokens: keys and values there is room for.
+        packed: runs those that share steps.
         turn: has the model for itself; entered while there is work.
         encodings: runs what is embedded.
     """
@@ -77,7 +80,7 @@ class Requests:
         reader: Reader,
         tokenizer: Any,
         config: RequestsConfig,
-        total_tokens: int,
+        packed: PackedJobs,
         turn: Callable[[], AbstractContextManager[Any]],
         encodings: Encodings,
     ) -> None:
@@ -86,7 +89,7 @@ class Requests:
         self._changed = threading.Condition()
         self._inbox: deque[Job] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._packed = PackedJobs(model, config, total_tokens)
+        self._packed = packed
         self._rows: list[Job] = []
         self._encodings, self._works = encodings, deque[Work]()
         self._releases = reader.is_limited  # what is embedded has the room of keys and values

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.pages import PAGE_TOKENS, Pages, pages_of
 from bmforge.infer.engine.prefix import PrefixKeys, find_prefix, register_prefix
-from bmforge.infer.engine.speculate import Lookup
+from bmforge.infer.engine.speculate import Ahead, Lookup
 
 __all__ = ["Cut", "Part", "Scheduler", "Sequence"]
 
@@ -72,7 +72,7 @@ class Sequence:
     tokens: list[int]
     keys: PrefixKeys
     longest: int
-    lookup: Lookup | None = None
+    lookup: Lookup | Ahead | None = None
     prompt_length: int = 0
     stored: int = 0
     cached: int | None = None
@@ -160,7 +160,7 @@ class Scheduler:
     def fork(self, sequence: Sequence, order: tuple[int, int]) -> Sequence:
         """Return a sequence that goes on as another does, sharing its pages while it can run."""
         twin = Sequence(order, list(sequence.tokens), sequence.keys.copy(), sequence.longest)
-        twin.lookup = None if sequence.lookup is None else Lookup()
+        twin.lookup = None if sequence.lookup is None else sequence.lookup.fresh()
         twin.prompt_length, twin.cached = sequence.prompt_length, sequence.cached
         if sequence not in self.running or len(self.running) >= self.max_running:
             insort(self.waiting, twin)
