@@ -150,8 +150,10 @@ class LiveRequests:
 
     def cancel_all(self) -> None:
         """Let every answer end with what is there."""
-        for live in (*self._all, *self._futures):
+        for live in self._all:
             live.cancel()
+        for future in self._futures:
+            future.cancel()
 
     @contextmanager
     def ending(self, future: Future[Any]) -> Iterator[None]:

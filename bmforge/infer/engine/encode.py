@@ -32,7 +32,7 @@ Pooling: TypeAlias = Literal["mean", "first"]
 
 # A text as it is, with its tokenizer; or what the model reads: ids of a row, (B, T) ids or
 # (B, C, H, W) pixels.
-Inputs: TypeAlias = Sequence[tuple[str, Any] | Sequence[int]] | Tensor
+Inputs: TypeAlias = Sequence[tuple[str, Any] | list[int]] | Tensor
 
 
 class Filled(NamedTuple):
@@ -198,9 +198,7 @@ def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
         rows = [{name: row[None]} for row in inputs]
     else:
         device = next(model.parameters()).device
-        spelled = [
-            encode_text(model, *one) if isinstance(one, tuple) else list(one) for one in inputs
-        ]
+        spelled = [one if isinstance(one, list) else encode_text(model, *one) for one in inputs]
         rows = [{"input_ids": torch.tensor([ids], device=device)} for ids in spelled]
     for row in rows:
         if "input_ids" in row:
@@ -248,4 +246,4 @@ def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.de
     given = [inputs] if isinstance(inputs, str) else list(inputs)
     if not given or not all(one.strip() if isinstance(one, str) else len(one) for one in given):
         raise ConfigError("give at least one text, and no empty ones.")
-    return [(one, open_tokenizer()) if isinstance(one, str) else one for one in given]
+    return [(one, open_tokenizer()) if isinstance(one, str) else list(one) for one in given]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_requests import ALL, PROMPTS, greedy, make, opened, say
 
-from bmforge.infer import Engine, EngineConfig, Request
+from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request
 from bmforge.infer.engine.changes import Changes
 from bmforge.models import load_weights_
 from bmforge.models.pack import quantize_
@@ -168,3 +168,15 @@ def test_a_model_that_answers_is_no_other_one(kind: str, tmp_path: Path) -> None
         changes = Changes(engine.model)
         ask(engine)
         assert not changes.since_last()
+
+
+def test_beams_beside_leave_prefixes() -> None:
+    """Rows of their own watch the model's calls by a hook, which changes nothing of its answers."""
+    with opened(make("llama")) as engine:
+        ask(engine)
+        beams = Request(PROMPTS[4], GenerationConfig(max_new_tokens=20, num_beams=2))
+        running = engine.submit(beams)
+        engine.call(lambda: None)  # between two of its steps
+        found = ask(engine)
+        running.wait(60)
+    assert found[0].cached_tokens == CACHED
