@@ -44,9 +44,12 @@ def test_texts_that_are_too_long(start: Any) -> None:
     with start() as server:  # what the engine was planned for
         found = ask(server, "embeddings", input="1" * 1025)
         assert found.json()["error"]["code"] == "context_length_exceeded"
-        found = ask(server, "embeddings", input=[1 << 40])
+        found = ask(server, "embeddings", input=[1 << 20])
         assert found.status_code == 400
         assert "vocab_size" in found.json()["error"]["message"]
+        for id in (1 << 31, 10**19 - 1):  # more than fits a tensor
+            assert ask(server, "embeddings", input=[id]).status_code == 400
+            assert ask(server, "completions", prompt=[id]).status_code == 400
 
 
 def test_every_text_counts(start: Any) -> None:
