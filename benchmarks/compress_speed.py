@@ -1,8 +1,10 @@
 """What quantising and pruning cost and save: int8 products, decoding, calibration, training steps.
 
-    python benchmarks/compress_speed.py [--part linear decode train gptq] [--threads 1] [--rounds 9]
+    python benchmarks/compress_speed.py [--part linear decode ...] [--threads 1] [--rounds 9]
 
-All contenders of a row run once in every round, in turns; ratios are medians over the rounds.
+All contenders of a row run once in every round, in turns, each round beginning with another one;
+ratios are medians over the rounds. With one thread it is the CPU's time that counts, not the
+clock's. `memory` starts a process of its own, whose peak no other part has raised.
 `--small` tries the script with sizes that say nothing.
 """
 
@@ -10,23 +12,35 @@ from __future__ import annotations
 
 import argparse
 import copy
+import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from harness import header, table
 
-from bmforge.compress.prune import PruneConfig, Zeros
-from bmforge.compress.quantize import FakeQuantize, QuantizeConfig, quantize
+from bmforge.compress import (
+    CompressConfig,
+    DistillConfig,
+    PruneConfig,
+    QuantizeConfig,
+    StructureConfig,
+    compress,
+    quantize,
+    shrink_,
+)
 from bmforge.compress.quantize.int8_product import int8_linear
 from bmforge.host_memory import peak_resident_bytes, resident_bytes
 from bmforge.infer.decoder import Decoder
 from bmforge.models import Llama, LlamaConfig
 from bmforge.nn.packing import PRESETS
 from bmforge.nn.products import multiply_packed, pack_weights
+from bmforge.train import causal_lm
 
 SHAPES = ((512, 2048), (1024, 4096), (2048, 8192))
 TOKENS = (1, 64, 512)
@@ -47,7 +61,8 @@ def in_turns(contenders: dict[str, Run], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of every round of every contender; the first round is not counted."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
-        for name, run in contenders.items():
+        first = number % len(contenders)
+        for name, run in (*list(contenders.items())[first:], *list(contenders.items())[:first]):
             start = time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
             run()
             end = time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
@@ -87,31 +102,36 @@ def linear(rounds: int, small: bool) -> None:
     print(table(["layer", "tokens", *PRESETS], rows))
 
 
+def write(model: Any, tokens: int) -> Run:
+    """Return what writes so many tokens after 64."""
+
+    def run() -> None:
+        decoder = Decoder(model, None, 64 + tokens)
+        scores = decoder.run(torch.arange(64)[None])
+        for _ in range(tokens):
+            scores = decoder.run(scores.argmax(-1, keepdim=True))
+
+    return run
+
+
+def read(model: Any) -> Run:
+    """Return what reads a prompt of 512 tokens."""
+    prompt = torch.arange(512)[None] % 100
+    return lambda: model(input_ids=prompt, logits_to_keep=1)
+
+
 def decode(rounds: int, small: bool) -> None:
     """A model's decoding and prompt, quantised and not."""
     plain = Llama.from_config(LlamaConfig(**(SMALL if small else MODEL))).eval()
     models: dict[str, Any] = {"fp32": plain}
     for scheme in PRESETS:
         models[scheme] = quantize(copy.deepcopy(plain), scheme)
-    prompt, tokens = torch.arange(64)[None], 4 if small else 32
-
-    def write(model: Any) -> Run:
-        def run() -> None:
-            decoder = Decoder(model, None, 64 + tokens)
-            scores = decoder.run(prompt)
-            for _ in range(tokens):
-                scores = decoder.run(scores.argmax(-1, keepdim=True))
-
-        return run
-
+    tokens = 4 if small else 32
     rows = []
     with torch.inference_mode():
         both = {
-            f"{tokens} tokens": {name: write(model) for name, model in models.items()},
-            "512 at once": {
-                name: lambda m=model: m(input_ids=torch.arange(512)[None] % 100, logits_to_keep=1)
-                for name, model in models.items()
-            },
+            f"{tokens} tokens": {name: write(model, tokens) for name, model in models.items()},
+            "512 at once": {name: read(model) for name, model in models.items()},
         }
         for what, contenders in both.items():
             times = in_turns(contenders, rounds)
@@ -120,40 +140,67 @@ def decode(rounds: int, small: bool) -> None:
     print(table(["what", *PRESETS], rows))
 
 
+def structure(rounds: int, small: bool) -> None:
+    """Half of the blocks' parameters taken away: size, decoding and prompt."""
+    sizes = {**(SMALL if small else MODEL), "vocab_size": 100 if small else 4000}
+    plain = Llama.from_config(LlamaConfig(**sizes)).eval()
+    narrow, shallow = copy.deepcopy(plain), copy.deepcopy(plain)
+    shrink_(narrow, StructureConfig(target="parameters", keep_ratio=0.5, multiple_of=16))
+    shrink_(shallow, StructureConfig(num_layers=sizes["num_layers"] // 2))
+    models = {"whole": plain, "narrower": narrow, "half of the blocks": shallow}
+    counts = {name: sum(p.numel() for p in m.layers.parameters()) for name, m in models.items()}
+    tokens = 4 if small else 32
+    with torch.inference_mode():
+        written = in_turns({name: write(m, tokens) for name, m in models.items()}, rounds)
+        whole = in_turns({name: read(m) for name, m in models.items()}, rounds)
+    rows = [
+        [name, f"{100 * counts[name] / counts['whole']:.2f} %"]
+        + [f"{ratio(times[name], times['whole']):.2f}x" for times in (written, whole)]
+        for name in models
+    ]
+    print("\nStructure, times as fast as the whole model\n")
+    print(table(["model", "blocks' parameters", f"{tokens} tokens", "512 at once"], rows))
+
+
 def train(rounds: int, small: bool) -> None:
-    """A training step of 8 rows of 256 tokens, with each method against none."""
-    sizes = dict(SMALL if small else MODEL)
-    sizes["num_layers"] = 2 if small else 4
-    plain = Llama.from_config(LlamaConfig(**sizes))
-    ids = torch.randint(0, 100, (1 if small else 8, 256))
-    methods: dict[str, Any] = {
-        "zeros": Zeros(PruneConfig(pattern="2:4")),
-        "fake int8": FakeQuantize(QuantizeConfig(scheme="int8", training="fake")),
-        "fake int4": FakeQuantize(QuantizeConfig(scheme="int4", training="fake")),
-        "int8": FakeQuantize(QuantizeConfig(scheme="int8-dynamic", training="int8")),
-        "int8, both": FakeQuantize(QuantizeConfig(scheme="int8-dynamic", training="int8-both")),
+    """A training step of 4 rows of 256 tokens, with each method against none."""
+    sizes = {**SMALL} if small else {**MODEL, "num_layers": 2, "vocab_size": 2000}
+    plain = Llama.from_config(LlamaConfig(**sizes)).train()
+    ids = torch.randint(0, 100, (1 if small else 4, 256))
+    batch = {"input_ids": ids, "labels": ids}
+    gates = StructureConfig(target="parameters", gates=("heads", "features", "attn", "mlp"))
+    jobs = {
+        "none": None,
+        "zeros": CompressConfig(prune=PruneConfig(pattern="2:4")),
+        "fake int8": CompressConfig(quantize=QuantizeConfig(scheme="int8", training="fake")),
+        "fake int4": CompressConfig(quantize=QuantizeConfig(scheme="int4", training="fake")),
+        "int8": CompressConfig(quantize=QuantizeConfig(scheme="int8-dynamic", training="int8")),
+        "int8, both": CompressConfig(
+            quantize=QuantizeConfig(scheme="int8-dynamic", training="int8-both")
+        ),
+        "gates": CompressConfig(structure=gates),
+        "a teacher's logits": CompressConfig(distill=DistillConfig()),
     }
 
-    def step(model: Any, method: Any) -> Run:
+    def step(config: CompressConfig | None) -> Run:
+        model, objective, job = copy.deepcopy(plain), causal_lm, None
+        if config is not None:
+            teacher = copy.deepcopy(plain) if config.distill else None
+            job = compress(model, config, teacher=teacher)
+            objective = job.objective(causal_lm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        count = iter(range(1, 10_000))
 
         def run() -> None:
-            model(input_ids=ids, labels=ids).loss.backward()
+            objective(model, batch, ids[:, 1:].numel()).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if method is not None:
-                method.after_step_(model, next(count))
+            if job is not None:
+                job.after_step_()
 
         return run
 
-    contenders = {"none": step(copy.deepcopy(plain), None)}
-    for name, method in methods.items():
-        model = copy.deepcopy(plain)
-        method.attach_(model)
-        contenders[name] = step(model, method)
-    times = in_turns(contenders, rounds)
-    rows = [[name, f"{1 / ratio(times[name], times['none']):.3f}"] for name in methods]
+    times = in_turns({name: step(config) for name, config in jobs.items()}, rounds)
+    rows = [[name, f"{1 / ratio(times[name], times['none']):.3f}"] for name in jobs]
     print("\nA training step, of the plain one's time\n")
     print(table(["method", "ratio"], rows))
 
@@ -172,6 +219,44 @@ def gptq(rounds: int, small: bool) -> None:
     print("\nGPTQ to int4\n")
     rows = [[f"{seconds:.1f}", f"{more / 1e6:.0f}", f"{size / 1e6:.0f}"]]
     print(table(["seconds", "MB more at most", "MB of a block in fp32"], rows))
+
+
+def memory(rounds: int, small: bool) -> None:
+    """What GPTQ takes above a model of tens of blocks, in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(_gptq_peak, (small,))
+    block, states = found["block"], found["states"]
+    rows = [
+        [f"{value / 1e6:.1f}" for value in (found["model"], block, states, found["peak"])]
+        + [f"{(found['peak'] - states) / block:.2f}"]
+    ]
+    heads = ["model, MB", "a block", "states of texts", "peak above", "without states, in blocks"]
+    print("\nMemory of GPTQ to int4\n")
+    print(table(heads, rows))
+
+
+def _gptq_peak(small: bool) -> dict[str, int]:
+    """Return bytes: of the model, a block, the texts' hidden states, and the peak above."""
+    torch.set_num_threads(1)
+    half = {"hidden_size": 512, "intermediate_size": 1408, "num_heads": 8, "num_kv_heads": 2}
+    sizes = {**(SMALL if small else MODEL | half), "vocab_size": 100}
+    sizes["num_layers"] = 4 if small else 20
+    model = Llama.from_config(LlamaConfig(**sizes)).eval()
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 100, (1, 256), generator=generator) for _ in range(6)]
+    # What the first calls bring, libraries and kernels, no other does.
+    model(input_ids=batches[0])
+    quantize(Llama.from_config(LlamaConfig(**SMALL)), "int4", method="gptq", batches=batches[:2])
+    block = sum(p.numel() * p.element_size() for p in model.layers["0"].parameters())
+    states = sum(ids.numel() for ids in batches) * model.config.hidden_size * 4
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident_bytes()
+    # The model becomes smaller as it goes: the peak is that of the first blocks.
+    first = () if small else tuple(f"layers.{number}" for number in range(3))
+    quantize(model, "int4", method="gptq", batches=batches, where=first)
+    peak = peak_resident_bytes() - before
+    return {"model": whole, "block": block, "states": states, "peak": peak}
 
 
 def products(rounds: int, small: bool) -> None:
@@ -193,9 +278,11 @@ def products(rounds: int, small: bool) -> None:
 PARTS = {
     "linear": linear,
     "decode": decode,
+    "structure": structure,
     "train": train,
     "products": products,
     "gptq": gptq,
+    "memory": memory,
 }
 
 
@@ -209,7 +296,13 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    print(header("python benchmarks/compress_speed.py", given.threads, ("torch",)))
+    print(
+        header(
+            "python benchmarks/compress_speed.py " + " ".join(sys.argv[1:]),
+            given.threads,
+            ("torch",),
+        )
+    )
     for part in given.part:
         PARTS[part](given.rounds, given.small)
 
