@@ -1,10 +1,12 @@
 """Decoding and prefill of one request against llama.cpp and CTranslate2, on the same weights.
 
     python benchmarks/decode.py prepare FOLDER
+    python benchmarks/decode.py ctranslate2 FOLDER --peer PYTHON
     python benchmarks/decode.py run FOLDER --peer PYTHON [--only q8_0] [--threads 1 2] [--rounds 5]
 
 `prepare` writes a model of TinyLlama's shape and a GPT-2 small, drawn at random, as GGUF files that
-both sides open. PYTHON is an interpreter with llama-cpp-python and ctranslate2. Every round times
+both sides open; `ctranslate2` one of them in that peer's form, in int8, which `run --prefill` then
+times beside Q8_0. PYTHON is an interpreter with llama-cpp-python and ctranslate2. Every round times
 one side and then the other; ratios are medians over rounds of theirs / ours in seconds.
 """
 
@@ -12,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +54,7 @@ CASES = {
     "f16": "llama-f16.gguf",
     "gpt2": "gpt2-q8_0.gguf",
 }
+CTRANSLATE2 = "llama-ctranslate2"
 PROMPT, LONGEST = 32, 128
 # By the clock, and of all cores that a process had.
 Seconds = tuple[float, float]
@@ -89,6 +94,24 @@ def pack(folder: Path) -> None:
     quantize_(model, "int4", where=rules)
     quantize_(model, "int8", where=["lm_head"])  # as in the file
     model.save_pretrained(folder / "llama-q4_0")
+
+
+def write_ctranslate2(folder: Path, python: str) -> None:
+    """Let the peer convert the model; its tokens are numbers in angle brackets."""
+    from tokenizers import Tokenizer, models
+
+    size = SHAPE["vocab_size"]
+    with tempfile.TemporaryDirectory(dir=folder) as plain:
+        model = AutoModel.from_pretrained(folder / CASES["f16"], dtype=torch.float16)
+        model.save_pretrained(plain)
+        words = models.WordLevel({f"<{n}>": n for n in range(size)}, unk_token="<0>")
+        Tokenizer(words).save(str(Path(plain) / "tokenizer.json"))
+        names = {"unk_token": "<0>", "bos_token": "<1>", "eos_token": "<2>"}
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (Path(plain) / "tokenizer_config.json").write_text(json.dumps(names | kind))
+        peer = Path(__file__).with_name("decode_peer.py")
+        command = [python, str(peer), "convert", plain, str(folder / CTRANSLATE2)]
+        subprocess.run(command, check=True)
 
 
 class Ours:
@@ -243,6 +266,17 @@ def run_case(name: str, options: argparse.Namespace) -> None:
                 lambda peer=peer: peer.ask("prefill", 512),
             )
         peer.close()
+        if options.prefill and name == "q8_0" and (options.folder / CTRANSLATE2).exists():
+            other = Peer(
+                options.peer, "ctranslate2", str(options.folder / CTRANSLATE2), str(threads)
+            )
+            row(
+                f"{name}, 512 at once, CTranslate2",
+                512,
+                lambda: ours.prefill(512),
+                lambda other=other: other.ask("prefill", 512),
+            )
+            other.close()
         if options.products:
             products = ours.prepare_products()
             _, _, wall, cores = compare(
@@ -261,7 +295,7 @@ def table_row(cells: list[Any]) -> str:
 def main() -> None:
     """Read the arguments and run."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["prepare", "pack", "run"])
+    parser.add_argument("what", choices=["prepare", "pack", "ctranslate2", "run"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--peer", default=sys.executable)
     parser.add_argument("--only", nargs="+", default=list(CASES))
@@ -272,6 +306,9 @@ def main() -> None:
     parser.add_argument("--prefill", action="store_true")
     parser.add_argument("--products", action="store_true")
     options = parser.parse_args()
+    if options.what == "ctranslate2":
+        write_ctranslate2(options.folder, options.peer)
+        return
     if options.what != "run":
         {"prepare": prepare, "pack": pack}[options.what](options.folder)
         return

@@ -2,6 +2,7 @@
 
     python benchmarks/decode_peer.py llama MODEL.gguf THREADS FLASH
     python benchmarks/decode_peer.py ctranslate2 MODEL_DIRECTORY THREADS
+    python benchmarks/decode_peer.py convert HUGGING_FACE_DIRECTORY MODEL_DIRECTORY
 
 Lines in: ``decode PROMPT TOKENS`` (after those of the last time, or a prompt) or
 ``prefill TOKENS``; out: seconds of the tokens alone, by the clock and of all cores.
@@ -92,8 +93,21 @@ def open_ctranslate2(path: str, threads: int) -> Ask:
     return ask
 
 
+def convert(source: str, target: str) -> None:
+    """Write a model in CTranslate2's form, its weights in int8."""
+    import ctranslate2
+
+    converter = ctranslate2.converters.TransformersConverter(
+        source, load_as_float16=True, low_cpu_mem_usage=True
+    )
+    converter.convert(target, quantization="int8", force=True)
+
+
 def main() -> None:
     """Answer until the input ends."""
+    if sys.argv[1] == "convert":
+        convert(*sys.argv[2:])
+        return
     kind, path, threads, *rest = sys.argv[1:]
     ask = (
         open_llama(path, int(threads), *rest)

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -197,7 +198,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=("q4_0", "q8_0", "f16"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(header())
+    print(header(" ".join(["python", *sys.argv]), arguments.threads, ("torch",)))
     rows = []
     for name in arguments.only:
         path = arguments.folder / CASES[name]

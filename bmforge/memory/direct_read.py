@@ -13,13 +13,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["READ_THREADS", "DirectReads"]
+__all__ = ["BUFFER_BYTES", "READ_THREADS", "DirectReads"]
 
 # A disk with a queue is at its best with several requests at a time.
 READ_THREADS = 4
 # Of a disk's sectors and of memory's pages; direct reads begin and end at multiples of it.
 _ALIGN_BYTES = 4096
-_BUFFER_BYTES = 1 << 20
+# Of each thread that reads.
+BUFFER_BYTES = 1 << 20
 
 fcntl: Any
 try:
@@ -31,7 +32,7 @@ except ImportError:  # Windows has none
 class DirectReads:
     """Opens files and reads parts of them, from any number of threads at a time.
 
-    Memory: `_BUFFER_BYTES` for each thread that reads at the same time, kept for the next.
+    Memory: `BUFFER_BYTES` for each thread that reads at the same time, kept for the next.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class DirectReads:
         Raises:
             OSError: the file ends before that, or cannot be read.
         """
-        buffer = self._free.pop() if self._free else mmap.mmap(-1, _BUFFER_BYTES)
+        buffer = self._free.pop() if self._free else mmap.mmap(-1, BUFFER_BYTES)
         try:
             self._read(descriptor, target, offset, memoryview(buffer))
         finally:

@@ -36,6 +36,7 @@ from bmforge.models import (
     T5Config,
 )
 from bmforge.models.changes import Change
+from bmforge.models.quantize import quantize_
 from bmforge.testing.memory_group import limit_memory
 
 __all__ = ["ALLOWANCE", "CASES", "MODELS", "Case", "run_limited"]
@@ -71,12 +72,21 @@ def _make_gpt2() -> Any:
     return GPT2.from_config(GPT2Config(**sizes, num_layers=12, max_seq_len=1024))
 
 
+def _make_small() -> Any:
+    """The quickstart's model."""
+    sizes: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 192, "num_layers": 4}
+    return GPT2.from_config(GPT2Config(**sizes, num_heads=6, max_seq_len=128))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": _make_llama,
+    "llama int4": lambda: quantize_(_make_llama(), "int4"),
     "unlike": _make_unlike,
     "mixtral": _make_mixtral,
     "gpt2": _make_gpt2,
     "t5": lambda: T5.from_config(T5Config(**_SIZES, num_layers=6, num_heads=8)),
+    "small": _make_small,
+    "small int4": lambda: quantize_(_make_small(), "int4"),
     "bert": lambda: Bert.from_config(BertConfig(**_SIZES, num_layers=12, num_heads=8)),
 }
 
@@ -110,6 +120,11 @@ CASES = (
     Case("gpt2", 0.3, 1024, "float32"),
     Case("t5", 0.0, 512, "float32"),
     Case("t5", 0.5, 512, "float32"),
+    Case("small", 0.0, 128, "float32"),
+    Case("small", 1.0, 128, "float32"),
+    Case("small int4", 0.0, 128, "float32"),
+    Case("small int4", 0.5, 128, "float32"),
+    Case("llama int4", 0.0, 256, "float32"),
     Case("bert", 0.3, 512, "float32"),
 )
 

@@ -16,8 +16,8 @@ from bmforge.device import device_size_bytes, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.host_memory import available_host_bytes, host_memory_bytes
 from bmforge.infer.engine.request import RequestsConfig
+from bmforge.infer.engine.runtime import runtime_bytes
 from bmforge.infer.engine.workspace import Workspace, find_workspace
-from bmforge.memory.direct_read import READ_THREADS
 from bmforge.memory.experts_away import LEAST_EXPERTS, expert_bytes, find_experts
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.resident import NUM_SLOTS, choose_resident, smallest_room
@@ -27,12 +27,6 @@ from bmforge.surgery import persistent_tensors, shared_tensors
 
 __all__ = ["EngineConfig", "MemoryPlan", "check_budgets", "plan_memory", "plan_weights", "stays"]
 
-MIB = 1 << 20
-# What a process takes besides tensors, measured with docs/results/2026-11-22-engine-memory.md: the
-# description of the model, buffers of the libraries that multiply matrices, and of reading.
-_RUNTIME_BYTES = 44 * MIB + READ_THREADS * 2 * MIB
-# The library that multiplies matrices of half precision keeps code for every shape it has seen.
-_HALF_BYTES = 96 * MIB
 # The allocator keeps some of what is freed.
 _SLACK = 1.15
 _LONGEST = 1024
@@ -190,11 +184,7 @@ def plan_memory(
     tokens = config.tokens_of(model)
     work = find_workspace(model, config.max_rows, tokens)
     work = Workspace(work.cache_bytes, int(_SLACK * work.step_bytes))
-    is_half = any(
-        t.is_floating_point() and t.element_size() == 2
-        for t in (*model.parameters(), *model.buffers())
-    )
-    runtime = _RUNTIME_BYTES + is_half * is_host(device) * _HALF_BYTES
+    runtime = runtime_bytes(model, work.cache_bytes + work.step_bytes, device)
     if config.stream_experts:
         found = _plan_experts(model, blocks, budget, work, runtime)
     else:
