@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from bmforge.cli.prompt_options import PromptCommand
+from bmforge.recipes.inputs.prompt_parts import open_template, open_words
 from bmforge.recipes.inputs.task_data import TaskDataConfig, read_examples
-from bmforge.recipes.prompt import PromptTuneConfig, open_template, open_words
+from bmforge.recipes.prompt import PromptTuneConfig
 from bmforge.recipes.start import find_start
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tune.prompt import Template
@@ -38,7 +39,7 @@ def run_prompt(command: PromptCommand) -> None:
     head = "masked_lm" if "masked_lm" in start.config.heads else start.config.head
     model = start.family.from_config(start.config.replace(head=head), device="meta")
     template = Template(text, tokenizer, model, front=command.soft_front, behind=command.behind)
-    words = open_words(config, task, examples[0], tokenizer)
+    words = open_words(config, task, examples[0], tokenizer, template.num_masks)
     console = Console(highlight=False)
     console.print(Text.assemble(("template  ", "dim"), text))
     console.print(Text.assemble(("asked as  ", "dim"), template.asking.kind, ": ",

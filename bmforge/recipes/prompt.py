@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,41 +27,38 @@ from bmforge.models.changes import Change
 from bmforge.parallel import World, run_on_first
 from bmforge.recipes.inputs.examples import open_examples
 from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.inputs.prompt_parts import (
+    describe_template,
+    find_words,
+    open_template,
+    open_words,
+)
 from bmforge.recipes.inputs.task_data import TaskDataConfig, read_examples
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.run_dir import add_results
-from bmforge.recipes.start import check_length, family_of, settle_model, traits_of, with_changes
-from bmforge.tokenizers import Tokenizer
+from bmforge.recipes.start import check_length, settle_model, traits_of
 from bmforge.train import EvalResult, OptimConfig, TrainConfig
 from bmforge.tune.prompt import (
-    GenerationVerbalizer,
-    ManualVerbalizer,
     PromptGenerator,
     PromptRows,
     TargetRows,
-    Template,
     draw_few,
     draw_rows_,
     parse_template,
     prompt_objective,
-    read_template,
     target_objective,
 )
 from bmforge.tune.prompt.classifier import score_batch
-from bmforge.tune.prompt.files import read_verbalizer, write_prompt
-from bmforge.tune.prompt.published import find_published
+from bmforge.tune.prompt.files import write_prompt
 from bmforge.tune.prompt.soft import number_rows
 
 __all__ = [
     "PromptDataConfig",
     "PromptGenerateConfig",
     "PromptTuneConfig",
-    "open_template",
-    "open_words",
     "train_classes",
     "train_texts",
 ]
-
 
 @dataclass(kw_only=True)
 class PromptDataConfig(TaskDataConfig):
@@ -93,6 +90,8 @@ class PromptGenerateConfig(RunConfig):
     Args:
         data: the task.
         template: file with one template a line; None takes the task's own.
+        template_class: a class of one's own in the place of `Template`: module:Class, or
+            file.py:Class; what it names is run.
         choice: which line, and which verbalizer of its file.
         soft_front: trained rows in front of everything.
         cut: "tail", "head" or "balanced": what is cut of too long an example.
@@ -106,6 +105,7 @@ class PromptGenerateConfig(RunConfig):
         )
     )
     template: Path | None = None
+    template_class: str = ""
     choice: int = 0
     soft_front: int = 0
     cut: str = "tail"
@@ -118,6 +118,8 @@ class PromptTuneConfig(PromptGenerateConfig):
 
     Args:
         verbalizer: file with the classes' words; None takes the task's own.
+        verbalizer_class: a class of one's own in the place of `ManualVerbalizer`, named as
+            `template_class` is; `join` is passed on where it is not "first".
         join: how a word of several tokens scores: first, max, mean or joint.
         behind: what becomes of text behind a causal model's mask: refuse, leave out or score.
         calibrate: divide by how likely the words are on so many examples, whose labels are not
@@ -126,6 +128,7 @@ class PromptTuneConfig(PromptGenerateConfig):
     """
 
     verbalizer: Path | None = None
+    verbalizer_class: str = ""
     join: str = "first"
     behind: str = "refuse"
     calibrate: int = 0
@@ -217,43 +220,6 @@ def _look(config: Any) -> tuple[Task, TaskExample]:
     return task, train[0]
 
 
-def open_template(config: Any, task: Task, example: TaskExample) -> str:
-    """Return the text of a run's template."""
-    if config.template is not None:
-        return read_template(config.template, config.choice)
-    if task.asks_for_text:
-        names = ", ".join(f'{name}: {{"placeholder":"{name}"}}' for name in example.fields)
-        return f'{names} answer: {{"mask"}}'
-    templates = find_published(task, example).templates
-    if not 0 <= config.choice < len(templates):
-        raise ConfigError(
-            f"choice={config.choice}, but {task.name} has {len(templates)} templates of its own."
-        )
-    return templates[config.choice]
-
-
-def open_words(config: Any, task: Task, example: TaskExample, tokenizer: Tokenizer) -> Any:
-    """Return a run's verbalizer."""
-    if config.verbalizer is not None:
-        rows = read_verbalizer(config.verbalizer, config.choice, task.label_names)
-    else:
-        rows = [list(row) for row in find_published(task, example).words]
-    if example.choices:
-        return GenerationVerbalizer(rows, tokenizer, rule=True, per_token=True)
-    names = task.label_names or tuple(map(str, range(len(rows))))
-    if len(names) != len(rows):
-        raise ConfigError(f"{len(rows)} classes have words, and {task.name} has {len(names)}.")
-    return ManualVerbalizer(dict(zip(names, rows, strict=True)), tokenizer, join=config.join)
-
-
-def _describe(config: Any, tokenizer: Tokenizer, text: str) -> Template:
-    """Return the template on a model that is only described, soft rows and all."""
-    sizes = with_changes(config)
-    model = family_of(sizes).from_config(sizes, device="meta")
-    behind = getattr(config, "behind", "refuse")
-    return Template(text, tokenizer, model, front=config.soft_front, behind=behind)
-
-
 def _read(config: Any) -> tuple[Task, list[TaskExample], list[TaskExample]]:
     """Return a task, the few examples that are learned from, and those held out."""
     check_length(config)
@@ -271,8 +237,8 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
     task, train, dev = _read(config)
     tokenizer = open_tokenizer(config)
     text = open_template(config, task, train[0])
-    template = _describe(config, tokenizer, text)
-    words = open_words(config, task, train[0], tokenizer).to(rows.device)
+    template = describe_template(config, tokenizer, text)
+    words = open_words(config, task, train[0], tokenizer, template.num_masks).to(rows.device)
     size, told = config.data.micro_batch_size, (config.data.seq_len, config.cut)
 
     def source(examples: Sequence[TaskExample]) -> PromptRows:
@@ -303,7 +269,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
         ]
         return {m: {"model": v} for m, v in score_task(task.name, given, dev).items()}
 
-    _write(config, text, words)
+    _write(config, text, find_words(config, task, train[0]))
     return open_examples(
         source(train),
         source(dev) if dev else None,
@@ -329,7 +295,7 @@ def _open_texts(config: Any, rows: World) -> TrainingData:
     task, train, dev = _read(config)
     tokenizer = open_tokenizer(config)
     text = open_template(config, task, train[0])
-    template = _describe(config, tokenizer, text)
+    template = describe_template(config, tokenizer, text)
 
     def source(examples: Sequence[TaskExample]) -> TargetRows:
         targets = [_target(task, example) for example in examples]
@@ -348,7 +314,7 @@ def _open_texts(config: Any, rows: World) -> TrainingData:
         named = written if task.asks_for_text else [_number(task, one) for one in written]
         return {m: {"model": v} for m, v in score_task(task.name, named, dev).items()}
 
-    _write(config, text, None)
+    _write(config, text, {})
     return open_examples(
         source(train),
         source(dev) if dev else None,
@@ -376,17 +342,21 @@ def _number(task: Task, written: str) -> int:
     return names.index(written.lower()) if written.lower() in names else -1
 
 
-def _write(config: Any, text: str, words: Any) -> None:
+def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
     """Write template and words beside the export."""
     said = f"`{config.init_from}`" if config.init_from else "a model that was drawn"
     task = config.data.task or "a task of one's own"
+    kinds = [
+        f"It is read by `{place}`.\n"
+        for name in ("template_class", "verbalizer_class")
+        if (place := getattr(config, name, ""))
+    ]
     card = (
         f"# A prompt for {task}\n\n{type(config.model).__name__.removesuffix('Config')}, from "
         f"{said}; {config.data.shots or 'all'} examples of a label, seed {config.data.seed}.\n\n"
         f"    {text}\n\nRead it with `bmforge.tune.prompt.read_template` and `read_verbalizer`, "
-        "or give the files to `bmforge train prompt-classify`.\n"
+        f"or give the files to `bmforge train prompt-classify`.\n{''.join(kinds)}"
     )
-    rows = [] if words is None else words.words
-    names = [] if words is None else words.classes
     folder = config.run_dir / "prompt"
-    run_on_first(lambda: write_prompt(folder, text, rows, names, card))
+    rows = list(words.values())
+    run_on_first(lambda: write_prompt(folder, text, rows, list(words), card))

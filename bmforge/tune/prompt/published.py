@@ -1,24 +1,30 @@
 """Templates and label words of tasks: those that were published with OpenPrompt, and plain ones.
 
-A task without an entry is put into words as `data.tasks.wording` has it, with the mask at the end,
-so that every kind of model can be asked.
+They lie in `published.json`: task -> templates, and for every class in the task's order its words;
+of a template with several masks a word for each. What repeats a text, or stands behind the mask
+where it need not, is written more simply there, and a word that classes share stays with one. A
+task without words of its own is put into words as `data.tasks.wording` has it, with the mask at the
+end, so that every kind of model can be asked; that template is then its last.
 
-Source: scripts/TextClassification of thunlp/OpenPrompt.
+Source: scripts/ of thunlp/OpenPrompt (Apache-2.0): FewGLUE, LMBFF, RelationClassification,
+SuperGLUE, TextClassification, Typing.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
 from bmforge.data.tasks import Task, TaskExample
 from bmforge.data.tasks.wording import word_task
-from bmforge.errors import ConfigError
 
-__all__ = ["PUBLISHED", "Published", "find_published"]
+__all__ = ["Published", "find_published", "read_published"]
 
-_A, _B, _MASK = '{"placeholder":"text_a"}', '{"placeholder":"text_b"}', '{"mask"}'
+_MASK = '{"mask"}'
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -28,25 +34,21 @@ class Published:
 
     Args:
         templates: texts in the template language.
-        words: for every class in the task's order its words; () where examples bring choices.
+        words: for every class in the task's order its words; () of a task that asks for a text.
     """
 
     templates: tuple[str, ...]
     words: tuple[tuple[str, ...], ...] = ()
 
 
-PUBLISHED: Mapping[str, Published] = {
-    "ag_news": Published(
-        (
-            f"{_A} {_B} This topic is about {_MASK}",
-            f"A {_MASK} news : {_A} {_B}",
-            f"[ Topic : {_MASK} ] {_A} {_B}",
-            f"[ Category : {_MASK} ] {_A} {_B}",
-        ),
-        (("politics", "world"), ("sports",), ("business",), ("technology", "science")),
-    ),
-    "eprstmt": Published((f"{_A} 总的来说，这很{_MASK}", f"{_MASK}评：{_A}"), (("差",), ("好",))),
-}
+@cache
+def read_published() -> Mapping[str, Published]:
+    """Return task -> what was published of it."""
+    found = json.loads((files(__package__) / "published.json").read_text("utf-8"))
+    return {
+        name: Published(tuple(row["templates"]), tuple(map(tuple, row.get("words", ()))))
+        for name, row in found.items()
+    }
 
 
 def find_published(task: Task, example: TaskExample) -> Published:
@@ -55,22 +57,20 @@ def find_published(task: Task, example: TaskExample) -> Published:
     Args:
         task: any.
         example: one of its.
-
-    Raises:
-        ConfigError: its examples bring choices of different numbers, which no class's word tells.
     """
-    if task.name in PUBLISHED:
-        return PUBLISHED[task.name]
+    own = read_published().get(task.name, Published(()))
+    if own.words:
+        return own
+    if task.asks_for_text:
+        names = ", ".join(f'{name}: {{"placeholder":"{name}"}}' for name in example.fields)
+        return Published((*own.templates, f"{names} answer: {_MASK}"))
     wording = word_task(task, example)
     text = _FIELD.sub(lambda m: f'{{"placeholder":"{m[1]}"}}', wording.prompt) + f" {_MASK}"
+    templates = (*own.templates, text)
     if example.choices:
         rules = [f'{{"meta":"choice{n}"}}' for n in range(1, len(example.choices) + 1)]
-        return Published((text,), _rows(rules))
-    if not wording.words:
-        raise ConfigError(
-            f"{task.name} asks for a text: train on it with prompt-generate, not prompt-classify."
-        )
-    return Published((text,), _rows(wording.words))
+        return Published(templates, _rows(rules))
+    return Published(templates, _rows(wording.words))
 
 
 def _rows(words: Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -9,7 +9,6 @@ Zhao et al., "Calibrate before use" (2021); Hu et al., "Knowledgeable prompt-tun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -253,7 +252,7 @@ class PTRVerbalizer(nn.Module):
     """Classes told by a word at each of several masks.
 
     Args:
-        words: for every class one word for every mask.
+        words: for every class, in order or by its name, one word for every mask.
         tokenizer: that of the model.
         per_mask: add the mean of the masks' own log-probabilities, with labels and without.
 
@@ -268,18 +267,21 @@ class PTRVerbalizer(nn.Module):
 
     def __init__(
         self,
-        words: Sequence[Sequence[str]],
+        words: Words,
         tokenizer: Tokenizer,
         per_mask: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
-        if len({len(row) for row in words}) != 1:
+        self.classes, self.words = read_words(words)
+        if len({len(row) for row in self.words}) != 1:
             raise ConfigError("every class needs one word for each mask, all the same number.")
         if options.get("join") == "joint":
             raise ConfigError("join='joint' needs the masks for itself: give first, max or mean.")
-        self.num_masks, self.num_classes, self.per_mask = len(words[0]), len(words), per_mask
-        columns = list(zip(*words, strict=True))
+        self.num_classes, self.per_mask = len(self.words), per_mask
+        self.num_masks = len(self.words[0])
+        self.tokens = [[spell_word(word, tokenizer) for word in row] for row in self.words]
+        columns = list(zip(*self.words, strict=True))
         unique = [list(dict.fromkeys(column)) for column in columns]
         self.masks = nn.ModuleList(
             OneToOneVerbalizer(column, tokenizer, normalize=False, **options) for column in unique

@@ -1,0 +1,166 @@
+"""The template and the verbalizer of a run: a task's own, of files, or of a user's classes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from bmforge.data.tasks import Task, TaskExample
+from bmforge.errors import ConfigError, suggest
+from bmforge.recipes.start import family_of, with_changes
+from bmforge.tokenizers import Tokenizer
+from bmforge.tune.prompt import (
+    GenerationVerbalizer,
+    ManualVerbalizer,
+    PTRVerbalizer,
+    Template,
+    read_template,
+)
+from bmforge.tune.prompt.files import read_verbalizer
+from bmforge.tune.prompt.published import find_published
+
+__all__ = ["describe_template", "find_class", "find_words", "open_template", "open_words"]
+
+
+def open_template(config: Any, task: Task, example: TaskExample) -> str:
+    """Return the text of a run's template."""
+    if config.template is not None:
+        return read_template(config.template, config.choice)
+    templates = find_published(task, example).templates
+    if not 0 <= config.choice < len(templates):
+        raise ConfigError(
+            f"choice={config.choice}, but {task.name} has {len(templates)} templates of its own."
+        )
+    return templates[config.choice]
+
+
+def find_words(config: Any, task: Task, example: TaskExample) -> dict[str, list[str]]:
+    """Return class -> words of a run: those of its file, or the task's own."""
+    if config.verbalizer is not None:
+        rows = read_verbalizer(config.verbalizer, config.choice, task.label_names)
+    else:
+        rows = [list(row) for row in find_published(task, example).words]
+        if not rows:
+            raise ConfigError(
+                f"{task.name} asks for a text: train on it with prompt-generate, not "
+                "prompt-classify."
+            )
+    names = task.label_names or tuple(map(str, range(len(rows))))
+    if len(names) != len(rows):
+        raise ConfigError(f"{len(rows)} classes have words, and {task.name} has {len(names)}.")
+    return dict(zip(names, rows, strict=True))
+
+
+def open_words(
+    config: Any, task: Task, example: TaskExample, tokenizer: Tokenizer, num_masks: int = 1
+) -> Any:
+    """Return a run's verbalizer; of a template with several masks one that reads them all."""
+    words = find_words(config, task, example)
+    if example.choices:
+        if config.verbalizer_class:
+            raise ConfigError(
+                f"verbalizer_class={config.verbalizer_class!r} has no effect on {task.name}, whose "
+                "examples bring their choices."
+            )
+        return GenerationVerbalizer(words, tokenizer, rule=True, per_token=True)
+    if config.verbalizer_class:
+        return _open_own_words(config, words, tokenizer)
+    if num_masks > 1:
+        return PTRVerbalizer(words, tokenizer, join=config.join)
+    return ManualVerbalizer(words, tokenizer, join=config.join)
+
+
+def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokenizer) -> Any:
+    """Return a verbalizer of a user's class."""
+    kind = find_class(config.verbalizer_class, "verbalizer_class", nn.Module)
+    options = {} if config.join == "first" else {"join": config.join}
+    found = kind(words, tokenizer, **options)
+    lacking = [
+        n for n in ("takes", "num_masks", "num_classes", "normalize") if not hasattr(found, n)
+    ]
+    if lacking:
+        raise ConfigError(
+            f"{config.verbalizer_class!r} has no {', '.join(lacking)}, which a verbalizer says of "
+            "itself: see bmforge.testing.verbalizer_suite."
+        )
+    trained = [name for name, _ in found.named_parameters()]
+    if trained and not config.zero_shot:
+        raise ConfigError(
+            f"{config.verbalizer_class!r} has weights of its own ({', '.join(trained)}), and a run "
+            "trains the model's: give --zero-shot, or train it with PromptClassifier."
+        )
+    return found.requires_grad_(False)
+
+
+def describe_template(config: Any, tokenizer: Tokenizer, text: str) -> Template:
+    """Return the template on a model that is only described, soft rows and all."""
+    sizes = with_changes(config)
+    model = family_of(sizes).from_config(sizes, device="meta")
+    behind = getattr(config, "behind", "refuse")
+    kind: Any = Template
+    if config.template_class:
+        kind = find_class(config.template_class, "template_class", Template)
+    found: Template = kind(text, tokenizer, model, front=config.soft_front, behind=behind)
+    return found
+
+
+def find_class(place: str, option: str, base: type) -> Any:
+    """Return a class of a user's own; the file or module that has it is run.
+
+    Args:
+        place: "package.module:Class", or "folder/file.py:Class".
+        option: who asks, for messages.
+        base: what it must inherit.
+
+    Raises:
+        ConfigError: there is no such module, file or class, or it is of another kind.
+    """
+    source, _, name = place.rpartition(":")
+    if not source or not name.isidentifier():
+        raise ConfigError(
+            f"{option}={place!r} must be package.module:Class or path/to/file.py:Class."
+        )
+    module = _run_file(Path(source), option) if source.endswith(".py") else _import(source, option)
+    found = getattr(module, name, None)
+    if found is None:
+        known = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise ConfigError(f"{option}={place!r}: {source} has no {name!r}.{suggest(name, known)}")
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ConfigError(f"{option}={place!r} must be a class that inherits {base.__name__}.")
+    return found
+
+
+def _import(source: str, option: str) -> ModuleType:
+    try:
+        return importlib.import_module(source)
+    except ImportError as error:
+        raise ConfigError(
+            f"{option}: {source!r} cannot be imported ({error}). Name an installed module, or a "
+            "file: path/to/file.py:Class."
+        ) from error
+
+
+def _run_file(file: Path, option: str) -> ModuleType:
+    """Run a file as a module of its own name; once, so that its classes stay the same."""
+    if not file.is_file():
+        raise ConfigError(f"{option}: there is no file {str(file)!r}.")
+    name = f"_bmforge_own_{file.resolve().as_posix()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
