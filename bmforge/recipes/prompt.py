@@ -60,6 +60,10 @@ __all__ = [
     "train_texts",
 ]
 
+# What the soft rows of a template are called in a model.
+_ROWS = "embed.prompt.weight"
+
+
 @dataclass(kw_only=True)
 class PromptDataConfig(TaskDataConfig):
     """What is learned from; the fields not named here are `TaskDataConfig`'s.
@@ -198,21 +202,30 @@ def _summarise(places: Sequence[Path]) -> Results:
 
 
 def _with_rows(config: Any) -> Any:
-    """Let the model have the soft rows that the template needs."""
+    """Let the model have the soft rows that the template needs; beside a delta they are trained."""
     if any(change.kind == "prompt" for change in (*config.changes, *config.model.changes)):
-        return config  # a run that goes on
+        return _train_rows(config)  # a run that goes on
     text = open_template(config, *_look(config))
     rows, _ = number_rows(parse_template(text), open_tokenizer(settle_model(config)))
     count = config.soft_front + len(rows)
     if not count:
         return config
-    if config.delta.kind is not None:
-        raise ConfigError(
-            f"the template has {count} soft rows, and delta.kind={config.delta.kind!r} trains what "
-            "stands beside the model: take a template without soft rows, or no delta."
-        )
     change = Change("prompt", ("embed",), {"length": count})
-    return dataclasses.replace(config, changes=(*config.changes, change))
+    return _train_rows(dataclasses.replace(config, changes=(*config.changes, change)))
+
+
+def _train_rows(config: Any) -> Any:
+    """Let a run's delta train and save the soft rows too."""
+    told = config.delta
+    if told.kind is None or _ROWS in told.train_also:
+        return config
+    if told.kind == "soft-prompt":
+        raise ConfigError(
+            "the template has soft rows, and delta.kind='soft-prompt' would put others in their "
+            "place: take soft_front for rows in front, or another delta."
+        )
+    delta = dataclasses.replace(told, train_also=(*told.train_also, _ROWS))
+    return dataclasses.replace(config, delta=delta)
 
 
 def _look(config: Any) -> tuple[Task, TaskExample]:
@@ -357,6 +370,11 @@ def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
         f"    {text}\n\nRead it with `bmforge.tune.prompt.read_template` and `read_verbalizer`, "
         f"or give the files to `bmforge train prompt-classify`.\n{''.join(kinds)}"
     )
+    if _ROWS in config.delta.train_also and not config.delta.merge:
+        card += (
+            "\nThe delta in `export` holds the template's soft rows: open the base, make the "
+            "template on it, then `load_delta(model, 'export')`.\n"
+        )
     folder = config.run_dir / "prompt"
     rows = list(words.values())
     run_on_first(lambda: write_prompt(folder, text, rows, list(words), card))

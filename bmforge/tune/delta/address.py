@@ -203,13 +203,20 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
     deltas = {
         id(parameter)
         for module in model.modules()
-        if hasattr(module, "is_delta")
+        if getattr(module, "is_delta", False)
         for parameter in module.parameters()
     }
     named = {n: p for n, p in model.named_parameters() if id(p) not in deltas}
     found: dict[str, nn.Parameter] = {}
     for target in targets:
         mine = {n: p for n, p in named.items() if _hits(n, target)}
+        if not mine:  # parts that stand in the model for good, such as a template's rows
+            parts = {n for n, m in model.named_modules() if hasattr(m, "is_delta")}
+            mine = {
+                n: p
+                for n, p in named.items()
+                if (owner := n.rpartition(".")[0]) in parts and _hits(owner, target)
+            }
         if not mine:
             owners = tuple(f"{name}." for name in find_places(model, [target]))
             mine = {n: p for n, p in named.items() if n.startswith(owners)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ _METHODS = ("LORA", "IA3", "PREFIX_TUNING", "PROMPT_TUNING")
 
 def can_write(delta: Delta) -> bool:
     """Tell whether PEFT has this delta's method, for all that this one does."""
-    if delta.peft_type not in _METHODS:
+    if delta.peft_type not in _METHODS or any(map(_is_of_a_part(delta), delta.wholes())):
         return False
     if delta.peft_type in ("PREFIX_TUNING", "PROMPT_TUNING"):
         traits = getattr(delta.model, "traits", None)
@@ -32,6 +32,12 @@ def can_write(delta: Delta) -> bool:
     if not _keep_their_form(model, delta.wholes()):
         return False
     return all(held.owner in theirs and not hasattr(held.part, "keys") for held in delta.held)
+
+
+def _is_of_a_part(delta: Delta) -> Callable[[str], bool]:
+    """Return what tells of a parameter that a part of ours has it, which PEFT does not know."""
+    model = whole_model(delta.model)
+    return lambda name: hasattr(model.get_submodule(name.rpartition(".")[0]), "is_delta")
 
 
 def _keep_their_form(model: nn.Module, wholes: Iterable[str]) -> bool:
