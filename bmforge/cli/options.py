@@ -202,10 +202,11 @@ class QuantizeCommand:
 
 @dataclass(kw_only=True)
 class MigrateCommand:
-    """Turn a start script of CPM-Pretrain into the config of a run.
+    """Turn a start script of CPM-Pretrain, or a config of OpenPrompt, into the config of a run.
 
     Args:
-        script: run_gpt2.sh or run_t5.sh, or a whole command line in quotes; nothing in it is run.
+        script: run_gpt2.sh or run_t5.sh, or a whole command line in quotes, of which nothing is
+            run; or a .yaml of OpenPrompt.
         out: TOML file to write; by default the script's name with .toml, in this directory.
     """
 

@@ -92,6 +92,7 @@ class Migrated:
         unplaced: what was set and has no place, with why.
         dropped: what was set and needs no place, with why.
         command: what starts the run, with `{config}` for the file.
+        files: further ones that the config names, which lie beside it: name -> contents.
     """
 
     task: str
@@ -99,6 +100,7 @@ class Migrated:
     unplaced: list[tuple[str, str]] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     command: str = ""
+    files: dict[str, str] = field(default_factory=dict)
 
     def toml(self) -> str:
         """Return the config, with what could not be placed as comments in front."""

@@ -1,0 +1,356 @@
+"""OpenPrompt's yaml configs as a run of `bmforge train`, in TOML.
+
+Start reading at `read_config`. What a key becomes is in `config_keys.PLAIN`, or computed by one of
+the methods of `_Reader`; what has no place is listed with its reason, never dropped without a word.
+
+Source: openprompt/default_config.py of thunlp/OpenPrompt, 1.0.1, for keys and defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bmforge.compat.cpm_pretrain.migrate import Migrated
+from bmforge.compat.openprompt.config_keys import (
+    DATASETS,
+    MISSING,
+    NEEDLESS,
+    PLAIN,
+    TEMPLATES,
+    VERBALIZERS,
+)
+from bmforge.config import config_from_dict
+from bmforge.data.tasks import TASKS, read_task
+from bmforge.errors import BmforgeError, ConfigError, MissingDependencyError, suggest
+from bmforge.recipes.registry import TASKS as RUNS
+
+__all__ = ["read_config"]
+
+
+def read_config(path: str | Path, beside: Path | None = None) -> Migrated:
+    """Return the run that a config describes; nothing is written.
+
+    Args:
+        path: of the yaml file; its own relative paths stay as they are.
+        beside: where `files` will lie, which templates and words written in the config become.
+
+    Raises:
+        ConfigError: it is no such config.
+        MissingDependencyError: PyYAML is not installed.
+    """
+    file = Path(path)
+    values = _load(file)
+    task = str(values.get("task") or "classification")
+    name = {"generation": "prompt-generate"}.get(task, "prompt-classify")
+    out = Migrated(name)
+    reader = _Reader(dict(_flatten(values)), out, beside or Path())
+    reader.fill()
+    out.command = f"bmforge train {name} --config {{config}}"
+    _check(out)
+    return out
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise MissingDependencyError("PyYAML", "tasks", "OpenPrompt's configs") from error
+    try:
+        values = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{str(file)!r} cannot be read as a config ({error}).") from error
+    if not isinstance(values, dict) or not {"plm", "dataset", "template"} & set(values):
+        raise ConfigError(
+            f"{str(file)!r} is no config of OpenPrompt: plm, dataset and template are not in it."
+        )
+    return values
+
+
+def _flatten(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of every leaf."""
+    for key, value in values.items():
+        name = f"{before}{key}"
+        if isinstance(value, dict) and not name.endswith("label_words"):
+            yield from _flatten(value, f"{name}.")
+        elif not name.endswith("parent_config"):
+            yield name, value
+
+
+def _check(out: Migrated) -> None:
+    """Let the recipe read the config, but for its model."""
+    told = {key: value for key, value in out.values.items() if key != "model"}
+    config_from_dict(RUNS[out.task].forms[0].config, told)
+
+
+class _Reader:
+    """Takes the keys of a config one after the other.
+
+    Args:
+        given: dotted key -> value.
+        out: what is filled.
+        beside: where written files will lie.
+    """
+
+    def __init__(self, given: dict[str, Any], out: Migrated, beside: Path) -> None:
+        self.given, self.out, self.beside = given, out, beside
+        chosen = (given.get(name) for name in ("template", "verbalizer", "calibrate"))
+        self.chosen = {str(name) for name in chosen}
+
+    def take(self, key: str, usual: Any = None) -> Any:
+        """Return a value that is dealt with now."""
+        value = self.given.pop(key, None)
+        return usual if value is None else value
+
+    def put(self, place: str, value: Any) -> None:
+        """Set a field of ours."""
+        *groups, name = place.split(".")
+        table = self.out.values
+        for group in groups:
+            table = table.setdefault(group, {})
+        table[name] = value
+
+    def miss(self, key: str, why: str) -> None:
+        """Say that something has no place."""
+        self.out.unplaced.append((key, why))
+
+    def fill(self) -> None:
+        """Place all keys."""
+        self.put("train.optim.betas", [0.9, 0.999])
+        self.put("train.optim.weight_decay", 0.01)
+        self.put("train.schedule.kind", "linear")
+        self.put("data.seq_len", 256)
+        for key, (place, kind) in PLAIN.items():
+            value = self.take(key)
+            if value is not None:
+                self.put(place, [value] if place == "data.paths" else _read(key, value, kind))
+        self.place_task()
+        self.place_template()
+        self.place_words()
+        self.place_setting()
+        self.place_loop()
+        self.place_rest()
+
+    def place_task(self) -> None:
+        """Place the data's name and what is done with it."""
+        if self.take("task") == "relation_classification":
+            self.take("classification.loss_function")
+        if (loss := self.take("classification.loss_function")) not in (
+            None, "cross_entropy", "nll_loss",
+        ):  # fmt: skip
+            self.miss("classification.loss_function", f"{loss!r}: cross-entropy is minimised")
+        name = str(self.take("dataset.name", ""))
+        short = name.lower().removeprefix("super_glue.").removeprefix("superglue.")
+        if short in DATASETS:
+            self.put("data.task", DATASETS[short])
+            if "dev" not in TASKS[DATASETS[short]].files:
+                self.put("data.dev_split", "test")
+        else:
+            self.miss(
+                "dataset.name", f"{name!r} is no task here{suggest(name, TASKS)}: give data.labels"
+            )
+        if (sep := self.take("dataset.label_path_sep")) not in (None, "-"):
+            self.miss("dataset.label_path_sep", f"{sep!r}: types are parted by '-'")
+
+    def place_template(self) -> None:
+        """Place the template and how it is trained."""
+        kind = str(self.take("template", "manual_template")).removesuffix("_template")
+        block = f"{kind}_template"
+        if kind not in TEMPLATES:
+            self.miss("template", f"{block!r} is unknown.{suggest(kind, TEMPLATES)}")
+        if (text := self.take(f"{block}.text")) is not None:
+            self.out.files["template.txt"] = f"{text}\n"
+            self.put("template", str(self.beside / "template.txt"))
+        if (file := self.take(f"{block}.file_path")) is not None:
+            self.put("template", str(file))
+        self.put("choice", int(self.take(f"{block}.choice", 0)))
+        if kind == "soft":
+            self.put("soft_front", int(self.take(f"{block}.num_tokens", 20)))
+        if kind == "prefix_tuning":
+            self.put("delta.kind", "prefix")
+            self.put("delta.length", int(self.take(f"{block}.num_token", 5)))
+            self.put("delta.inner", int(self.take(f"{block}.mid_dim", 512)))
+            if float(self.take(f"{block}.prefix_dropout", 0)):
+                self.miss(f"{block}.prefix_dropout", "a prefix has no dropout")
+        if kind == "ptuning":
+            encoder = self.take(f"{block}.prompt_encoder_type", "lstm")
+            self.miss(f"{block}.prompt_encoder_type", f"{encoder}: a run trains the rows alone")
+        self.place_rates(kind, block)
+
+    def place_rates(self, kind: str, block: str) -> None:
+        """Place what the model and the template learn with."""
+        frozen = bool(self.take("plm.optimize.freeze_para", False))
+        lr = float(self.take("plm.optimize.lr", 5e-4))
+        warmup = int(self.take("plm.optimize.scheduler.num_warmup_steps", 500))
+        own = self.take(f"{block}.optimize.lr")
+        decay = self.take(f"{block}.optimize.weight_decay")
+        own_warmup = self.take(f"{block}.optimize.scheduler.num_warmup_steps")
+        for name in ("name", "eps", "adam_epsilon", "betas", "no_decay"):
+            if self.take(f"{block}.optimize.{name}") not in (None, "AdamW"):
+                self.miss(f"{block}.optimize.{name}", "what is trained shares train.optim")
+        if frozen and kind != "prefix_tuning":
+            self.put("freeze_base", True)
+        if frozen or kind == "prefix_tuning":
+            lr, warmup = float(own or lr), int(warmup if own_warmup is None else own_warmup)
+            if decay is not None:
+                self.put("train.optim.weight_decay", float(decay))
+        elif own is not None or decay is not None:
+            if kind in ("soft", "ptuning"):
+                group = {"glob": "embed.prompt.weight", "lr": float(own or lr)}
+                decays = {} if decay is None else {"weight_decay": float(decay)}
+                self.put("train.optim.groups", [group | decays])
+            else:
+                self.miss(f"{block}.optimize", "soft rows of this template have the model's rate")
+        self.put("train.optim.lr", lr)
+        self.put("train.schedule.warmup_steps", warmup)
+
+    def place_words(self) -> None:
+        """Place the verbalizer."""
+        name = self.take("verbalizer")
+        if name is None:
+            return
+        kind, block = str(name).removesuffix("_verbalizer"), str(name)
+        if kind not in VERBALIZERS:
+            self.miss(
+                "verbalizer",
+                f"{name!r}: a run trains no verbalizer; its words are taken by hand, the class is "
+                "in bmforge.tune.prompt",
+            )
+        if (words := self.take(f"{block}.label_words")) is not None:
+            if not _are_texts(words):
+                raise ConfigError(
+                    f"{block}.label_words={words!r:.80} has what is no text: YAML reads No and yes "
+                    "as truth values. Put words in quotes."
+                )
+            self.out.files["verbalizer.json"] = json.dumps(words, ensure_ascii=False) + "\n"
+            self.put("verbalizer", str(self.beside / "verbalizer.json"))
+        if (file := self.take(f"{block}.file_path")) is not None:
+            self.put("verbalizer", str(file))
+        choice, line = int(self.take(f"{block}.choice", 0)), self.out.values["choice"]
+        if file is not None and choice != line:
+            self.miss(f"{block}.choice", f"{choice}: a run has one, and the template's is {line}")
+        self.put("join", str(self.take(f"{block}.multi_token_handler", "first")))
+        if self.take(f"{block}.prefix", " ") != " ":
+            self.miss(f"{block}.prefix", "write a word without a blank as <!>word")
+        self.take(f"{block}.num_classes")  # as many as have words
+        if self.out.task == "prompt-generate":
+            self.miss("verbalizer", "texts are written, no classes told")
+            for field in ("verbalizer", "join"):
+                self.out.values.pop(field, None)
+
+    def place_setting(self) -> None:
+        """Place how many examples are learned from, and calibration."""
+        setting = str(self.take("learning_setting", "full")).replace("-", "_")
+        self.take("few_shot.few_shot_sampling")
+        shots = self.take("sampling_from_train.num_examples_per_label", 10)
+        seeds = self.take("sampling_from_train.seed", [123])
+        seeds = list(seeds) if isinstance(seeds, list) else [seeds]
+        total = self.take("sampling_from_train.num_examples_total")
+        if setting == "few_shot":
+            self.put("data.shots", int(shots))
+            if self.out.task == "prompt-generate":
+                self.miss("sampling_from_train", f"data.shots={shots} is of all examples here")
+            self.put("data.seed", int(seeds[0]))
+            self.put("data.seeds", len(seeds))
+            if seeds != list(range(seeds[0], seeds[0] + len(seeds))):
+                first, last = seeds[0], seeds[0] + len(seeds) - 1
+                self.miss("sampling_from_train.seed", f"{seeds}: runs have {first} to {last}")
+            if total is not None:
+                self.miss("sampling_from_train.num_examples_total", "data.shots is of every label")
+        elif setting == "zero_shot" and self.out.task == "prompt-classify":
+            self.put("zero_shot", True)
+        elif setting != "full":
+            self.miss("learning_setting", f"{setting!r} is not for a run of {self.out.task}")
+        if (kind := self.take("calibrate")) is not None:
+            count = self.take("contextualized_calibrate.num_example")
+            if kind != "contextualized_calibrate" or count is None:
+                self.miss("calibrate", f"{kind!r}: only so many examples of train are taken")
+            else:
+                self.put("calibrate", int(count))
+            if (split := self.take("contextualized_calibrate.use_split", "train")) != "train":
+                self.miss("contextualized_calibrate.use_split", f"{split!r}: it is always train")
+
+    def place_loop(self) -> None:
+        """Place how long is learned, and how far gradients may go."""
+        clip = float(self.take("train.max_grad_norm", -1.0))
+        self.put("train.grad_clip", clip if clip > 0 else "none")
+        steps = self.take("train.num_training_steps")
+        epochs = self.take("train.num_epochs", 5)
+        data = self.out.values["data"]
+        data.setdefault("micro_batch_size", 2)
+        data.setdefault("grad_accum_steps", 1)
+        if steps is None and not self.out.values.get("zero_shot"):
+            count = self.count_examples()
+            if count is None:
+                self.miss("train.num_epochs", f"{epochs}: no data here to be counted; give --steps")
+                self.put("train.schedule.warmup_steps", 0)
+                return
+            rows = data["micro_batch_size"] * data["grad_accum_steps"]
+            steps = epochs * math.ceil(count / rows)
+        steps = int(steps or 1)
+        self.put("train.steps", steps)
+        if (warmup := self.out.values["train"]["schedule"]["warmup_steps"]) > steps:
+            self.put("train.schedule.warmup_steps", steps)
+            self.miss(
+                "plm.optimize.scheduler.num_warmup_steps",
+                f"{warmup} is more than the {steps} steps: the rate goes up to the end",
+            )
+
+    def count_examples(self) -> int | None:
+        """Return how many examples are learned from; None where that cannot be told."""
+        data = self.out.values["data"]
+        task = TASKS.get(data.get("task", ""))
+        if task is not None and data.get("shots") and task.label_names:
+            return int(data["shots"]) * len(task.label_names)
+        if task is None or "paths" not in data:
+            return None
+        try:
+            return len(read_task(task.name, data["paths"][0], "train"))
+        except BmforgeError:
+            return None
+
+    def place_rest(self) -> None:
+        """List what is left, each with its reason."""
+        for key, value in self.given.items():
+            if value is None:
+                continue
+            why = _find_reason(key, NEEDLESS)
+            if why is not None:
+                self.out.dropped.append((key, why))
+            elif (missing := _find_reason(key, MISSING)) is not None:
+                self.miss(key, missing)
+            elif self.is_other(key.split(".")[0]):
+                self.out.dropped.append((key, "the config names another one"))
+            else:
+                self.miss(key, "not understood")
+
+    def is_other(self, block: str) -> bool:
+        """Tell whether a block is of something that was not chosen."""
+        kinds = ("_template", "_verbalizer", "_calibrate")
+        return block not in self.chosen and block.endswith(kinds)
+
+
+def _find_reason(key: str, reasons: Mapping[str, str]) -> str | None:
+    """Return the reason of the longest beginning of a key."""
+    parts = key.split(".")
+    for count in range(len(parts), 0, -1):
+        if (why := reasons.get(".".join(parts[:count]))) is not None:
+            return why or "nothing is to be said for it"
+    return None
+
+
+def _are_texts(words: Any) -> bool:
+    """Tell whether all that stands in a list or table of words is text."""
+    if isinstance(words, dict):
+        return all(map(_are_texts, (*words, *words.values())))
+    return all(map(_are_texts, words)) if isinstance(words, list) else isinstance(words, str)
+
+
+def _read(key: str, value: Any, kind: type) -> Any:
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}={value!r} must be a {kind.__name__}.") from error
