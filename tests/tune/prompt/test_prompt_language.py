@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
+from functools import cache
+
 import pytest
 from golden_prompts import CASES, TEXTS
 from hypothesis import given, settings
@@ -14,6 +18,7 @@ from bmforge.tune.prompt import (
     read_template,
     register_post_processing,
 )
+from bmforge.tune.prompt.published import read_published
 
 KINDS = ("placeholder", "meta", "mask", "special", "text", "soft")
 
@@ -82,6 +87,35 @@ def test_a_line_of_a_file_is_a_template(tmp_path):
         read_template(path, 2)
 
 
+ALL_TEMPLATES = sorted(
+    {*TEXTS, *(text for task in read_published().values() for text in task.templates)}
+)
+WATCHED = ("import", "exec", "open", "os.", "subprocess.", "socket.", "ctypes.")
+_WATCHING: list[list[str]] = []
+
+
+def _note(event: str, _: object) -> None:
+    if _WATCHING and event.startswith(WATCHED):
+        _WATCHING[-1].append(event)
+
+
+@cache
+def _add_hook() -> None:
+    parse_template('{"mask"} {"placeholder":"a","post_processing":lambda x: x.lower()}')
+    sys.addaudithook(_note)
+
+
+@contextmanager
+def watch():
+    """What Python reports of imports, executed code and opened files; a hook cannot be removed."""
+    _add_hook()
+    _WATCHING.append([])
+    try:
+        yield _WATCHING[-1]
+    finally:
+        _WATCHING.pop()
+
+
 PARTS = st.sampled_from(
     ['{"mask"}', '{"', "}", "{", "'", '"', "placeholder", ":", ",", "lambda x: x", "\\", "\n",
      '{"soft":', "None", "(" * 9, "-" * 9, "__import__('os')", "\0", "\ud800", "真"]
@@ -98,3 +132,39 @@ def test_any_text_is_a_template_or_says_where_it_is_not(text):
         place = error.at
     assert 0 <= place <= len(text)
     assert not pieces or any(piece.kind == "mask" for piece in pieces)
+
+
+def _mutate(text: str, edits: list[tuple[int, str]]) -> str:
+    """A template with pieces put in, or characters taken out where there is nothing to put in."""
+    for place, put in edits:
+        at = place % (len(text) + 1)
+        text = text[:at] + put + text[at + (not put) :]
+    return text
+
+
+MUTATED = st.builds(
+    _mutate,
+    st.sampled_from(ALL_TEMPLATES),
+    st.lists(st.tuples(st.integers(0, 999), PARTS | st.text(max_size=3)), min_size=1, max_size=5),
+)
+NESTED = st.builds(
+    lambda mark, count, text: '{"mask"}' + "{" * (count % 7) + mark * count + text,
+    st.sampled_from(["{", "[", "(", '{"a":', "-", "not ", "{'", "lambda x: "]),
+    st.integers(1, 3000),
+    st.text(max_size=9),
+)
+
+
+@pytest.mark.long
+@settings(max_examples=10_000, deadline=None)
+@given(st.text(max_size=60) | st.lists(PARTS, max_size=20).map("".join) | MUTATED | NESTED)
+def test_ten_thousand_texts_are_read_and_never_run(text):
+    """Nothing is imported, executed or opened while they are read."""
+    place = 0
+    with watch() as seen:
+        try:
+            parse_template(text)
+        except TemplateError as error:
+            place = error.at
+    assert 0 <= place <= len(text)
+    assert not seen
