@@ -107,12 +107,13 @@ class Hessian:
         damped, self.products = self.products.div_(max(self.tokens, 1)), None
         damped.diagonal().add_(damp * damped.diagonal().mean())
         columns = damped.shape[0]
-        found, failed = torch.linalg.cholesky_ex(damped)
-        del damped
+        # It is symmetric: seen turned it lies as LAPACK wants it, and every step is in its place.
+        found, failed = damped.mT, torch.empty((), dtype=torch.int32, device=damped.device)
+        torch.linalg.cholesky_ex(found, out=(found, failed))
         is_positive = not int(failed)
         if is_positive:
-            found = torch.cholesky_inverse(found)
-            found, failed = torch.linalg.cholesky_ex(found, upper=True)
+            torch.cholesky_inverse(found, out=found)
+            torch.linalg.cholesky_ex(found, upper=True, out=(found, failed))
             is_positive = not int(failed) and bool(found.isfinite().all())
         if not is_positive:
             raise ConfigError(
