@@ -6,10 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
+from bmforge.data.sources.pdf_order import PlacedLine, order_lines
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError, MissingDependencyError
 
@@ -20,9 +21,12 @@ _LEAST_CHARACTERS = 20  # a page, on average; a scan has next to none
 _LEAST_PAGES = 3  # for a line at their edge to be a running head
 _EDGE_LINES = 2
 _NUMBERS = re.compile(r"[0-9]{1,6}")
-# A hyphen at a line's end, also as the sign that pdfium puts for one it has seen.
-_TORN = re.compile("(\\w)(?:-|\u00ad|\u2010|\ufffe|\x02)\n(?=[a-zà-öø-ÿß])")
-_SIGNS = str.maketrans("", "", "\ufffe\x02")
+_TORN = re.compile("(\\w)[-\u00ad\u2010]\n(?=[a-zà-öø-ÿß])")
+_SIGN = re.compile("[\ufffe\x02]\n?")  # what pdfium puts for a hyphen and the end of its line
+_UNPLACED = " \ufffe\x02"
+_WORD = re.compile("[^ \ufffe\x02]+")
+_COLUMN_GAP = 1.5  # of a line's height
+_LINE = re.compile("[^\r\n\ufffe\x02]*[\ufffe\x02]?")
 
 
 def read_pdf(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -49,7 +53,7 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
             pages = []
             for page in file:
                 text = page.get_textpage()
-                pages.append(text.get_text_bounded().replace("\r\n", "\n"))
+                pages.append(_read_page(text))
                 text.close()
                 page.close()
     except pypdfium2.PdfiumError as error:
@@ -62,9 +66,48 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
     return Document(join_pages(pages), where.source, where.whole())
 
 
+def _read_page(page: Any) -> str:
+    """Return the text of a page of pdfium's, its lines in reading order."""
+    drawn = page.get_text_range()
+    if len(drawn) == page.count_chars():  # else what stands where is not known
+        lines = [
+            placed
+            for line in _LINE.finditer(drawn)
+            if line[0].strip(_UNPLACED)
+            for placed in _place(page, line.start(), line[0])
+        ]
+        ordered = order_lines(lines)
+        if ordered != lines:
+            return "\n".join(line.text for line in ordered)
+    return str(page.get_text_bounded().replace("\r\n", "\n"))
+
+
+def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
+    """Yield a line with its place, cut where it goes on in another column.
+
+    Places are those of characters that pdfium has not made up itself.
+    """
+    words = list(_WORD.finditer(text))
+    boxes = [
+        [page.get_charbox(begin + at, loose=True) for at in (word.start(), word.end() - 1)]
+        for word in words
+    ]
+    start = 0
+    for at in range(1, len(words) + 1):
+        height = boxes[start][0][3] - boxes[start][0][1]
+        if at < len(words) and boxes[at][0][0] - boxes[at - 1][1][2] < _COLUMN_GAP * height:
+            continue
+        (left, bottom, _, top), (_, low, right, high) = boxes[start][0], boxes[at - 1][1]
+        end = words[at].start() if at < len(words) else len(text)
+        said = text[words[start].start() : end].rstrip(" ")
+        yield PlacedLine(said, left, min(bottom, low), right, max(top, high))
+        start = at
+
+
 def join_pages(pages: list[str]) -> str:
     """Return pages as one text, without the lines that run along their heads and feet."""
-    split = [[line.rstrip() for line in page.strip().split("\n")] for page in pages]
+    whole = [_SIGN.sub("-\n", page).strip() for page in pages]
+    split = [[line.rstrip() for line in page.split("\n")] for page in whole]
     seen: Counter[tuple[bool, str]] = Counter()
     for page, lines in enumerate(split):
         seen.update({shape for at in range(len(lines)) for shape in _shapes(lines, at, page)})
@@ -78,7 +121,7 @@ def join_pages(pages: list[str]) -> str:
             and running.isdisjoint(_shapes(lines, at, page))
         ]
         kept.append("\n".join(left))
-    return _TORN.sub(r"\1", "\n".join(kept)).translate(_SIGNS)
+    return _TORN.sub(r"\1", "\n".join(kept))
 
 
 def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
