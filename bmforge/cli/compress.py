@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from bmforge.cli.compress_options import CompressCommand
 from bmforge.parallel.distributed import restarts_failed
 from bmforge.recipes.compress import StoppedError, describe_phases, read_recipe, run_compress
@@ -12,6 +14,8 @@ __all__ = ["run_compress_command"]
 def run_compress_command(command: CompressCommand) -> None:
     """Make a model small, or say what would be done."""
     config = read_recipe(command.recipe, command.model, command.out)
+    if command.format is not None:
+        config = dataclasses.replace(config, format=command.format)
     if command.dry_run:
         print(describe_phases(config))
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -19,10 +19,13 @@ class CompressCommand:
         model: directory or hub id of the model.
         recipe: TOML file with what is done (docs/compression.md), or a JSON file of BMCook's.
         out: directory of the small model; the same command goes on with what is there.
+        format: of the small model's files: our own, or vLLM's, which transformers opens too; None
+            takes the recipe's.
         dry_run: only say which phases there would be, and how large the model after each.
     """
 
     model: Annotated[str, tyro.conf.Positional]
     recipe: Path
     out: Path
+    format: Literal["bmforge", "compressed-tensors"] | None = None
     dry_run: bool = False

@@ -13,7 +13,7 @@ import shutil
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bmforge.compress import CompressConfig, CompressReport, compress
 from bmforge.compress.phases import Phase, PhaseSteps, split_phases
@@ -22,6 +22,7 @@ from bmforge.config import config_from_dict, config_to_dict
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
+from bmforge.models.formats.compressed_write import save_compressed
 from bmforge.models.formats.convert import write_directory
 from bmforge.models.hub import find_model
 from bmforge.parallel import init_distributed, run_on_first
@@ -29,11 +30,20 @@ from bmforge.recipes.compressing import CalibrationConfig, PhaseConfig, read_cal
 from bmforge.recipes.evaluate import evaluate_model
 from bmforge.recipes.registry import find_recipe
 from bmforge.recipes.run_dir import claim_run_dir, occupy_run_dir
-from bmforge.recipes.small import check_vocabularies, estimate_phases
+from bmforge.recipes.small import check_compressible, check_vocabularies, estimate_phases
+from bmforge.recipes.speed import check_speed, measure_speeds
 from bmforge.settings import EvaluateConfig
 
-__all__ = ["CompressRunConfig", "StoppedError", "describe_phases", "read_recipe", "run_compress"]
+__all__ = [
+    "CompressRunConfig",
+    "FileFormat",
+    "StoppedError",
+    "describe_phases",
+    "read_recipe",
+    "run_compress",
+]
 
+FileFormat = Literal["bmforge", "compressed-tensors"]
 _PHASES, _EXPORT, _MADE = "phases", "export", "made"
 
 
@@ -54,6 +64,10 @@ class CompressRunConfig:
         run: fields of the task's runs: `data`, `train`, `layout`, ...; see `bmforge train`.
         calibration: texts for methods that look at what goes through the model.
         evaluate: on what the model is measured before and after each phase.
+        speed: time in the end how fast the model reads and writes in the runtime, as it came and
+            after each phase.
+        format: of the small model's files: "bmforge" is our own, "compressed-tensors" vLLM's, for
+            models whose linear layers are quantised by one scheme.
     """
 
     model: str = ""
@@ -64,6 +78,8 @@ class CompressRunConfig:
     run: dict[str, Any] = field(default_factory=dict)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    speed: bool = False
+    format: FileFormat = "bmforge"
 
 
 def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
@@ -100,13 +116,9 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
         BmforgeError: a setting, the model, the data or the layout does not fit.
         StoppedError: a signal ended a phase; the same call goes on.
     """
-    phases = split_phases(config.compress, config.steps)
-    _check_task(config, phases)
-    source = find_model(config.model)
-    if config.compress.distill is not None:
-        check_vocabularies(source, config.compress.distill)
+    phases, source = _check(config)
     world = init_distributed()
-    with occupy_run_dir(config.out, config, frozenset()):
+    with occupy_run_dir(config.out, config, frozenset({"speed", "format"})):
         claim_run_dir(config.out, config)
         model, done = AutoModel.describe_pretrained(source)[0], list[PhaseFacts]()
         before, quality = _measure_before(config, source, model)
@@ -121,8 +133,22 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
             done.append(facts)
             source = Path(facts.directory)
         report = CompressReport(type(model).__name__, before, tuple(done), quality)
-        run_on_first(lambda: _publish(report, source, config.out))
+        report = run_on_first(lambda: _publish(report, config)) or report
     return report
+
+
+def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
+    """Return the phases and the model's directory, once all fits that can be known before."""
+    phases = split_phases(config.compress, config.steps)
+    _check_task(config, phases)
+    source = find_model(config.model)
+    if config.compress.distill is not None:
+        check_vocabularies(source, config.compress.distill)
+    if config.speed:
+        check_speed(AutoModel.describe_pretrained(source)[0])
+    if config.format != "bmforge":
+        check_compressible(source, phases)
+    return phases, source
 
 
 def _measure_before(config: CompressRunConfig, source: Path, model: Any) -> Any:
@@ -243,8 +269,11 @@ def _change_at_once(
     return dataclasses.replace(found, directory=str(target))
 
 
-def _publish(report: CompressReport, source: Path, out: Path) -> None:
+def _publish(report: CompressReport, config: CompressRunConfig) -> CompressReport:
     """Put the small model into the directory that was asked for, beside its phases."""
+    if config.speed:
+        report = _with_speed(report, find_model(config.model))
+    source, out = _in_format(config, Path(report.phases[-1].directory)), config.out
     for file in sorted(path for path in source.iterdir() if path.is_file()):
         target = out / file.name
         if file.name in ("run.toml", "log.txt"):
@@ -258,15 +287,36 @@ def _publish(report: CompressReport, source: Path, out: Path) -> None:
         os.replace(partial, target)
     page = report.save(out)
     get_logger().info("%s\nreport: %s", report.format(), page)
+    return report
+
+
+def _with_speed(report: CompressReport, source: Path) -> CompressReport:
+    """Return a report with how fast the model was, and is after each phase."""
+    first, *others = measure_speeds(source, [Path(phase.directory) for phase in report.phases])
+    phases = tuple(
+        dataclasses.replace(phase, speed=speed)
+        for phase, speed in zip(report.phases, others, strict=True)
+    )
+    return dataclasses.replace(report, phases=phases, speed=first)
+
+
+def _in_format(config: CompressRunConfig, source: Path) -> Path:
+    """Return the directory of the small model in the form that was asked for."""
+    if config.format == "bmforge":
+        return source
+    target = config.out / _PHASES / config.format
+
+    def write(directory: Path, partial: Path) -> str:
+        save_compressed(AutoModel.from_pretrained(directory), partial)
+        return f"for vLLM and transformers, {config.format}"
+
+    # It comes there whole, or not at all.
+    return target if target.exists() else write_directory(source, target, write)
 
 
 def describe_phases(config: CompressRunConfig) -> str:
     """Return what would be done, and how large the model would be after each phase."""
-    phases = split_phases(config.compress, config.steps)
-    _check_task(config, phases)
-    source = find_model(config.model)
-    if config.compress.distill is not None:
-        check_vocabularies(source, config.compress.distill)
+    phases, source = _check(config)
     lines = []
     for phase, sizes, said in estimate_phases(source, phases):
         trained = f"{phase.steps} steps" if phase.steps else "at once"

@@ -14,10 +14,11 @@ from bmforge.compress.quantize import quantize
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel, Change
+from bmforge.models.formats.compressed_write import check_compressed
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["check_vocabularies", "estimate_phases"]
+__all__ = ["check_compressible", "check_vocabularies", "estimate_phases"]
 
 
 def check_vocabularies(source: Path, config: DistillConfig) -> None:
@@ -66,6 +67,33 @@ def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Pha
             f"({before.size_bytes / max(1, sizes.size_bytes):.2f}x smaller)"
         )
         yield phase, text, said
+
+
+def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
+    """Check that what is left in the end can be written for vLLM and transformers.
+
+    Raises:
+        ConfigError: nothing is quantised, or what the format does not hold.
+    """
+    config = phases[-1].config
+    if config.quantize is None:
+        raise ConfigError(
+            'format="compressed-tensors" is for quantised models: give quantize, or leave the '
+            "format out, and transformers opens what it can."
+        )
+    if config.quantize.is_auto:
+        raise ConfigError(
+            'format="compressed-tensors" has one scheme for all layers: name one instead of "auto".'
+        )
+    if any(phase.config.moefy is not None for phase in phases):
+        raise ConfigError(
+            'format="compressed-tensors" has no place for experts and routers of moefy: leave the '
+            "format out."
+        )
+    model: Any = AutoModel.describe_pretrained(source)[0]
+    for phase in phases:
+        _shrink(model, phase)
+    check_compressed(model)
 
 
 def _shrink(model: Any, phase: Phase) -> str:

@@ -38,6 +38,7 @@ WAYS: dict[str, Any] = {
     "quantize": QuantizeConfig(scheme="int8-dynamic", training="fake"),
 }
 Build = Callable[[], nn.Module]
+BOTH = [hf_gpt2, pytest.param(hf_bert, marks=pytest.mark.long)]
 
 
 def task(model: nn.Module, batch: dict[str, Tensor], num_items: float) -> Tensor:
@@ -72,7 +73,7 @@ def has_zeros_in_fours(module: Any) -> bool:
     return int((groups == 0).sum(-1).min()) >= 2
 
 
-@pytest.mark.parametrize("build", [hf_gpt2, hf_bert])
+@pytest.mark.parametrize("build", BOTH)
 def test_taught_with_zeros_and_integers_in_place(build: Build) -> None:
     """Its own class trains, and in the end computes what it was trained with."""
     model = build()
@@ -92,7 +93,7 @@ def test_taught_with_zeros_and_integers_in_place(build: Build) -> None:
     assert torch.equal(logits(teacher, texts(1)[0]), want)
 
 
-@pytest.mark.parametrize("build", [hf_gpt2, hf_bert])
+@pytest.mark.parametrize("build", BOTH)
 def test_each_way_alone_in_place(build: Build) -> None:
     """Zeros by what goes through it, integers by what they do to it, a teacher alone."""
     zeros = build()

@@ -27,6 +27,7 @@ from bmforge.models.formats.compressed_write import save_compressed
 from bmforge.models.pack import quantize_
 from bmforge.nn.packing import PRESETS, QuantSpec
 from bmforge.nn.quantized import QuantizedLinear
+from bmforge.provenance import Part, Provenance, read_provenance
 from bmforge.surgery import persistent_tensors
 from bmforge.testing import assert_close, assert_equal_trees
 
@@ -45,6 +46,7 @@ SCHEMES = {
     "int4": PRESETS["int4"],
     "int4-64": QuantSpec(4, 64),
     "int8": PRESETS["int8"],
+    "int8-rows": QuantSpec(8, 0, activations="float", scale_dtype="float32"),
 }
 
 
@@ -71,7 +73,7 @@ def twin(plain: Any, model: Any) -> Any:
     return plain
 
 
-QUICK = {(llama, "int8-dynamic"), (llama, "int4")}
+QUICK = {(llama, "int8-dynamic"), (llama, "int4"), (llama, "int8-rows")}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -106,7 +108,7 @@ def test_transformers_opens_it(build: Any, scheme: QuantSpec, tmp_path: Path) ->
     want = run(twin(build(), model))
     with torch.no_grad():
         got = theirs(input_ids=IDS).logits
-    if scheme.group_size:
+    if scheme.group_size or scheme.activations == "float":
         assert_close(got, want, rtol=1e-4, atol=1e-4)
     else:
         ours = (run(model) - want).norm()
@@ -128,6 +130,15 @@ def test_read_back(scheme: QuantSpec, tmp_path: Path) -> None:
     assert_equal_trees(persistent_tensors(floats), persistent_tensors(twin(llama(), model)))
     with pytest.raises(CheckpointError, match="already holds a model"):
         save_compressed(model, tmp_path)
+
+
+def test_licences_travel(tmp_path: Path) -> None:
+    """What is known of a model's parts is written beside it, as in every form."""
+    model = quantize_(llama(), "int4", where=WHERE)
+    model.provenance = Provenance("apache-2.0", (Part("base", "someone/base", "apache-2.0"),))
+    save_compressed(model, tmp_path)
+    assert read_provenance(tmp_path) == model.provenance
+    assert (tmp_path / "README.md").is_file()
 
 
 def test_what_is_packed_outside_of_blocks_is_written_as_floats(tmp_path: Path) -> None:

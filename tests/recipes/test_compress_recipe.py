@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+import torch
+import transformers
 from small_runs import write_start
 
 from bmforge.cli import main
 from bmforge.compress import CompressReport
-from bmforge.models import AutoModel
+from bmforge.models import AutoModel, Llama, LlamaConfig
 from bmforge.nn.packed_store import PackedStore
+from bmforge.provenance import Part, Provenance, read_provenance
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
 
@@ -77,6 +80,39 @@ def test_after_training_only(
 
 
 @pytest.mark.long
+def test_files_for_others(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In vLLM's format transformers opens the small model; what it cannot hold is said before."""
+    model = Llama.from_config(LlamaConfig(**SIZES, num_kv_heads=1, intermediate_size=192))
+    model.provenance = Provenance("apache-2.0", (Part("base", "someone/base", "apache-2.0"),))
+    model.eval().save_pretrained(tmp_path / "model")
+    recipe = {
+        "structure": {"intermediate_size": 128},
+        "quantize": {"scheme": "int8-dynamic"},
+        "speed": True,
+    }
+    file, out = tmp_path / "recipe.toml", tmp_path / "small"
+    file.write_text(tomli_w.dumps(recipe))
+    given = ["--recipe", str(file), "--out", str(out), "--format", "compressed-tensors"]
+    assert main(["compress", str(start / "model"), *given]) != 0
+    assert "compressed-tensors cannot hold this model" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["compress", str(tmp_path / "model"), *given]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    ids = torch.arange(24).view(2, 12)
+    want = AutoModel.from_pretrained(out, quantize="keep")(input_ids=ids).logits
+    with torch.no_grad():
+        got = theirs.eval()(input_ids=ids).logits
+    assert (got - want).norm() < 0.02 * want.norm()
+    assert read_provenance(out).licence == "apache-2.0"
+    report = CompressReport.load(out)
+    for speed in (report.speed, *(phase.speed for phase in report.phases)):
+        assert set(speed) == {"prefill, tokens/s", "decode, tokens/s"}
+        assert min(speed.values()) > 0
+    assert "decode, tokens/s, times before" in (out / "report.html").read_text()
+    assert main(["compress", str(tmp_path / "model"), *given]) == 0
+
+
+@pytest.mark.long
 def test_phases_with_steps(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = write_recipe(start, tmp_path, {"structure": 2, "weights": 2}), tmp_path / "small"
     assert main(command(start, file, out)) == 0
@@ -116,6 +152,7 @@ def test_recipes_that_cannot_be(
         ({}, {"prune": {"method": "wanda"}}, "calibration.texts"),
         ({"experts": 2}, {}, "steps.experts=2 has no effect"),
         ({"weights": 2}, {"run": {"run_dir": "x"}}, "run.run_dir is the recipe's own"),
+        ({}, {"format": "gguf"}, "format='gguf' must be one of"),
     ):
         file = write_recipe(start, tmp_path, steps)
         recipe = write_recipe(start, tmp_path, steps, **changes) if not steps else file

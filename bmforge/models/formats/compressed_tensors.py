@@ -55,10 +55,12 @@ class Compression:
     Args:
         bits: of packed integers.
         group_size: inputs that share a scale; 0: those of a row.
+        rounds_tokens: whether what is multiplied with whole rows is rounded to 8 bits first.
     """
 
     bits: int
     group_size: int
+    rounds_tokens: bool = True
 
 
 def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
         return None
     groups = found.get("config_groups")
     problems: list[str] = []
-    forms: set[tuple[Any, Any]] = set()
+    forms: set[tuple[Any, Any, bool]] = set()
     if not isinstance(groups, dict) or not groups:
         groups = {}
         problems.append("no config_groups")
@@ -94,7 +96,8 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
         if not isinstance(weights, dict):
             problems.append(f"{name} without weights")
             continue
-        forms.add((weights.get("num_bits"), weights.get("group_size")))
+        has_tokens = bool(group.get("input_activations"))
+        forms.add((weights.get("num_bits"), weights.get("group_size"), has_tokens))
         problems += [f"{name}: {said}" for said in _weight_problems(weights)]
         if group.get("output_activations"):
             problems.append(f"{name}: output_activations")
@@ -109,7 +112,9 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
         if found.get(name)
     ]
     if len(forms) > 1:
-        problems.append(f"several schemes, (bits, group) of {sorted(map(str, forms))}")
+        problems.append(
+            f"several schemes, (bits, group, rounded tokens) of {sorted(map(str, forms))}"
+        )
     if problems:
         raise ConfigError(
             f"quantization_config of {METHOD} has {'; '.join(problems)}, which is not read. "
@@ -117,8 +122,8 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
             "weights alone or with 8-bit tokens: take such a checkpoint, or the model that is not "
             "quantised."
         )
-    bits, group = forms.pop()
-    return Compression(int(bits), max(0, group or 0))
+    bits, group, has_tokens = forms.pop()
+    return Compression(int(bits), max(0, group or 0), has_tokens)
 
 
 def _weight_problems(weights: Mapping[str, Any]) -> list[str]:
@@ -218,7 +223,12 @@ class CompressedLinears:
         if not is_half:  # such as fit in 16 bits may be kept in them
             values = self._read_whole(scale).float()
             is_half = bool(group) and torch.equal(values.half().float(), values)
-        spec = QuantSpec(bits, group, scale_dtype="float16" if is_half else "float32")
+        spec = QuantSpec(
+            bits,
+            group,
+            activations="int8" if group or self._how.rounds_tokens else "float",
+            scale_dtype="float16" if is_half else "float32",
+        )
         return spec if spec.fits(columns) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:

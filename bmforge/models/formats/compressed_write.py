@@ -33,9 +33,10 @@ from bmforge.nn.head import LMHead
 from bmforge.nn.packed_store import MatrixStore
 from bmforge.nn.packing import PackedMatrix, QuantSpec, unpack_values
 from bmforge.nn.quantized import QuantizedExperts, QuantizedLinear
+from bmforge.provenance import write_provenance
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["save_compressed"]
+__all__ = ["check_compressed", "save_compressed"]
 
 
 def save_compressed(
@@ -44,8 +45,9 @@ def save_compressed(
     """Write a quantised model so that transformers and vLLM open it; return the directory.
 
     Args:
-        model: of ours, in one process, with layers that were quantised (`quantize`): whole rows of
-            8 bits go with tokens of 8 bits, all else is weights alone.
+        model: of ours, in one process, with layers that were quantised (`quantize`). Whole rows
+            that are multiplied with tokens of 8 bits are written with these; all else is weights
+            alone, as ``activations="float"`` has them and groups are close to.
         directory: made when it does not exist.
         overwrite: replace weights that are already there.
         max_file_bytes: size above which the weights are divided over several files.
@@ -73,8 +75,14 @@ def save_compressed(
             found |= {name: t for name, t in source.read(place).items() if name in names}
         write_file(out / file, found)
     _write_config(model, out, source.stems, spec)
+    write_provenance(out, model.provenance)
     write_index(out, plan, sum(sizes.values()))
     return out
+
+
+def check_compressed(model: Any) -> None:
+    """Raise `ConfigError` for a model that the format does not hold; it may be on meta."""
+    _check(model, _Source(model).stems)
 
 
 class _Source:
@@ -126,6 +134,11 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
                 problems.append(f"{name} is a part of a fused or turned tensor in this family")
             if not module.spec.symmetric or module.spec.outlier_ratio:
                 problems.append(f"{name} has minima or outliers")
+            if _form_of(module.spec) == (4, 0, True):
+                problems.append(
+                    f"{name} has rows of 4 bits for tokens of 8, where the format has weights "
+                    'alone (activations="float")'
+                )
     if not specs:
         raise ConfigError(
             f"{type(model).__name__} has no quantised linear layers: compress.quantize(model, "
@@ -142,15 +155,16 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
     return next(iter(specs))
 
 
-def _form_of(spec: QuantSpec) -> tuple[int, int]:
-    return spec.bits, spec.group_size
+def _form_of(spec: QuantSpec) -> tuple[int, int, bool]:
+    """Return bits, size of groups, and whether tokens are rounded beside whole rows."""
+    return spec.bits, spec.group_size, not spec.group_size and spec.activations == "int8"
 
 
 def _tensors_of(store: MatrixStore, stem: str) -> Iterator[tuple[str, Tensor]]:
     matrix = PackedMatrix(*(None if t is None else t.cpu() for t in store._tensors()))  # type: ignore[arg-type]
     values = unpack_values(matrix.packed, store.spec)[: store.rows]
     scales = matrix.scales.float().transpose(1, 2).flatten(0, 1)[: store.rows].contiguous()
-    if _form_of(store.spec) == (8, 0):
+    if _form_of(store.spec) == (8, 0, True):
         yield f"{stem}.weight", values.contiguous()
     else:
         yield f"{stem}.weight_packed", pack_words(values, store.spec.bits)
@@ -167,7 +181,7 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
     linear = [stems[n] for n, m in model.named_modules() if isinstance(m, QuantizedLinear)]
     known = [rule.theirs.rpartition(".")[0] for rule in model.active_rules()]
     heads = [stems.get(n, n) for n, m in model.named_modules() if isinstance(m, LMHead)]
-    is_rows = _form_of(spec) == (8, 0)
+    is_rows = _form_of(spec) == (8, 0, True)
     weights = {"num_bits": spec.bits, "type": "int", "symmetric": True, "dynamic": False}
     weights |= (
         {"strategy": "channel"}

@@ -1,0 +1,80 @@
+"""How fast models write in the runtime, side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.infer import Engine
+from bmforge.models import Model
+
+__all__ = ["check_speed", "measure_speeds"]
+
+PREFILL, DECODE = "prefill, tokens/s", "decode, tokens/s"
+# Tokens that are read at once, and written one by one; fewer where positions end before.
+_READ, _WRITTEN, _ROUNDS = 256, 32, 5
+
+
+def check_speed(model: Model) -> None:
+    """Raise `ConfigError` for a model that writes nothing."""
+    if not model.traits.writes:
+        raise ConfigError(
+            f"speed=true times how fast a model reads a prompt and writes after it; a "
+            f"{type(model).__name__} writes nothing. Leave it out."
+        )
+
+
+def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float]]:
+    """Return how fast models read a prompt and write after it, one request at a time, in fp32.
+
+    Each of the others runs in turns with the first one, so that a machine that is busier for a
+    while slows both. The figures are medians.
+
+    Args:
+        before: directory of the model that the others were made of.
+        others: theirs.
+
+    Returns:
+        figure -> value, of `before` and then of each other.
+
+    Memory: two models at a time.
+    """
+    first = Engine(before)
+    rows: list[list[tuple[float, float]]] = [[]]
+    for directory in others:
+        engine, found = Engine(directory), list[tuple[float, float]]()
+        for number in range(_ROUNDS + 1):
+            both = _time_once(first), _time_once(engine)
+            if number:  # the first time something is made for the times after it
+                rows[0].append(both[0])
+                found.append(both[1])
+        rows.append(found)
+    return [
+        dict(zip((PREFILL, DECODE), map(statistics.median, zip(*row, strict=True)), strict=True))
+        for row in rows
+    ]
+
+
+def _time_once(engine: Engine) -> tuple[float, float]:
+    """Return tokens read and written in a second."""
+    config: Any = engine.model.config
+    limit = engine.model.traits.position_limit or _READ + _WRITTEN
+    written = max(2, min(_WRITTEN, limit // 4))
+    read = max(1, min(_READ, limit - written))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (1, read), generator=generator)
+    times: list[float] = []
+
+    def note(token: Tensor) -> None:
+        times.append(time.perf_counter())
+
+    start = time.perf_counter()
+    engine.generate(ids, max_new_tokens=written, eos_token_id=None, on_token=note)
+    return read / (times[0] - start), (len(times) - 1) / (times[-1] - times[0])
