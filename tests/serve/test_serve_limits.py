@@ -94,7 +94,7 @@ def test_a_client_that_goes_is_not_embedded_for(start: Any, engine: Engine) -> N
 @pytest.fixture(scope="module")
 def bee() -> Any:
     """A CPM-Bee over letters."""
-    tokenizer = CPMBeeTokenizer([*BEE_MARKS, *"abcdefgh "])
+    tokenizer = CPMBeeTokenizer([*BEE_MARKS, *"abcdefgh"])
     config = CPMBeeConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_layers=1,
         num_heads=2, head_dim=16, num_buckets=16, num_relations=64, max_seq_len=64,

@@ -151,9 +151,8 @@ class PackedJobs:
         ready = job.ready
         keys = PrefixKeys(repr(self._model.config), ready.request.salt)
         longest = len(ready.ids) + ready.config.max_new_tokens
-        lookup: Lookup | Ahead | None = Lookup() if self._config.speculates else None
-        if self._small is not None:
-            lookup = Ahead(self._cost, lookup)
+        known = Lookup() if self._config.speculates else None
+        lookup = known if self._small is None else Ahead(self._cost, known)
         sequence = Sequence((job.number, 0), list(ready.ids), keys, longest, lookup)
         job.sequences[sequence] = ready.answers[0]
         self._scheduler.add(sequence)
