@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,17 @@ from bmforge.errors import ConfigError
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
 from bmforge.settings import MemoryOptions, parse_size
-from bmforge.tune.delta import load_delta
+from bmforge.tune.delta import load_delta, use_deltas
+from bmforge.tune.delta.files import is_delta_dir
 
-__all__ = ["delta_bytes", "opened_model", "put_deltas_"]
+__all__ = [
+    "delta_bytes",
+    "delta_names",
+    "find_names",
+    "opened_model",
+    "put_deltas_",
+    "put_named_deltas_",
+]
 
 
 def put_deltas_(
@@ -50,6 +58,39 @@ def put_deltas_(
                 delta.weigh_(float(weight))
             except ValueError:
                 raise ConfigError(f"--delta {given!r}: {weight!r} is no number.") from None
+
+
+def find_names(deltas: Sequence[str]) -> dict[str, str]:
+    """Return what `put_named_deltas_` takes: name -> directory, of deltas given as NAME=DIR.
+
+    Raises:
+        ConfigError: some have a name and some have not, or two have the same.
+    """
+    parts = [given.partition("=") for given in deltas]
+    named = [(name, where) for name, _, where in parts if where and is_delta_dir(where)]
+    if named and (len(named) < len(deltas) or len(dict(named)) < len(named)):
+        raise ConfigError(
+            f"--delta {' '.join(deltas)}: give each a name of its own (NAME=DIR), by which it is "
+            "asked for, or none a name, so that all requests have them all."
+        )
+    return dict(named)
+
+
+def put_named_deltas_(model: Any, named: Mapping[str, str], allow_other_base: bool = False) -> None:
+    """Put saved deltas beside a model, switched off, for requests that choose them.
+
+    In the model they are called as `delta_names` says, as names of people may be any text.
+    """
+    for name, inner in delta_names(named).items():
+        load_delta(
+            model, named[name], name=inner, allow_other_base=allow_other_base, trainable=False
+        )
+    use_deltas(model, ())
+
+
+def delta_names(named: Iterable[str]) -> dict[str, str]:
+    """Return name by which a delta is chosen -> its name in the model."""
+    return {name: f"delta{number}" for number, name in enumerate(named)}
 
 
 def delta_bytes(deltas: Sequence[str]) -> int:

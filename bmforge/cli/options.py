@@ -104,6 +104,7 @@ class ServeCommand:
         model: directory, hub id or short name of a model, with its tokenizer.
         config: where to listen, and the limits.
         delta: directories of deltas that are put beside the model; DIR=0.5 gives one a weight.
+            NAME=DIR lets requests choose one by that name, as they name a model; others have none.
         context: longest row in tokens, prompt and answer; none takes 1,024, or what the model has
             positions for.
         max_running: answers that are written at once; more wait.

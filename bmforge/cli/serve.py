@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bmforge.cli.opening import put_deltas_
+from bmforge.cli.opening import delta_names, find_names, put_deltas_, put_named_deltas_
 from bmforge.cli.options import ServeCommand
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
@@ -39,6 +39,7 @@ def run_serve(command: ServeCommand) -> None:
     from bmforge.serve.sleeping import SleepingEngine
 
     _check(command)
+    find_names(command.delta)
     load_keys(command.config, os.environ)
     directory, memory = find_model(command.model), command.memory
     budget = None if memory.device_budget is None else parse_size(memory.device_budget)
@@ -58,7 +59,8 @@ def run_serve(command: ServeCommand) -> None:
             )
         stack.enter_context(engine)
         Console(file=sys.stderr).print(engine.plan.table())
-        serve(engine, command.config, directory, embedder, listener)
+        names = delta_names(find_names(command.delta))
+        serve(engine, command.config, directory, embedder, listener, names)
 
 
 def _check(command: ServeCommand) -> None:
@@ -88,5 +90,9 @@ def _open_engine(command: ServeCommand, directory: Path, budget: int | None) -> 
     if not command.delta:
         return Engine(directory, device_budget_bytes=budget, quantize=quantize, config=config)
     model = AutoModel.from_pretrained(directory, quantize=quantize)
-    put_deltas_(model, command.delta, allow_other_base=quantize is not None)
+    named, other = find_names(command.delta), quantize is not None
+    if named:
+        put_named_deltas_(model, named, allow_other_base=other)
+    else:
+        put_deltas_(model, command.delta, allow_other_base=other)
     return Engine(model.eval(), tokenizer=AutoTokenizer.from_pretrained(directory), config=config)

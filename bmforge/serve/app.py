@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -37,6 +37,7 @@ def create_app(
     directory: Path | None = None,
     keys: Keys | None = None,
     embedder: Engine | None = None,
+    deltas: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """Return an app that serves an engine.
 
@@ -48,6 +49,7 @@ def create_app(
         directory: of the model, for its name and its chat template.
         keys: who may ask; None lets this machine's own programs ask.
         embedder: of a second model, which is called as `ServeConfig.embedding_name` says.
+        deltas: name by which a delta of the model is asked -> its name in the model.
     """
     config = config or ServeConfig()
     name = config.name or (directory.resolve().name if directory else None) or "model"
@@ -59,7 +61,8 @@ def create_app(
     second = None
     if embedder is not None:
         second = Served(config.embedding_name or "embedding", embedder, ("embeddings",))
-    serving = Serving(Served.of(name, engine), config, keys or Keys(), directory, second)
+    main = Served.of(name, engine)
+    serving = Serving(main, config, keys or Keys(), directory, second, deltas or {})
 
     @asynccontextmanager
     async def live(_: FastAPI) -> AsyncIterator[None]:

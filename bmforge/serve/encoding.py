@@ -109,7 +109,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
                     "input",
                     code="context_length_exceeded",
                 )
-        submit = partial(engine.submit_embed, rows, deadline_s=config.request_s)
+        told = {"delta": served.delta, "deadline_s": config.request_s}
+        submit = partial(engine.submit_embed, rows, **told)
         try:
             found = await _have_done(serving, request, engine, submit)
         except GoneError:
@@ -142,19 +143,18 @@ def _spell(row: Tensor, form: str | None) -> Any:
 async def documents(body: DocumentsRequest, request: Request) -> Response:
     """Fill documents: what stands under ``<ans>`` is written."""
     serving = serving_of(request)
-    engine, config = serving.find(body.model, "documents").engine, serving.config
+    served, config = serving.find(body.model, "documents"), serving.config
     check_at_most("documents", len(body.documents), config.max_prompts, "documents")
     check_at_most("examples", len(body.examples or ()), config.max_prompts, "documents")
     options = _read_options(body, serving)
     with serving.admission.enter(client_of(request), len(body.documents)):
-        submit = partial(
-            engine.submit_documents, body.documents, deadline_s=config.request_s, **options
-        )
+        told = {"delta": served.delta, "deadline_s": config.request_s, **options}
+        submit = partial(served.engine.submit_documents, body.documents, **told)
         try:
-            filled = await _have_done(serving, request, engine, submit)
+            filled = await _have_done(serving, request, served.engine, submit)
         except GoneError:
             return Response(status_code=GONE)
-    return JSONResponse({"object": "list", "data": filled, "model": serving.name})
+    return JSONResponse({"object": "list", "data": filled, "model": served.name})
 
 
 def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:

@@ -65,7 +65,7 @@ async def chat_events(
         begins: what an answer may begin with that is not shown.
         begin: when the request came, by the monotonic clock.
     """
-    head = Head("chat.completion.chunk", serving.name, "chatcmpl")
+    head = Head("chat.completion.chunk", body.model, "chatcmpl")
     no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     readings = [Reading(tools, begins) for _ in range(body.count)]
     calls = [0] * body.count
@@ -115,7 +115,7 @@ async def text_events(
     serving: Serving, live: LiveRequest, body: CompletionRequest, begin: float
 ) -> AsyncIterator[bytes]:
     """Yield the events of completions; see `chat_events`."""
-    head = Head("text_completion", serving.name, "cmpl")
+    head = Head("text_completion", body.model, "cmpl")
     no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     lengths: dict[int, int] = {}
     try:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -90,6 +90,7 @@ def serve(
     directory: Path | None = None,
     embedder: Engine | None = None,
     listener: socket.socket | None = None,
+    deltas: Mapping[str, str] | None = None,
 ) -> None:
     """Serve an engine until the process is told to stop (SIGINT, SIGTERM).
 
@@ -99,13 +100,16 @@ def serve(
         directory: of the model, for its name and its chat template.
         embedder: of a second model, that embeds.
         listener: of `bind_address`; None calls it.
+        deltas: as of `create_app`.
 
     Raises:
         ConfigError: the address is taken or is not ours, or others could ask without a key.
     """
     config = config or ServeConfig()
     keys = load_keys(config, os.environ)
-    app = create_app(engine, config, directory=directory, keys=keys, embedder=embedder)
+    app = create_app(
+        engine, config, directory=directory, keys=keys, embedder=embedder, deltas=deltas
+    )
     with listener or bind_address(config) as bound:
         make_server(app, bound).run([bound])
     get_logger().info("stopped")

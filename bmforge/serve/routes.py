@@ -145,7 +145,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     """Go on with a conversation."""
     begin = time.monotonic()
     serving = serving_of(request)
-    serving.find(body.model, "chat")
+    served = serving.find(body.model, "chat")
     config, engine = serving.config, serving.engine
     check_limits(body, config)
     tools = find_tools(body, serving.prompter.writes_calls)
@@ -160,8 +160,8 @@ async def chat(body: ChatRequest, request: Request) -> Response:
         most = longest_answer(body.most_tokens, len(prompt.ids), engine, config)
         likeliest = (body.top_logprobs or 0) if body.logprobs else None
         options = to_options(body, engine, most, prompt.ends or None, likeliest, prompt.stops)
-        asked = EngineRequest(prompt.ids, options, rule, key_of(request), config.request_s)
-        live = await start(serving, [asked])
+        told = options, rule, key_of(request), config.request_s, served.delta
+        live = await start(serving, [EngineRequest(prompt.ids, *told)])
         stack.callback(serving.end, live)
         if body.stream:
             events = chat_events(serving, live, body, tools, prompt.begins, begin)
@@ -170,7 +170,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
         if answers is None:
             return Response(status_code=GONE)
         choices = [chat_choice(a, tools, prompt.begins, bool(body.logprobs)) for a in answers[0]]
-        head = Head("chat.completion", serving.name, "chatcmpl")
+        head = Head("chat.completion", body.model, "chatcmpl")
         return JSONResponse(head.as_json(choices, usage=usage_of(answers)))
 
 
@@ -179,7 +179,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     """Go on with texts."""
     begin = time.monotonic()
     serving = serving_of(request)
-    serving.find(body.model, "completions")
+    served = serving.find(body.model, "completions")
     config, engine = serving.config, serving.engine
     check_limits(body, config)
     rule = find_constraint(None, body.structured_outputs)
@@ -194,7 +194,8 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
                 ids = await run_in_threadpool(engine.tokenizer.encode, prompt)
             most = longest_answer(body.max_tokens or _COMPLETION_TOKENS, len(ids), engine, config)
             options = to_options(body, engine, most, None, body.logprobs)
-            asked.append(EngineRequest(prompt, options, rule, key_of(request), config.request_s))
+            told = options, rule, key_of(request), config.request_s, served.delta
+            asked.append(EngineRequest(prompt, *told))
         live = await start(serving, asked)
         stack.callback(serving.end, live)
         if body.stream:
@@ -215,7 +216,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
             for number, found in enumerate(answers)
             for answer in found
         ]
-        head = Head("text_completion", serving.name, "cmpl")
+        head = Head("text_completion", body.model, "cmpl")
         return JSONResponse(head.as_json(choices, usage=usage_of(answers)))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
+from bmforge.errors import ConfigError
 from bmforge.serve.auth import Keys
 from bmforge.serve.conversation import Prompter
 from bmforge.serve.errors import RequestError
@@ -30,11 +32,13 @@ class Served:
         name: by which it is asked.
         engine: an `Engine`, or a `SleepingEngine`.
         abilities: "chat", "completions", "documents", "embeddings".
+        delta: of the engine's model, that answers; None is the model as it is.
     """
 
     name: str
     engine: Any
     abilities: tuple[str, ...]
+    delta: str | None = None
 
     @classmethod
     def of(cls, name: str, engine: Any) -> Served:
@@ -56,6 +60,7 @@ class Serving:
         keys: who may ask.
         directory: of the model, where its chat template is.
         embedder: a second model, that embeds.
+        deltas: name by which one is asked -> its name in the model.
 
     Attributes:
         is_failed: the engine takes nothing any more.
@@ -66,13 +71,23 @@ class Serving:
     keys: Keys
     directory: Path | None = None
     embedder: Served | None = None
+    deltas: Mapping[str, str] = field(default_factory=dict)
     live: LiveRequests = field(default_factory=LiveRequests)
     metrics: Metrics = field(default_factory=Metrics)
     is_failed: bool = False
     began: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        """Make what follows from these."""
+        """Make what follows from these.
+
+        Raises:
+            ConfigError: two are asked by the same name.
+        """
+        names = [model.name for model in self.models]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(
+                f"{twice[0]!r} names a model and a delta, or two deltas: give one another name."
+            )
         self.prompter = Prompter(self.main.engine, self.directory, self.config)
         self.rules = RuleChecker(self.config)
         self.admission = Admission(self.config)
@@ -89,8 +104,12 @@ class Serving:
 
     @property
     def models(self) -> list[Served]:
-        """All models."""
-        return [self.main, *([] if self.embedder is None else [self.embedder])]
+        """All models: the one that writes, the same with each delta, the one that embeds."""
+        main = self.main
+        tuned = [
+            Served(name, main.engine, main.abilities, delta) for name, delta in self.deltas.items()
+        ]
+        return [main, *tuned, *([] if self.embedder is None else [self.embedder])]
 
     def end(self, live: LiveRequest) -> None:
         """Forget a request; if it still runs it is cancelled, and gives its memory back."""

@@ -21,7 +21,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "changed: save",
         "changed: compile",
     ),
-    "infer": ("generate", "native step", "engine", "budget", "serve", "changed: generate"),
+    "infer": (
+        "generate",
+        "native step",
+        "engine",
+        "budget",
+        "serve",
+        "adapters per request",
+        "changed: generate",
+    ),
     "memory": (
         "recompute",
         "stream",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request, generate
+from bmforge.infer.engine import Completion
 from bmforge.models import Model
 from bmforge.testing.batches import Batch, make_batch
 from bmforge.testing.capability import capability
+from bmforge.testing.tolerance import assert_equal_trees
+from bmforge.tune.delta import Adapter, Lora, use_deltas
 
 __all__ = ["ServingSuite"]
 
@@ -35,6 +40,44 @@ class ServingSuite:
                 self.check_requests(engine)
             else:
                 self.check_calls(engine)
+
+    @capability("adapters per request")
+    @pytest.mark.long
+    def test_adapters_per_request(self, tiny: Model) -> None:
+        """Each request has the bits of a model with its delta alone, whatever runs beside it."""
+        for name, built in (("a", Lora(tiny, name="a", rank=2)), ("b", Adapter(tiny, name="b"))):
+            generator = torch.Generator().manual_seed(ord(name))
+            with torch.no_grad():
+                for tensor in built.parameters():
+                    tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.5)
+        use_deltas(tiny, ())
+        choices = [None, "a", "b", ("a", "b")]
+        rows = EngineConfig(max_rows=4)
+        with Engine(tiny, config=rows, tokenizer=self.serving_tokenizer()) as engine:
+            answer = self.answer_with if tiny.traits.writes else self.embed_with
+            found = answer(engine, choices)
+            for names, got in zip(choices, found, strict=True):
+                use_deltas(tiny, names or ())
+                (want,) = answer(engine, [None])
+                assert_equal_trees(got, want)
+
+    def answer_with(self, engine: Engine, choices: Sequence[Any]) -> list[Any]:
+        """Return what is written for prompts with each choice of deltas, all at once."""
+        prompts = self.serving_prompts(engine.model)[1:4]
+        config = GenerationConfig(max_new_tokens=_NEW, eos_token_id=())
+        handles = [
+            [engine.submit(Request(prompt, config, delta=names)) for prompt in prompts]
+            for names in choices
+        ]
+        return [
+            {str(n): _told(handle.wait(120)[0]) for n, handle in enumerate(some)}
+            for some in handles
+        ]
+
+    def embed_with(self, engine: Engine, choices: Sequence[Any]) -> list[Any]:
+        """Return embeddings with each choice of deltas."""
+        row = next(iter(self.make_inputs(engine.model).values()))
+        return [{"embedding": engine.embed(row, delta=names)} for names in choices]
 
     def serving_tokenizer(self) -> Any:
         """Return the tokenizer of a family that reads no plain ids; None for the others."""
@@ -80,3 +123,8 @@ class ServingSuite:
             thread.join()
         for number, expected in enumerate(want):
             assert torch.equal(got[number], expected)
+
+
+def _told(answer: Completion) -> Tensor:
+    """Return an answer as numbers: its ids, or where it has none the characters of its text."""
+    return torch.tensor(answer.ids or [ord(one) for one in answer.text])

@@ -97,12 +97,15 @@ def start(engine: Engine, model_directory: Path) -> Start:
         other: Any = None,
         place: Path | None = None,
         embedder: Any = None,
+        deltas: Any = None,
         **limits: Any,
     ) -> Iterator[Running]:
         config = ServeConfig(**{"port": 0, "grace_s": 5.0, "log_requests": False, **limits})
         place = place if other else model_directory
         given = load_keys(config, {"BMFORGE_API_KEYS": keys})
-        app = create_app(other or engine, config, directory=place, keys=given, embedder=embedder)
+        app = create_app(
+            other or engine, config, directory=place, keys=given, embedder=embedder, deltas=deltas
+        )
         listener = bind_address(config)
         server = make_server(app, listener)
         if send_buffer:  # of the connections too, so that little is enough to fill one

@@ -21,6 +21,7 @@ from bmforge.infer.engine.encode import Pooling, check_pooling, pool, read_state
 from bmforge.infer.engine.packed_step import shares_passes
 from bmforge.infer.engine.tasks import Task
 from bmforge.surgery import evaluating
+from bmforge.tune.delta.choose import DeltaNames, choosing_deltas
 
 __all__ = ["Encoding", "Encodings"]
 
@@ -33,18 +34,20 @@ class Encoding(Task):
         pooling: as `encode.embed` has it.
         normalize: scale embeddings to length 1.
         deadline_s: of a `Task`.
+        deltas: that work on them, as in `Request`.
     """
 
     def __init__(
         self,
         rows: Sequence[dict[str, Tensor]],
-        pooling: Pooling,
-        normalize: bool,
-        deadline_s: float | None,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        deadline_s: float | None = None,
+        deltas: DeltaNames = None,
     ) -> None:
         super().__init__(deadline_s)
         check_pooling(pooling)
-        self.rows, self.pooling = rows, pooling
+        self.rows, self.pooling, self.deltas = rows, pooling, deltas
         self._normalize = normalize
         self._found: dict[int, Tensor] = {}
 
@@ -105,7 +108,9 @@ class Encodings:
         if not self._rows:
             return
         kind = self._rows[0].kind
-        chosen = list(islice((r for r in self._rows if r.kind == kind), self._count(kind)))
+        deltas = self._rows[0].encoding.deltas
+        alike = (r for r in self._rows if r.kind == kind and r.encoding.deltas == deltas)
+        chosen = list(islice(alike, self._count(kind)))
         self._rows = deque(row for row in self._rows if row not in chosen)
         self._run(chosen)
 
@@ -129,7 +134,8 @@ class Encodings:
         names = rows[0].arguments
         joined = {name: torch.cat([row.arguments[name] for row in rows]) for name in names}
         try:
-            with evaluating(self._model), torch.no_grad():
+            choosing = choosing_deltas(self._model, rows[0].encoding.deltas)
+            with evaluating(self._model), torch.no_grad(), choosing:
                 states = read_states(self._model, joined)
         except Exception as error:
             if len(rows) == 1:

@@ -19,7 +19,7 @@ from bmforge.host_tuning import read_tuning, return_freed_memory
 from bmforge.infer.engine.blanks import fill_blanks
 from bmforge.infer.engine.budget import EngineConfig, MemoryPlan, plan_memory
 from bmforge.infer.engine.draft import check_draft, open_draft
-from bmforge.infer.engine.encode import Pooling, classify, embed, fill_mask, name_inputs, read_rows
+from bmforge.infer.engine.encode import classify, embed, fill_mask, name_inputs, read_rows
 from bmforge.infer.engine.encodings import Encoding
 from bmforge.infer.engine.hold import Hold
 from bmforge.infer.engine.limit import check_asked, check_module, check_size, check_tokenizer
@@ -45,6 +45,7 @@ from bmforge.models.quantize import quantize_, quantize_directory
 from bmforge.nn.packing import QuantSpec
 from bmforge.settings import TalkConfig
 from bmforge.tokenizers import AutoTokenizer
+from bmforge.tune.delta.choose import DeltaChoice, check_names, choosing_deltas
 
 __all__ = ["Engine"]
 
@@ -273,49 +274,43 @@ class Engine:
             return self._requests
 
     def submit_embed(
-        self,
-        inputs: Any,
-        *,
-        pooling: Pooling = "mean",
-        normalize: bool = True,
-        deadline_s: float | None = None,
+        self, inputs: Any, *, deadline_s: float | None = None, **options: Any
     ) -> Future[Tensor]:
         """Embed as `embed` does, beside everything else; what is said of `submit` holds.
 
         Args:
             inputs: texts, lists of ids of any lengths, or a tensor.
             deadline_s: seconds after which it ends with a `TimeoutError`.
-            pooling, normalize: as `encode.embed` has them.
+            options: `pooling`, `normalize` and `delta` of `embed`.
         """
         self._check("submit_embed", writes=False)
         rows = read_rows(self.model, self._ids(inputs))
-        return self._queue().add(Encoding(rows, pooling, normalize, deadline_s))
+        deltas = check_names(self.model, options.pop("delta", None))
+        return self._queue().add(Encoding(rows, deadline_s=deadline_s, deltas=deltas, **options))
 
     def submit_documents(
         self, documents: Any, *, deadline_s: float | None = None, **options: Any
     ) -> Future[Any]:
         """Fill documents as `fill_documents` does, beside everything else, as `submit_embed`."""
         self._check("submit_documents", writes=True)
+        deltas = check_names(self.model, options.pop("delta", None))
         given = {"batch_size": min(8, self.config.max_rows), **options}
         fill = partial(fill_documents, self.model, self.tokenizer, documents, **given)
-        return self._queue().add(Work(self.model, fill, deadline_s))
+        return self._queue().add(Work(self.model, fill, deadline_s, deltas))
 
-    def embed(self, inputs: Any, *, pooling: Pooling = "mean", normalize: bool = True) -> Tensor:
+    def embed(self, inputs: Any, *, delta: DeltaChoice = None, **options: Any) -> Tensor:
         """Return an embedding of every text, (B, D); see `encode.embed`."""
-        with self.turn("embed", writes=False) as model:
-            rows = self.config.max_rows
-            return embed(
-                model, self._ids(inputs), pooling=pooling, normalize=normalize, max_rows=rows
-            )
+        with self.turn("embed", writes=False, delta=delta) as model:
+            return embed(model, self._ids(inputs), max_rows=self.config.max_rows, **options)
 
-    def fill_mask(self, texts: str | Sequence[str], *, top: int = 5) -> Any:
+    def fill_mask(self, texts: Any, *, top: int = 5, delta: DeltaChoice = None) -> Any:
         """Return the likeliest tokens at every mask token of texts; see `encode.fill_mask`."""
-        with self.turn("fill_mask", writes=False) as model:
+        with self.turn("fill_mask", writes=False, delta=delta) as model:
             return fill_mask(model, self.tokenizer, texts, top=top)
 
-    def classify(self, inputs: Any) -> Tensor:
+    def classify(self, inputs: Any, *, delta: DeltaChoice = None) -> Tensor:
         """Return the probabilities of a classifier's classes; see `encode.classify`."""
-        with self.turn("classify", writes=False) as model:
+        with self.turn("classify", writes=False, delta=delta) as model:
             return classify(model, self._ids(inputs), max_rows=self.config.max_rows)
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -329,7 +324,7 @@ class Engine:
 
     def fill_documents(self, documents: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         """Fill CPM-Bee's documents; see `bmforge.infer.openbmb.documents.fill_documents`."""
-        with self.turn("fill_documents") as model:
+        with self.turn("fill_documents", delta=options.pop("delta", None)) as model:
             given = {"batch_size": min(8, self.config.max_rows), **options}
             return fill_documents(model, self.tokenizer, documents, **given)
 
@@ -376,8 +371,8 @@ class Engine:
         return name_inputs(inputs, lambda: self.tokenizer, self.device)
 
     @contextmanager
-    def turn(self, what: str, writes: bool = True) -> Iterator[Any]:
-        """Have the model for one request.
+    def turn(self, what: str, writes: bool = True, delta: DeltaChoice = None) -> Iterator[Any]:
+        """Have the model for one request, with deltas as a `Request` names them.
 
         Raises:
             ConfigError: the engine is closed or busy, or the model cannot do it.
@@ -386,7 +381,8 @@ class Engine:
         with self._hold.alone(what, self._requests):
             if self._requests is not None and self._guard is not None:
                 self._requests.release()
-            yield self.model
+            with choosing_deltas(self.model, check_names(self.model, delta)):
+                yield self.model
 
     def _check(self, what: str, writes: bool) -> None:
         """Raise `ConfigError` where the engine is closed, or its model cannot do it."""

@@ -20,6 +20,7 @@ from bmforge.infer.engine.rows import Rows
 from bmforge.infer.engine.scheduler import Cut, Part, Scheduler, Sequence
 from bmforge.infer.engine.speculate import Ahead, Lookup
 from bmforge.memory.packed import packed_bytes
+from bmforge.tune.delta.choose import DeltaNames, tell_choice
 
 __all__ = ["Job", "PackedJobs"]
 
@@ -149,7 +150,8 @@ class PackedJobs:
         if not self.jobs:  # while nobody waited the model may have been changed
             self.notice_changes()
         ready = job.ready
-        keys = PrefixKeys(repr(self._model.config), ready.request.salt)
+        told = repr(self._model.config) + tell_choice(self._model, ready.deltas)
+        keys = PrefixKeys(told, ready.request.salt)
         longest = len(ready.ids) + ready.config.max_new_tokens
         known = Lookup() if self._config.speculates else None
         lookup = known if self._small is None else Ahead(self._cost, known)
@@ -200,7 +202,7 @@ class PackedJobs:
         jobs = [owners[part.sequence] for part in parts]
         try:
             parts = parts if self._draft is None else self._draft.fill(parts)
-            found = self._compute(self._step, parts)
+            found = self._compute(self._step, parts, [job.ready.deltas for job in jobs])
         except Exception as error:
             for job in dict.fromkeys(jobs):
                 self._fail(job, error)
@@ -214,10 +216,12 @@ class PackedJobs:
             if job.is_done:
                 self.remove(job)
 
-    def _compute(self, step: PackedStep, parts: list[Part]) -> list[Tensor]:
+    def _compute(
+        self, step: PackedStep, parts: list[Part], deltas: list[DeltaNames]
+    ) -> list[Tensor]:
         rows = [StepRow(part.sequence.pages, part.start, part.end) for part in parts]
         wanted = [1 + len(part.guessed) if part.is_last else 0 for part in parts]
-        return step.run(rows, [part.tokens for part in parts], wanted)
+        return step.run(rows, [part.tokens for part in parts], wanted, deltas)
 
     def _go_on(self, job: Job, part: Part, scores: Tensor) -> None:
         """Let answers choose a token each by the scores behind a part of their sequence."""

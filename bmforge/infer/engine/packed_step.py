@@ -25,6 +25,7 @@ from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
 from bmforge.records import laid_out
+from bmforge.tune.delta.choose import DeltaNames, choosing_deltas
 
 __all__ = ["PackedStep", "can_pack", "shares_passes"]
 
@@ -87,7 +88,11 @@ class PackedStep:
 
     @torch.no_grad()
     def run(
-        self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]], wanted: Sequence[int]
+        self,
+        rows: Sequence[StepRow],
+        tokens: Sequence[Sequence[int]],
+        wanted: Sequence[int],
+        deltas: Sequence[DeltaNames] | None = None,
     ) -> list[Tensor]:
         """Compute tokens of sequences; return the scores of what comes behind some of them.
 
@@ -95,16 +100,29 @@ class PackedStep:
             rows: where the tokens belong.
             tokens: of each row.
             wanted: of how many tokens of each row, the last ones, scores are returned.
+            deltas: of each row, those that work for it; None is as the model is.
 
         Shape:
             returns (wanted, V) of each row, in fp32
         """
-        if self._is_together:
-            return self._run_together(rows, tokens, wanted)
-        found = []
-        for row, ids, count in zip(rows, tokens, wanted, strict=True):
-            found += self._run_together([row], [ids], [count])
-        return found
+        given = list(zip(rows, tokens, wanted, strict=True))
+        names = [None] * len(given) if deltas is None else list(deltas)
+        found: dict[int, Tensor] = {}
+        with choosing_deltas(self.model) as choose:
+            for numbers in self._divide(names):
+                choose(names[numbers[0]])
+                some = zip(*(given[number] for number in numbers), strict=True)
+                found.update(zip(numbers, self._run_together(*some), strict=True))
+        return [found[number] for number in range(len(given))]
+
+    def _divide(self, names: Sequence[DeltaNames]) -> list[list[int]]:
+        """Return which rows go through the model at once: those of the same deltas, or one each."""
+        if not self._is_together:
+            return [[number] for number in range(len(names))]
+        groups: dict[DeltaNames, list[int]] = {}
+        for number, one in enumerate(names):
+            groups.setdefault(one, []).append(number)
+        return list(groups.values())
 
     def _run_together(
         self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]], wanted: Sequence[int]

@@ -18,6 +18,8 @@ from bmforge.infer.generate import check_prompt, complete_config
 from bmforge.infer.openbmb.texts import read_hidden, read_span
 from bmforge.infer.options import GenerationConfig
 from bmforge.tokenizers import CPM2Tokenizer
+from bmforge.tune.delta.choose import DeltaNames, check_names
+from bmforge.tune.delta.soft_prompt import put_rows_before
 
 __all__ = ["Reader", "Ready", "is_document"]
 
@@ -37,6 +39,7 @@ class Ready:
         config: with end tokens and seed.
         answers: fresh ones.
         is_packed: it runs in one row with others.
+        deltas: that answer, as in `Request`.
     """
 
     request: Request
@@ -44,6 +47,7 @@ class Ready:
     config: GenerationConfig
     answers: tuple[Answer, ...]
     is_packed: bool
+    deltas: DeltaNames = None
 
 
 class Reader:
@@ -78,16 +82,21 @@ class Reader:
         if config.seed is None and config.do_sample:
             config = config.replace(seed=secrets.randbits(63))
         self._check(request, config)
+        deltas = check_names(model, request.delta)
         ids: tuple[int, ...] = ()
+        told = ids
         hidden: Sequence[int] = ()
         if not is_document(model, request):
             ids, config, hidden = self._read_prompt(request.prompt, config)
+            told = ids
+            if model.traits.objective != "hidden tokens":  # which say more of every token
+                ids = put_rows_before(model, ids, deltas)
             row = torch.tensor([ids])
             check_prompt(model, row, torch.ones_like(row), config)
         is_packed = self._can_pack and config.num_beams == 1
         self._check_size(len(ids), config, is_packed)
-        answers = self._answers(request, config, ids, hidden)
-        return Ready(request, tuple(ids), config, answers, is_packed)
+        answers = self._answers(request, config, told, hidden)
+        return Ready(request, tuple(ids), config, answers, is_packed, deltas)
 
     def _with_ends(self, options: GenerationConfig) -> GenerationConfig:
         """Add the tokenizer's end token to the model's where none is named."""

@@ -15,6 +15,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.infer.options import GenerationConfig
 from bmforge.logging import get_logger
+from bmforge.tune.delta.choose import DeltaChoice
 
 __all__ = [
     "Completion",
@@ -42,6 +43,8 @@ class Request:
         salt: prompts that begin alike share what was computed for them under one salt only, so that
             nobody learns from the time of an answer what others have asked.
         deadline_s: seconds from now on after which what is there must do.
+        delta: name of a delta of the model, or several, that answer; () is the model without any,
+            None as the model is.
     """
 
     prompt: str | Sequence[int]
@@ -49,6 +52,7 @@ class Request:
     constraint: Constraint | None = None
     salt: str = ""
     deadline_s: float | None = None
+    delta: DeltaChoice = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a deadline that has passed."""

@@ -18,6 +18,7 @@ from bmforge.infer.generate import run_decoder
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.openbmb.texts import answer_document, start_hidden
 from bmforge.surgery import evaluating
+from bmforge.tune.delta.choose import choosing_deltas
 
 __all__ = ["Rows"]
 
@@ -39,7 +40,8 @@ class Rows:
 
     def step(self) -> bool:
         """Run until the model is to be called again; tell whether there is more to do."""
-        return self._turns.step()
+        with choosing_deltas(self._model, self._ready.deltas):
+            return self._turns.step()
 
     def stop(self) -> None:
         """End it; what is written stays."""

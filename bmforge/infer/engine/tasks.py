@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from bmforge.infer.engine.turns import Turns
+from bmforge.tune.delta.choose import DeltaNames, choosing_deltas
 
 __all__ = ["Task", "Work"]
 
@@ -66,18 +67,27 @@ class Work(Task):
         model: that it calls.
         function: what is done.
         deadline_s: of a `Task`.
+        deltas: of the model, that work meanwhile, as in `Request`.
     """
 
-    def __init__(self, model: Any, function: Callable[[], Any], deadline_s: float | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        function: Callable[[], Any],
+        deadline_s: float | None,
+        deltas: DeltaNames = None,
+    ) -> None:
         super().__init__(deadline_s)
-        self._model, self._function = model, function
+        self._model, self._function, self._deltas = model, function, deltas
         self._turns = Turns(self._work)
         self._result: Any = None
 
     def step(self) -> None:
         """Go on up to the next pass, or to the end."""
         try:
-            if not self._turns.step():
+            with choosing_deltas(self._model, self._deltas):
+                goes_on = self._turns.step()
+            if not goes_on:
                 self.finish(self._result)
         except Exception as error:
             self.fail(error)

@@ -15,8 +15,9 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.held import deltas_of
 
-__all__ = ["SoftPrompt", "with_prompt"]
+__all__ = ["SoftPrompt", "put_rows_before", "with_prompt"]
 
 # Arguments that say something of every token -> what they say of the prompt's.
 _OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0, "role_ids": 0}
@@ -162,7 +163,7 @@ def _is_apart(model: Any) -> bool:
 
 
 def _has_prompt(ids: Tensor, table: nn.Embedding) -> bool:
-    return bool((ids >= table.num_embeddings).any())
+    return ids.is_meta or bool((ids >= table.num_embeddings).any())  # a plan counts all tokens
 
 
 def prompt_ids(table: nn.Embedding, ids: Tensor, length: int) -> Tensor:
@@ -189,3 +190,23 @@ def with_prompt(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, T
     length = prompt.weight.shape[0]
     padded = None if mask is None or mask.shape != ids.shape else F.pad(mask, (length, 0), value=1)
     return prompt_ids(table, ids, length), mask if padded is None else padded, length
+
+
+def put_rows_before(
+    model: Any, ids: tuple[int, ...], names: tuple[str, ...] | None
+) -> tuple[int, ...]:
+    """Return ids with those of a soft prompt in front, where one of these deltas is one.
+
+    Args:
+        model: with deltas, or none.
+        ids: of a text.
+        names: of deltas; None takes those that are switched on.
+    """
+    for name, delta in deltas_of(model).items():
+        is_on = bool(delta.weight) if names is None else name in names
+        if is_on and isinstance(delta, SoftPrompt) and delta.is_attached():
+            table = model.embed
+            if all(id < table.num_embeddings for id in ids):
+                row = prompt_ids(table, torch.tensor([ids]), delta.held[0].part.weight.shape[0])
+                return tuple(row[0].tolist())
+    return ids

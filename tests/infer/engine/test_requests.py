@@ -209,9 +209,9 @@ def test_guesses_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     run = PackedStep.run
 
-    def count(self: Any, rows: Any, tokens: Any, wanted: Any) -> Any:
+    def count(self: Any, rows: Any, tokens: Any, *more: Any) -> Any:
         steps.append(sum(map(len, tokens)))
-        return run(self, rows, tokens, wanted)
+        return run(self, rows, tokens, *more)
 
     monkeypatch.setattr(PackedStep, "run", count)
     prompt, model, found = PROMPTS[1] * 3, make("llama"), []

@@ -1,0 +1,87 @@
+"""Deltas that requests choose by the name of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from conftest import write_model
+
+from bmforge.cli.opening import delta_names, find_names, put_named_deltas_
+from bmforge.errors import ConfigError
+from bmforge.infer import Engine, EngineConfig
+from bmforge.models import AutoModel
+from bmforge.serve.app import create_app
+from bmforge.tokenizers import AutoTokenizer
+from bmforge.tune.delta import Adapter, Lora, use_deltas
+
+SAID: list[Any] = [{"role": "user", "content": "天气"}]
+
+
+@pytest.fixture(scope="module")
+def given(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What `--delta` is told."""
+    folder = tmp_path_factory.mktemp("deltas")
+    for number, kind in enumerate((Lora, Adapter)):
+        model = AutoModel.from_pretrained(model_directory)
+        delta = kind(model)
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for tensor in delta.parameters():
+                tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.5)
+        delta.save(folder / kind.__name__)
+    return [f"ann={folder / 'Lora'}", f"bob v1.2={folder / 'Adapter'}"]
+
+
+def test_the_model_of_a_request_chooses(
+    start: Any, model_directory: Path, given: list[str]
+) -> None:
+    model: Any = AutoModel.from_pretrained(model_directory)
+    names = find_names(given)
+    put_named_deltas_(model, names)
+    inner, tokenizer = delta_names(names), AutoTokenizer.from_pretrained(model_directory)
+    config = EngineConfig(max_tokens=256)
+    asked = ["tiny", *names]
+    said, shown, embedded = {}, {}, {}
+    with (
+        Engine(model.eval(), tokenizer=tokenizer, config=config) as engine,
+        start(other=engine, place=model_directory, deltas=inner, name="tiny") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        assert [one.id for one in client.models.list().data] == asked
+        for name in asked:
+            options: dict[str, Any] = {"model": name, "max_tokens": 8, "temperature": 0}
+            chat = client.chat.completions.create(messages=SAID, **options)
+            assert chat.model == name
+            shown[name] = chat.choices[0].message.content
+            events = list(client.completions.create(prompt="天", stream=True, **options))
+            assert {event.model for event in events} == {name}
+            said[name] = "".join(e.choices[0].text for e in events if e.choices)
+            found = client.embeddings.create(model=name, input="天气")
+            embedded[name] = torch.tensor(found.data[0].embedding)
+        with pytest.raises(openai.NotFoundError, match="there is no model 'cat' here, only 'tiny'"):
+            client.chat.completions.create(model="cat", messages=SAID)
+        assert len(set(said.values())) == len(set(shown.values())) == 3
+        for name in asked:
+            use_deltas(model, [inner[name]] if name in inner else ())
+            (want,) = engine.call(lambda: engine.embed("天气"))
+            assert torch.equal(embedded[name], want)
+            options = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+            alone = client.completions.create(prompt="天", **options)
+            assert alone.choices[0].text == said[name]
+
+
+def test_names_are_each_ones_own(model_directory: Path, given: list[str], tmp_path: Path) -> None:
+    assert list(find_names(given)) == ["ann", "bob v1.2"]
+    where = given[0].partition("=")[2]
+    assert find_names([where, f"{where}=0.5"]) == {}
+    for wrong in ([*given, where], [given[0], given[0]]):
+        with pytest.raises(ConfigError, match="a name of its own"):
+            find_names(wrong)
+    place = write_model(tmp_path / "ann", num_layers=1)
+    with Engine(place, config=EngineConfig(max_tokens=64)) as engine:  # noqa: SIM117
+        with pytest.raises(ConfigError, match="'ann' names a model and a delta"):
+            create_app(engine, directory=place, deltas={"ann": "delta0"})
