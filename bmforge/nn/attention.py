@@ -21,7 +21,7 @@ from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.host_attention import host_attention, takes_host_attention
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.position import apply_rope, narrow_rope
-from bmforge.nn.prefix import Pair, put_before
+from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
 
 __all__ = ["Attention", "AttentionSpec", "KeyValueCache", "RunBlocks", "build_mask", "mix_values"]
 
@@ -136,6 +136,8 @@ def mix_values(
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
         bias: (B or 1, N, T, S); prefix: (K, P, H) each; returns (B, N, T, H)
     """
+    if prefix is not None and bias is None and takes_one(query, dropout):
+        return mix_behind(prefix, query, key, value, mask, scale)
     if prefix is not None:
         key, value, mask, bias = put_before(prefix, query, key, value, mask, bias, causal)
         causal = False

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bmforge.nn.part import TensorNote
 
-__all__ = ["Pair", "Prefix", "put_before"]
+__all__ = ["Pair", "Prefix", "mix_behind", "put_before", "takes_one"]
 
 # Keys and values, (K, P, H) each.
 Pair = tuple[Tensor, Tensor]
@@ -126,3 +126,56 @@ def put_before(
     )
     mask = None if mask is None else F.pad(mask, (length, 0), value=True)
     return key, value, mask, None if bias is None else F.pad(bias, (length, 0))
+
+
+def takes_one(query: Tensor, dropout: float) -> bool:
+    """Tell whether `mix_behind` computes what is asked: one token of each row, no gradients."""
+    plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return plain and query.shape[2] == 1 and not dropout
+
+
+def mix_behind(
+    prefix: Pair,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Weigh a prefix's values and those of the rows, which no copy brings together.
+
+    Args:
+        prefix: keys and values for all rows.
+        query: of one token of each row.
+        key: of the tokens of each row.
+        value: of the same.
+        mask: True where a query may look; None is everywhere.
+        scale: factor on the scores; None is 1/sqrt(H).
+
+    Shape:
+        prefix: (K, P, H); query: (B, N, 1, H); key, value: (B, K, S, H); mask: (B or 1, 1, 1, S);
+        returns (B, N, 1, H)
+    """
+    rows, heads = query.shape[0], key.shape[1]
+    front_key, front_value = (part.to(key.dtype) for part in prefix)
+    length = front_key.shape[1]
+    asked = query.reshape(rows, heads, -1, query.shape[-1])  # N / K queries of each head of keys
+    front = _times(asked, front_key.transpose(1, 2))
+    own = asked @ key.transpose(2, 3)
+    if mask is not None:
+        own = own.masked_fill(~mask, float("-inf"))
+    scores = torch.cat((front, own), -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    weights = scores.softmax(-1, dtype=_wide(scores.dtype)).to(value.dtype)
+    out = _times(weights[..., :length], front_value) + weights[..., length:] @ value
+    return out.reshape(query.shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def _times(x: Tensor, shared: Tensor) -> Tensor:
+    """Multiply (B, K, G, i) by what all rows share, (K, i, o): (B, K, G, o)."""
+    rows, heads, queries, width = x.shape
+    folded = x.transpose(0, 1).reshape(heads, rows * queries, width)
+    return torch.bmm(folded, shared).view(heads, rows, queries, -1).transpose(0, 1)

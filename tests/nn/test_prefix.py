@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bmforge.nn import Attention, AttentionSpec, build_mask
+from bmforge.nn.attention import mix_values
 from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.prefix import Prefix
 from bmforge.nn.prompt import Prompt, count_ids, look_up
@@ -212,3 +213,25 @@ def test_ids_behind_the_table() -> None:
         longer.weight.grad,  # type: ignore[arg-type]
     )
     assert torch.equal(look_up(longer, ids), longer(ids))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_token_needs_no_copies(heads: int, masked: bool) -> None:
+    """Without gradients what one token gets is the same, keys and values as they lie in a cache."""
+    generator = torch.Generator().manual_seed(heads)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query, front = draw(3, 1, 4, 8).transpose(1, 2), (draw(heads, 5, 8), draw(heads, 5, 8))
+    key, value = (draw(3, heads, 20, 8)[:, :, :11] for _ in range(2))
+    mask = None
+    if masked:
+        mask = torch.ones(3, 1, 1, 11, dtype=torch.bool)
+        mask[1, ..., :4] = mask[2] = False  # of the last row only what stands in front is seen
+    given = (query, key, value, mask, None, True, 0.3 if masked else None, 0.0, front)
+    want = mix_values(*given)
+    with torch.no_grad():
+        got = mix_values(*given)
+    assert_close(got, want)
