@@ -2,8 +2,9 @@
 
     python benchmarks/delta_decode.py [--rows 16] [--deltas 8] [--prefix 32] [--rounds 15]
 
-One model of a Llama's shape, drawn at random, in one process. Every round writes the same number of
-tokens with the base and with its deltas, in turns; the ratios are medians over rounds.
+One model of a Llama's shape, drawn at random, in one process; all share its weights. A prompt is
+read once, then every round writes the same number of tokens behind what there is, with the base and
+with its deltas, in turns; ratios are medians over rounds. --profile shows what the time goes to.
 """
 
 from __future__ import annotations
@@ -60,25 +61,40 @@ class Writer:
         rows: which row has which delta.
     """
 
+    @torch.no_grad()
     def __init__(
         self, model: Any, options: argparse.Namespace, rows: list[str | None] | None = None
     ) -> None:
-        self.model, self.options, self.rows = model, options, rows
+        self.count = options.tokens
         generator = torch.Generator().manual_seed(1)
         shape = options.rows, options.prompt
-        self.ids = torch.randint(0, options.vocab, shape, generator=generator)
+        ids = torch.randint(0, options.vocab, shape, generator=generator)
+        # One round more than are timed, and a few steps for a profile.
+        longest = options.prompt + (options.rounds + 2) * options.tokens
+        self.decoder = Decoder(model, None, longest, rows)
+        self.scores = self.decoder.run(ids)
 
     @torch.no_grad()
     def seconds(self) -> float:
-        """Return the seconds of the tokens after the first one."""
-        count, length = self.options.tokens, self.options.prompt
-        decoder = Decoder(self.model, None, length + count + 1, self.rows)
-        scores = decoder.run(self.ids)
-        scores = decoder.run(scores.argmax(-1, keepdim=True))
+        """Write the tokens of a round; return the seconds that they took."""
         start = time.perf_counter()
-        for _ in range(count - 1):
-            scores = decoder.run(scores.argmax(-1, keepdim=True))
+        for _ in range(self.count):
+            self.scores = self.decoder.run(self.scores.argmax(-1, keepdim=True))
         return time.perf_counter() - start
+
+
+def share_weights(base: Any) -> Any:
+    """Return a model of its own over the same weights."""
+    return copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
+
+
+def show_profile(writers: dict[str, Writer]) -> None:
+    for name, writer in writers.items():
+        with torch.profiler.profile() as found:
+            writer.seconds()
+        step = writer.decoder.cache.step
+        print(f"{name}: {step.native_blocks} blocks natively, {step.torch_blocks} through torch")
+        print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
 
 
 def compare(
@@ -102,18 +118,19 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--prefix", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=2816)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     threads = torch.get_num_threads()
     print(header("python benchmarks/delta_decode.py " + " ".join(sys.argv[1:]), threads, ["torch"]))
     base = make_base(options)
-    users, fronted = copy.deepcopy(base), copy.deepcopy(base)
+    users, fronted = share_weights(base), share_weights(base)
     names = add_loras_(users, options.deltas, options.rank)
     rows = [names[row % len(names)] for row in range(options.rows)]
     Prefix(fronted, length=options.prefix)
@@ -121,11 +138,13 @@ def main() -> None:
         f"{options.deltas} Loras in {options.rows} rows": Writer(users, options, rows),
         f"a prefix of {options.prefix}": Writer(fronted, options),
     }
-    plain = Writer(base, options)
     lines = []
     for name, case in cases.items():
+        plain = Writer(base, options)  # its rows are as long as the other's in every round
         before, after = compare(plain.seconds, case.seconds, options.rounds)
-        written = options.rows * (options.tokens - 1)
+        if options.profile:
+            show_profile({"base": plain, name: case})
+        written = options.rows * options.tokens
         ratio = "{:.2f} ({:.2f} to {:.2f})".format(*paired_ratio(after, before))
         speeds = [f"{written / statistics.median(part):.0f}" for part in (before, after)]
         lines.append([name, *speeds, ratio])
