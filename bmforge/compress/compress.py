@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.batch import Batch, count_labels
 from bmforge.compress.config import CompressConfig
-from bmforge.compress.distill import DistillConfig, Distiller
+from bmforge.compress.distill import DistillConfig, Distiller, TeacherAnswers
 from bmforge.compress.method import METHOD_NAMES, Method
 from bmforge.compress.methods import attach_methods
 from bmforge.compress.report import CompressReport, ModelSizes, PhaseFacts, measure_sizes
@@ -38,7 +38,7 @@ def compress(
     model: nn.Module,
     config: CompressConfig | None = None,
     *,
-    teacher: nn.Module | None = None,
+    teacher: nn.Module | TeacherAnswers | None = None,
     batches: Sequence[Batch] | None = None,
     methods: Sequence[Method] = (),
 ) -> Compression:
@@ -47,7 +47,7 @@ def compress(
     Args:
         model: any; changed in place.
         config: what is done; parts may be left out.
-        teacher: what the model learns from, where the config has `distill`.
+        teacher: what the model learns from, where the config has `distill`; or its kept answers.
         batches: real inputs, for methods that look at what goes through the model.
         methods: further ones of your own, not attached yet; see `Method`.
 
@@ -94,7 +94,7 @@ class Compression:
         model: nn.Module,
         methods: Sequence[Method],
         distill: DistillConfig | None = None,
-        teacher: nn.Module | None = None,
+        teacher: nn.Module | TeacherAnswers | None = None,
         before: ModelSizes | None = None,
     ) -> None:
         self.model, self.methods, self.step = model, list(methods), 0

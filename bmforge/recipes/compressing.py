@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.compress import CompressConfig, Compression, compress
+from bmforge.compress.distill import TeacherAnswers
 from bmforge.data.sources.files import read_documents
 from bmforge.errors import ConfigError, DataError
 from bmforge.models import AutoModel, Model
@@ -147,9 +148,11 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
     return compress(model, told.config, teacher=teacher, batches=batches)
 
 
-def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model:
+def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | TeacherAnswers:
     """Open the teacher, laid out as the student will be, or whole where it is packed."""
     told = config.compress.config.distill
+    if told.answers is not None:
+        return TeacherAnswers(told.answers)
     if told.teacher is None:
         raise ConfigError("distill.teacher is missing: name its directory or hub id.")
     directory = find_model(told.teacher)

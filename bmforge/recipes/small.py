@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.compress import DistillConfig, measure_sizes
+from bmforge.compress.distill.answers import TeacherAnswers, fingerprint_vocabulary
 from bmforge.compress.phases import Phase
 from bmforge.compress.prune.structure_config import wanted_sizes
 from bmforge.compress.quantize import quantize
@@ -27,6 +28,14 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
     Raises:
         ConfigError: no teacher is named, or a token of the student has another id there.
     """
+    if config.answers is not None:
+        kept, here = TeacherAnswers(config.answers), _read_vocabulary(source)
+        if kept.vocabulary and here and kept.vocabulary != fingerprint_vocabulary(here):
+            raise ConfigError(
+                f"distill.answers={config.answers!r} are of a teacher with another vocabulary than "
+                "the model's: take one with the same tokenizer."
+            )
+        return
     if config.teacher is None:
         raise ConfigError("distill.teacher is missing: name its directory or hub id.")
     teacher = find_model(config.teacher)

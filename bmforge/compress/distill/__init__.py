@@ -4,6 +4,7 @@ Start reading at `distiller.py`; `losses.py` has the formulas, `maps.py` says wh
 from which, `capture.py` gets at what is inside.
 """
 
+from bmforge.compress.distill.answers import TeacherAnswers, write_answers
 from bmforge.compress.distill.config import DistillConfig, DistillLoss
 from bmforge.compress.distill.distiller import Distiller
 
@@ -11,4 +12,6 @@ __all__ = [
     "DistillConfig",
     "DistillLoss",
     "Distiller",
+    "TeacherAnswers",
+    "write_answers",
 ]

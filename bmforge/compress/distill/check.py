@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import nn
 
+from bmforge.compress.distill.answers import TeacherAnswers, find_head
 from bmforge.compress.distill.capture import find_attention
 from bmforge.compress.distill.config import DistillConfig, DistillLoss
 from bmforge.compress.distill.maps import find_pairs
 from bmforge.errors import ConfigError
 from bmforge.records import laid_out
 
-__all__ = ["check_students_layout", "check_teacher", "relation_heads"]
+__all__ = ["check_answers", "check_students_layout", "check_teacher", "relation_heads"]
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig) -> None:
@@ -39,6 +40,29 @@ def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig)
             problems.append(str(error))
     if problems:
         raise ConfigError(f"this teacher cannot teach this student: {'; '.join(problems)}")
+
+
+def check_answers(student: nn.Module, answers: TeacherAnswers, config: DistillConfig) -> None:
+    """Raise `ConfigError` where kept answers do not say what is to be learned."""
+    find_head(student, "student")
+    size = getattr(_config(student), "vocab_size", None)
+    if size != answers.vocab_size:
+        raise ConfigError(
+            f"the student has vocab_size={size}, the teacher whose answers were kept "
+            f"{answers.vocab_size}: it answers with its own tokens. Take one of the same "
+            "vocabulary."
+        )
+    if config.looks_inside:
+        raise ConfigError(
+            "kept answers say nothing of what is inside the teacher: learn logits alone "
+            '(kind="logits"), or give the teacher itself.'
+        )
+    wanted = config.losses[0].temperature
+    if wanted != answers.temperature:
+        raise ConfigError(
+            f"the answers were kept at temperature={answers.temperature}, and the student is to "
+            f"learn at {wanted}: take the same one, or ask the teacher again."
+        )
 
 
 def _classifies(model: nn.Module) -> bool:
@@ -95,9 +119,18 @@ def relation_heads(loss: DistillLoss, attn: Any) -> int:
     return int(attn.k_proj.out_features // attn.head_dim)
 
 
-def check_students_layout(student: nn.Module, teacher: nn.Module, config: DistillConfig) -> None:
+def check_students_layout(
+    student: nn.Module, teacher: nn.Module, config: DistillConfig, has_answers: bool = False
+) -> None:
     """Raise `ConfigError` for a layout on which a teacher's lesson cannot be had."""
     record, other = laid_out(student), laid_out(teacher)
+    is_cut = any(getattr(m, "token_cut", None) is not None for m in student.modules())
+    is_cut |= find_head(student, "student").vocab is not None if has_answers else False
+    if has_answers and (is_cut or (record is not None and record.pipeline is not None)):
+        raise ConfigError(
+            "kept answers are of whole rows and of the whole vocabulary: use a layout with tp=1, "
+            "cp=1 and pp=1, or give the teacher itself."
+        )
     if other is not None and other.pipeline is not None:
         raise ConfigError(
             "the teacher is cut into a pipeline's stages: hand over one that is whole on every "

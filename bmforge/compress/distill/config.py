@@ -102,12 +102,14 @@ class DistillConfig:
 
     Args:
         teacher: directory or hub id of the teacher, for a recipe; in a program it is handed over.
+        answers: directory of a teacher's kept answers (`write_answers`), instead of it.
         teacher_quantize: keep the teacher's weights as integers of this scheme.
         losses: what is learned; their sum is added to the task's loss.
         task_weight: factor on the task's own loss; 0 learns from the teacher alone.
     """
 
     teacher: str | None = None
+    answers: str | None = None
     teacher_quantize: str | None = None
     losses: tuple[DistillLoss, ...] = (DistillLoss(),)
     task_weight: float = 1.0
@@ -122,6 +124,8 @@ class DistillConfig:
             )
         if sum(loss.kind == "logits" for loss in self.losses) > 1:
             raise ConfigError("distill.losses has logits more than once; one temperature holds.")
+        if self.teacher is not None and self.answers is not None:
+            raise ConfigError("distill has a teacher and kept answers: name one of them.")
         if self.teacher_quantize is not None and self.teacher is None:
             raise ConfigError("distill.teacher_quantize has no effect without distill.teacher.")
 

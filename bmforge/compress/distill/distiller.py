@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.batch import Batch
+from bmforge.compress.distill.answers import TeacherAnswers
 from bmforge.compress.distill.capture import (
     Prediction,
     Recorder,
@@ -21,7 +22,12 @@ from bmforge.compress.distill.capture import (
     find_attention,
     take_prediction,
 )
-from bmforge.compress.distill.check import check_students_layout, check_teacher, relation_heads
+from bmforge.compress.distill.check import (
+    check_answers,
+    check_students_layout,
+    check_teacher,
+    relation_heads,
+)
 from bmforge.compress.distill.config import DistillConfig, DistillLoss
 from bmforge.compress.distill.losses import (
     compare_attention,
@@ -34,6 +40,7 @@ from bmforge.compress.distill.outputs import compare_outputs
 from bmforge.compress.distill.tokens import spread_items
 from bmforge.device import wide_dtype
 from bmforge.nn import HeadInput, LMHead, linear_distillation
+from bmforge.nn.answers import linear_answers
 from bmforge.nn.cuts import VocabCut
 from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.part import tensor_notes
@@ -50,7 +57,8 @@ class Distiller:
     Args:
         student: any model, not laid out yet; what it needs for learning is put into it.
         teacher: any model of the same vocabulary or classes; it is frozen. Laid out as the student
-            is, or whole on every process; streamed or packed as integers where memory is short.
+            is, or whole on every process; streamed or packed as integers where memory is short. Or
+            the answers that it gave before (`write_answers`), of which logits alone are learned.
         config: what is learned.
 
     Attributes:
@@ -65,12 +73,20 @@ class Distiller:
     name = "distill"
 
     def __init__(
-        self, student: nn.Module, teacher: nn.Module, config: DistillConfig | None = None
+        self,
+        student: nn.Module,
+        teacher: nn.Module | TeacherAnswers,
+        config: DistillConfig | None = None,
     ) -> None:
-        self.config = config or DistillConfig()
-        self.student, self.teacher = student, teacher
-        check_teacher(student, teacher, self.config)
-        freeze_(teacher)
+        self.config, self.student = config or DistillConfig(), student
+        self.answers: TeacherAnswers | None = None
+        if isinstance(teacher, TeacherAnswers):
+            check_answers(student, teacher, self.config)
+            self.answers, teacher = teacher, nn.Identity()  # nobody is asked
+        else:
+            check_teacher(student, teacher, self.config)
+            freeze_(teacher)
+        self.teacher = teacher
         self.step, self.parts = 0, dict[str, Tensor]()
         self.task: Tensor | None = None
         self._pairs = {
@@ -132,9 +148,11 @@ class Distiller:
     def _distil(self, inner: Objective, model: nn.Module, batch: Batch, num_items: float) -> Any:
         if not model.training:
             return inner(model, batch, num_items)
-        check_students_layout(model, self.teacher, self.config)
+        check_students_layout(model, self.teacher, self.config, self.answers is not None)
         with self._mine.recording(), self._theirs.recording():
-            self._ask = partial(self._run_teacher, inner, batch, num_items)
+            self._ask = None
+            if self.answers is None:
+                self._ask = partial(self._run_teacher, inner, batch, num_items)
             task = inner(model, batch, num_items)
             if task is None:  # not the last stage
                 return None
@@ -165,6 +183,15 @@ class Distiller:
         if not self._mine.is_recording:
             return task
         self._mine.prediction = Prediction(given.detach(), labels, num_items, vocab)
+        if self.answers is not None and self._logits is not None:
+            self._taught = linear_answers(
+                given,
+                self.answers.look_up(self._mine.inputs, given.hidden.shape[0]),
+                labels,
+                temperature=self._logits.temperature,
+                num_items=num_items,
+            )
+            return task
         self._let_teacher_run()
         theirs = self._theirs.prediction
         if self._logits is not None and theirs is not None:

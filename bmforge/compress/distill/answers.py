@@ -1,0 +1,300 @@
+"""A teacher's best answers in files, which take its place: written once, read as they are needed.
+
+A row is found by what the model was given (ids, mask, positions), so the order of batches and the
+layout do not matter, and a row that was not asked about is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.compress.calibrate import prepare_batch
+from bmforge.compress.distill.capture import Recorder, take_prediction
+from bmforge.errors import CheckpointError, ConfigError, DataError
+from bmforge.files import partial_name, read_json, replace_file
+from bmforge.nn import HeadInput, LMHead
+from bmforge.nn.answers import Answers, make_logits, pick_answers
+from bmforge.surgery import evaluating
+
+__all__ = ["TeacherAnswers", "fingerprint_vocabulary", "write_answers"]
+
+_FACTS, _SHARD = "answers.json", "answers-{:05d}.safetensors"
+_NOT_SEEN = ("labels", "num_items_in_batch", "use_cache")
+_CHUNK_ELEMENTS = 1 << 23
+
+
+def fingerprint_vocabulary(tokens: Mapping[str, int] | None) -> str:
+    """Return hex digits that depend on every token and its id; "" where they are not known."""
+    if tokens is None:
+        return ""
+    text = repr(sorted(tokens.items())).encode("utf-8", "surrogatepass")
+    return blake2b(text, digest_size=16).hexdigest()
+
+
+@torch.no_grad()
+def write_answers(
+    teacher: nn.Module,
+    batches: Iterable[Any],
+    directory: str | Path,
+    *,
+    count: int = 32,
+    temperature: float = 1.0,
+    vocabulary: Mapping[str, int] | None = None,
+    shard_bytes: int = 1 << 30,
+) -> Path:
+    """Ask a teacher about batches, and keep the most likely tokens at every position.
+
+    Args:
+        teacher: a decoder or masked language model of ours, whole in this process.
+        batches: its arguments, those that a student will be trained on; ids alone do as well.
+        directory: made; it must not exist.
+        count: k, of the tokens that are kept.
+        temperature: T, at which the student will learn.
+        vocabulary: token -> id, by which a student of another one is refused.
+        shard_bytes: about the size of a file.
+
+    Returns:
+        the directory.
+
+    Raises:
+        ConfigError: a teacher without a head of ours or cut over processes, or a k out of range.
+        CheckpointError: the directory exists.
+
+    Memory: some logits, and a shard of answers.
+    """
+    out = Path(directory)
+    if out.exists():
+        raise CheckpointError(f"{str(out)!r} exists already: name another directory.")
+    size = int(getattr(getattr(teacher, "config", None), "vocab_size", 0))
+    head = find_head(teacher, "teacher")
+    traits: Any = getattr(teacher, "traits", None)
+    if traits is not None and traits.reads == "apart":
+        raise ConfigError(
+            f"a {type(teacher).__name__} reads one text and writes another: answers are kept of "
+            "models that predict where they read, decoders and masked language models."
+        )
+    if not 1 <= count <= size or not temperature > 0:
+        raise ConfigError(
+            f"count={count}, temperature={temperature}: give 1 to {size} answers, and a "
+            "temperature above 0."
+        )
+    partial = out.with_name(partial_name(out.name))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    shards = _Shards(partial, shard_bytes)
+    recorder, before = Recorder(teacher), head.measure
+    recorder.watch_head_(head, lambda *given: take_prediction(recorder, *given))
+    try:
+        with evaluating(teacher):
+            for batch in batches:
+                keys, answers = _ask(teacher, recorder, batch, count, temperature)
+                shards.add(keys, answers)
+        facts: dict[str, Any] = {
+            "count": count,
+            "temperature": temperature,
+            "vocab_size": size,
+            "vocabulary": fingerprint_vocabulary(vocabulary),
+        }
+        shards.finish(facts)
+        os.replace(partial, out)
+    finally:
+        recorder.leave_()
+        head.measure = before
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def find_head(model: nn.Module, who: str) -> LMHead:
+    """Return the head of a language model of ours.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    found = next((module for module in model.modules() if isinstance(module, LMHead)), None)
+    if found is None:
+        raise ConfigError(
+            f"the {who} is a {type(model).__name__} without a language model's head of ours, whose "
+            "answers could be kept: open it with bmforge.models.AutoModel."
+        )
+    return found
+
+
+def _ask(
+    teacher: nn.Module, recorder: Recorder, batch: Any, count: int, temperature: float
+) -> tuple[list[int], Answers]:
+    """Return the keys of a batch's rows, and the answers at all of their positions."""
+    given = prepare_batch(teacher, batch)
+    given["labels"] = given["input_ids"].clone()  # every position is asked about
+    with recorder.recording():
+        teacher(**given)
+        found, keys = recorder.prediction, keys_of(recorder.inputs)
+    if found is None or found.vocab is not None:
+        raise ConfigError("answers are kept of a teacher that is whole in this process (tp=1).")
+    if found.given.hidden.shape[0] != given["input_ids"].numel():
+        raise ConfigError(
+            f"a {type(teacher).__name__} predicted {found.given.hidden.shape[0]} tokens of "
+            f"{given['input_ids'].numel()}: answers are kept of models that predict everywhere."
+        )
+    step = max(1, _CHUNK_ELEMENTS // found.given.weight.shape[0])
+    parts = []
+    for start in range(0, found.given.hidden.shape[0], step):
+        some = slice(start, start + step)
+        added = tuple((low[some], rows) for low, rows in found.given.added)
+        few = HeadInput(found.given.hidden[some], found.given.weight, found.given.bias, added)
+        parts.append(pick_answers(make_logits(few), count, temperature))
+    return keys, Answers(*(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)))
+
+
+def keys_of(inputs: Mapping[str, Any]) -> list[int]:
+    """Return a number for every row of a model's arguments that depends on all that it sees."""
+    rows = inputs["input_ids"].shape[0]
+    seen: dict[str, Tensor] = {}
+    for name, value in sorted(inputs.items()):
+        if name in _NOT_SEEN or not isinstance(value, Tensor) or value.shape[:1] != (rows,):
+            continue
+        seen[name] = value.detach().cpu().contiguous()
+    found = []
+    for row in range(rows):
+        digest = blake2b(digest_size=8)
+        for name, value in seen.items():
+            if name == "attention_mask" and bool(value[row].bool().all()):
+                continue  # as without one
+            whole = value[row].long() if not value.is_floating_point() else value[row].double()
+            digest.update(name.encode() + whole.numpy().tobytes())
+        found.append(int.from_bytes(digest.digest(), "little") >> 1)
+    return found
+
+
+class _Shards:
+    """Writes answers, some rows to a file."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder, self._limit, self._number = folder, shard_bytes, 0
+        self._known: set[int] = set()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._keys: list[int] = []
+        self._starts, self._parts, self._bytes = [0], list[Answers](), 0
+
+    def add(self, keys: list[int], answers: Answers) -> None:
+        """Take a batch's rows; those that are there already are passed over."""
+        length = answers.ids.shape[0] // len(keys)
+        for row, key in enumerate(keys):
+            if key in self._known:
+                continue
+            self._known.add(key)
+            some = slice(row * length, (row + 1) * length)
+            self._parts.append(Answers(*(tensor[some] for tensor in answers)))
+            self._keys.append(key)
+            self._starts.append(self._starts[-1] + length)
+            self._bytes += length * (8 * answers.ids.shape[1] + 4)
+        if self._bytes >= self._limit:
+            self._write()
+
+    def _write(self) -> None:
+        ids, log_probs, rest = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+        tensors = {
+            "ids": ids.to(torch.int32),
+            "log_probs": log_probs.float(),
+            "rest": rest.float(),
+            "keys": torch.tensor(self._keys),
+            "starts": torch.tensor(self._starts),
+        }
+        self._number += 1
+        save_file(tensors, self._folder / _SHARD.format(self._number))
+        self._clear()
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Write what is left, and what all of it is.
+
+        Raises:
+            ConfigError: there was no row.
+        """
+        if self._parts:
+            self._write()
+        if not self._number:
+            raise ConfigError("there are no batches to ask the teacher about: give some.")
+        facts |= {"shards": self._number, "rows": len(self._known)}
+        replace_file(self._folder / _FACTS, json.dumps(facts, indent=2) + "\n")
+
+
+class TeacherAnswers:
+    """Answers that `write_answers` kept, in a teacher's place; they stay on disk.
+
+    Args:
+        directory: with them.
+
+    Attributes:
+        count: k.
+        temperature: T, at which they were taken.
+        vocab_size: of the teacher.
+        vocabulary: its tokens' fingerprint; "" where it is not known.
+
+    Raises:
+        DataError: there are none.
+        CheckpointError: a file is damaged or missing.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        folder = Path(directory)
+        if not (folder / _FACTS).is_file():
+            raise DataError(f"{str(folder)!r} has no {_FACTS}: write_answers makes such a place.")
+        facts = read_json(folder / _FACTS)
+        self.directory, self.count = folder, int(facts["count"])
+        self.temperature, self.vocab_size = float(facts["temperature"]), int(facts["vocab_size"])
+        self.vocabulary = str(facts["vocabulary"])
+        self._files: list[Any] = []
+        self._places: dict[int, tuple[int, int, int]] = {}
+        for number in range(int(facts["shards"])):
+            path = folder / _SHARD.format(number + 1)
+            try:
+                file: Any = safe_open(path, framework="pt")
+                keys, starts = file.get_tensor("keys"), file.get_tensor("starts").tolist()
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{str(path)!r} is damaged or missing: {error}") from error
+            self._files.append(file)
+            for row, key in enumerate(keys.tolist()):
+                self._places[key] = number, starts[row], starts[row + 1]
+
+    def look_up(self, inputs: Mapping[str, Any], tokens: int | None = None) -> Answers:
+        """Return the answers at all positions of a batch, row after row, where its ids are.
+
+        Args:
+            inputs: the arguments that a model was given.
+            tokens: how many are predicted; where that is not all, those with a label.
+
+        Raises:
+            DataError: a row that the teacher was not asked about.
+        """
+        parts = []
+        for row, key in enumerate(keys_of(inputs)):
+            if key not in self._places:
+                raise DataError(
+                    f"{str(self.directory)!r} has no answers for row {row} of a batch: the teacher "
+                    "must be asked about the very rows of the run (same data, seq_len, seed and "
+                    "epochs)."
+                )
+            number, start, stop = self._places[key]
+            file = self._files[number]
+            names = ("ids", "log_probs", "rest")
+            parts.append([file.get_slice(name)[start:stop] for name in names])
+        ids, log_probs, rest = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        found, device = Answers(ids.long(), log_probs, rest), inputs["input_ids"].device
+        labels = inputs.get("labels")
+        if tokens not in (None, ids.shape[0]) and labels is not None:
+            picked = (labels.flatten() != IGNORE_INDEX).cpu()
+            found = Answers(*(tensor[picked] for tensor in found))
+        return Answers(*(tensor.to(device) for tensor in found))
