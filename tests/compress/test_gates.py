@@ -13,12 +13,12 @@ from tiny_models import make_inputs
 from torch import Tensor
 
 from bmforge.compress.prune.binarise import binarise
+from bmforge.compress.prune.costs import count_costs
 from bmforge.compress.prune.gates import attach_gates_, densities, detach_gates_
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.compress.prune.structure_config import GATE_KINDS, StructureConfig
-from bmforge.compress.prune.target import count_costs
 from bmforge.errors import ConfigError
 from bmforge.nn.gates import HardConcrete, log_alpha_of
 from bmforge.surgery import persistent_tensors

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmforge.compress.prune.costs import Costs
 from bmforge.compress.prune.plan import Kept, Plan, blocks_of, heads_per_group
 from bmforge.compress.prune.structure_config import GATE_KINDS, StructureConfig, wanted_sizes
-from bmforge.compress.prune.target import Costs
 from bmforge.errors import ConfigError
 from bmforge.surgery import match_glob
 

@@ -11,6 +11,7 @@ Models" (2020) for the Lagrangian; BMCook for the constants and the order of thi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.compress.method import MethodBase
 from bmforge.compress.prune.binarise import binarise, open_units, plan_of_units
+from bmforge.compress.prune.costs import Costs, Half
 from bmforge.compress.prune.gates import (
     Gates,
     attach_gates_,
@@ -30,7 +32,7 @@ from bmforge.compress.prune.gates import (
 from bmforge.compress.prune.plan import Plan
 from bmforge.compress.prune.shrink import Shrunk, shrink_
 from bmforge.compress.prune.structure_config import StructureConfig
-from bmforge.compress.prune.target import Costs, count_costs
+from bmforge.compress.prune.target import costs_of
 from bmforge.errors import ConfigError
 
 __all__ = ["StructureConfig", "StructureMethod"]
@@ -75,7 +77,7 @@ class StructureMethod(MethodBase):
             self.shrunk = shrink_(model, self.config, self.batches)
             self.plan = self.shrunk.plan
             return
-        self.costs = count_costs(model, self.config.target, self.config.seq_len)
+        self.costs = costs_of(model, self.config)
         self.wanted = open_units(model, self.config)
         self.gates = attach_gates_(model, self.config.gates, self.config.seed)
         everything = {key: torch.ones(gate.units) for key, gate in self.gates.items()}
@@ -185,11 +187,21 @@ class StructureMethod(MethodBase):
             "multipliers": self._multipliers.tolist(),
             "moments": self._moments.tolist(),
             "plan": None if self.plan is None else self.plan.to_json(),
+            "times": self._times(),
             "open": {
                 f"{name}/{kind}": gate.mask.nonzero().flatten().tolist()
                 for (name, kind), gate in self.gates.items()
                 if gate.mask is not None
             },
+        }
+
+    def _times(self) -> dict[str, Any]:
+        """Return what was measured, which another time would be measured otherwise."""
+        if self.config.target != "milliseconds":
+            return {}
+        return {
+            name: {kind: asdict(half) for kind, half in halves.items()}
+            for name, halves in self.costs.blocks.items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -207,6 +219,13 @@ class StructureMethod(MethodBase):
         self._multipliers = multipliers
         self._moments = torch.tensor(state["moments"], dtype=torch.float64)
         self._step = int(state["step"])
+        if times := state.get("times"):
+            self.costs = Costs(
+                {
+                    name: {kind: _to_half(values) for kind, values in halves.items()}
+                    for name, halves in times.items()
+                }
+            )
         self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
         if state["open"]:
             chosen = {
@@ -243,3 +262,9 @@ class StructureMethod(MethodBase):
             "reason": self.shrunk.reason,
             "plan": self.shrunk.plan.to_json(),
         }
+
+
+def _to_half(values: Mapping[str, Any]) -> Half:
+    """Return what `asdict` made plain."""
+    points = tuple((int(count), float(cost)) for count, cost in values["points"])
+    return Half(**{**values, "points": points})

@@ -15,7 +15,7 @@ from bmforge.models.sizes import Sizes
 
 __all__ = ["GATE_KINDS", "StructureConfig", "Target", "wanted_sizes"]
 
-Target = Literal["sizes", "parameters", "flops"]
+Target = Literal["sizes", "parameters", "flops", "milliseconds"]
 GATE_KINDS = ("heads", "features", "attn", "mlp", "block")
 # Fields that are sizes of every layer, as `models.sizes.Sizes` has them.
 _COUNTS = ("hidden_size", "num_layers", "attn_layers", "mlp_layers")
@@ -39,7 +39,8 @@ class StructureConfig:
         layers: name glob of blocks -> sizes of those, as a change of kind "resize" has them
             (`num_heads`, `intermediate_size`, `attn = false`, ...); they count before the others.
         target: "sizes" are those above; else heads and MLPs become narrower, each layer as little
-            as it can bear, until `keep_ratio` of the blocks' "parameters", or "flops", is left.
+            as it can bear, until `keep_ratio` of the blocks' "parameters", "flops" or
+            "milliseconds", as they are measured on this machine, is left.
         keep_ratio: see there.
         by: how parts are chosen; see `importance.py`.
         gates: kinds of parts that get trained gates (of "heads", "features", "attn", "mlp",
@@ -50,7 +51,7 @@ class StructureConfig:
         gate_steps: steps in which gates are trained; the first `warmup_steps` let the target grow.
         warmup_steps: see there.
         gate_lr: learning rate of gates and of the Lagrangian's multipliers.
-        seq_len: length of the rows for which "flops" are counted.
+        seq_len: length of the rows for which "flops" are counted, or of the one that is timed.
         seed: of what gates draw.
     """
 

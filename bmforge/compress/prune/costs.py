@@ -1,0 +1,188 @@
+"""What a model's parts cost: parameters, FLOPs, or time that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bmforge.compress.prune.plan import blocks_of, heads_per_group
+from bmforge.nn import AttentionSpec, Block, MoESpec
+
+__all__ = ["Costs", "Half", "count_costs"]
+
+
+@dataclass(frozen=True)
+class Half:
+    """What one half of a block costs.
+
+    Args:
+        fixed: what it costs with none of its units: its norm, the last bias.
+        each: what a unit adds: a head, or all heads of a key-value head, or a feature.
+        units: how many it has.
+        always: what stays where this half goes, as attention to a memory does: without units, and
+        always_each: of every unit, which both attentions have alike.
+        points: (units, cost) from 0 units on, where it was measured: instead of `fixed` and `each`,
+            on a line between two of them.
+    """
+
+    fixed: float
+    each: float
+    units: int
+    always: float = 0.0
+    always_each: float = 0.0
+    points: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def per_unit(self) -> float:
+        """What goes with a unit."""
+        return self.each + self.always_each
+
+    def inside(self, count: Any) -> Any:
+        """Return what the half costs with so many units, a number or a tensor."""
+        if not self.points:
+            return self.fixed + self.each * count
+        total: Any = self.points[0][1]
+        for (low, before), (high, after) in pairwise(self.points):
+            slope = (after - before) / (high - low)
+            total = total + slope * (_at_most(count, high) - _at_most(count, low))
+        return total
+
+    def whole(self, count: Any) -> Any:
+        """Return that with what stays in any case."""
+        return self.inside(count) + self.always + self.always_each * count
+
+
+def _at_most(count: Any, limit: int) -> Any:
+    return count.clamp(max=limit) if isinstance(count, Tensor) else min(count, limit)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What all blocks cost: name -> "attn" or "mlp" -> what that half does."""
+
+    blocks: Mapping[str, Mapping[str, Half]]
+
+    @property
+    def total(self) -> float:
+        """What all of them cost together."""
+        return float(self.expect({}))
+
+    def expect(self, open_units: Mapping[tuple[str, str], Tensor]) -> Tensor:
+        """Return what is left where gates are open so far.
+
+        Args:
+            open_units: (block, kind) -> how far each unit is open, 0 to 1; kinds are "heads",
+                "features", "attn", "mlp", "block". Those that are not named are all open.
+        """
+        some = next(iter(open_units.values()), torch.zeros(()))
+        sums: dict[str, dict[str, Any]] = {}
+        for (name, kind), value in open_units.items():
+            sums.setdefault(name, {})[kind] = value.double().sum()
+        total = some.new_zeros((), dtype=torch.float64)
+        for name in self.blocks:
+            total = total + self.of_block(name, sums.get(name, {}))
+        return total
+
+    def of_block(self, name: str, open_now: Mapping[str, Any]) -> Any:
+        """Return what is left of one block.
+
+        Args:
+            name: of the block.
+            open_now: kind -> how many of its units are open; those that are not named all are.
+        """
+        total: Any = 0.0
+        for kind, units in (("attn", "heads"), ("mlp", "features")):
+            half = self.blocks[name].get(kind)
+            if half is None:
+                continue
+            count = open_now.get(units, half.units)
+            stays = half.always + half.always_each * count
+            total = total + open_now.get(kind, 1.0) * half.inside(count) + stays
+        return open_now.get("block", 1.0) * total
+
+
+def count_costs(
+    model: Any, target: Literal["parameters", "flops"] = "parameters", seq_len: int = 512
+) -> Costs:
+    """Return what every block's halves cost.
+
+    Args:
+        model: of any family.
+        target: "flops" are those of forward and backward for one token of a row of
+            `seq_len`, counted as `ModelConfig.flops_per_token` does; else "parameters".
+        seq_len: see there.
+    """
+    count = _flops_of if target == "flops" else _parameters_of
+    return Costs({name: count(block, seq_len) for name, block in blocks_of(model).items()})
+
+
+def _parameters_of(block: Block, seq_len: int) -> dict[str, Half]:
+    """Return parameters: those of units by their specs, the rest is what is left over."""
+    spec, found = block.spec, {}
+    width = spec.hidden_size
+    own = {part: _numel(block, part) for part in ("attn", "cross_attn", "mlp")}
+    if spec.attn is not None:
+        units, each = _head_units(spec.attn)
+        weights = each * _head_parameters(spec.attn, width)
+        norm = 0 if spec.norm_place == "parallel" else _numel(block, "attn_norm")
+        # Longformer's global projections ask and answer with the same heads once more.
+        if spec.attn.global_tokens:
+            weights += each * 3 * spec.attn.head_dim * (width + spec.attn.qkv_bias)
+        always, more = 0.0, 0.0
+        if spec.cross_attn is not None:
+            more = each * _head_parameters(spec.cross_attn, width)
+            always = own["cross_attn"] + _numel(block, "cross_attn_norm") - more * units
+        found["attn"] = Half(own["attn"] + norm - weights * units, weights, units, always, more)
+    if spec.mlp is not None:
+        count = spec.mlp.intermediate_size
+        weights = _feature_parameters(block, width)
+        norm = 0 if spec.norm_place == "parallel" else _numel(block, "mlp_norm")
+        found["mlp"] = Half(own["mlp"] + norm - weights * count, weights, count)
+    return found
+
+
+def _flops_of(block: Block, seq_len: int) -> dict[str, Half]:
+    spec, found = block.spec, {}
+    if spec.attn is not None:
+        units, each = _head_units(spec.attn)
+        head = spec.attn.head_dim
+        keys = 2 * head * spec.hidden_size * spec.attn.num_kv_heads / units
+        per_unit = 6 * (2 * each * head * spec.hidden_size + keys) + 12 * each * head * seq_len
+        more = per_unit if spec.cross_attn is not None else 0.0
+        found["attn"] = Half(0.0, per_unit, units, 0.0, more)
+    if spec.mlp is not None:
+        share = 1.0
+        if isinstance(spec.mlp, MoESpec):
+            share = spec.mlp.experts_per_token
+        matrices = (3 if spec.mlp.gated else 2) * share
+        found["mlp"] = Half(0.0, 6 * matrices * spec.hidden_size, spec.mlp.intermediate_size)
+    return found
+
+
+def _numel(block: Block, part: str) -> int:
+    module = getattr(block, part, None)
+    return 0 if module is None else sum(p.numel() for p in module.parameters())
+
+
+def _head_units(spec: AttentionSpec) -> tuple[int, int]:
+    """Return how many units heads go in, and how many query heads one has."""
+    return spec.num_kv_heads, heads_per_group(spec)
+
+
+def _head_parameters(spec: AttentionSpec, width: int) -> float:
+    """Return what one query head has, with its share of keys and values."""
+    bias = int(spec.qkv_bias)
+    shared = 2 * (width + bias) / heads_per_group(spec)
+    return spec.head_dim * (2 * width + bias + shared)
+
+
+def _feature_parameters(block: Block, width: int) -> int:
+    spec: Any = block.spec.mlp
+    if isinstance(spec, MoESpec):
+        return spec.num_experts * width * (3 if spec.gated else 2)
+    return (width + spec.bias) * (2 if spec.gated else 1) + width

@@ -1,0 +1,118 @@
+"""What blocks cost in milliseconds, measured here: each half at a few sizes, a line in between."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bmforge.compress.prune.costs import Costs, Half
+from bmforge.compress.prune.plan import blocks_of, heads_per_group
+from bmforge.device import is_host
+from bmforge.errors import ConfigError
+from bmforge.nn import Block, BlockSpec
+
+__all__ = ["measure_costs"]
+
+_ROUNDS = 7
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+
+
+def measure_costs(model: Any, seq_len: int) -> Costs:
+    """Return how long blocks take for a row of `seq_len` tokens, forward, in milliseconds.
+
+    Layers of one kind are timed once. Where processes run together all have the first one's times.
+
+    Raises:
+        ConfigError: attention to a memory or to chosen tokens, which is not timed.
+    """
+    times: dict[str, dict[str, Half]] = {}
+    found = {}
+    for name, block in blocks_of(model).items():
+        kind = repr(block.spec)
+        if kind not in times:
+            times[kind] = _time_halves(name, block, seq_len)
+        found[name] = times[kind]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        shared: list[Any] = [found]
+        dist.broadcast_object_list(shared)
+        found = shared[0]
+    return Costs(found)
+
+
+def _time_halves(name: str, block: Block, seq_len: int) -> dict[str, Half]:
+    spec, found = block.spec, {}
+    if spec.cross_attn is not None or (spec.attn is not None and spec.attn.global_tokens):
+        raise ConfigError(
+            f"{name} attends to a memory or to chosen tokens, whose time is not measured: "
+            'take target="flops".'
+        )
+    alone = replace(spec, attn=None, mlp=None, layer_drop=0.0)
+    if spec.attn is not None:
+        units, each = spec.attn.num_kv_heads, heads_per_group(spec.attn)
+        specs = {
+            count: replace(
+                alone, attn=replace(spec.attn, num_heads=count * each, num_kv_heads=count)
+            )
+            for count in _sizes(units)
+        }
+        found["attn"] = _as_half(specs, units, block, seq_len)
+    if spec.mlp is not None:
+        units = spec.mlp.intermediate_size
+        specs = {
+            count: replace(alone, mlp=replace(spec.mlp, intermediate_size=count))
+            for count in _sizes(units)
+        }
+        found["mlp"] = _as_half(specs, units, block, seq_len)
+    return found
+
+
+def _sizes(units: int) -> list[int]:
+    return sorted({1, *(max(1, round(share * units)) for share in _SHARES)})
+
+
+def _as_half(specs: dict[int, BlockSpec], units: int, block: Block, seq_len: int) -> Half:
+    """Return what a half costs, by its times at some sizes."""
+    like = next(block.parameters())
+    x = torch.zeros(1, seq_len, block.spec.hidden_size, dtype=like.dtype, device=like.device)
+    times = time_each([_build(spec, like) for spec in specs.values()], x)
+    points, highest = [], 0.0
+    for count, taken in zip(specs, times, strict=True):
+        highest = max(highest, taken)  # fewer units never take longer, whatever the clock says
+        points.append((count, highest))
+    first = points[0][1]
+    return Half(first, (highest - first) / units, units, points=((0, first), *points))
+
+
+def _build(spec: BlockSpec, like: Tensor) -> Block:
+    block = Block(spec, 0).to(device=like.device, dtype=like.dtype).eval()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.fill_(0.01)
+    return block
+
+
+@torch.no_grad()
+def time_each(blocks: Sequence[Block], x: Tensor) -> list[float]:
+    """Return the milliseconds of each block, the median of rounds in which all take turns."""
+    found: list[list[float]] = [[] for _ in blocks]
+    for number in range(_ROUNDS + 1):
+        for block, taken in zip(blocks, found, strict=True):
+            _wait(x)
+            start = time.perf_counter()
+            block(x)
+            _wait(x)
+            if number:  # the first time something is made for the times after it
+                taken.append(1000 * (time.perf_counter() - start))
+    return [statistics.median(taken) for taken in found]
+
+
+def _wait(x: Tensor) -> None:
+    if not is_host(x.device):
+        torch.accelerator.synchronize(x.device)
