@@ -106,8 +106,8 @@ def _read_imdb(path: Path) -> Iterator[TaskExample]:
         raise DataError(
             f"{str(told)!r} must have 0 or 1 for each of the {len(lines)} lines of {str(path)!r}."
         )
-    for number, (line, label) in enumerate(zip(lines, labels, strict=True), 1):
-        yield TaskExample({"text": line.strip()}, int(label), number)
+    for number, (line, told_label) in enumerate(zip(lines, labels, strict=True), 1):
+        yield TaskExample({"text": line.strip()}, int(told_label), number)
 
 
 def _relation_task(name: str, relations: tuple[str, ...]) -> Task:
