@@ -143,7 +143,10 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
         raise ConfigError("the model has soft rows already: open it anew for another template.")
     width = table.embedding_dim
     if encoder:
-        table.prompt = MadeRows(len(rows), width, encoder).to(table.weight)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = MadeRows(len(rows), width, encoder)
+        table.prompt = made.to(table.weight)
         return table.prompt
     table.prompt = Prompt(len(rows), width).to(table.weight)
     if not table.weight.is_meta:

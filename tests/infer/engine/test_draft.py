@@ -44,10 +44,10 @@ def count_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     run = PackedStep.run
 
-    def count(self: PackedStep, rows: Any, tokens: Any, wanted: Any) -> Any:
+    def count(self: PackedStep, rows: Any, *given: Any) -> Any:
         if self.model is model:
             seen.append(len(rows))
-        return run(self, rows, tokens, wanted)
+        return run(self, rows, *given)
 
     monkeypatch.setattr(PackedStep, "run", count)
     return seen
