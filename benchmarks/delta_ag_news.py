@@ -26,6 +26,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from harness import header, table  # noqa: E402
 
+from bmforge.device import fast_products  # noqa: E402
 from bmforge.models import Bert  # noqa: E402
 from bmforge.tokenizers import AutoTokenizer  # noqa: E402
 from bmforge.train.optim.build import OptimConfig, build_optimizers  # noqa: E402
@@ -161,4 +162,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with fast_products():
+        main()
