@@ -77,19 +77,8 @@ def write_answers(
     out = Path(directory)
     if out.exists():
         raise CheckpointError(f"{str(out)!r} exists already: name another directory.")
-    size = int(getattr(getattr(teacher, "config", None), "vocab_size", 0))
     head = find_head(teacher, "teacher")
-    traits: Any = getattr(teacher, "traits", None)
-    if traits is not None and traits.reads == "apart":
-        raise ConfigError(
-            f"a {type(teacher).__name__} reads one text and writes another: answers are kept of "
-            "models that predict where they read, decoders and masked language models."
-        )
-    if not 1 <= count <= size or not temperature > 0:
-        raise ConfigError(
-            f"count={count}, temperature={temperature}: give 1 to {size} answers, and a "
-            "temperature above 0."
-        )
+    size = _check_teacher(teacher, count, temperature)
     partial = out.with_name(partial_name(out.name))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -114,6 +103,23 @@ def write_answers(
         head.measure = before
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _check_teacher(teacher: nn.Module, count: int, temperature: float) -> int:
+    """Refuse what cannot be kept of a teacher; return the size of its vocabulary."""
+    size = int(getattr(getattr(teacher, "config", None), "vocab_size", 0))
+    traits: Any = getattr(teacher, "traits", None)
+    if traits is not None and traits.reads == "apart":
+        raise ConfigError(
+            f"a {type(teacher).__name__} reads one text and writes another: answers are kept of "
+            "models that predict where they read, decoders and masked language models."
+        )
+    if not 1 <= count <= size or not temperature > 0:
+        raise ConfigError(
+            f"count={count}, temperature={temperature}: give 1 to {size} answers, and a "
+            "temperature above 0."
+        )
+    return size
 
 
 def find_head(model: nn.Module, who: str) -> LMHead:

@@ -9,6 +9,7 @@ transformers via speculative decoding" (2023).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 __all__ = ["GUESSED_LATER", "Ahead", "Lookup"]
@@ -24,7 +25,7 @@ _AHEAD = 4
 _TRIED, _SHARE, _PAUSE = 16, 0.4, 64
 
 
-class _Guesses:
+class _Guesses(ABC):
     """Guesses for one sequence, and whether they pay.
 
     Args:
@@ -36,13 +37,13 @@ class _Guesses:
         self._guessed = self._right = 0
         self._pause_until = 0
 
+    @abstractmethod
     def guess(self, tokens: Sequence[int]) -> list[int]:
         """Return what may come next, `GUESSED_LATER` where that is still to be found out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fresh(self) -> _Guesses:
         """Return the same for a sequence that goes on otherwise."""
-        raise NotImplementedError
 
     def learn(self, length: int, guessed: int, right: int) -> None:
         """Be told how many guesses were right, when a sequence has become so long."""
