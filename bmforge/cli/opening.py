@@ -64,9 +64,15 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
     """Return what `put_named_deltas_` takes: name -> directory, of deltas given as NAME=DIR.
 
     Raises:
-        ConfigError: some have a name and some have not, or two have the same.
+        ConfigError: some have a name and some have not, two have the same, or a directory has none.
     """
     parts = [given.partition("=") for given in deltas]
+    for given, (_, is_told, where) in zip(deltas, parts, strict=True):
+        if is_told and not (is_delta_dir(where) or is_delta_dir(given) or _is_number(where)):
+            raise ConfigError(
+                f"--delta {given!r}: {where!r} is neither a weight nor a directory with a delta. "
+                "Give DIR, DIR=WEIGHT, or NAME=DIR."
+            )
     named = [(name, where) for name, _, where in parts if where and is_delta_dir(where)]
     if named and (len(named) < len(deltas) or len(dict(named)) < len(named)):
         raise ConfigError(
@@ -74,6 +80,14 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
             "asked for, or none a name, so that all requests have them all."
         )
     return dict(named)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def put_named_deltas_(model: Any, named: Mapping[str, str], allow_other_base: bool = False) -> None:

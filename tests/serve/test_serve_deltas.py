@@ -81,6 +81,8 @@ def test_names_are_each_ones_own(model_directory: Path, given: list[str], tmp_pa
     for wrong in ([*given, where], [given[0], given[0]]):
         with pytest.raises(ConfigError, match="a name of its own"):
             find_names(wrong)
+    with pytest.raises(ConfigError, match="'nowhere' is neither a weight nor a directory"):
+        find_names(["ann=nowhere"])
     place = write_model(tmp_path / "ann", num_layers=1)
     with Engine(place, config=EngineConfig(max_tokens=64)) as engine:  # noqa: SIM117
         with pytest.raises(ConfigError, match="'ann' names a model and a delta"):
