@@ -41,7 +41,7 @@ from bmforge.tune.prompt import (  # noqa: E402
     classify_together,
     draw_few,
 )
-from bmforge.tune.prompt.published import PUBLISHED  # noqa: E402
+from bmforge.tune.prompt.published import read_published  # noqa: E402
 
 SEQ_LEN, HELD_OUT = 64, 2000
 GRID = {"lr": (1e-4, 3e-4, 1e-3), "steps": (60,)}
@@ -115,7 +115,7 @@ def open_prompt(out: Path, choice: int = 0, model: Any = None) -> PromptClassifi
     """Open the model with one of the task's templates."""
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     model = open_model(out) if model is None else model
-    published = PUBLISHED["ag_news"]
+    published = read_published()["ag_news"]
     words = ManualVerbalizer(published.words, tokenizer)
     return PromptClassifier(model, Template(published.templates[choice], tokenizer, model), words)
 
@@ -226,7 +226,7 @@ def zero_shot(out: Path, train: Any, test: Any) -> list[list[str]]:
     """Return the lines of zero shot: plain, calibrated, and all templates together."""
     model, rows = open_model(out).eval(), []
     each, calm = [], []
-    for choice in range(len(PUBLISHED["ag_news"].templates)):
+    for choice in range(len(read_published()["ag_news"].templates)):
         classifier = open_prompt(out, choice, model)
         each.append(accuracy(classify(classifier, test), test))
         ready = copy.copy(classifier)
