@@ -5,7 +5,8 @@
 
 PYTHON is an interpreter with llama-cpp-python. Every round times each of these in turn; ratios are
 medians over rounds. A step's times, p50 and p99 of the first and of every next token, are of all
-requests of all rounds.
+requests of all rounds. Guesses on text that copies are measured on a model that copies: its blocks
+do all their work and add nothing, and its head knows what follows each of twelve tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,24 @@ def draw_prompt(number: int, length: int) -> list[int]:
     return torch.randint(10, 30000, (length,), generator=generator).tolist()
 
 
+@torch.no_grad()
+def make_copy_(model: Any, circle: Sequence[int]) -> None:
+    """Let a model with random weights write these tokens round and round, at its usual cost."""
+    for name, module in model.named_modules():
+        if name.endswith((".o_proj", ".down_proj")):
+            tensors = [module.scales] if hasattr(module, "scales") else [module.weight]
+            for tensor in tensors:
+                tensor.zero_()
+    head, now = model.lm_head, torch.tensor(circle)
+    rows = head.matrix(torch.float32).clone()
+    seen = model.embed(now).float()
+    rows[now.roll(-1)] = 4 * seen / seen.norm(dim=-1, keepdim=True)
+    if hasattr(head, "fill_"):
+        head.fill_(rows)
+    else:
+        head.weight.copy_(rows)
+
+
 class Served:
     """An engine that is asked many things at once.
 
@@ -43,12 +63,17 @@ class Served:
         first, next: seconds to the first token, and from one to the next, of all requests.
     """
 
-    def __init__(self, path: Path, count: int, longest: int, **options: Any) -> None:
+    def __init__(
+        self, path: Path, count: int, longest: int, circle: Sequence[int] = (), **options: Any
+    ) -> None:
         requests = RequestsConfig(
             max_running=max(count, 1), total_tokens=(count + 1) * longest, **options
         )
         config = EngineConfig(max_tokens=longest, requests=requests)
-        self.engine = Engine(Ours(path).model, config=config)
+        model = Ours(path).model
+        if circle:
+            make_copy_(model, circle)
+        self.engine = Engine(model, config=config)
         self.first: list[float] = []
         self.next: list[float] = []
         self._number = 0
@@ -171,17 +196,20 @@ def measure_prefix(path: Path, rounds: int) -> list[str]:
 
 def measure_guesses(path: Path, rounds: int) -> list[list[str]]:
     """Return how much faster guesses make text that copies, and text that does not."""
-    plain, guessing = Served(path, 1, 512), Served(path, 1, 512, speculates=True)
+    circle = draw_prompt(1, 12)
     rows = []
-    for name, ids in (
-        ("copies", draw_prompt(1, 12) * 12),
-        ("does not copy", draw_prompt(2, 144)),
+    for name, ids, taught in (
+        ("copies", circle * 12, circle),
+        ("does not copy", draw_prompt(2, 144), []),
     ):
+        plain, guessing = (
+            Served(path, 1, 512, taught, speculates=guesses) for guesses in (False, True)
+        )
         pairs = [(plain.write(ids, 96), guessing.write(ids, 96)) for _ in range(rounds + 1)][1:]
         ratio = statistics.median(a / b for a, b in pairs)
         rows.append([f"guesses, text that {name}", f"{ratio:.2f}", ""])
-    plain.engine.close()
-    guessing.engine.close()
+        plain.engine.close()
+        guessing.engine.close()
     return rows
 
 

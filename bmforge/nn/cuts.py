@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["Pass", "PickTokens", "TokenCut", "TokenShare", "VocabCut", "pass_on"]
+__all__ = ["Pass", "PickTokens", "Rows", "TokenCut", "TokenShare", "VocabCut", "pass_on"]
 
 Pass = Callable[[Tensor], Tensor]
 # (tokens (M, D), labels (M,), what their summed loss is divided by) -> those of this process
@@ -20,6 +21,19 @@ PickTokens = Callable[[Tensor, Tensor, float | Tensor], tuple[Tensor, Tensor, fl
 def pass_on(x: Tensor) -> Tensor:
     """Return `x` itself: what tokens go through where nothing is cut."""
     return x
+
+
+class Rows(Protocol):
+    """What a head multiplies by: a tensor (V, D), or what makes some rows of it when sliced."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """(V, D)."""
+
+    def __getitem__(self, rows: slice) -> Tensor: ...
+
+    def detach(self) -> Rows:
+        """Return the same without a graph."""
 
 
 class VocabCut(Protocol):

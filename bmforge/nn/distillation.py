@@ -64,7 +64,7 @@ class _LinearDistillation(TiledLoss):
     ) -> Tensor:
         teacher, temperature, vocab = teaching
         columns, wide = weight.shape[0], scale.dtype
-        tiling = find_tiling(hidden, columns, columns if vocab is None else vocab.width)
+        tiling = find_tiling(hidden, weight, vocab)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
         mine = TiledLogits(head, tiling)
         flat = tuple(itertools.chain.from_iterable(teacher.added))

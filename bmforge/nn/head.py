@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
 from bmforge.nn.channel import Shift
-from bmforge.nn.cuts import PickTokens, VocabCut
+from bmforge.nn.cuts import PickTokens, Rows, VocabCut
 from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
@@ -45,6 +45,10 @@ class LMHead(nn.Linear):
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """Return the rows that are here; those kept in another form as numbers of `dtype`."""
         return self.weight
+
+    def sliced(self, dtype: torch.dtype) -> Rows:
+        """Return the same for a loss, which takes some rows at a time."""
+        return self.matrix(dtype)
 
     def score(self, x: Tensor) -> Tensor:
         """Return the logits of the rows that are here, parts beside left out."""
@@ -87,8 +91,11 @@ class LMHead(nn.Linear):
                 num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
             x, labels, num_items = self.pick_tokens(x, labels, num_items)
         x = x if vocab is None else vocab.enter(x)
-        weight, bias = self.matrix(x.dtype), self._whole_bias(x.dtype)
-        added = self._added(x)
+        bias, added = self._whole_bias(x.dtype), self._added(x)
+        if more_rows is None and self.measure is None:
+            rows = self.sliced(x.dtype)
+            return linear_cross_entropy(x, rows, labels, bias, num_items, vocab, added)
+        weight = self.matrix(x.dtype)
         if more_rows is not None:
             if vocab is not None:
                 # They follow the last row of all; elsewhere none of them, which keeps their

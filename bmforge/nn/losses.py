@@ -19,7 +19,7 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.device import is_host, reads_are_free, wide_dtype
 from bmforge.errors import ShapeError
-from bmforge.nn.cuts import VocabCut
+from bmforge.nn.cuts import Rows, VocabCut
 
 __all__ = [
     "TiledHead",
@@ -49,22 +49,26 @@ class Tiling(NamedTuple):
     keeps: bool
 
 
-def find_tiling(hidden: Tensor, columns: int, widest: int) -> Tiling:
-    """Return the tiles of these tokens and columns.
+def find_tiling(hidden: Tensor, weight: Rows, vocab: VocabCut | None) -> Tiling:
+    """Return the tiles of these tokens and of the columns that are here.
 
     Args:
         hidden: the tokens.
-        columns: how many are here.
-        widest: the largest number that a process has: all take equally many chunks of tokens.
+        weight: the head's rows; of those that become numbers when they are sliced no more are
+            taken at a time than they say.
+        vocab: how they are divided: all processes take equally many chunks of tokens.
     """
-    count = max(1, hidden.shape[0])
+    count, columns = max(1, hidden.shape[0]), weight.shape[0]
+    widest = columns if vocab is None else vocab.width
+    most = getattr(weight, "rows_at_once", columns)
     if not is_host(hidden.device) or torch.compiler.is_compiling():
-        return Tiling(min(count, max(1, _CHUNK_ELEMENTS // widest)), columns, keeps=True)
+        tokens = min(count, max(1, _CHUNK_ELEMENTS // widest))
+        return Tiling(tokens, min(columns, most), keeps=True)
     tokens = min(count, _HOST_CHUNK_ELEMENTS // widest)
     keeps = tokens >= min(count, _FEW_TOKENS)
     tokens = tokens if keeps else min(count, _MANY_TOKENS)
     tokens = -(-count // -(-count // tokens))  # as many in every chunk
-    return Tiling(tokens, min(columns, max(1, _HOST_TILE_ELEMENTS // tokens)), keeps)
+    return Tiling(tokens, min(columns, most, max(1, _HOST_TILE_ELEMENTS // tokens)), keeps)
 
 
 def split_chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -103,15 +107,14 @@ class _LinearCrossEntropy(TiledLoss):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Rows,
         bias: Tensor | None,
         labels: Tensor,
         scale: Tensor,
         vocab: VocabCut | None,
         *added: Tensor,
     ) -> Tensor:
-        columns = weight.shape[0]
-        tiling = find_tiling(hidden, columns, columns if vocab is None else vocab.width)
+        columns, tiling = weight.shape[0], find_tiling(hidden, weight, vocab)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, scale.dtype)
         logits = TiledLogits(head, tiling)
         total = torch.zeros_like(scale)
@@ -329,7 +332,7 @@ def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tens
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Rows,
     labels: Tensor,
     bias: Tensor | None = None,
     num_items: float | Tensor | None = None,
@@ -340,7 +343,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: last hidden states.
-        weight: the head's weight.
+        weight: the head's weight, or its rows in another form, which want no gradient.
         labels: class of every row; rows with -100 count nothing.
         bias: the head's bias.
         num_items: what the sum is divided by; None divides by the number of labels (their mean; 0

@@ -7,6 +7,7 @@ their bytes), so that casts, layouts and streaming take them as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,10 +27,12 @@ from bmforge.nn.packing import (
 from bmforge.nn.part import Derived, TensorNote
 from bmforge.nn.products import numbers_of, pack_weights
 
-__all__ = ["GroupedProduct", "MatrixStore", "PackedStore", "dequantize_stack"]
+__all__ = ["GroupedProduct", "MatrixStore", "PackedRows", "PackedStore", "dequantize_stack"]
 
 # Elements that are quantised at a time, so that little more than the matrix itself is in memory.
 _ELEMENTS_AT_ONCE = 1 << 19
+# Numbers of a matrix that a loss has at a time, 64 MiB: a whole head of 32,000 x 4,096 has 500.
+_NUMBERS_AT_ONCE = 1 << 24
 
 
 class _Product(torch.autograd.Function):
@@ -286,15 +289,54 @@ class MatrixStore(PackedStore):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the plain weight that this stands for: (rows, columns)."""
-        out = torch.ops.bmforge.dequantize(*self._tensors(), self.rows, numbers_of(self.spec))
-        return self._with_outliers(out, 1).to(dtype)
+        return self.dense_rows(0, self.rows, dtype)
 
-    def _with_outliers(self, rows: Tensor, dim: int, index: Tensor | None = None) -> Tensor:
+    def dense_rows(self, first: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return some rows of the plain weight: (stop - first, columns)."""
+        start, end = first // PANEL_ROWS, -(-stop // PANEL_ROWS)
+        panels = [None if t is None else t[start:end] for t in self._tensors()]
+        until = min(end * PANEL_ROWS, self.rows) - start * PANEL_ROWS
+        out = torch.ops.bmforge.dequantize(*panels, until, numbers_of(self.spec))
+        offset = start * PANEL_ROWS
+        out = out[first - offset : stop - offset]
+        return self._with_outliers(out, 1, slice(first, stop)).to(dtype)
+
+    def _with_outliers(self, rows: Tensor, dim: int, index: Tensor | slice) -> Tensor:
         if self.outlier_weight is None or self.outlier_columns is None:
             return rows
-        kept = self.outlier_weight.view(torch.float16).float()
-        kept = kept if index is None else kept[index]
+        kept = self.outlier_weight.view(torch.float16)[index].float()
         return rows.index_copy(dim, self.outlier_columns.long(), kept)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A packed matrix in the place of a plain one: rows become numbers when they are sliced.
+
+    Args:
+        store: holds the matrix.
+        dtype: of the numbers.
+    """
+
+    store: MatrixStore
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """(rows, columns)."""
+        return torch.Size((self.store.rows, self.store.columns))
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many of them are to be numbers at a time: whole panels."""
+        return max(1, _NUMBERS_AT_ONCE // (self.store.columns * PANEL_ROWS)) * PANEL_ROWS
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        first, stop, _ = rows.indices(self.store.rows)
+        return self.store.dense_rows(first, stop, self.dtype)
+
+    def detach(self) -> PackedRows:
+        """Return itself: packed numbers have no gradient."""
+        return self
 
 
 def _find_outliers(weight: Tensor, spec: QuantSpec, count: int) -> Tensor:

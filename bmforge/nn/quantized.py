@@ -13,11 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.nn.cuts import Rows
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.head import LMHead
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
-from bmforge.nn.packed_store import GroupedProduct, MatrixStore, PackedStore, dequantize_stack
+from bmforge.nn.packed_store import (
+    GroupedProduct,
+    MatrixStore,
+    PackedRows,
+    PackedStore,
+    dequantize_stack,
+)
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
 from bmforge.nn.part import TensorNote
 from bmforge.nn.products import numbers_of
@@ -71,6 +78,10 @@ class QuantizedHead(MatrixStore, LMHead):
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """Return all rows as numbers, for the loss."""
         return self.dense(dtype)
+
+    def sliced(self, dtype: torch.dtype) -> Rows:
+        """Return them as numbers where they are sliced; a compiler takes the whole matrix."""
+        return self.dense(dtype) if torch.compiler.is_compiling() else PackedRows(self, dtype)
 
     def score(self, x: Tensor) -> Tensor:
         """Return the logits of the own rows."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn import LMHead, MoESpec
+from bmforge.nn import LMHead, MoESpec, packed_store
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import PRESETS, QuantSpec
@@ -93,6 +93,32 @@ def test_a_head() -> None:
     assert torch.equal(mine, theirs)
     more = draw(3, 64)
     assert packed(x, more_rows=more).shape == (2, 7, 86)
+
+
+@pytest.mark.parametrize("spec", [EXACT, OUTLIERS, PRESETS["int4"]])
+@pytest.mark.parametrize("at_once", [64 * 16, 64 * 48])
+def test_a_head_is_numbers_some_rows_at_a_time(spec, at_once, monkeypatch) -> None:
+    """The loss and its gradient are those of the whole matrix, of which no more than so much is."""
+    plain = LMHead(64, 83, bias=False)
+    packed = pack(plain, spec)
+    x, labels = draw(2, 7, 64).requires_grad_(), torch.arange(14).view(2, 7) * 6 % 83
+    with torch.no_grad():
+        plain.weight.copy_(packed.dense(torch.float32))
+    want = plain(x, labels)
+    (theirs,) = torch.autograd.grad(want, x)
+    made = []
+    whole = type(packed).dense_rows
+    monkeypatch.setattr(packed_store, "_NUMBERS_AT_ONCE", at_once)
+    monkeypatch.setattr(
+        type(packed),
+        "dense_rows",
+        lambda self, *given: made.append(rows := whole(self, *given)) or rows,
+    )
+    got = packed(x, labels)
+    (mine,) = torch.autograd.grad(got, x)
+    assert max(rows.numel() for rows in made) == at_once
+    assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_an_embedding_and_its_tied_head() -> None:

@@ -23,6 +23,7 @@ from bmforge.models import (
     MixtralConfig,
     T5Config,
 )
+from bmforge.models.pack import quantize_
 from bmforge.parallel.planner.follow import Follower
 from bmforge.surgery import copy_to_meta, persistent_tensors
 
@@ -70,6 +71,16 @@ def test_it_is_what_a_step_takes(kind: str, rows: int, tokens: int) -> None:
     assert 0.97 * real <= planned <= 1.5 * real + 40 * rows * 500
     described = find_workspace(copy_to_meta(model), rows, tokens)
     assert described == found
+
+
+def test_a_packed_head_is_never_a_matrix_of_floats() -> None:
+    """Scoring is planned with some of its rows, and takes no more."""
+    sizes = {**WIDE, "vocab_size": 96_000, "hidden_size": 256, "num_layers": 1}
+    model = quantize_(Llama.from_config(LlamaConfig(**sizes)).eval(), "int8")
+    ids = torch.randint(1, 500, (1, 40))
+    real = follow(model, lambda one: one(input_ids=ids, labels=ids))
+    found = find_workspace(model, 1, 40)
+    assert 0.97 * real <= found.step_bytes < 0.95 * 96_000 * 256 * 4
 
 
 def test_the_cache_is_what_the_config_says() -> None:
