@@ -6,6 +6,7 @@ their bytes), so that casts, layouts and streaming take them as they are.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -132,6 +133,10 @@ class PackedStore(nn.Module):
             self.register_parameter(prefix + key, nn.Parameter(made, requires_grad=False))
         if self.spec.symmetric:
             self.register_parameter(f"{prefix}minima", None)
+
+    @abstractmethod
+    def plain(self, key: str) -> Tensor:
+        """Return in fp32 what stood under a key of the plain module."""
 
     def _check_width(self, columns: int) -> None:
         if problem := self.spec.problem(columns):
@@ -286,6 +291,10 @@ class MatrixStore(PackedStore):
     def _without_outliers(self, x: Tensor) -> Tensor:
         assert self.outlier_columns is not None
         return x.index_fill(1, self.outlier_columns.long(), 0.0)
+
+    def plain(self, key: str) -> Tensor:
+        """Return the plain weight that this stands for, in fp32."""
+        return self.dense(torch.float32)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the plain weight that this stands for: (rows, columns)."""

@@ -155,6 +155,10 @@ class QuantizedExperts(PackedStore, Experts):
         run = GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
         return run(x.float(), *tensors, rows, numbers, ends).to(x.dtype)
 
+    def plain(self, key: str) -> Tensor:
+        """Return a stack in fp32: (E, out, in)."""
+        return self.dense(key, torch.float32)
+
     def dense(self, key: str, dtype: torch.dtype) -> Tensor:
         """Return the plain stack that this stands for: (E, out, in)."""
         tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]

@@ -15,6 +15,7 @@ from bmforge.cli.main import main
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import AutoModel
 from bmforge.models.formats.gguf_export import export_gguf
+from bmforge.models.pack import quantize_
 from bmforge.surgery import persistent_tensors
 from bmforge.tokenizers import AutoTokenizer
 
@@ -111,3 +112,17 @@ def test_a_file_in_pieces_or_gone(tmp_path, directory):
         AutoModel.from_pretrained(path)
     with pytest.raises(CheckpointError, match="ends at byte"):
         AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+def test_packed_weights_are_written(family, tmp_path):
+    """As q8_0 they are the same integers; q4_0 would round them again."""
+    model = quantize_(build_model(family), "int8")
+    path = export_gguf(model, tmp_path / "a.gguf", "q8_0")
+    again = quantize_(AutoModel.from_pretrained(path), "int8")
+    mine, theirs = persistent_tensors(model), persistent_tensors(again)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[n], theirs[n]) for n in mine if n.endswith(("packed", "scales")))
+    with pytest.raises(ConfigError, match="round anew"):
+        export_gguf(model, tmp_path / "b.gguf", "q4_0")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.gguf"]

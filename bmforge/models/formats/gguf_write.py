@@ -25,6 +25,7 @@ from bmforge.models.base import Model
 from bmforge.models.formats.gguf_config import ARCHITECTURES, Architecture, to_raw
 from bmforge.models.formats.gguf_names import ROPE_TENSORS, find_rules, is_permuted, permute_rows
 from bmforge.models.formats.gguf_rope import write_rope
+from bmforge.models.formats.gguf_values import describe_plain, find_values
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
 from bmforge.nn.mlp import ACTIVATIONS
 from bmforge.provenance import to_metadata
@@ -60,7 +61,7 @@ def write_gguf(
     """Write a model as a GGUF file: beside its place first, and renamed when it is whole.
 
     Args:
-        model: of a family that GGUF has, plain, unchanged.
+        model: of a family that GGUF has, unchanged but for packed weights.
         path: ends in ``.gguf``.
         kind: of matrices; vectors, routers and position tables are fp32. With "q4_0" the head, or
             the embedding where that is it, is "q8_0"; what has no whole blocks of 32 is "f16".
@@ -77,9 +78,12 @@ def write_gguf(
     out = Path(path)
     check_target(out, kind, overwrite)
     found = _find(model)
+    load = find_values(model, kind)
+    if model.config.changes:
+        model = describe_plain(model)
     values = _metadata(model, found)
     groups, left_out = _split_groups(find_rules(found.name, model))
-    plan = _Plan(model, found, groups, kind)
+    plan = _Plan(model, found, groups, kind, load)
     plan.extra = values.pop("tensors")
     _check_said(model, found, values, plan)
     if left_out:
@@ -127,7 +131,7 @@ def _find(model: Model) -> Architecture:
         raise ConfigError(
             f"{name} (model_type={kind!r}) has no place in GGUF. Written are {', '.join(known)}."
         )
-    if model.config.changes:
+    if any(change.kind != "quantize" for change in model.config.changes):
         raise ConfigError(f"this {name} was changed, which GGUF cannot say. Merge what was added.")
     if laid_out(model) is not None:
         raise ConfigError(f"this {name} is laid out: save_pretrained it, and convert that.")
@@ -206,6 +210,7 @@ class _Plan:
         found: its architecture.
         groups: name in the file -> the rules of what it is made of.
         kind: asked for.
+        values: gives a tensor by its name.
     """
 
     def __init__(
@@ -214,7 +219,9 @@ class _Plan:
         found: Architecture,
         groups: dict[str, list[WeightRule]],
         kind: str,
+        values: Callable[[str], Tensor],
     ) -> None:
+        self.values = values
         self.tensors = persistent_tensors(model)
         self.found, self.groups, self.kind = found, groups, kind
         self.head_dim = model.config.head_dim
@@ -235,7 +242,7 @@ class _Plan:
         """Return a tensor whole, in the file's order."""
         if name in self.extra:
             return self.extra[name]
-        whole = assemble_source(self.groups[name], lambda ours: self.tensors[ours].detach().cpu())
+        whole = assemble_source(self.groups[name], self.values)
         if self.found.permutes and is_permuted(name):
             whole = permute_rows(whole, self.head_dim)
         return whole
