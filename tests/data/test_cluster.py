@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,64 @@ def test_what_does_not_fit_is_said(corpus: Path, executor: Any, changes: dict, s
     config = replace(ClusterConfig(str(corpus / "in"), str(corpus / "out"), CONFIG), **changes)
     with pytest.raises(ConfigError, match=said):
         run_on_cluster(config, executor=executor)
+
+
+# Stands for Slurm's own: a job runs at once, its array one after the other, and only behind jobs
+# that ended well.
+SBATCH = """
+import os, re, subprocess, sys
+from pathlib import Path
+
+ended = Path(os.environ["ENDED_JOBS"])
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:-1])
+script = Path(sys.argv[-1]).read_text()
+said = dict(re.findall(r"#SBATCH --([\\w-]+)=(.*)", script)) | given
+before = said.get("dependency", "").partition(":")[2]
+done = ended.read_text().split() if ended.exists() else []
+if before and before not in done:
+    sys.exit(f"job {before} has not ended well, of {done}")
+number = str(100 + len(done))
+exported = dict(pair.split("=") for pair in said.get("export", "").split(",") if "=" in pair)
+first, last = re.match(r"(\\d+)-(\\d+)", said["array"]).groups()
+for rank in range(int(first), int(last) + 1):
+    task = {"ARRAY_TASK_ID": str(rank), "JOB_ID": number, "NODEID": "0", "NODELIST": "node1"}
+    env = os.environ | exported | {f"SLURM_{key}": value for key, value in task.items()}
+    subprocess.run(["bash", sys.argv[-1]], env=env, check=True, stdout=sys.stderr)
+ended.write_text(" ".join([*done, number]))
+print("Submitted batch job", number)
+"""
+SRUN = """
+import os, sys
+
+words = sys.argv[1:]
+while words[0].startswith("-"):
+    del words[: 2 if words[0] == "-n" else 1]
+os.execvp(words[0], words)
+"""
+SCONTROL = "print('node1')"
+TOOL = "from datatrove.tools.{name} import main\nmain()\n"
+
+
+@pytest.mark.long
+def test_slurm_gives_the_same_bytes(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run of tasks is a job behind the one before; `prepare` returns what they made."""
+    pytest.importorskip("datatrove", reason="needs the extra cluster")
+    tools = ("launch_pickled_pipeline", "merge_stats")
+    commands = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}
+    commands |= {name: TOOL.format(name=name) for name in tools}
+    (corpus / "bin").mkdir()
+    for name, text in commands.items():
+        (corpus / "bin" / name).write_text(f"#!{sys.executable}\n{text}")
+        (corpus / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{corpus / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("ENDED_JOBS", str(corpus / "ended"))
+    plain = prepare(corpus / "in", corpus / "plain", CONFIG)
+    options = {"time": "00:10:00", "partition": "cpu"}
+    config = ClusterConfig(
+        str(corpus / "in"), str(corpus / "out"), CONFIG, tasks=3, at_once=2, options=options
+    )
+    assert run_on_cluster(config, executor="slurm") is None
+    assert written(corpus / "out") == written(corpus / "plain")
+    report = prepare(corpus / "in", corpus / "out", CONFIG)
+    assert report.reused
+    assert replace(report, out_dir=plain.out_dir, reused=False) == plain
