@@ -34,6 +34,7 @@ def run_serve(command: ServeCommand) -> None:
     for package in _NEEDED:
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(package, "serve", "bmforge serve")
+    from bmforge.provenance import describe_provenance, read_provenance
     from bmforge.serve.auth import load_keys
     from bmforge.serve.lifecycle import bind_address, serve
     from bmforge.serve.sleeping import SleepingEngine
@@ -58,7 +59,9 @@ def run_serve(command: ServeCommand) -> None:
                 lambda: _open_engine(command, directory, budget), directory, command.unload_after_s
             )
         stack.enter_context(engine)
-        Console(file=sys.stderr).print(engine.plan.table())
+        console = Console(file=sys.stderr)
+        console.print(engine.plan.table())
+        console.print("\n".join(describe_provenance(read_provenance(directory))), markup=False)
         names = delta_names(find_names(command.delta))
         serve(engine, command.config, directory, embedder, listener, names)
 

@@ -52,6 +52,7 @@ async def state(request: Request) -> Response:
         {
             "model": serving.name,
             "abilities": serving.main.abilities,
+            "licence": serving.main.licences["licence"],
             "max_tokens": serving.engine.config.tokens_of(serving.engine.model),
             "budget_bytes": plan.budget_bytes,
             "parts": parts,

@@ -12,6 +12,8 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 
 from bmforge.errors import ConfigError
+from bmforge.licences import UNKNOWN
+from bmforge.provenance import Provenance
 from bmforge.serve.auth import Keys
 from bmforge.serve.conversation import Prompter
 from bmforge.serve.errors import RequestError
@@ -39,6 +41,13 @@ class Served:
     engine: Any
     abilities: tuple[str, ...]
     delta: str | None = None
+
+    @property
+    def licences(self) -> dict[str, Any]:
+        """The model's licence, "unknown" where none is said, and what it was made of."""
+        known = getattr(self.engine.model, "provenance", Provenance())
+        made_of = [{"kind": p.kind, "name": p.name, "licence": p.licence} for p in known.parts]
+        return {"licence": known.licence or UNKNOWN, "made_of": made_of}
 
     @classmethod
     def of(cls, name: str, engine: Any) -> Served:

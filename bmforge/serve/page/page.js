@@ -283,6 +283,7 @@ async function refresh() {
   try {
     server = await (await ask("/page/state")).json();
     at("model").textContent = server.model;
+    at("licence").textContent = say("licence", server.licence);
     if (!at("tabs").children.length) showTabs();
     showMemory();
   } catch (error) {
