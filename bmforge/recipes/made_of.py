@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bmforge.data import Condition, open_store, parse_conditions
 from bmforge.data.prepare.record import RECORD_NAME, PrepareReport, read_record
+from bmforge.data.store.columns import read_columns
+from bmforge.data.store.where import select_documents
 from bmforge.licences import UNKNOWN, check_licence
 from bmforge.models.hub import find_model
 from bmforge.provenance import Part, Provenance, read_provenance
-from bmforge.recipes.inputs.selection import place_of
+from bmforge.recipes.inputs.selection import split_path
 
 __all__ = ["find_provenance", "parts_of_corpus"]
 
@@ -30,13 +36,20 @@ def find_provenance(config: Any) -> Provenance:
     if config.init_from is not None:
         base = read_provenance(find_model(config.init_from))
         parts += base.as_parts("base", _short(str(config.init_from)))
-    for place in dict.fromkeys(map(place_of, getattr(config.data, "paths", ()))):
-        parts += parts_of_corpus(place)
+    where = parse_conditions(getattr(config.data, "where", ()))
+    for path in getattr(config.data, "paths", ()):
+        place, own = split_path(path)
+        parts += parts_of_corpus(place, (*where, *own))
     return Provenance(licence).joined(parts)
 
 
-def parts_of_corpus(path: str) -> Iterator[Part]:
-    """Yield what is known of a corpus's licences: of a prepared one, each with its documents."""
+def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Part]:
+    """Yield what is known of a corpus's licences: of a prepared one, each with its documents.
+
+    Args:
+        path: of a prepared directory, or of a bare store.
+        where: holds for the documents that are read, which alone count.
+    """
     folder = Path(path)
     if not (folder / RECORD_NAME).is_file():
         yield Part("data", _short(path))
@@ -45,6 +58,12 @@ def parts_of_corpus(path: str) -> Iterator[Part]:
     summary = report.summary
     if summary is None or not summary.licences:
         yield Part("data", folder.name, UNKNOWN, *_counts(report))
+        return
+    if where:
+        yield from _chosen_parts(folder, where)
+        for terms in summary.terms:
+            if terms != UNKNOWN:  # of how many of the chosen documents is not kept
+                yield Part("terms", folder.name, terms)
         return
     for licence, (documents, text_bytes, tokens) in summary.licences.items():
         by_count = sorted(
@@ -56,6 +75,32 @@ def parts_of_corpus(path: str) -> Iterator[Part]:
         if terms != UNKNOWN:
             documents, text_bytes, tokens = counts
             yield Part("terms", folder.name, terms, documents, text_bytes, tokens)
+
+
+def _chosen_parts(folder: Path, where: Sequence[Condition]) -> Iterator[Part]:
+    """Yield a part for every licence among the documents that conditions hold for.
+
+    One that was cut, at the end of what is learned from, counts on both sides.
+    """
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # of sources, by licence
+    tokens: Counter[str] = Counter()
+    for split in ("train", "validation"):
+        store = open_store(folder / split / "tokens")
+        columns = read_columns(store)
+        mask = select_documents(columns, where)
+        rows = columns.rows[mask]
+        sizes = np.fromiter((end - start for start, end in store.documents()), np.int64)[mask]
+        for number in np.unique(rows["licence"]):
+            licence, of = columns.names["licence"][number] or UNKNOWN, rows["licence"] == number
+            tokens[licence] += int(sizes[of].sum())
+            for source, count in zip(
+                *np.unique(rows["source"][of], return_counts=True), strict=True
+            ):
+                counts[licence][columns.names["source"][source]] += int(count)
+    for licence, of_sources in counts.items():
+        names = tuple(name for name, _ in of_sources.most_common() if name)
+        documents = of_sources.total()
+        yield Part("data", folder.name, licence, documents, 0, tokens[licence], names)
 
 
 def _counts(report: PrepareReport) -> tuple[int, int, int]:

@@ -11,9 +11,10 @@ import torch
 from small_runs import write_jsonl
 
 from bmforge.cli import main
-from bmforge.data import PrepareConfig, prepare
+from bmforge.data import PrepareConfig, parse_conditions, prepare
 from bmforge.models import AutoModel
 from bmforge.provenance import LICENCE_FILE, Part, Provenance, read_provenance, write_provenance
+from bmforge.recipes.made_of import parts_of_corpus
 from bmforge.tune.delta import load_delta
 
 TEXT = "the mill stood at the river and the wheel went round all night long "
@@ -123,6 +124,22 @@ def test_nothing_is_written_where_nothing_is_known(tmp_path: Path, place: Path) 
     again = AutoModel.from_pretrained(tmp_path / "plain")
     assert again.provenance == Provenance()
     assert torch.equal(next(again.parameters()), next(model.parameters()))
+
+
+def test_chosen_documents_alone_are_named(place: Path) -> None:
+    """Conditions, of the run or of a path, leave the others out of what the export is made of."""
+    corpus = place / "corpus"
+    whole = {part.licence: part for part in parts_of_corpus(str(corpus))}
+    for licence, part in whole.items():
+        said = "licence!=CC*" if licence == "unknown" else f"licence={licence}"
+        (found,) = parts_of_corpus(str(corpus), parse_conditions([said]))
+        assert (found.licence, found.tokens) == (licence, part.tokens)
+        assert 8 <= found.documents <= 9  # one that was cut is in both splits
+    some = command(place, "some", "--model", "gpt2", *MODEL, "--data.where", "licence=*SA*")
+    assert main(some) == 0
+    assert licences(read_provenance(place / "some" / "export")) == {"CC-BY-SA-4.0": 8}
+    card = (place / "some" / "export" / "README.md").read_text("utf-8")
+    assert "CC-BY-NC" not in card
 
 
 def test_an_unknown_licence_is_refused_before_training(place: Path, tmp_path: Path) -> None:
