@@ -53,6 +53,8 @@ TYPES: dict[str, tuple[Callable[..., Delta] | None, float]] = {
     "adapter": (Adapter, 2e-3),
     "low-rank": (LowRankAdapter, 1e-2),
     "compacter": (lambda m, **k: Compacter(m, reduction=4, **k), 1e-2),
+    "low-rank of 8": (lambda m, **k: LowRankAdapter(m, reduction=8, rank=8, **k), 4e-3),
+    "compacter of 8": (lambda m, **k: Compacter(m, reduction=8, rank=8, **k), 1e-2),
     "parallel-adapter": (ParallelAdapter, 2e-3),
     "bitfit": (BitFit, 4e-3),
     "ia3": (IA3, 1e-2),
