@@ -21,7 +21,8 @@ struct Product {
 static const int PANEL = 16, BLOCK = 64;
 // Activations of so many bytes stay near a core while all its weights pass by.
 static const int64_t NEAR_BYTES = 384 << 10;
-// With one token, memory is asked for what comes so much later.
+// Memory is asked for what comes so much later: what reads a stream ahead by itself does so too late
+// where several tokens make the way through it slower.
 static const int AHEAD_BYTES = 2048;
 // Smaller products are done sooner than threads wake up.
 static const int64_t FEW_ELEMENTS = 1 << 17;
@@ -126,7 +127,7 @@ static void multiply_tile(const Product& w, const Activations& a, int64_t panel,
       for (int64_t s = 0; s < steps; s++, from += BLOCK, x += 4)
         for (int p = 0; p < P; p++) {
           const Block bytes = load_block(from + p * width), ready = ready_bytes(bytes);
-          if (T == 1) __builtin_prefetch(from + p * width + AHEAD_BYTES);
+          __builtin_prefetch(from + p * width + AHEAD_BYTES);
           for (int t = 0; t < T; t++)
             sum[p][t] = dot_bytes(sum[p][t], ready, bytes, four_at(x + t * w.columns));
         }
@@ -138,7 +139,7 @@ static void multiply_tile(const Product& w, const Activations& a, int64_t panel,
         for (int i = 0; i < 4; i++, from += BLOCK, x += 8)
           for (int p = 0; p < P; p++) {
             const Block both = load_block(from + p * width);
-            if (T == 1) __builtin_prefetch(from + p * width + AHEAD_BYTES);
+            __builtin_prefetch(from + p * width + AHEAD_BYTES);
             const Block low = low_nibbles(both), high = high_nibbles(both);
             for (int t = 0; t < T; t++) {
               part[p][t] = dot_nibbles(part[p][t], low, four_at(x + t * w.columns));
@@ -197,7 +198,7 @@ static void multiply_float_tile(const Product& w, int64_t panel, int64_t token) 
     for (int t = 0; t < T; t++) sum[t] = floats(0.0f);
     for (int64_t s = 0; s < steps; s++, from += BLOCK) {
       const Block block = load_block(from);
-      if (T == 1) __builtin_prefetch(from + AHEAD_BYTES);
+      __builtin_prefetch(from + AHEAD_BYTES);
       if (BITS == 8) {
         add_columns<T>(sum, block, x, w.columns);
         x += 4;
@@ -223,13 +224,22 @@ static void multiply_float_tile(const Product& w, int64_t panel, int64_t token) 
   for (int t = 0; t < T; t++) write_rows(w, panel, token + t, total[t]);
 }
 
+// Tokens that are left over: as many as there are, in one tile.
+template <int P, int T, int BITS>
+static void multiply_rest(const Product& w, const Activations& a, int64_t panel, int64_t token,
+                          int64_t count) {
+  if constexpr (T > 0) {
+    if (count == T) multiply_tile<P, T, BITS>(w, a, panel, token);
+    else multiply_rest<P, T - 1, BITS>(w, a, panel, token, count);
+  }
+}
+
 template <int P, int BITS>
 static void multiply_tokens(const Product& w, const Activations& a, int64_t panel, int64_t token,
                             int64_t last) {
   for (; token + MOST_TOKENS <= last; token += MOST_TOKENS)
     multiply_tile<P, MOST_TOKENS, BITS>(w, a, panel, token);
-  for (; token + 2 <= last; token += 2) multiply_tile<P, 2, BITS>(w, a, panel, token);
-  if (token < last) multiply_tile<P, 1, BITS>(w, a, panel, token);
+  multiply_rest<P, MOST_TOKENS - 1, BITS>(w, a, panel, token, last - token);
 }
 
 template <int BITS>

@@ -13,6 +13,7 @@ struct Rows {
 enum Kind { FP32, BF16, FP16, PACKED };
 
 static const int STEP = 64;  // columns
+static const int FLOAT_TOKENS = 4;
 
 // What is left of a row behind whole steps, with zeros behind it.
 template <typename E>
@@ -39,7 +40,7 @@ static void multiply_row(const E* w, int64_t columns, const float* x, int64_t st
     for (int j = 0; j < 4; j++) total[t][j] = floats(0.0f);
   int64_t c = 0;
   for (; c + STEP <= columns; c += STEP) {
-    for (int b = 0; T == 1 && b < STEP * (int)sizeof(E); b += 64)
+    for (int b = 0; b < STEP * (int)sizeof(E); b += 64)
       __builtin_prefetch((const char*)(w + c) + b + AHEAD_BYTES);
     add_step<T>(total, w + c, x + c, stride);
   }
@@ -55,19 +56,23 @@ static void multiply_row(const E* w, int64_t columns, const float* x, int64_t st
 }
 
 // Rows from `first` to `last` times all tokens; results of a token are `apart` floats behind those
-// of the one before.
+// of the one before. Some rows stay near the core while all tokens pass by, a few at a time.
 template <typename E>
 static void multiply_some_rows(const E* weight, int64_t columns, int64_t first, int64_t last,
                                const float* x, int64_t tokens, float* out, int64_t apart) {
-  for (int64_t row = first; row < last; row++) {
-    const E* w = weight + row * columns;
+  const int64_t near = std::max<int64_t>(NEAR_BYTES / (columns * (int64_t)sizeof(E)), 1);
+  for (; first < last; first += near) {
+    const int64_t end = std::min(first + near, last);
     int64_t t = 0;
-    for (; t + 4 <= tokens; t += 4)
-      multiply_row<4>(w, columns, x + t * columns, columns, out + t * apart + row, apart);
-    for (; t + 2 <= tokens; t += 2)
-      multiply_row<2>(w, columns, x + t * columns, columns, out + t * apart + row, apart);
-    if (t < tokens)
-      multiply_row<1>(w, columns, x + t * columns, columns, out + t * apart + row, apart);
+    const auto multiply_rows_by = [&](auto count) {
+      for (int64_t row = first; row < end; row++)
+        multiply_row<decltype(count)::value>(weight + row * columns, columns, x + t * columns,
+                                             columns, out + t * apart + row, apart);
+      t += decltype(count)::value;
+    };
+    while (t + FLOAT_TOKENS <= tokens) multiply_rows_by(std::integral_constant<int, FLOAT_TOKENS>());
+    while (t + 2 <= tokens) multiply_rows_by(std::integral_constant<int, 2>());
+    if (t < tokens) multiply_rows_by(std::integral_constant<int, 1>());
   }
 }
 
