@@ -4,7 +4,8 @@
 
 All contenders of a row run once in every round, in turns, each round beginning with another one;
 ratios are medians over the rounds. With one thread it is the CPU's time that counts, not the
-clock's. `memory` starts a process of its own, whose peak no other part has raised.
+clock's. `memory` starts processes of their own, in which a small library counts what torch's
+allocator gives out (`allocator_peak.c`, which needs a C compiler).
 `--small` tries the script with sizes that say nothing.
 """
 
@@ -12,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import multiprocessing
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import header, table
+from harness import build_counter, header, table
 
 from bmforge.compress import (
     CompressConfig,
@@ -36,6 +40,7 @@ from bmforge.compress import (
 )
 from bmforge.compress.quantize.int8_product import int8_linear
 from bmforge.host_memory import peak_resident_bytes, resident_bytes
+from bmforge.host_tuning import give_back_memory, return_freed_memory
 from bmforge.infer.decoder import Decoder
 from bmforge.models import Llama, LlamaConfig
 from bmforge.nn.packing import PRESETS
@@ -54,6 +59,13 @@ MODEL = {
     "max_seq_len": 512,
 }
 SMALL = {**MODEL, "hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "vocab_size": 100}
+# The last is a block of a model of 1.1B.
+GPTQ_SHAPES = {
+    "narrow": {"hidden_size": 512, "intermediate_size": 1408, "num_heads": 8, "num_kv_heads": 2}
+    | {"num_layers": 20, "texts": 6},
+    "1.1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_heads": 32, "num_kv_heads": 4}
+    | {"num_layers": 4, "texts": 24},
+}
 Run = Callable[[], Any]
 
 
@@ -222,41 +234,57 @@ def gptq(rounds: int, small: bool) -> None:
 
 
 def memory(rounds: int, small: bool) -> None:
-    """What GPTQ takes above a model of tens of blocks, in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(_gptq_peak, (small,))
-    block, states = found["block"], found["states"]
-    rows = [
-        [f"{value / 1e6:.1f}" for value in (found["model"], block, states, found["peak"])]
-        + [f"{(found['peak'] - states) / block:.2f}"]
-    ]
-    heads = ["model, MB", "a block", "states of texts", "peak above", "without states, in blocks"]
+    """What GPTQ takes above a model, in processes of their own."""
+    rows = []
+    shapes = {"narrow": GPTQ_SHAPES["narrow"]} if small else GPTQ_SHAPES
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LD_PRELOAD"] = build_counter(folder)
+        for name, shape in shapes.items():
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                found = pool.apply(_gptq_peak, (shape,))
+            block = found["block"]
+            above = [(found[way] - found["states"]) / block for way in ("allocated", "resident")]
+            sizes = [found[key] / 1e6 for key in ("model", "block", "states", "batch", "allocated")]
+            rows.append([name, *(f"{size:.1f}" for size in sizes), *(f"{n:.2f}" for n in above)])
+        del os.environ["LD_PRELOAD"]
+    heads = ["shape", "model, MB", "a block", "states of texts", "a batch in a block", "peak above"]
     print("\nMemory of GPTQ to int4\n")
-    print(table(heads, rows))
+    print(table([*heads, "without states, in blocks", "resident"], rows))
 
 
-def _gptq_peak(small: bool) -> dict[str, int]:
-    """Return bytes: of the model, a block, the texts' hidden states, and the peak above."""
+def _gptq_peak(shape: dict[str, int]) -> dict[str, int]:
+    """Return bytes: of the model, a block, the texts' hidden states, and the peaks above."""
     torch.set_num_threads(1)
-    half = {"hidden_size": 512, "intermediate_size": 1408, "num_heads": 8, "num_kv_heads": 2}
-    sizes = {**(SMALL if small else MODEL | half), "vocab_size": 100}
-    sizes["num_layers"] = 4 if small else 20
-    model = Llama.from_config(LlamaConfig(**sizes)).eval()
+    shape = dict(shape)
+    texts = shape.pop("texts")
+    model = Llama.from_config(LlamaConfig(**{**MODEL, **shape, "vocab_size": 100})).eval()
+    config: Any = model.config
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(0, 100, (1, 256), generator=generator) for _ in range(6)]
+    batches = [torch.randint(0, 100, (1, 256), generator=generator) for _ in range(texts)]
     # What the first calls bring, libraries and kernels, no other does.
-    model(input_ids=batches[0])
+    with torch.no_grad():
+        model(input_ids=batches[0])
     quantize(Llama.from_config(LlamaConfig(**SMALL)), "int4", method="gptq", batches=batches[:2])
-    block = sum(p.numel() * p.element_size() for p in model.layers["0"].parameters())
-    states = sum(ids.numel() for ids in batches) * model.config.hidden_size * 4
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    counts = ctypes.CDLL(None)
+    counts.allocator_live.restype = counts.allocator_peak.restype = ctypes.c_long
+    return_freed_memory()  # as `bmforge compress` does
+    give_back_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident_bytes()
+    counts.allocator_reset()
+    before, given = resident_bytes(), counts.allocator_live()
+    block = sum(p.numel() * p.element_size() for p in model.layers["0"].parameters())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
     # The model becomes smaller as it goes: the peak is that of the first blocks.
-    first = () if small else tuple(f"layers.{number}" for number in range(3))
+    first = tuple(f"layers.{number}" for number in range(min(3, config.num_layers)))
     quantize(model, "int4", method="gptq", batches=batches, where=first)
-    peak = peak_resident_bytes() - before
-    return {"model": whole, "block": block, "states": states, "peak": peak}
+    return {
+        "model": whole,
+        "block": block,
+        "states": sum(ids.numel() for ids in batches) * config.hidden_size * 4,
+        "batch": 256 * (4 * config.intermediate_size + 3 * config.hidden_size) * 4,
+        "allocated": counts.allocator_peak() - given,
+        "resident": peak_resident_bytes() - before,
+    }
 
 
 def products(rounds: int, small: bool) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing as mp
+import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from bmforge.host_tuning import give_back_memory, tuned_host
 __all__ = [
     "Contender",
     "Step",
+    "build_counter",
     "header",
     "paired_ratio",
     "ratio_interval",
@@ -36,6 +39,14 @@ __all__ = [
 ]
 
 MIB = 1 << 20
+
+
+def build_counter(folder: str) -> str:
+    """Compile what counts what torch's allocator gives out; return what goes into LD_PRELOAD."""
+    source, library = Path(__file__).with_name("allocator_peak.c"), f"{folder}/allocator_peak.so"
+    flags = ["-O2", "-shared", "-fPIC", "-o", library, str(source), "-ldl", "-lpthread"]
+    subprocess.run([os.environ.get("CC", "cc"), *flags], check=True)
+    return library
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import header, table
+from harness import build_counter, header, table
 
 from bmforge.cli.plan_workload import workload_of
 from bmforge.host_memory import resident_bytes
@@ -157,13 +156,9 @@ def predict(case: Case) -> float:
 
 def run_counted() -> None:
     """Start this program again with the counting library in front of the allocator."""
-    source = Path(__file__).with_name("allocator_peak.c")
     with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/allocator_peak.so"
-        flags = ["-O2", "-shared", "-fPIC", "-o", library, str(source), "-ldl", "-lpthread"]
-        subprocess.run([os.environ.get("CC", "cc"), *flags], check=True)
-        again = [sys.executable, *sys.argv]
-        sys.exit(subprocess.run(again, env={**os.environ, "LD_PRELOAD": library}).returncode)
+        counted = {**os.environ, "LD_PRELOAD": build_counter(folder)}
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=counted).returncode)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ statistics of one block are in memory at a time, and each block sees the errors 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -69,6 +70,7 @@ class BlockRun:
             text has reached have none.
         calls: how it is called.
         inputs: hidden states that go in.
+        is_last: no other part of this block is shown after this one.
     """
 
     name: str
@@ -77,6 +79,7 @@ class BlockRun:
     statistics: dict[str, Any]
     calls: list[_Call]
     inputs: list[Tensor]
+    is_last: bool = True
 
     def run(self, count: int | None = None) -> Iterator[Tensor]:
         """Yield what comes out for every batch, or the first so many."""
@@ -96,6 +99,7 @@ def calibrate_blocks(
     *,
     where: Sequence[str] = (),
     title: str = "calibrate",
+    size: Callable[[Matrix], int] | None = None,
 ) -> None:
     """Show every block what real texts bring, in the order in which they run.
 
@@ -109,16 +113,21 @@ def calibrate_blocks(
         gather: makes what counts the inputs of a matrix.
         where: name globs of modules; empty takes the blocks' linear layers and experts.
         title: of the progress bar.
+        size: bytes of a matrix's statistic. With it a block is visited in parts, those that run
+            last first, so that none sees another input than the plain block has, and the
+            statistics of a part take half of the block's matrices at most, or are of one input.
 
     Raises:
         ConfigError: no or empty batches, matrices outside of repeated blocks, or blocks that give
             something else to each other than hidden states.
 
-    Memory: the hidden states of all batches, and the statistics of one block.
+    Memory: the hidden states of all batches, what one batch makes in a block, and the statistics
+        of one block, or with `size` of a part of it.
     """
     prepared = [prepare_batch(model, batch) for batch in check_batches(batches)]
     blocks = find_repeated_blocks(model)
     matrices = _by_block(find_matrices(model, where), blocks)
+    show = _Show(visit, gather, size)
     with evaluating(model):
         stacks = _find_stacks(model, blocks, prepared[0])
         names = [name for stack in stacks for name in stack]
@@ -126,7 +135,7 @@ def calibrate_blocks(
             raise ConfigError(f"{lost[0]} did not run with the batches: leave it out of `where`.")
         bar = iter(track(names, title))
         for stack in stacks:
-            _calibrate_stack(model, stack, blocks, matrices, prepared, visit, gather, bar)
+            _calibrate_stack(model, stack, blocks, matrices, prepared, show, bar)
         for _ in bar:
             pass
 
@@ -200,56 +209,125 @@ def _find_stacks(
     return list(stacks.values())
 
 
+@dataclass(frozen=True)
+class _Show:
+    """What is done with each block; see `calibrate_blocks`."""
+
+    visit: Callable[[BlockRun], None]
+    gather: Callable[[Matrix], Statistic]
+    size: Callable[[Matrix], int] | None
+
+    def __call__(self, run: BlockRun) -> None:
+        parts = [run.matrices] if self.size is None else _split(run, self.size)
+        while parts:
+            run.matrices = parts.pop(0)
+            run.statistics, run.is_last = _gather_in(run, self.gather), not parts
+            self.visit(run)
+            run.statistics = {}
+
+
 def _calibrate_stack(
     model: nn.Module,
     stack: Sequence[str],
-    blocks: Mapping[str, nn.Module],
-    matrices: Mapping[str, list[Matrix]],
+    blocks: dict[str, nn.Module],
+    matrices: dict[str, list[Matrix]],
     batches: Sequence[Mapping[str, Any]],
-    visit: Callable[[BlockRun], None],
-    gather: Callable[[Matrix], Statistic],
+    show: _Show,
     bar: Iterator[str],
 ) -> None:
-    recorded = [_record(model, [blocks[name] for name in stack], batch) for batch in batches]
-    hidden = [first for first, _ in recorded]
+    hidden: list[Tensor] = []
+    recorded: list[list[_Call]] = []
+    for batch in batches:
+        first, calls = _record(model, [blocks[name] for name in stack], batch)
+        hidden.append(first)
+        recorded.append(calls)
     last = max((n for n, name in enumerate(stack) if name in matrices), default=-1)
     for number, name in enumerate(stack):
         next(bar)
         if number > last:
             continue
-        calls = [found[number] for _, found in recorded]
-        inside = matrices.get(name, [])
-        run = BlockRun(name, blocks[name], inside, {}, calls, hidden)
-        if inside:
-            run.statistics = _gather_in(run, gather)
-            visit(run)
-            run.statistics, run.block = {}, model.get_submodule(name)
+        calls = [found[number] for found in recorded]
+        # What is replaced in a block is kept by nobody here: the model becomes smaller as it goes.
+        if inside := matrices.pop(name, None):
+            show(BlockRun(name, blocks[name], inside, {}, calls, hidden))
+            del inside
         if number < last:
+            run = BlockRun(name, model.get_submodule(name), [], {}, calls, hidden)
             for place, out in enumerate(run.run()):
                 hidden[place] = out
+
+
+class _Inputs:
+    """Knows matrices that get the same tensor, without keeping it alive."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[Tensor], str]] = []
+
+    def find(self, x: Tensor) -> str | None:
+        """Return the first matrix that has got this tensor."""
+        return next((name for other, name in self._seen if other() is x), None)
+
+    def add(self, x: Tensor, name: str) -> None:
+        """Note who has got a tensor."""
+        self._seen.append((weakref.ref(x), name))
+
+    def clear(self) -> None:
+        """Forget a batch."""
+        self._seen.clear()
+
+
+def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
+    """Return a block's matrices in parts whose statistics fit together, the last to run first."""
+    groups: dict[str, list[Matrix]] = {}
+    known: set[str] = set()
+    inputs = _Inputs()
+
+    def note(matrix: Matrix, x: Tensor) -> None:
+        name = inputs.find(x) or matrix.name
+        if matrix.name not in known:
+            known.add(matrix.name)
+            groups.setdefault(name if name in groups else matrix.name, []).append(matrix)
+        inputs.add(x, name)
+
+    with watch_inputs(run.matrices, note):
+        for _ in run.run():
+            inputs.clear()
+            if len(known) == len(run.matrices):
+                break
+    whole = sum(m.read().numel() * m.parameter.element_size() for m in run.matrices)
+    parts: list[list[Matrix]] = [[m for m in run.matrices if m.name not in known]]
+    limit = max(whole // 2, *(size(group[0]) for group in groups.values()), 0)
+    left = limit
+    for group in reversed(groups.values()):
+        if size(group[0]) > left:
+            parts.append([])
+            left = limit
+        left -= size(group[0])
+        parts[-1].extend(group)
+    return parts
 
 
 def _gather_in(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str, Any]:
     """Return what was gathered of a block's inputs; what gets the same tensor has one statistic."""
     found: dict[str, Statistic] = {}
     shared: dict[str, str] = {}
-    seen: list[tuple[Tensor, str]] = []
+    inputs = _Inputs()
 
     def note(matrix: Matrix, x: Tensor) -> None:
         if matrix.name in shared:
             return
         if matrix.name not in found:
-            alike = next((name for other, name in seen if other is x), None)
+            alike = inputs.find(x)
             if alike is not None:
                 shared[matrix.name] = alike
                 return
             found[matrix.name] = gather(matrix)
-        seen.append((x, matrix.name))
+        inputs.add(x, matrix.name)
         found[matrix.name].add(x.detach().reshape(-1, x.shape[-1]))
 
     with watch_inputs(run.matrices, note):
         for _ in run.run():
-            seen.clear()
+            inputs.clear()
     given = {m.name: found[at] for m in run.matrices if (at := shared.get(m.name, m.name)) in found}
     if not given:
         raise ConfigError(f"no text came to {run.name}: leave it out of `where`.")

@@ -45,6 +45,7 @@ def settle_columns(
     damp: float,
     block_columns: int,
     name: str,
+    in_place: bool = False,
 ) -> Tensor:
     """Return the matrix with every column settled.
 
@@ -55,13 +56,14 @@ def settle_columns(
         damp: share of the mean of the Hessian's diagonal that is added to it.
         block_columns: columns after which the rest is brought up to date.
         name: of the matrix, for messages.
+        in_place: the matrix itself may be used up; it is where it is wide enough to be worked on.
 
     Raises:
-        ConfigError: the Hessian is not positive.
+        ConfigError: the Hessian is not positive; the matrix is as it was then.
     """
     wide = wide_dtype(matrix.dtype)
-    values = matrix.to(wide, copy=True)
     factor = hessian.inverse_factor(damp, name).to(wide)
+    values = matrix.to(wide, copy=not in_place)
     columns = values.shape[1]
     for first in range(0, columns, block_columns):
         last = min(first + block_columns, columns)

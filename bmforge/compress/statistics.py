@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bmforge.compress.matrices import Matrix
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 
@@ -80,6 +81,12 @@ class Hessian:
         self.tokens = 0
         self._factor: Tensor | None = None
 
+    @staticmethod
+    def size_bytes(matrix: Matrix) -> int:
+        """Return what it takes for the inputs of a matrix."""
+        columns = matrix.read().shape[1]
+        return columns * columns * wide_dtype(matrix.parameter.dtype).itemsize
+
     def add(self, x: Tensor) -> None:
         """Count inputs."""
         wide = x.to(wide_dtype(x.dtype))
@@ -114,7 +121,9 @@ class Hessian:
         if is_positive:
             torch.cholesky_inverse(found, out=found)
             torch.linalg.cholesky_ex(found, upper=True, out=(found, failed))
-            is_positive = not int(failed) and bool(found.isfinite().all())
+            # isfinite() of it would take a second matrix, and more.
+            ends = torch.stack(found.mT.aminmax())  # as it lies
+            is_positive = not int(failed) and bool(ends.isfinite().all())
         if not is_positive:
             raise ConfigError(
                 f"{name}: the Hessian of what goes in is not positive with damp={damp}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from bmforge.compress.prune import prune
 from bmforge.compress.quantize import QuantizeConfig, quantize
 from bmforge.compress.quantize.fold import find_folds, fold_
 from bmforge.compress.quantize.gptq import round_gptq
+from bmforge.compress.quantize.place import store_block_
 from bmforge.compress.rounding import round_matrix
 from bmforge.compress.statistics import Hessian, InputSizes
 from bmforge.errors import ConfigError
@@ -209,8 +211,9 @@ def test_scales_go_through(build: Callable[[], Any], kinds: int) -> None:
     assert_close(logits(model, batches[0]), want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("size", [None, Hessian.size_bytes], ids=["whole", "in parts"])
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_blocks_see_what_the_whole_model_gives_them(build: Callable[[], Any]) -> None:
+def test_blocks_see_what_the_whole_model_gives_them(build: Callable[[], Any], size: Any) -> None:
     """With nothing changed, what is gathered is what comes to each matrix in plain forwards."""
     model, batches = build().double(), texts(3)
     matrices, found = find_matrices(model), {}
@@ -222,7 +225,9 @@ def test_blocks_see_what_the_whole_model_gives_them(build: Callable[[], Any]) ->
         for ids in batches:
             model(input_ids=ids)
     seen: dict[str, Hessian] = {}
-    calibrate_blocks(model, batches, lambda run: seen.update(run.statistics), lambda _: Hessian())
+    calibrate_blocks(
+        model, batches, lambda run: seen.update(run.statistics), lambda _: Hessian(), size=size
+    )
     assert set(seen) == set(found)
     for name, one in found.items():
         assert seen[name].tokens == one.tokens
@@ -243,6 +248,61 @@ def test_blocks_see_the_quantised_ones_before() -> None:
     with torch.no_grad():
         states = model(input_ids=batches[0], output_hidden_states=True).hidden_states
     assert_close(seen["layers.1"], states[1])
+
+
+@pytest.mark.parametrize("build", [llama, mixtral])
+def test_what_is_spoilt_in_one_part_does_not_show_in_the_next(build: Callable[[], Any]) -> None:
+    """A block's parts come last first, so all see the plain block, and fit together in memory."""
+    model, plain, batches = build().double(), build().double(), texts(3)
+    inputs: list[Tensor] = []
+    seen: dict[str, Hessian] = {}
+    ends: list[bool] = []
+
+    def visit(run: Any) -> None:
+        if run.name == "layers.1":
+            return
+        inputs[:] = run.inputs
+        sizes = {id(one): one.products.nbytes for one in run.statistics.values()}
+        matrices = find_matrices(plain, ["layers.0"])
+        whole = sum(matrix.read().nbytes for matrix in matrices)
+        assert sum(sizes.values()) <= max(whole // 2, *sizes.values())
+        seen.update(run.statistics)
+        ends.append(run.is_last)
+        for matrix in run.matrices:
+            matrix.write_(torch.full_like(matrix.read(), 7.0))
+
+    calibrate_blocks(model, batches, visit, lambda _: Hessian(), size=Hessian.size_bytes)
+    assert ends == [False] * (len(ends) - 1) + [True]
+    assert len(ends) > 1
+    found: dict[str, Hessian] = {}
+
+    def note(matrix: Any, x: Tensor) -> None:
+        found.setdefault(matrix.name, Hessian()).add(x.reshape(-1, x.shape[-1]))
+
+    with torch.no_grad(), watch_inputs(find_matrices(plain, ["layers.0"]), note):
+        for ids in batches:
+            plain(input_ids=ids)
+    assert set(seen) == set(found)
+    for name, one in found.items():
+        assert_close(seen[name].products, one.products)
+
+
+def test_quantised_blocks_are_not_kept_plain() -> None:
+    """The model becomes smaller as it goes: nobody holds the layers that integers replaced."""
+    model = llama()
+    first = [m for n, m in model.layers["0"].named_modules() if isinstance(m, torch.nn.Linear)]
+    alive = [weakref.ref(module) for module in first]
+    del first
+    seen: list[int] = []
+
+    def visit(run: Any) -> None:
+        if run.name == "layers.1":
+            seen.append(sum(one() is not None for one in alive))
+        store_block_(model, run.matrices, {m.owner: PRESETS["int4"] for m in run.matrices})
+
+    calibrate_blocks(model, texts(3), visit, lambda _: Hessian(), size=Hessian.size_bytes)
+    assert alive
+    assert set(seen) == {0}
 
 
 def test_pruned_then_quantised_keeps_its_zeros() -> None:

@@ -40,9 +40,16 @@ def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any
                 new = prune_sparsegpt(values, found, config, matrix.name)
             matrix.write_(new)
 
-    statistic = InputNorms if config.method == "wanda" else Hessian
+    is_wanda = config.method == "wanda"
+    statistic = InputNorms if is_wanda else Hessian
     calibrate_blocks(
-        model, batches, visit, lambda _: statistic(), where=config.where, title="prune"
+        model,
+        batches,
+        visit,
+        lambda _: statistic(),
+        where=config.where,
+        title="prune",
+        size=None if is_wanda else Hessian.size_bytes,
     )
 
 

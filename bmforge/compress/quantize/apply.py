@@ -60,9 +60,7 @@ def quantize(
             f"batches have no effect with method={config.method!r}: leave them out, or take "
             "'smooth', 'awq' or 'gptq'."
         )
-    matrices = find_matrices(model, config.where or tuple(specs or ()))
-    chosen = dict(specs) if specs is not None else _specs_of(model, config, matrices, batches)
-    check_widths(matrices, chosen)
+    chosen = _choose_specs(model, config, batches, specs)
     if config.method == "gptq":
         quantize_gptq_(model, config, chosen, batches or ())
     elif config.method != "absmax":
@@ -88,16 +86,23 @@ def _config_of(
     return QuantizeConfig(scheme=spec, **given)
 
 
-def _specs_of(
+def _choose_specs(
     model: nn.Module,
     config: QuantizeConfig,
-    matrices: Sequence[Matrix],
     batches: Sequence[Any] | None,
+    given: Mapping[str, QuantSpec] | None,
 ) -> dict[str, QuantSpec]:
-    if config.is_auto:
+    """Return name of a module -> its scheme, which fits it; no plain module is kept alive."""
+    matrices = find_matrices(model, config.where or tuple(given or ()))
+    if given is not None:
+        chosen = dict(given)
+    elif config.is_auto:
         assert config.average_bits is not None
-        return choose_specs(model, batches or (), config.average_bits, where=config.where)
-    return {matrix.owner: config.used_spec for matrix in matrices}
+        chosen = choose_specs(model, batches or (), config.average_bits, where=config.where)
+    else:
+        chosen = {matrix.owner: config.used_spec for matrix in matrices}
+    check_widths(matrices, chosen)
+    return chosen
 
 
 def check_widths(matrices: Sequence[Matrix], specs: Mapping[str, QuantSpec]) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks
 from bmforge.compress.columns import settle_columns
+from bmforge.compress.matrices import Matrix
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.place import remember_, store_block_
 from bmforge.compress.statistics import Hessian
-from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.nn.packing import Integers, QuantSpec, quantize_groups
@@ -44,50 +44,87 @@ def quantize_gptq_(
         batches: texts.
     """
 
+    integers: dict[str, Integers] = {}
+    waiting: list[Matrix] = []
+    tokens = _Tokens()
+
+    def settle(matrix: Matrix, found: Hessian | None) -> Integers:
+        spec = specs[matrix.owner]
+        if not tokens.are_enough(matrix, found) or found is None:
+            return quantize_groups(matrix.read(), spec)
+        return round_gptq(
+            matrix.read(),
+            found,
+            spec,
+            damp=config.damp,
+            block_columns=config.block_columns,
+            name=matrix.name,
+            in_place=True,
+        )
+
     def visit(run: BlockRun) -> None:
-        _check_tokens(run)
-        integers = {}
         for matrix in run.matrices:
-            found, spec = run.statistics.pop(matrix.name, None), specs[matrix.owner]
-            if found is None or found.tokens < matrix.read().shape[1]:
-                integers[matrix.name] = quantize_groups(matrix.read(), spec)
-                continue
-            integers[matrix.name] = round_gptq(
-                matrix.read(),
-                found,
-                spec,
-                damp=config.damp,
-                block_columns=config.block_columns,
-                name=matrix.name,
-            )
-        store_block_(model, run.matrices, specs, integers)
+            # No name holds a Hessian: it goes with the last matrix that has its inputs.
+            integers[matrix.name] = settle(matrix, run.statistics.pop(matrix.name, None))
+        # Of a stack all matrices are stored at once.
+        waiting.extend(run.matrices)
+        ready = [m for m in waiting if run.is_last or m.index is None]
+        waiting[:] = [m for m in waiting if m not in ready]
+        for owner in dict.fromkeys(m.owner for m in ready):
+            mine = [m for m in ready if m.owner == owner]
+            store_block_(model, mine, specs, {m.name: integers.pop(m.name) for m in mine})
+        if run.is_last:
+            tokens.check()
 
     calibrate_blocks(
-        model, batches, visit, lambda _: Hessian(), where=tuple(specs), title="quantise"
+        model,
+        batches,
+        visit,
+        lambda _: Hessian(),
+        where=tuple(specs),
+        title="quantise",
+        size=Hessian.size_bytes,
     )
     remember_(model, specs)
 
 
-def _check_tokens(run: BlockRun) -> None:
-    """Say which matrices got too few texts, and are only rounded: experts, say, of rare tokens.
+class _Tokens:
+    """Counts the matrices of a block that got too few texts, and are only rounded."""
 
-    Raises:
-        ConfigError: all have.
-    """
-    needs = {m.name: m.read().shape[1] for m in run.matrices}
-    got = {n: run.statistics[n].tokens if n in run.statistics else 0 for n in needs}
-    few = [n for n in needs if got[n] < needs[n]]
-    plain = [m.name for m in run.matrices if m.index is None] or list(needs)
-    if few and set(plain) <= set(few):
-        raise ConfigError(
-            f"{got[few[0]]} tokens came to {few[0]}, which has {needs[few[0]]} columns: gptq needs "
-            "at least as many tokens as columns. Give more or longer batches."
-        )
-    if few:
-        get_logger().warning(
-            "fewer tokens than columns came to %s%s: only rounded; give more texts",
-            *(", ".join(few[:3]), f" and {len(few) - 3} more" if len(few) > 3 else ""),
-        )
+    def __init__(self) -> None:
+        self._all: list[Matrix] = []
+        self._few: dict[str, str] = {}
+
+    def are_enough(self, matrix: Matrix, found: Hessian | None) -> bool:
+        """Tell whether as many tokens came to a matrix as it has columns."""
+        tokens, columns = 0 if found is None else found.tokens, matrix.read().shape[1]
+        self._all.append(matrix)
+        if tokens < columns:
+            self._few[matrix.name] = f"{tokens} tokens came to {matrix.name}, which has {columns}"
+        return tokens >= columns
+
+    def check(self) -> None:
+        """Say which matrices of a block got too few: experts, say, of rare tokens.
+
+        Raises:
+            ConfigError: all have.
+        """
+        names = [m.name for m in self._all]
+        plain = [m.name for m in self._all if m.index is None] or names
+        few = [name for name in names if name in self._few]
+        said = dict(self._few)
+        self._all.clear()
+        self._few.clear()
+        if few and set(plain) <= set(few):
+            raise ConfigError(
+                f"{said[few[0]]} columns: gptq needs at least as many tokens as columns. Give more "
+                "or longer batches."
+            )
+        if few:
+            get_logger().warning(
+                "fewer tokens than columns came to %s%s: only rounded; give more texts",
+                *(", ".join(few[:3]), f" and {len(few) - 3} more" if len(few) > 3 else ""),
+            )
 
 
 class _Round:
@@ -135,6 +172,7 @@ def round_gptq(
     damp: float = 0.01,
     block_columns: int = 128,
     name: str = "the matrix",
+    in_place: bool = False,
 ) -> Integers:
     """Return the integers of a matrix whose product with its inputs is nearest to the plain one.
 
@@ -145,12 +183,15 @@ def round_gptq(
         damp: share of the mean of the Hessian's diagonal that is added to it.
         block_columns: columns after which the rest is brought up to date; whole groups of them are.
         name: for messages.
+        in_place: see `settle_columns`.
 
     Raises:
         ConfigError: the Hessian is not positive.
     """
-    settler = _Round(matrix.to(wide_dtype(matrix.dtype)), spec)
+    settler = _Round(matrix, spec)
     group = settler.group
     step = -(-block_columns // group) * group if group < matrix.shape[1] else block_columns
-    settle_columns(matrix, hessian, settler, damp=damp, block_columns=step, name=name)
+    settle_columns(
+        matrix, hessian, settler, damp=damp, block_columns=step, name=name, in_place=in_place
+    )
     return settler.integers()
