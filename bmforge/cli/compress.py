@@ -5,19 +5,33 @@ from __future__ import annotations
 import dataclasses
 
 from bmforge.cli.compress_options import CompressCommand
+from bmforge.errors import ConfigError
 from bmforge.parallel.distributed import restarts_failed
-from bmforge.recipes.compress import StoppedError, describe_phases, read_recipe, run_compress
+from bmforge.recipes.compress import (
+    StoppedError,
+    ask_teacher,
+    describe_phases,
+    read_recipe,
+    run_compress,
+)
 
 __all__ = ["run_compress_command"]
 
 
 def run_compress_command(command: CompressCommand) -> None:
     """Make a model small, or say what would be done."""
+    if command.answers is not None and (command.dry_run or command.format is not None):
+        raise ConfigError(
+            "answers makes nothing small: leave dry_run and format out, or leave answers out."
+        )
     config = read_recipe(command.recipe, command.model, command.out)
     if command.format is not None:
         config = dataclasses.replace(config, format=command.format)
     if command.dry_run:
         print(describe_phases(config))
+        return
+    if command.answers is not None:
+        ask_teacher(config, command.answers)
         return
     try:
         run_compress(config)

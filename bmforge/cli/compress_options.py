@@ -21,6 +21,8 @@ class CompressCommand:
         out: directory of the small model; the same command goes on with what is there.
         format: of the small model's files: our own, or vLLM's, which transformers opens too; None
             takes the recipe's.
+        answers: make nothing small: ask the recipe's teacher about the rows of its runs, and keep
+            so many of its likeliest tokens at every position in `out`, for `[distill] answers`.
         dry_run: only say which phases there would be, and how large the model after each.
     """
 
@@ -28,4 +30,5 @@ class CompressCommand:
     recipe: Path
     out: Path
     format: Literal["bmforge", "compressed-tensors"] | None = None
+    answers: int | None = None
     dry_run: bool = False

@@ -21,13 +21,27 @@ from bmforge.surgery import persistent_tensors
 __all__ = ["write_config", "write_model"]
 
 
-def write_model(model: Any, out: Path, overwrite: bool, max_file_bytes: int) -> None:
-    """Write a model; see `Model.save_pretrained`."""
+def write_model(
+    model: Any,
+    out: Path,
+    overwrite: bool = False,
+    max_file_bytes: int = 4 << 30,
+    alone: bool = False,
+) -> None:
+    """Write a model; see `Model.save_pretrained`.
+
+    Args:
+        model: laid out, or whole.
+        out: the directory.
+        overwrite: replace weights that are already there.
+        max_file_bytes: size above which the weights are divided over several files.
+        alone: this process has all of it and writes it, while the others do something else.
+    """
     if has_weights(out) and not overwrite:
         raise CheckpointError(
             f"{str(out)!r} already holds a model. Name another, or pass overwrite=True."
         )
-    rank, world = _rank_and_world()
+    rank, world = (0, 1) if alone else _rank_and_world()
     if world > 1:
         dist.barrier()  # nobody writes before all have looked
     out.mkdir(parents=True, exist_ok=True)

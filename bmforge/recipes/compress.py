@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import tempfile
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +21,17 @@ from bmforge.compress.phases import Phase, PhaseSteps, split_phases
 from bmforge.compress.report import PhaseFacts, measure_sizes
 from bmforge.config import config_from_dict, config_to_dict
 from bmforge.errors import ConfigError
+from bmforge.host_tuning import return_freed_memory
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.formats.compressed_write import save_compressed
-from bmforge.models.formats.convert import write_directory
+from bmforge.models.formats.convert import find_companions, write_directory
 from bmforge.models.hub import find_model
+from bmforge.models.save import write_model
 from bmforge.parallel import init_distributed, run_on_first
 from bmforge.recipes.compressing import CalibrationConfig, PhaseConfig, read_calibration
 from bmforge.recipes.evaluate import evaluate_model
-from bmforge.recipes.registry import find_recipe
+from bmforge.recipes.registry import Recipe, find_recipe
 from bmforge.recipes.run_dir import claim_run_dir, occupy_run_dir
 from bmforge.recipes.small import check_compressible, check_vocabularies, estimate_phases
 from bmforge.recipes.speed import check_speed, measure_speeds
@@ -38,6 +41,7 @@ __all__ = [
     "CompressRunConfig",
     "FileFormat",
     "StoppedError",
+    "ask_teacher",
     "describe_phases",
     "read_recipe",
     "run_compress",
@@ -208,6 +212,26 @@ def _run_phase(config: CompressRunConfig, phase: Phase, source: Path, place: Pat
 def _train_phase(config: CompressRunConfig, phase: Phase, source: Path, place: Path) -> PhaseFacts:
     """Run the task with what the phase does put into the model."""
     run_dir = place / "run"
+    recipe, settings = _settle_run(config, phase, source, run_dir)
+    result = recipe.run(settings)
+    if result.stopped:
+        raise StoppedError
+    run_on_first(lambda: _copy_companions(source, run_dir / _EXPORT))
+    found = CompressReport.load(run_dir / "compression").phases[-1]
+    return dataclasses.replace(found, directory=str(run_dir / _EXPORT))
+
+
+def _copy_companions(source: Path, export: Path) -> None:
+    """Give a phase's model its tokenizer where the run's data brought none."""
+    if not find_companions(export):
+        for name in find_companions(source):
+            shutil.copyfile(source / name, export / name)
+
+
+def _settle_run(
+    config: CompressRunConfig, phase: Phase, source: Path, run_dir: Path
+) -> tuple[Recipe, Any]:
+    """Return the task's recipe, and what its run of a phase is told."""
     # Of the model as the last phase has left it.
     recipe = find_recipe(config.task, str(source))
     made = dataclasses.make_dataclass(
@@ -224,11 +248,38 @@ def _train_phase(config: CompressRunConfig, phase: Phase, source: Path, place: P
     settings: Any = config_from_dict(made, given, "run.")
     settings.compress = PhaseConfig(config=phase.config, calibration=config.calibration)
     settings.model_changes = ()
-    result = recipe.run(settings)
-    if result.stopped:
-        raise StoppedError
-    found = CompressReport.load(run_dir / "compression").phases[-1]
-    return dataclasses.replace(found, directory=str(run_dir / _EXPORT))
+    return recipe, settings
+
+
+def ask_teacher(config: CompressRunConfig, count: int) -> Path:
+    """Keep a teacher's answers to all rows of a recipe's runs, in `out`; make nothing small.
+
+    The phases of a recipe read the same rows from the first on, so the longest has all of them.
+
+    Args:
+        config: a recipe with `distill.teacher`.
+        count: k, of the tokens that are kept at every position.
+
+    Raises:
+        BmforgeError: a setting, the teacher or the data does not fit; or `out` exists.
+    """
+    told = config.compress.distill
+    if told is None or told.teacher is None:
+        raise ConfigError(
+            "the recipe names no teacher to ask: give [distill] teacher; for the student take a "
+            "recipe with [distill] answers instead."
+        )
+    if config.out.exists():
+        raise ConfigError(f"out={str(config.out)!r} exists already: name another directory.")
+    phases, source = _check(config)
+    phase = max(phases, key=lambda phase: phase.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe, settings = _settle_run(config, phase, source, Path(folder) / "run")
+        asked = {"answers": config.out, "answer_count": count}
+        settings.compress = dataclasses.replace(settings.compress, **asked)
+        recipe.run(settings)
+    get_logger().info("kept the teacher's answers in %s: [distill] answers names them", config.out)
+    return config.out
 
 
 def _merge(usual: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -247,6 +298,7 @@ def _change_at_once(
     target = place / _EXPORT
 
     def make() -> None:
+        return_freed_memory()  # layers come and go, and few are alike
         model = AutoModel.from_pretrained(source)
         batches = None
         if phase.config.is_calibrated:
@@ -258,7 +310,7 @@ def _change_at_once(
         target.parent.mkdir(parents=True, exist_ok=True)
 
         def write(directory: Path, partial: Path) -> str:
-            job.model.save_pretrained(partial)  # type: ignore[operator]
+            write_model(job.model, partial, alone=True)
             return f"{report.model}, {report.after.size_bytes / 1e6:,.1f} MB"
 
         write_directory(source, target, write)

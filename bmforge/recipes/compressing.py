@@ -12,23 +12,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.compress import CompressConfig, Compression, compress
-from bmforge.compress.distill import TeacherAnswers
+from bmforge.compress.distill import DistillConfig, TeacherAnswers, write_answers
 from bmforge.data.sources.files import read_documents
 from bmforge.errors import ConfigError, DataError
+from bmforge.logging import track
 from bmforge.models import AutoModel, Model
 from bmforge.models.config import read_config_file
 from bmforge.models.hub import find_model
 from bmforge.models.quantize import quantize_
-from bmforge.parallel import STAGE_AXES, axis_size, parallelize, run_on_first
+from bmforge.parallel import STAGE_AXES, World, axis_size, parallelize, run_on_first
+from bmforge.recipes.small import read_vocabulary
 from bmforge.tokenizers import AutoTokenizer
-from bmforge.train import OptimGroup, TrainConfig, Trainer
+from bmforge.train import OptimGroup, TrainConfig, Trainer, causal_lm
 
 __all__ = [
     "CalibrationConfig",
     "PhaseConfig",
+    "asks_teacher",
     "attach_phase",
     "finish_phase",
     "has_phase",
+    "keep_answers",
     "read_calibration",
     "settle_train",
 ]
@@ -64,10 +68,14 @@ class PhaseConfig:
     Args:
         config: what is done.
         calibration: texts for it.
+        answers: train nothing: ask the teacher about the run's rows, and keep its answers there.
+        answer_count: how many of the likeliest tokens at every position.
     """
 
     config: CompressConfig = field(default_factory=CompressConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    answers: Path | None = None
+    answer_count: int = 32
 
 
 def read_calibration(
@@ -153,15 +161,75 @@ def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | Teache
     told = config.compress.config.distill
     if told.answers is not None:
         return TeacherAnswers(told.answers)
+    teacher, _ = _read_teacher(told, model.config.head)
+    if told.teacher_quantize is not None:
+        return teacher
+    return parallelize(teacher, config.layout, mesh=mesh, precision=config.train.precision)
+
+
+def _read_teacher(told: DistillConfig, head: str) -> tuple[Model, Path]:
+    """Return the teacher, whole, with a student's head where it has such, and its directory."""
     if told.teacher is None:
         raise ConfigError("distill.teacher is missing: name its directory or hub id.")
     directory = find_model(told.teacher)
     family = AutoModel.family_of(read_config_file(directory))
-    head = {"head": model.config.head} if model.config.head in family.config_class.heads else {}
-    teacher = family.from_pretrained(directory, **head)
+    named = {"head": head} if head in family.config_class.heads else {}
+    teacher = family.from_pretrained(directory, **named)
     if told.teacher_quantize is not None:
-        return quantize_(teacher, told.teacher_quantize)
-    return parallelize(teacher, config.layout, mesh=mesh, precision=config.train.precision)
+        teacher = quantize_(teacher, told.teacher_quantize)
+    return teacher, directory
+
+
+def asks_teacher(config: Any) -> bool:
+    """Tell whether a run only asks a teacher about its rows."""
+    return has_phase(config) and config.compress.answers is not None
+
+
+def keep_answers(config: Any, data: Any, world: World) -> Model:
+    """Ask the teacher about the rows of a run's steps, and keep its answers; return the teacher.
+
+    Args:
+        config: of the run.
+        data: what the run reads.
+        world: the processes.
+
+    Raises:
+        ConfigError: several processes, a task whose batches are not the model's own arguments, a
+            loss on what is inside the teacher, or a teacher that cannot be asked.
+    """
+    told: PhaseConfig = config.compress
+    distill = told.config.distill
+    if world.size > 1:
+        raise ConfigError(
+            f"{world.size} processes were started: one asks the teacher, and its answers serve on "
+            "any number of them."
+        )
+    if data.objective is not causal_lm:
+        raise ConfigError(
+            "answers are kept for tasks that hand a model its own arguments, such as pretrain: "
+            "give the teacher itself (distill.teacher)."
+        )
+    if distill is None or distill.looks_inside:
+        raise ConfigError(
+            "kept answers say nothing of what is inside the teacher: let distill.losses be logits "
+            '(kind="logits") alone.'
+        )
+    assert told.answers is not None
+    teacher, directory = _read_teacher(distill, config.model.head)
+    steps = track(range(config.train.steps), "ask the teacher")
+    try:
+        write_answers(
+            teacher.to(world.device),
+            (batch for _ in steps for batch in next(data.loader)),
+            told.answers,
+            count=told.answer_count,
+            temperature=distill.losses[0].temperature,
+            vocabulary=read_vocabulary(directory),
+        )
+    finally:
+        if data.close is not None:
+            data.close()
+    return teacher
 
 
 def settle_train(train: TrainConfig, job: Compression | None) -> TrainConfig:

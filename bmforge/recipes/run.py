@@ -34,7 +34,12 @@ from bmforge.parallel import (
 )
 from bmforge.provenance import warn_of_licences
 from bmforge.recipes.build import build_model
-from bmforge.recipes.compressing import finish_phase, settle_train
+from bmforge.recipes.compressing import (
+    asks_teacher,
+    finish_phase,
+    keep_answers,
+    settle_train,
+)
 from bmforge.recipes.deltas import DeltaConfig, export_delta, set_rates
 from bmforge.recipes.made_of import find_provenance
 from bmforge.recipes.micro_batches import settle_batch
@@ -204,6 +209,8 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     known = find_provenance(config)
     data = open_data(config, rows)
+    if asks_teacher(config):
+        return RunResult(keep_answers(config, data, world), 0, None, world)
     model, job, base = build_model(config, world, mesh)
     model.provenance = known
     data.begin(model)

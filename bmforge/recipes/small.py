@@ -19,7 +19,7 @@ from bmforge.models.formats.compressed_write import check_compressed
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["check_compressible", "check_vocabularies", "estimate_phases"]
+__all__ = ["check_compressible", "check_vocabularies", "estimate_phases", "read_vocabulary"]
 
 
 def check_vocabularies(source: Path, config: DistillConfig) -> None:
@@ -29,7 +29,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
         ConfigError: no teacher is named, or a token of the student has another id there.
     """
     if config.answers is not None:
-        kept, here = TeacherAnswers(config.answers), _read_vocabulary(source)
+        kept, here = TeacherAnswers(config.answers), read_vocabulary(source)
         if kept.vocabulary and here and kept.vocabulary != fingerprint_vocabulary(here):
             raise ConfigError(
                 f"distill.answers={config.answers!r} are of a teacher with another vocabulary than "
@@ -39,7 +39,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
     if config.teacher is None:
         raise ConfigError("distill.teacher is missing: name its directory or hub id.")
     teacher = find_model(config.teacher)
-    mine, theirs = _read_vocabulary(source), _read_vocabulary(teacher)
+    mine, theirs = read_vocabulary(source), read_vocabulary(teacher)
     if mine is None or theirs is None:
         return
     other = next((token for token in mine if theirs.get(token) != mine[token]), None)
@@ -51,7 +51,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
         )
 
 
-def _read_vocabulary(directory: Path) -> dict[str, int] | None:
+def read_vocabulary(directory: Path) -> dict[str, int] | None:
     """Return token -> id of the tokenizer in a model's directory; None where there is none."""
     try:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(directory).get_vocab()

@@ -15,6 +15,7 @@ from bmforge.compress import CompressReport
 from bmforge.models import AutoModel, Llama, LlamaConfig
 from bmforge.nn.packed_store import PackedStore
 from bmforge.provenance import Part, Provenance, read_provenance
+from bmforge.testing import assert_close
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
 
@@ -140,6 +141,51 @@ def test_gates_then_integers_of_training(start: Path, tmp_path: Path) -> None:
     file, out = write_recipe(start, tmp_path, steps, structure=gates), tmp_path / "small"
     assert main(command(start, file, out)) == 0
     check_small(start, out)
+
+
+@pytest.mark.long
+def test_answers_in_the_teachers_place(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With answers of the whole vocabulary the recipe ends where it ends beside the teacher."""
+    torch.manual_seed(3)
+    teacher = Llama.from_config(LlamaConfig(**{**SIZES, "num_layers": 3}, num_kv_heads=1)).eval()
+    teacher.save_pretrained(tmp_path / "teacher")
+    files = start / "model"
+    for file in files.glob("tokenizer*"):
+        (tmp_path / "teacher" / file.name).write_bytes(file.read_bytes())
+    losses = [{"kind": "logits", "temperature": 2.0}]
+    data = {"paths": [str(start / "tokens")], "seq_len": 16, "global_batch_size": 4}
+
+    def recipe(name: str, steps: int, data: dict[str, object] = data, **distill: object) -> Path:
+        told: dict[str, object] = {
+            "task": "pretrain",
+            "steps": {"weights": steps},
+            "distill": {"losses": losses, "task_weight": 0.5, **distill},
+            "run": {"data": data, "train": {"precision": "fp32", "optim": {"lr": 0.001}}},
+        }
+        file = tmp_path / f"{name}.toml"
+        file.write_text(tomli_w.dumps(told))
+        return file
+
+    taught = recipe("taught", 3, teacher=str(tmp_path / "teacher"))
+    kept = {count: tmp_path / f"kept{count}" for count in (64, 4)}
+    for count, place in kept.items():
+        assert main(command(start, taught, place, "--answers", str(count))) == 0
+    assert main(command(start, taught, tmp_path / "want")) == 0
+    found = {}
+    for count, place in kept.items():
+        out = tmp_path / f"got{count}"
+        assert main(command(start, recipe(f"kept{count}", 3, answers=str(place)), out)) == 0
+        found[count] = AutoModel.from_pretrained(out).state_dict()
+    want = AutoModel.from_pretrained(tmp_path / "want").state_dict()
+    assert_close(found[64], want, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(found[4]["embed.weight"], found[64]["embed.weight"])
+    # What the teacher was not asked about is said.
+    capsys.readouterr()
+    other = recipe("other", 3, {**data, "seq_len": 12}, answers=str(kept[4]))
+    assert main(command(start, other, tmp_path / "other")) != 0
+    assert "must be asked about the very rows of the run" in capsys.readouterr().err
 
 
 def test_recipes_that_cannot_be(
