@@ -83,6 +83,7 @@ _STYLES = {
     "q_norm": ("head_norm", ""),
     "k_norm": ("head_norm", ""),
     "thin": ("gate", ""),
+    "thin_dims": ("gate", ""),
     "gate_proj": ("column", ""),
     "up_proj": ("column", ""),
     "down_proj": ("row", ""),

@@ -247,6 +247,8 @@ class Attention(nn.Module):
         enter_memory: what `memory` goes through first, and
         mix: what weighs the values; a layout that cuts heads or tokens puts its own here.
         thin: what the heads' results, side by side, go through before `o_proj`: a gate of heads.
+        thin_dims: likewise, after it, and
+        thin_query: what queries go through before they are turned: a gate of heads' width.
         head_share: which share of the heads is here, and how many shares there are; likewise.
         prefix: None, or a module that returns keys and values to put before all others; see
             `nn.prefix`.
@@ -266,6 +268,8 @@ class Attention(nn.Module):
         self.enter_memory: Pass = pass_on
         self.mix: Mix = mix_values
         self.thin: Pass = pass_on
+        self.thin_dims: Pass = pass_on
+        self.thin_query: Pass = pass_on
         query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.q_proj = nn.Linear(hidden_size, query_size, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(hidden_size, key_size, bias=spec.qkv_bias)
@@ -303,7 +307,7 @@ class Attention(nn.Module):
         if rope is not None:
             rope = narrow_rope(rope, self.head_dim, self.rope_interleaved)
         attend = getattr(cache, "attend", None)
-        query = self._heads(self.q_proj(x), self.q_norm)
+        query = self._heads(self.thin_query(self.q_proj(x)), self.q_norm)
         if memory is not None:
             kept = self.enter_memory(memory)
 
@@ -321,7 +325,7 @@ class Attention(nn.Module):
             mixed = attend(self.layer_index, self.window, self._mix, query, key, value)
         else:
             mixed = self._mix(query, key, value, mask, bias)
-        return self.o_proj(self.thin(mixed.transpose(1, 2).flatten(2)))
+        return self.o_proj(self.thin_dims(self.thin(mixed.transpose(1, 2).flatten(2))))
 
     def pick_heads(self, bias: Tensor) -> Tensor:
         """Return this layer's part of a bias that several layers share: that of the first heads.

@@ -1,10 +1,10 @@
-"""Gates that training opens and closes: on heads, features, halves of blocks, blocks."""
+"""Gates that training opens and closes: on heads, their width, features, halves, blocks."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.nn.part import TensorNote
 
-__all__ = ["HardConcrete", "log_alpha_of"]
+__all__ = ["HardConcrete", "HeadDims", "log_alpha_of"]
 
 # Of the hard concrete distribution: how far it is stretched to both sides, its temperature, and
 # how near to 0 and 1 a draw may be.
@@ -109,7 +109,10 @@ class HardConcrete(nn.Module):
         values = self.values().to(x.dtype)
         if after is not None:
             return x + values * (after - x)
-        wide = values.repeat_interleave(self.width // self.units)
+        return self._scale(x, values.repeat_interleave(self.width // self.units))
+
+    def _scale(self, x: Tensor, wide: Tensor) -> Tensor:
+        """Scale the features that are here by theirs among those of all features."""
         rank, size = self.share
         if size > 1:
             wide = wide.narrow(0, rank * -(-self.width // size), x.shape[-1])
@@ -118,3 +121,45 @@ class HardConcrete(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes."""
         return f"{self.gate_name}, units={self.units}, width={self.width}"
+
+
+class HeadDims(HardConcrete):
+    """A gate on the width of heads: a unit is a dim of one key-value head, or a pair of dims.
+
+    It scales what goes into `o_proj`, and with `asks` queries, so that a dim of both sides goes with
+    a unit. Rotary dims go in pairs and in one order, as those of a narrower head have the speeds of
+    the first pairs: the widest open unit scales the first pair of queries, and so on.
+
+    Args:
+        name: of the gate.
+        groups: K, key-value heads.
+        heads: N.
+        head_dim: H.
+        order: of rotary heads all dims of a query, pair after pair, the one that stays longest
+            first; empty lets a unit be the same dim of values and of queries.
+
+    Shape:
+        x: (..., heads here * H) -> same
+    """
+
+    def __init__(
+        self, name: str, groups: int, heads: int, head_dim: int, order: Sequence[int] = ()
+    ) -> None:
+        self.step = 2 if order else 1
+        super().__init__(name, groups * (head_dim // self.step), heads * head_dim)
+        self.groups, self.order = groups, tuple(order)
+
+    def _widen(self, values: Tensor) -> Tensor:
+        """Return values of units, (K, units), for the dims of every query head: (N, H)."""
+        dims = values.repeat_interleave(self.step, 1)
+        return dims.repeat_interleave(self.width // dims.numel(), 0)
+
+    def forward(self, x: Tensor, after: Tensor | None = None, asks: bool = False) -> Tensor:
+        """Scale every dim of what heads have mixed; or, where `x` asks, of queries."""
+        assert after is None, "it is no part of a block"
+        values = self.values().to(x.dtype).view(self.groups, -1)
+        if not asks or not self.order:
+            return self._scale(x, self._widen(values).flatten())
+        sorted_first = self._widen(values.sort(-1, descending=True).values)
+        places = torch.tensor(self.order, device=x.device).argsort()
+        return self._scale(x, sorted_first[:, places].flatten())

@@ -74,7 +74,7 @@ class WindowAttention(Attention):
         if not (rope is None and cache is None and bias is None and memory is None):
             raise ConfigError("attention with global tokens takes no rope, cache, bias or memory.")
         x = self.enter(x)
-        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        query, key, value = self.thin_query(self.q_proj(x)), self.k_proj(x), self.v_proj(x)
         if mask.block:
             mixed = self._mix_blocks(query, key, value, mask)
         else:
@@ -83,7 +83,7 @@ class WindowAttention(Attention):
             mixed = mixed * mask.real[..., None]
         if mask.chosen is not None:
             mixed = self._put_globals(mixed, x, mask)
-        return self.o_proj(self.thin(self.pick_own(mixed)))
+        return self.o_proj(self.thin_dims(self.thin(self.pick_own(mixed))))
 
     def _mix_whole(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None
@@ -142,7 +142,7 @@ class WindowAttention(Attention):
         """Overwrite the global tokens' rows with attention to everything."""
         assert mask.chosen is not None
         assert mask.is_chosen is not None
-        query = self.q_global_proj(_take(x, mask.chosen))
+        query = self.thin_query(self.q_global_proj(_take(x, mask.chosen)))
         few = 2 * query.shape[1] * (query.shape[2] // self.head_dim) <= x.shape[2]
         plain = self.prefix is None and all(
             map(_is_plain, (self.k_global_proj, self.v_global_proj))

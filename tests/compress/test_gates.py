@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from masked_models import mostly_long, run, stir
-from tiny_models import make_inputs
+from masked_models import has_kind, mostly_long, run, stir
+from tiny_models import TINY, make_inputs
 from torch import Tensor
 
 from bmforge.compress.prune.binarise import binarise
@@ -73,6 +73,7 @@ def test_the_loss_reaches_gates(name: str) -> None:
     assert checked >= 3
 
 
+WIDTHS = [name for name in TINY if has_kind(name, "dims")]
 COUNTED = ["llama", "gpt2", "t5", "bert", "gptj", "longformer", "qwen"]
 
 
@@ -115,7 +116,7 @@ def test_counts_are_exact(name: str) -> None:
     )
     assert costs.total == of_blocks - norms
     config = StructureConfig(
-        target="parameters", keep_ratio=0.6, gates=("heads", "features", "mlp")
+        target="parameters", keep_ratio=0.5, gates=("heads", "dims", "features", "mlp")
     )
     method = StructureMethod(config)
     method.attach_(model)
@@ -160,10 +161,38 @@ def test_the_least_likely_go_until_the_target_is_met(multiple: int) -> None:
     assert any(len(numbers) < len(likely[key]) for key, numbers in want.items())
 
 
+@pytest.mark.parametrize("gates", [("dims",), ("heads", "dims")], ids="+".join)
+@pytest.mark.parametrize("name", mostly_long(WIDTHS, ["llama", "gptj", "t5"]))
+def test_heads_of_less_width(name: str, gates: tuple[str, ...]) -> None:
+    """Units that are closed at random: of every head as many, no rotary pair torn; in fp32."""
+    model = stir(name, torch.float32)
+    share = 0.9 if name in ("mixtral", "qwen_moe") else 0.8
+    config = StructureConfig(target="parameters", keep_ratio=share, gates=gates, seed=4)
+    method = StructureMethod(config)
+    method.attach_(model)
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for gate in method.gates.values():
+            gate.delta += torch.randn(gate.units, generator=generator).to(gate.delta)
+    method._fix_(model)
+    masks = {key: gate.mask for key, gate in method.gates.items()}
+    said = float(method.costs.expect(masks))  # type: ignore[arg-type]
+    want = run(model, name)
+    widths = {n: b.spec.attn.head_dim for n, b in blocks_of(model).items()}
+    facts = method.finish_(model)
+    assert torch.allclose(run(model, name), want, rtol=1e-5, atol=1e-5)
+    assert float(count_costs(model).total) == said
+    left = {n: b.spec.attn.head_dim for n, b in blocks_of(model).items()}
+    assert any(left[n] < widths[n] for n in left)
+    assert all(left[n] > 0 for n in left)
+    assert facts["is_shrunk"]
+
+
 TARGETS: list[dict[str, Any]] = [
     {"target": "parameters", "keep_ratio": 0.5, "gates": ("heads", "features")},
     {"target": "flops", "keep_ratio": 0.6, "gates": ("features", "attn", "mlp"), "seq_len": 9},
     {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16, "gates": ("heads", "features")},
+    {"head_dim": 4, "intermediate_size": 16, "gates": ("dims", "features")},
 ]
 
 
@@ -199,7 +228,7 @@ def test_gates_reach_their_target(options: dict[str, Any]) -> None:
     likely = densities(method.gates)
     if config.target == "sizes":
         for (_, kind), value in likely.items():
-            want = 16 if kind == "features" else 1
+            want = {"features": 16, "heads": 1, "dims": 4}[kind]
             assert value.sum().item() == pytest.approx(want, abs=5e-5 * len(value))
     else:
         left = float(costs.expect(likely)) / costs.total
@@ -209,9 +238,12 @@ def test_gates_reach_their_target(options: dict[str, Any]) -> None:
     facts = method.finish_(model.eval())
     assert torch.allclose(run(model, "llama"), run(masked, "llama"), rtol=1e-4, atol=1e-5)
     if config.target == "sizes":
-        assert model.config.num_heads == 2
+        for block in blocks_of(model).values():
+            assert block.spec.attn.num_heads == options.get("num_heads", 4)
+            assert block.spec.attn.head_dim == options.get("head_dim", 8)
         assert model.config.intermediate_size == 16
-        assert facts["opens_elsewhere"]
+        # Rotary pairs keep their speeds, of which published fields know nothing.
+        assert facts["opens_elsewhere"] == ("head_dim" not in options)
     else:
         again = count_costs(model, "flops" if config.target == "flops" else "parameters", 9)
         assert again.total <= config.keep_ratio * costs.total

@@ -86,7 +86,9 @@ def train_gates(name: str, fields: dict[str, Any]) -> dict[str, Tensor]:
     init_distributed()
     model: Any = family_of(name).from_config(TINY[name], device="meta", dtype=torch.float64)
     config = StructureConfig(
-        target="parameters", keep_ratio=0.5, gates=("heads", "features", "attn", "mlp", "block")
+        target="parameters",
+        keep_ratio=0.5,
+        gates=("heads", "dims", "features", "attn", "mlp", "block"),
     )
     method = StructureMethod(config)
     method.attach_(model)

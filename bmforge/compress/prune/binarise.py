@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmforge.compress.prune.costs import Costs
-from bmforge.compress.prune.plan import Kept, Plan, blocks_of, heads_per_group
+from bmforge.compress.prune.plan import (
+    Kept,
+    Plan,
+    blocks_of,
+    heads_per_group,
+    kept_groups,
+    query_order,
+)
 from bmforge.compress.prune.structure_config import GATE_KINDS, StructureConfig, wanted_sizes
 from bmforge.errors import ConfigError
+from bmforge.nn import AttentionSpec, Block
 from bmforge.surgery import match_glob
 
 __all__ = ["Chosen", "binarise", "open_units", "plan_of_units"]
@@ -29,11 +37,11 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     """
     if config.target != "sizes":
         return {}
-    at_once = ("hidden_size", "head_dim", "num_experts", "num_layers", "attn_layers", "mlp_layers")
+    at_once = ("hidden_size", "num_experts", "num_layers", "attn_layers", "mlp_layers")
     if given := [name for name in at_once if getattr(config, name)]:
         raise ConfigError(
-            f"gates reach num_heads, num_kv_heads and intermediate_size; choose {', '.join(given)} "
-            "at once (gates=())."
+            "gates reach num_heads, num_kv_heads, head_dim and intermediate_size; choose "
+            f"{', '.join(given)} at once (gates=())."
         )
     found: dict[tuple[str, str], float] = {}
     blocks = blocks_of(model)
@@ -50,6 +58,8 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
                         f"heads, {each} query heads each; gates take those."
                     )
                 found[name, "heads"] = sizes.num_heads // each / groups
+            if sizes.head_dim and spec.attn is not None:
+                found[name, "dims"] = _share_of_dims(model, name, spec.attn, sizes.head_dim)
             if sizes.intermediate_size and spec.mlp is not None:
                 found[name, "features"] = sizes.intermediate_size / spec.mlp.intermediate_size
     lacking = {kind for _, kind in found} - set(config.gates)
@@ -58,6 +68,20 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
             f"gates={config.gates} cannot reach sizes of {', '.join(sorted(lacking)) or 'nothing'}."
         )
     return found
+
+
+def _share_of_dims(model: Any, name: str, spec: AttentionSpec, width: int) -> float:
+    """Return which share of the heads' width is to be open."""
+    if not 0 < width <= spec.head_dim or (width % 2 and query_order(spec, _rope(model))):
+        raise ConfigError(
+            f"{name}: head_dim={width} must be at most {spec.head_dim}, and even where rotary "
+            "pairs are not to be torn."
+        )
+    return width / spec.head_dim
+
+
+def _rope(model: Any) -> Any:
+    return getattr(model.spec, "rope", None)
 
 
 def binarise(
@@ -75,11 +99,12 @@ def binarise(
         chosen: Chosen = {}
         for key, value in open_now.items():
             count = round(wanted[key] * len(value)) if key in wanted else _likely_open(value)
-            chosen[key] = _best(value, max(1, count))
+            groups = _groups(model, key)
+            chosen[key] = _best_of_each(value, max(groups, count), groups)
         return chosen
     limit = config.keep_ratio * costs.total
     left = {key: set(range(len(value))) for key, value in open_now.items()}
-    steps = sorted(_steps(open_now, config), key=lambda step: step[0])
+    steps = sorted(_steps(model, open_now, config), key=lambda step: step[0])
     cost = {name: _cost(costs, name, left) for name in costs.blocks}
     for _, key, numbers in steps:
         if sum(cost.values()) <= limit:
@@ -99,12 +124,32 @@ def _likely_open(value: Tensor) -> int:
     return int(value.sum().round())
 
 
+def _groups(model: Any, key: tuple[str, str]) -> int:
+    """Return into how many parts units fall of which equally many stay: heads, where dims go."""
+    if key[1] != "dims":
+        return 1
+    return int(blocks_of(model)[key[0]].spec.attn.num_kv_heads)  # type: ignore[union-attr]
+
+
+def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
+    """Return the likeliest units, equally many of each group."""
+    parts, size = value.view(groups, -1), value.numel() // groups
+    return tuple(
+        number * size + unit
+        for number, part in enumerate(parts)
+        for unit in _best(part, round(count / groups))
+    )
+
+
 def _steps(
-    likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
+    model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
     """Return what can be closed at a time, with how likely it is open."""
     found = []
     for (name, kind), value in likely.items():
+        if kind == "dims":
+            found += _dim_steps((name, kind), value, _groups(model, (name, kind)))
+            continue
         ordered, index = value.double().sort(stable=True)
         order, values = index.tolist(), ordered.tolist()
         size = {"features": config.multiple_of, "heads": config.tensor_parallel}.get(kind, 1)
@@ -116,6 +161,19 @@ def _steps(
     return found
 
 
+def _dim_steps(
+    key: tuple[str, str], value: Tensor, groups: int
+) -> list[tuple[float, tuple[str, str], list[int]]]:
+    """Return the same of heads' widths: one unit of every head at a time."""
+    ordered, index = value.double().view(groups, -1).sort(dim=-1, stable=True)
+    size = ordered.shape[1]
+    starts = torch.arange(groups)[:, None] * size
+    return [
+        (float(ordered[:, place].mean()), key, (index + starts)[:, place].tolist())
+        for place in range(size)
+    ]
+
+
 def _close_(
     left: dict[tuple[str, str], set[int]],
     key: tuple[str, str],
@@ -125,7 +183,10 @@ def _close_(
 ) -> None:
     """Close units, but for the last ones of a half that stays."""
     kind = key[1]
-    if kind in ("heads", "features"):
+    if kind == "dims":
+        if len(left[key]) <= len(numbers):
+            return
+    elif kind in ("heads", "features"):
         fewest = config.multiple_of if kind == "features" else config.tensor_parallel
         if len(left[key]) - len(numbers) < fewest:
             return
@@ -199,15 +260,50 @@ def plan_of_units(model: Any, chosen: Chosen) -> Plan:
             mine["heads"] = heads
             if block.spec.cross_attn is not None:
                 mine["cross_heads"] = heads
-    kept = {name: Kept(**_alone(options)) for name, options in layers.items() if name not in gone}
+        elif kind == "dims":
+            assert block.spec.attn is not None
+            mine |= _kept_dims(model, block.spec.attn, numbers)
+    for name, mine in layers.items():
+        _leave_closed_heads_(blocks[name], mine)
+    kept = {
+        name: Kept(**_alone(options, blocks[name].spec.cross_attn is not None))
+        for name, options in layers.items()
+        if name not in gone
+    }
     return Plan(kept, tuple(gone))
 
 
-def _alone(options: dict[str, Any]) -> dict[str, Any]:
+def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[str, Any]:
+    """Return the dims of all key-value heads that these units are."""
+    order = query_order(spec, _rope(model))
+    step = 2 if order else 1
+    size = spec.head_dim // step
+    queries, values = [], []
+    for group in range(spec.num_kv_heads):
+        units = sorted(n - group * size for n in numbers if n // size == group)
+        mine = tuple(unit * step + place for unit in units for place in range(step))
+        values.append(mine)
+        queries.append(tuple(sorted(order[: len(mine)])) if order else mine)
+    return {"query_dims": tuple(queries), "value_dims": tuple(values)}
+
+
+def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
+    """Let lists of dims be of the key-value heads that stay."""
+    spec, heads = block.spec.attn, options.get("heads")
+    if spec is None or heads is None or "query_dims" not in options:
+        return
+    groups = kept_groups(spec, heads)
+    for key in ("query_dims", "value_dims"):
+        options[key] = tuple(options[key][group] for group in groups)
+
+
+def _alone(options: dict[str, Any], has_memory: bool) -> dict[str, Any]:
     """Return what is said of a layer, without sizes of halves that go."""
     lost = set()
     if options.get("attn") is False and "cross_heads" not in options:
         lost |= {"heads"}
+    if options.get("attn") is False and not has_memory:
+        lost |= {"query_dims", "value_dims"}
     if options.get("mlp") is False:
         lost |= {"features"}
     return {key: value for key, value in options.items() if key not in lost}

@@ -157,9 +157,10 @@ def _with_heads(kept: Kept, heads: tuple[int, ...]) -> Kept:
     old = kept.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
     changes: dict[str, Any] = {"heads": heads}
-    for key in ("query_dims", "value_dims"):
+    # Both attentions of a layer have the same lists of dims, head after head.
+    for key in ("query_dims", "value_dims", "cross_heads"):
         lists = getattr(kept, key)
-        if lists is not None:
+        if lists is not None and kept.query_dims is not None:
             changes[key] = tuple(lists[place] for place in places)
     return Kept(**{**{f: getattr(kept, f) for f in kept.__dataclass_fields__}, **changes})
 

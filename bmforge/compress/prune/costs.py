@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from bmforge.compress.prune.plan import blocks_of, heads_per_group
+from bmforge.compress.prune.plan import blocks_of, heads_per_group, query_order
 from bmforge.nn import AttentionSpec, Block, MoESpec
 
 __all__ = ["Costs", "Half", "count_costs"]
@@ -26,6 +26,7 @@ class Half:
         units: how many it has.
         always: what stays where this half goes, as attention to a memory does: without units, and
         always_each: of every unit, which both attentions have alike.
+        dims: units of the heads' width, all of them together: a unit costs as much as it is wide.
         points: (units, cost) from 0 units on, where it was measured: instead of `fixed` and `each`,
             on a line between two of them.
     """
@@ -36,6 +37,7 @@ class Half:
     always: float = 0.0
     always_each: float = 0.0
     points: tuple[tuple[int, float], ...] = ()
+    dims: int = 0
 
     @property
     def per_unit(self) -> float:
@@ -77,7 +79,7 @@ class Costs:
 
         Args:
             open_units: (block, kind) -> how far each unit is open, 0 to 1; kinds are "heads",
-                "features", "attn", "mlp", "block". Those that are not named are all open.
+                "dims", "features", "attn", "mlp", "block". Those that are not named are all open.
         """
         some = next(iter(open_units.values()), torch.zeros(()))
         sums: dict[str, dict[str, Any]] = {}
@@ -101,6 +103,8 @@ class Costs:
             if half is None:
                 continue
             count = open_now.get(units, half.units)
+            if half.dims and "dims" in open_now:
+                count = count * open_now["dims"] / half.dims
             stays = half.always + half.always_each * count
             total = total + open_now.get(kind, 1.0) * half.inside(count) + stays
         return open_now.get("block", 1.0) * total
@@ -118,7 +122,13 @@ def count_costs(
         seq_len: see there.
     """
     count = _flops_of if target == "flops" else _parameters_of
-    return Costs({name: count(block, seq_len) for name, block in blocks_of(model).items()})
+    found = {name: count(block, seq_len) for name, block in blocks_of(model).items()}
+    rope = getattr(getattr(model, "spec", None), "rope", None)
+    for name, block in blocks_of(model).items():
+        if (spec := block.spec.attn) is not None:
+            dims = spec.num_kv_heads * spec.head_dim // (2 if query_order(spec, rope) else 1)
+            found[name]["attn"] = replace(found[name]["attn"], dims=dims)
+    return Costs(found)
 
 
 def _parameters_of(block: Block, seq_len: int) -> dict[str, Half]:
@@ -137,7 +147,8 @@ def _parameters_of(block: Block, seq_len: int) -> dict[str, Half]:
         if spec.cross_attn is not None:
             more = each * _head_parameters(spec.cross_attn, width)
             always = own["cross_attn"] + _numel(block, "cross_attn_norm") - more * units
-        found["attn"] = Half(own["attn"] + norm - weights * units, weights, units, always, more)
+        fixed = own["attn"] + norm - weights * units
+        found["attn"] = Half(fixed, weights, units, always, more)
     if spec.mlp is not None:
         count = spec.mlp.intermediate_size
         weights = _feature_parameters(block, width)

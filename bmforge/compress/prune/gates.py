@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from bmforge.compress.prune.plan import blocks_of
+from bmforge.compress.prune.plan import blocks_of, query_order
 from bmforge.errors import ConfigError
 from bmforge.nn import Block
 from bmforge.nn.cuts import pass_on
 from bmforge.nn.draw import draw_tensor_
-from bmforge.nn.gates import HardConcrete
+from bmforge.nn.gates import HardConcrete, HeadDims
 from bmforge.nn.mlp import MLP
+from bmforge.nn.position import RopeSpec
 
 __all__ = ["Gates", "attach_gates_", "densities", "detach_gates_", "find_gates"]
 
@@ -29,7 +31,8 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
     Args:
         model: of any family.
         kinds: of `GATE_KINDS`. Heads that share keys and values share a gate; both attentions of
-            an encoder-decoder's layer have the same gates of heads, and `attn` is that to itself.
+            an encoder-decoder's layer have the same gates of heads and of their dims, and `attn`
+            is that to itself.
         seed: of where they begin.
 
     Raises:
@@ -38,9 +41,10 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
     if find_gates(model):
         raise ConfigError(f"{type(model).__name__} has gates already.")
     found: Gates = {}
+    turned = getattr(model.spec, "rope", None)
     for name, block in blocks_of(model).items():
         for kind in kinds:
-            gate = _gate_of(name, block, kind)
+            gate = _gate_of(name, block, kind, turned)
             if gate is None:
                 continue
             like = next(block.parameters())
@@ -55,6 +59,8 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
             if slot in owner.__dict__:
                 delattr(owner, slot)
             setattr(owner, slot, gate)
+            if isinstance(gate, HeadDims):
+                owner.thin_query = partial(gate, asks=True)
         if not gate.delta.is_meta:
             owner, slot = places[0]
             place = name if isinstance(owner, Block) else f"{name}.{_part_of(kind)}"
@@ -64,15 +70,19 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
 
 
 def _part_of(kind: str) -> str:
-    return "attn" if kind == "heads" else "mlp"
+    return "attn" if kind in ("heads", "dims") else "mlp"
 
 
-def _gate_of(name: str, block: Block, kind: str) -> HardConcrete | None:
+def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardConcrete | None:
     """Return a new gate of one kind; None where the block has no such part."""
     spec = block.spec
     if kind == "heads" and spec.attn is not None:
         width = spec.attn.num_heads * spec.attn.head_dim
         return HardConcrete(f"{name}.heads", spec.attn.num_kv_heads, width)
+    if kind == "dims" and spec.attn is not None and spec.attn.qk_norm_eps is None:
+        order = query_order(spec.attn, rope)
+        sizes = spec.attn.num_kv_heads, spec.attn.num_heads, spec.attn.head_dim
+        return HeadDims(f"{name}.dims", *sizes, order)
     if kind == "features" and isinstance(block.mlp, MLP):
         assert spec.mlp is not None
         return HardConcrete(f"{name}.features", spec.mlp.intermediate_size)
@@ -84,6 +94,9 @@ def _slots(block: Block, kind: str) -> list[tuple[Any, str]]:
     """Return where the gates of a kind stand."""
     if kind == "heads":
         return [(part, "thin") for part in (block.attn, block.cross_attn) if part is not None]
+    if kind == "dims":
+        parts = (block.attn, block.cross_attn)
+        return [(part, "thin_dims") for part in parts if part is not None]
     if kind == "features":
         return [(block.mlp, "thin")]
     return [(block, f"{kind}_share")]
@@ -94,7 +107,9 @@ def detach_gates_(model: Any, gates: Gates) -> None:
     for name, kind in gates:
         for owner, slot in _slots(model.get_submodule(name), kind):
             delattr(owner, slot)
-            setattr(owner, slot, pass_on if slot == "thin" else None)
+            setattr(owner, slot, pass_on if slot.startswith("thin") else None)
+            if slot == "thin_dims":
+                owner.thin_query = pass_on
 
 
 def find_gates(model: nn.Module) -> list[HardConcrete]:

@@ -14,8 +14,9 @@ from torch import nn
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn import Attention, AttentionSpec, Block, MoESpec
+from bmforge.nn.position import RopeSpec
 
-__all__ = ["Kept", "Plan", "blocks_of", "heads_per_group", "kept_groups"]
+__all__ = ["Kept", "Plan", "blocks_of", "heads_per_group", "kept_groups", "query_order"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,21 @@ def blocks_of(model: nn.Module) -> dict[str, Block]:
 def heads_per_group(spec: AttentionSpec) -> int:
     """Return how many query heads share a key-value head."""
     return spec.num_heads // spec.num_kv_heads
+
+
+def query_order(spec: AttentionSpec, rope: RopeSpec | None) -> tuple[int, ...]:
+    """Return the dims of a rotary query, pair after pair, the one that stays longest first.
+
+    Of heads that are not turned it is (): their dims go in any order.
+    """
+    turned = 0 if rope is None else min(rope.rotary_dim, spec.head_dim)
+    if not turned:
+        return ()
+    half = turned // 2
+    pairs = [(i, i + half) for i in range(half)]
+    if spec.rope_interleaved:
+        pairs = [(2 * i, 2 * i + 1) for i in range(half)]
+    return tuple(dim for pair in pairs for dim in pair) + tuple(range(turned, spec.head_dim))
 
 
 def kept_groups(spec: AttentionSpec, heads: Sequence[int]) -> tuple[int, ...]:

@@ -270,6 +270,7 @@ def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
     _know(attn, watch, (Attention,), (*projections, "q_norm", "k_norm"))
     _require(attn.enter is pass_on, attn.enter_memory is pass_on, attn.mix is mix_values)
     _require(attn.prefix is None, attn.head_share == (0, 1), attn.thin is pass_on)
+    _require(attn.thin_dims is pass_on, attn.thin_query is pass_on)
     matrices = [_describe_matrix(getattr(attn, part), watch) for part in projections]
     _require(matrices[0].rows == attn.num_heads * attn.head_dim == matrices[3].columns)
     into, out = block.attn_scales if name == "attn" else (1.0, 1.0)
