@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bmforge.compress.block_calls import BlockCall, record_calls
 from bmforge.compress.matrices import Matrix, find_matrices, watch_inputs
 from bmforge.errors import ConfigError
 from bmforge.logging import track
@@ -29,33 +30,6 @@ class Statistic(Protocol):
 
     def add(self, x: Tensor) -> None:
         """Count inputs, (tokens, columns)."""
-
-
-@dataclass
-class _Call:
-    """How a block was called for one batch; its hidden states come from the block before.
-
-    Args:
-        args: by position.
-        kwargs: by name.
-        slot: where the hidden states stand in one or the other.
-        take: which of the block's outputs goes on; None: it has one.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    slot: int | str
-    take: int | None = None
-
-    def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Return what goes on to the next block."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        if isinstance(self.slot, int):
-            args[self.slot] = x
-        else:
-            kwargs[self.slot] = x
-        out = block(*args, **kwargs)
-        return out if self.take is None else out[self.take]
 
 
 @dataclass
@@ -77,7 +51,7 @@ class BlockRun:
     block: nn.Module
     matrices: list[Matrix]
     statistics: dict[str, Any]
-    calls: list[_Call]
+    calls: list[BlockCall]
     inputs: list[Tensor]
     is_last: bool = True
 
@@ -236,9 +210,9 @@ def _calibrate_stack(
     bar: Iterator[str],
 ) -> None:
     hidden: list[Tensor] = []
-    recorded: list[list[_Call]] = []
+    recorded: list[list[BlockCall]] = []
     for batch in batches:
-        first, calls = _record(model, [blocks[name] for name in stack], batch)
+        first, calls = record_calls(model, [blocks[name] for name in stack], batch)
         hidden.append(first)
         recorded.append(calls)
     last = max((n for n, name in enumerate(stack) if name in matrices), default=-1)
@@ -332,70 +306,3 @@ def _gather_in(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str
     if not given:
         raise ConfigError(f"no text came to {run.name}: leave it out of `where`.")
     return given
-
-
-class _EnoughError(Exception):
-    """The last block of a stack has run."""
-
-
-def _record(
-    model: nn.Module, stack: Sequence[nn.Module], batch: Mapping[str, Any]
-) -> tuple[Tensor, list[_Call]]:
-    """Return what goes into the first block, and how each is called."""
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    calls: list[_Call] = []
-    last: list[Any] = []
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if seen:
-            slot, take = _find_slot(last[0], args, kwargs, type(module).__name__)
-            calls[-1].take = take
-            calls.append(_Call(*_without(args, kwargs, slot), slot))
-        else:
-            calls.append(_Call(args, kwargs, 0))
-            seen.append((args, kwargs))
-
-    def after(module: nn.Module, args: Any, out: Any) -> None:
-        last[:] = [out]
-        if module is stack[-1]:
-            raise _EnoughError
-
-    handles = [b.register_forward_pre_hook(before, with_kwargs=True) for b in stack]
-    handles += [b.register_forward_hook(after) for b in stack]
-    try:
-        model(**batch)
-    except _EnoughError:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
-    slot = calls[1].slot
-    args, kwargs = seen[0]
-    first = args[slot] if isinstance(slot, int) else kwargs[slot]
-    calls[0] = _Call(*_without(args, kwargs, slot), slot, calls[0].take)
-    calls[-1].take = calls[0].take
-    return first, calls
-
-
-def _find_slot(
-    out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
-) -> tuple[int | str, int | None]:
-    """Return where a block has what the one before made, and which of its outputs that was."""
-    outs = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for take, value in outs:
-        for slot, given in places:
-            if isinstance(value, Tensor) and given is value:
-                return slot, take
-    raise ConfigError(
-        f"a {kind} does not get what the block before it made: such models cannot be calibrated "
-        "block by block. Use a method that needs no texts (absmax, magnitude)."
-    )
-
-
-def _without(
-    args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments that do not hold the hidden states."""
-    kept = tuple(None if place == slot else value for place, value in enumerate(args))
-    return kept, {name: None if name == slot else value for name, value in kwargs.items()}

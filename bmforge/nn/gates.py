@@ -126,8 +126,8 @@ class HardConcrete(nn.Module):
 class HeadDims(HardConcrete):
     """A gate on the width of heads: a unit is a dim of one key-value head, or a pair of dims.
 
-    It scales what goes into `o_proj`, and with `asks` queries, so that a dim of both sides goes with
-    a unit. Rotary dims go in pairs and in one order, as those of a narrower head have the speeds of
+    It scales what goes into `o_proj`, and with `asks` queries, so that dims of both sides go with a
+    unit. Rotary dims go in pairs and in one order, as those of a narrower head have the speeds of
     the first pairs: the widest open unit scales the first pair of queries, and so on.
 
     Args:

@@ -173,7 +173,7 @@ def _read_teacher(told: DistillConfig, head: str) -> tuple[Model, Path]:
         raise ConfigError("distill.teacher is missing: name its directory or hub id.")
     directory = find_model(told.teacher)
     family = AutoModel.family_of(read_config_file(directory))
-    named = {"head": head} if head in family.config_class.heads else {}
+    named: dict[str, Any] = {"head": head} if head in family.config_class.heads else {}
     teacher = family.from_pretrained(directory, **named)
     if told.teacher_quantize is not None:
         teacher = quantize_(teacher, told.teacher_quantize)

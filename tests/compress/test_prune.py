@@ -420,6 +420,25 @@ def zeros_seen() -> Hessian:
     return found
 
 
+@pytest.mark.parametrize("scope", ["global", "layer", "row"])
+@pytest.mark.parametrize(("build", "is_tied"), [(gpt2, True), (llama, False)])
+def test_embedding_and_head_count_once(build: Callable[[], Any], is_tied: bool, scope: Any) -> None:
+    """A tied matrix is one; the zeros that are said are there, as many as were asked for."""
+    model, share = build(), 0.3
+    config = PruneConfig(where=("embed", "lm_head"), scope=scope, sparsity=share)
+    facts = prune(model, config).finish_(model)
+    matrices = [model.embed.weight] if is_tied else [model.embed.weight, model.lm_head.weight]
+    assert (model.embed.weight is model.lm_head.weight) == is_tied
+    count = sum(matrix.numel() for matrix in matrices)
+    want = {
+        "global": round(share * count),
+        "layer": sum(round(share * matrix.numel()) for matrix in matrices),
+        "row": sum(round(share * m.shape[1]) * m.shape[0] for m in matrices),
+    }
+    assert (facts["zeros"], facts["weights"]) == (want[scope], count)
+    assert sum(int((matrix == 0).sum()) for matrix in matrices) == want[scope]
+
+
 def test_globs_name_what_becomes_zeros() -> None:
     model = gpt2()
     prune(model, PruneConfig(where=("layers.0", "embed")))

@@ -59,7 +59,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
             if slot in owner.__dict__:
                 delattr(owner, slot)
             setattr(owner, slot, gate)
-            if isinstance(gate, HeadDims):
+            if kind == "dims":
                 owner.thin_query = partial(gate, asks=True)
         if not gate.delta.is_meta:
             owner, slot = places[0]

@@ -1,0 +1,107 @@
+"""How the blocks of a stack are called, and with what the first one is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+
+__all__ = ["BlockCall", "record_calls"]
+
+
+@dataclass
+class BlockCall:
+    """How a block was called for one batch; its hidden states come from the block before.
+
+    Args:
+        args: by position.
+        kwargs: by name.
+        slot: where the hidden states stand in one or the other.
+        take: which of the block's outputs goes on; None: it has one.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slot: int | str
+    take: int | None = None
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Return what goes on to the next block."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        if isinstance(self.slot, int):
+            args[self.slot] = x
+        else:
+            kwargs[self.slot] = x
+        out = block(*args, **kwargs)
+        return out if self.take is None else out[self.take]
+
+
+class _EnoughError(Exception):
+    """The last block of a stack has run."""
+
+
+def record_calls(
+    model: nn.Module, stack: Sequence[nn.Module], batch: Mapping[str, Any]
+) -> tuple[Tensor, list[BlockCall]]:
+    """Return what goes into the first block, and how each is called."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[BlockCall] = []
+    last: list[Any] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if seen:
+            slot, take = _find_slot(last[0], args, kwargs, type(module).__name__)
+            calls[-1].take = take
+            calls.append(BlockCall(*_without(args, kwargs, slot), slot))
+        else:
+            calls.append(BlockCall(args, kwargs, 0))
+            seen.append((args, kwargs))
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        last[:] = [out]
+        if module is stack[-1]:
+            raise _EnoughError
+
+    handles = [b.register_forward_pre_hook(before, with_kwargs=True) for b in stack]
+    handles += [b.register_forward_hook(after) for b in stack]
+    try:
+        model(**batch)
+    except _EnoughError:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    slot = calls[1].slot
+    args, kwargs = seen[0]
+    first = args[slot] if isinstance(slot, int) else kwargs[slot]
+    calls[0] = BlockCall(*_without(args, kwargs, slot), slot, calls[0].take)
+    calls[-1].take = calls[0].take
+    return first, calls
+
+
+def _find_slot(
+    out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
+) -> tuple[int | str, int | None]:
+    """Return where a block has what the one before made, and which of its outputs that was."""
+    outs = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for take, value in outs:
+        for slot, given in places:
+            if isinstance(value, Tensor) and given is value:
+                return slot, take
+    raise ConfigError(
+        f"a {kind} does not get what the block before it made: such models cannot be calibrated "
+        "block by block. Use a method that needs no texts (absmax, magnitude)."
+    )
+
+
+def _without(
+    args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments that do not hold the hidden states."""
+    kept = tuple(None if place == slot else value for place, value in enumerate(args))
+    return kept, {name: None if name == slot else value for name, value in kwargs.items()}
