@@ -26,10 +26,11 @@ PARTS: dict[str, dict[str, Any]] = {
     "sizes": {"structure": {"intermediate_size": 128, "num_heads": 2, "num_kv_heads": 2}},
     "gates": {
         "structure": {
-            "gates": ["heads", "features"],
+            "gates": ["heads", "dims", "features"],
             "gate_steps": 3,
             "warmup_steps": 1,
             "intermediate_size": 128,
+            "head_dim": 8,
         }
     },
     "zeros": {"prune": {"pattern": "2:4"}},

@@ -60,7 +60,8 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
                 delattr(owner, slot)
             setattr(owner, slot, gate)
             if kind == "dims":
-                owner.thin_query = partial(gate, asks=True)
+                asked: Any = gate
+                owner.thin_query = partial(asked, asks=True)
         if not gate.delta.is_meta:
             owner, slot = places[0]
             place = name if isinstance(owner, Block) else f"{name}.{_part_of(kind)}"
