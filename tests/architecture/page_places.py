@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import textwrap
 from collections.abc import Callable
@@ -47,11 +48,11 @@ def write_corpus(place: Path) -> None:
 
 
 def write_more(place: Path) -> None:
-    """A second corpus, of the first one's tokenizer."""
+    """A second corpus, of the first one's tokenizer, as the page's command makes it later."""
     if not (place / "corpus").exists():
         write_corpus(place)
-    settings = PrepareConfig(tokenizer=str(place / "corpus" / "tokenizer"))
-    prepare([place / "texts"], place / "more", settings)
+    with contextlib.chdir(place):
+        prepare(["texts"], "more", PrepareConfig(tokenizer="corpus/tokenizer"))
 
 
 def write_topics(place: Path) -> None:
