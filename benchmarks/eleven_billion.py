@@ -140,7 +140,8 @@ def write_tokens(engine: Engine, counter: Counter, count: int) -> tuple[float, f
 def run(folder: Path, chosen: argparse.Namespace) -> list[str]:
     """Return the row of the engine."""
     path = folder / f"{chosen.model}-{chosen.scheme}"
-    file = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    files = sorted(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    file, size = files[-1], sum(file.stat().st_size for file in files)
     budget, counter = int(chosen.gib * GIB), Counter()
     group = limit_memory(int(ALLOWANCE * budget))
     begin = time.perf_counter()
@@ -162,7 +163,7 @@ def run(folder: Path, chosen: argparse.Namespace) -> list[str]:
     print(f"{path.name}: {used / 1e9:.3f} GB of experts worked for a token", flush=True)
     return [
         path.name,
-        f"{file.stat().st_size / 1e9:.2f}",
+        f"{size / 1e9:.2f}",
         stays,
         f"{opened:.0f}",
         f"{read / 1e9:.3f}",
