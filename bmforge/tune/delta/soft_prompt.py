@@ -155,6 +155,10 @@ def put_prompt_first(
 
 
 _KNOWN = {"input_ids", *_OF_TOKENS, *_OTHERS}
+_PUT_TWICE = (
+    "A compiled model with a soft prompt puts its rows in front itself, and input_ids has some, "
+    "which are ids from vocab_size on: leave them out, or do not compile the whole model."
+)
 
 
 def _is_apart(model: Any) -> bool:
@@ -163,7 +167,14 @@ def _is_apart(model: Any) -> bool:
 
 
 def _has_prompt(ids: Tensor, table: nn.Embedding) -> bool:
-    return ids.is_meta or bool((ids >= table.num_embeddings).any())  # a plan counts all tokens
+    """Tell whether the rows are there; a graph, whose shapes cannot depend on it, takes none."""
+    if ids.is_meta:
+        return True  # a plan counts all tokens
+    found = (ids >= table.num_embeddings).any()
+    if torch.compiler.is_compiling():
+        torch._assert_async(~found, _PUT_TWICE)
+        return False
+    return bool(found)
 
 
 def prompt_ids(table: nn.Embedding, ids: Tensor, length: int) -> Tensor:
