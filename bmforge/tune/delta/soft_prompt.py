@@ -127,7 +127,12 @@ def put_prompt_first(
         args = args[len(names) :]
     ids = kwargs.get("input_ids")
     cache = kwargs.get("past_key_values", kwargs.get("cache"))
-    if ids is None or (cache is not None and cache.length) or _has_prompt(ids, table):
+    if ids is None or (cache is not None and cache.length):
+        return args, kwargs
+    if torch.compiler.is_compiling() and cache is None:
+        # A graph's shapes cannot depend on what ids are; `generate`, which has a cache, puts them.
+        torch._assert_async((ids < table.num_embeddings).all(), _PUT_TWICE)
+    elif _has_prompt(ids, table):
         return args, kwargs
     unknown = [k for k, v in kwargs.items() if v is not None and k not in _KNOWN]
     if args or unknown:
@@ -167,14 +172,7 @@ def _is_apart(model: Any) -> bool:
 
 
 def _has_prompt(ids: Tensor, table: nn.Embedding) -> bool:
-    """Tell whether the rows are there; a graph, whose shapes cannot depend on it, takes none."""
-    if ids.is_meta:
-        return True  # a plan counts all tokens
-    found = (ids >= table.num_embeddings).any()
-    if torch.compiler.is_compiling():
-        torch._assert_async(~found, _PUT_TWICE)
-        return False
-    return bool(found)
+    return ids.is_meta or bool((ids >= table.num_embeddings).any())  # a plan counts all tokens
 
 
 def prompt_ids(table: nn.Embedding, ids: Tensor, length: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bmforge.infer import generate
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
 from bmforge.testing.changed import run_step_of
 from bmforge.testing.tolerance import assert_close
@@ -98,3 +99,12 @@ def test_a_whole_graph_refuses_rows_of_the_prompt_that_are_there_already():
     assert_close(compiled(input_ids=own[:, 2:]).logits, model(input_ids=own).logits)
     with pytest.raises(RuntimeError, match="puts its rows in front itself"):
         compiled(input_ids=own)
+
+
+def test_a_compiled_model_with_a_soft_prompt_generates():
+    model = tiny("Llama").eval()
+    SoftPrompt(model, length=2)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    want = generate(model, ids, max_new_tokens=4, do_sample=False)
+    model.compile(backend="eager")
+    assert torch.equal(generate(model, ids, max_new_tokens=4, do_sample=False), want)
