@@ -114,3 +114,11 @@ def test_verbalizers_that_a_run_cannot_use_are_refused(place, tmp_path, capsys):
         assert said in " ".join(capsys.readouterr().err.split())
     zero = ("--verbalizer-class", "best_word:Trained", "--zero-shot")
     assert train(place, tmp_path / "zero", *zero) == 0
+
+
+def test_layers_that_make_rows_are_refused_by_a_run(place, tmp_path, capsys):
+    soft = tmp_path / "soft.txt"
+    soft.write_text('{"placeholder":"text_a"} {"soft"} {"mask"}\n')
+    own = ("--template-class", "bmforge.tune.prompt:PTuning", "--template", str(soft))
+    assert train(place, tmp_path / "run", *own) == 2
+    assert "encoder='lstm' has no effect" in " ".join(capsys.readouterr().err.split())

@@ -138,6 +138,12 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
     table = token_table(model)
     known = getattr(table, "prompt", None)
     if isinstance(known, Prompt) and known.weight.is_meta and len(known.weight) == len(rows):
+        if encoder:
+            raise ConfigError(
+                f"encoder={encoder!r} has no effect where the model's config tells of its soft "
+                "rows, as in a run: these are trained as they are. Train layers that make them "
+                "with PromptClassifier."
+            )
         return known
     if known is not None:
         raise ConfigError("the model has soft rows already: open it anew for another template.")
