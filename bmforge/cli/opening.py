@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ __all__ = [
     "delta_bytes",
     "delta_names",
     "find_names",
+    "open_beside",
     "opened_model",
     "put_deltas_",
     "put_named_deltas_",
@@ -108,15 +111,51 @@ def delta_names(named: Iterable[str]) -> dict[str, str]:
 
 
 def delta_bytes(deltas: Sequence[str]) -> int:
-    """Return what saved deltas take in memory, in fp32, and an eighth more for what they make."""
+    """Return what saved deltas take in memory, in fp32, and an eighth more for what they make.
+
+    Args:
+        deltas: directories as a person gives them: DIR, DIR=WEIGHT, or NAME=DIR.
+    """
     count = 0
-    for given in deltas:
-        folder = Path(given.rpartition("=")[0] or given)
-        for file in folder.glob("*.safetensors"):
+    for given in find_names(deltas).values() or (g.rpartition("=")[0] or g for g in deltas):
+        for file in Path(given).glob("*.safetensors"):
             with safe_open(file, "pt") as opened:
                 shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
             count += sum(math.prod(shape) for shape in shapes)
     return 4 * count * 9 // 8
+
+
+def open_beside(
+    directory: Path,
+    budget: int,
+    deltas: Sequence[str],
+    put_: Callable[[Any], None],
+    config: EngineConfig,
+    quantize: str | None = None,
+) -> Engine:
+    """Open a model in a budget with deltas beside it, which stay while its blocks come and go.
+
+    Args:
+        directory: of the model.
+        budget: in bytes, for both.
+        deltas: directories as a person gives them, () for none.
+        put_: puts them beside the model.
+        config: of the engine.
+        quantize: scheme by which the model is packed.
+
+    Raises:
+        ConfigError: the budget is too small for both, or a delta does not fit.
+    """
+    config = replace(config, beside_bytes=delta_bytes(deltas))
+    engine = Engine(directory, device_budget_bytes=budget, quantize=quantize, config=config)
+    try:
+        if deltas:
+            engine.model.takes_parts = True
+            put_(engine.model)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 @contextmanager
@@ -133,18 +172,15 @@ def opened_model(
 
     Deltas stay in memory, and the budget holds for them, too.
     """
+    quantize = memory.quantize
+    put_ = partial(put_deltas_, deltas=deltas, allow_other_base=quantize is not None)
     if memory.device_budget is None:
-        model = AutoModel.from_pretrained(directory, quantize=memory.quantize)
-        put_deltas_(model, deltas, allow_other_base=memory.quantize is not None)
+        model = AutoModel.from_pretrained(directory, quantize=quantize)
+        put_(model)
         yield model.eval()
         return
     config = EngineConfig(max_rows=max_rows, max_tokens=memory.max_tokens)
-    budget = parse_size(memory.device_budget) - delta_bytes(deltas)
-    with Engine(
-        directory, device_budget_bytes=budget, quantize=memory.quantize, config=config
-    ) as engine:
+    budget = parse_size(memory.device_budget)
+    with open_beside(directory, budget, deltas, put_, config, quantize) as engine:
         Console(file=sys.stderr).print(engine.plan.table())
-        if deltas:
-            engine.model.takes_parts = True  # beside blocks that come and go
-            put_deltas_(engine.model, deltas, allow_other_base=memory.quantize is not None)
         yield engine.model

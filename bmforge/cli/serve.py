@@ -6,11 +6,19 @@ import importlib.util
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from bmforge.cli.opening import delta_names, find_names, put_deltas_, put_named_deltas_
+from bmforge.cli.opening import (
+    delta_names,
+    find_names,
+    open_beside,
+    put_deltas_,
+    put_named_deltas_,
+)
 from bmforge.cli.options import ServeCommand
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
@@ -71,11 +79,6 @@ def _check(command: ServeCommand) -> None:
     memory = command.memory
     if command.context is not None and memory.max_tokens is not None:
         raise ConfigError("context and max_tokens are the same here; leave one out.")
-    if command.delta and memory.device_budget is not None:
-        raise ConfigError(
-            "--delta does not go with --device-budget: export the run with --delta.merge, or leave "
-            "the budget out."
-        )
     if command.unload_after_s is not None and not 0 < command.unload_after_s < float("inf"):
         raise ConfigError(f"unload_after_s={command.unload_after_s} must be above 0.")
 
@@ -90,12 +93,20 @@ def _open_engine(command: ServeCommand, directory: Path, budget: int | None) -> 
             max_running=command.max_running, speculates=command.speculate, draft=command.draft
         ),
     )
+    put_ = partial(_put_deltas_, command)
+    if budget is not None:
+        return open_beside(directory, budget, command.delta, put_, config, quantize)
     if not command.delta:
-        return Engine(directory, device_budget_bytes=budget, quantize=quantize, config=config)
+        return Engine(directory, quantize=quantize, config=config)
     model = AutoModel.from_pretrained(directory, quantize=quantize)
-    named, other = find_names(command.delta), quantize is not None
+    put_(model)
+    return Engine(model.eval(), tokenizer=AutoTokenizer.from_pretrained(directory), config=config)
+
+
+def _put_deltas_(command: ServeCommand, model: Any) -> None:
+    """Put beside a model what `--delta` names: for requests that choose, or for all of them."""
+    named, other = find_names(command.delta), command.memory.quantize is not None
     if named:
         put_named_deltas_(model, named, allow_other_base=other)
     else:
         put_deltas_(model, command.delta, allow_other_base=other)
-    return Engine(model.eval(), tokenizer=AutoTokenizer.from_pretrained(directory), config=config)

@@ -30,6 +30,7 @@ from bmforge.tune.delta import (
     SoftPrompt,
     list_deltas,
 )
+from bmforge.tune.delta.held import delta_tensors
 
 __all__ = [
     "KINDS",
@@ -175,8 +176,7 @@ def find_base(model: nn.Module, config: Any) -> Base | None:
 
 def delta_stays(model: nn.Module) -> Callable[[str, Tensor], bool]:
     """Return what tells of a tensor, by its name, that it is a delta's and stays on the device."""
-    deltas = list_deltas(model).values()
-    names = {name for delta in deltas for name in (*delta.names(), *delta.wholes())}
+    names = delta_tensors(model)
     return lambda name, tensor: name in names
 
 

@@ -11,8 +11,10 @@ import torch
 from conftest import write_model
 
 from bmforge.cli.opening import delta_names, find_names, put_named_deltas_
+from bmforge.cli.options import ServeCommand
+from bmforge.cli.serve import _open_engine
 from bmforge.errors import ConfigError
-from bmforge.infer import Engine, EngineConfig
+from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request
 from bmforge.models import AutoModel
 from bmforge.serve.app import create_app
 from bmforge.tokenizers import AutoTokenizer
@@ -72,6 +74,42 @@ def test_the_model_of_a_request_chooses(
             options = {"model": "tiny", "max_tokens": 8, "temperature": 0}
             alone = client.completions.create(prompt="天", **options)
             assert alone.choices[0].text == said[name]
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> tuple[Path, Path]:
+    """A model of six blocks, and a Lora of it."""
+    place = write_model(tmp_path / "deep", num_layers=6)
+    lora = Lora(AutoModel.from_pretrained(place), ["attn.q", "mlp.down"], rank=2)
+    for _, _, part in lora.held:
+        torch.nn.init.normal_(part.up, std=0.5, generator=torch.Generator().manual_seed(1))
+    lora.save(tmp_path / "lora")
+    return place, tmp_path / "lora"
+
+
+@pytest.mark.parametrize("form", ["ann={}", "{}=0.5"])
+def test_what_is_served_in_a_budget(deep: tuple[Path, Path], form: str) -> None:
+    """Blocks come and go beside the delta, and what is written is written without a budget too."""
+    place, lora = deep
+    options = GenerationConfig(max_new_tokens=6, eos_token_id=())
+    choices = [None, "delta0", ()] if form.startswith("ann") else [None, ()]
+
+    def answer(budget: int | None) -> list[Any]:
+        told = {"delta": (form.format(lora),), "context": 64, "max_running": 2}
+        command = ServeCommand(model=str(place), **told)
+        with _open_engine(command, place, budget) as engine:
+            assert bool(engine.plan.on_disk) == (budget is not None)
+            asked = [engine.submit(Request("ab", options, delta=one)) for one in choices]
+            return [handle.wait(60)[0].ids for handle in asked]
+
+    want = answer(None)
+    assert len(set(want)) == 2
+    with pytest.raises(ConfigError, match="is the smallest that works") as caught:
+        answer(1)
+    least = int(str(caught.value).split("too small: ")[1].split()[0])
+    assert answer(least) == want
+    with pytest.raises(ConfigError, match=f"too small: {least} "):
+        answer(least - 1)
 
 
 def test_names_are_each_ones_own(model_directory: Path, given: list[str], tmp_path: Path) -> None:

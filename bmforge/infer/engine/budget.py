@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,10 +22,12 @@ from bmforge.memory.experts_away import LEAST_EXPERTS, expert_bytes, find_expert
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.resident import NUM_SLOTS, choose_resident, smallest_room
 from bmforge.memory.spill import format_bytes
+from bmforge.memory.streaming import Stays
 from bmforge.records import units_of
 from bmforge.surgery import persistent_tensors, shared_tensors
+from bmforge.tune.delta.held import delta_tensors
 
-__all__ = ["EngineConfig", "MemoryPlan", "check_budgets", "plan_memory", "plan_weights", "stays"]
+__all__ = ["EngineConfig", "MemoryPlan", "check_budgets", "find_staying", "plan_memory", "plan_weights"]
 
 # The allocator keeps some of what is freed.
 _SLACK = 1.15
@@ -44,6 +46,8 @@ class EngineConfig:
             system's temporary directory.
         stream_experts: experts of a directory are read when the router chooses them, and those that
             were used last stay as far as the budget goes; everything else stays. No gradients.
+        beside_bytes: of the budget that are left free for what is put beside the model once it is
+            open, such as deltas.
         requests: those that are submitted, and run beside each other.
     """
 
@@ -51,6 +55,7 @@ class EngineConfig:
     max_tokens: int | None = None
     spill_directory: Path | None = None
     stream_experts: bool = False
+    beside_bytes: int = 0
     requests: RequestsConfig = field(default_factory=RequestsConfig)
 
     def __post_init__(self) -> None:
@@ -60,6 +65,8 @@ class EngineConfig:
                 f"EngineConfig: max_rows={self.max_rows} must be at least 1, and max_tokens="
                 f"{self.max_tokens} at least 2, or None."
             )
+        if self.beside_bytes < 0:
+            raise ConfigError(f"EngineConfig: beside_bytes={self.beside_bytes} is below 0.")
 
     def tokens_of(self, model: nn.Module) -> int:
         """Return the longest row for a model."""
@@ -89,6 +96,7 @@ class MemoryPlan:
         on_disk: names of blocks that are read whenever they run.
         moved_bytes: of all blocks that come and go.
         experts_bytes: for experts that are here, where they are read when they are chosen.
+        beside_bytes: for what is put beside the model once it is open.
     """
 
     budget_bytes: int
@@ -103,6 +111,7 @@ class MemoryPlan:
     on_disk: tuple[str, ...]
     moved_bytes: int
     experts_bytes: int = 0
+    beside_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
@@ -118,6 +127,7 @@ class MemoryPlan:
             ("keys and values", self.cache_bytes),
             ("largest step", self.step_bytes),
             ("runtime", self.runtime_bytes),
+            *([("beside the model", self.beside_bytes)] if self.beside_bytes else []),
         ]
 
     def line(self) -> str:
@@ -152,12 +162,13 @@ class MemoryPlan:
         return captured.get().rstrip()
 
 
-def stays(name: str, tensor: Tensor) -> bool:
-    """Tell of a tensor of a block that comes and goes that it stays itself: norms and biases.
+def find_staying(model: nn.Module) -> Stays:
+    """Return what tells of a block that comes and goes which of its tensors stay themselves.
 
-    They are small, and who trains them trains them where they are.
+    Norms, biases and deltas: they are small, and who trains them trains them where they are.
     """
-    return tensor.dim() < 2
+    own = delta_tensors(model)
+    return lambda name, tensor: tensor.dim() < 2 or name in own
 
 
 def plan_memory(
@@ -185,14 +196,16 @@ def plan_memory(
     work = find_workspace(model, config.max_rows, tokens)
     work = Workspace(work.cache_bytes, int(_SLACK * work.step_bytes))
     runtime = runtime_bytes(model, work.cache_bytes + work.step_bytes, device)
+    beside, room = config.beside_bytes, budget - config.beside_bytes
     if config.stream_experts:
-        found = _plan_experts(model, blocks, budget, work, runtime)
+        found = _plan_experts(model, blocks, room, work, runtime)
     else:
-        found = _divide(model, blocks, device, budget, host_budget_bytes, work, runtime)
+        found = _divide(model, blocks, device, room, host_budget_bytes, work, runtime)
     plan, smallest, fixed = found
     if plan is None:
-        raise ConfigError(_too_small(budget, smallest, fixed, work, tokens))
-    return plan
+        raise ConfigError(_too_small(budget, smallest + beside, fixed, work, tokens))
+    least = plan.smallest_bytes + beside
+    return replace(plan, budget_bytes=budget, smallest_bytes=least, beside_bytes=beside)
 
 
 def plan_weights(
@@ -343,13 +356,13 @@ def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list
 
     Of an encoder-decoder the decoder's blocks run for every token, so they leave last.
     """
-    shared = shared_tensors(model)
+    shared, stays = shared_tensors(model), find_staying(model)
     stacks: dict[str, list[tuple[str, int]]] = {}
     for name, module in blocks.items():
         size = sum(
             packed_bytes(tensor)
             for own, tensor in persistent_tensors(module).items()
-            if id(tensor) not in shared and not stays(own, tensor)
+            if id(tensor) not in shared and not stays(f"{name}.{own}", tensor)
         )
         stacks.setdefault(name.rpartition(".")[0], []).append((name, size))
     return list(reversed(stacks.values()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.device import is_host
-from bmforge.infer.engine.budget import MemoryPlan, stays
+from bmforge.infer.engine.budget import MemoryPlan, find_staying
 from bmforge.memory.direct_read import READ_THREADS, DirectReads
 from bmforge.memory.experts_away import ExpertStreamer, stream_experts_
 from bmforge.memory.spill import SpillFile
@@ -69,6 +69,7 @@ def place_(
     """
     moving = {*plan.on_host, *plan.on_disk}
     kept: dict[str, Tensor] = {}
+    stays = find_staying(model)
     for name, tensor in persistent_tensors(model).items():
         if any(name.startswith(f"{block}.") for block in moving) and not stays(name, tensor):
             kept[name] = tensor.detach()
@@ -104,7 +105,7 @@ def _stream_(
         blocks=blocks,
         resident=plan.resident,
         on_host=plan.on_host,
-        stays=stays,
+        stays=find_staying(model),
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "is_in_mixture",
     "Held",
+    "delta_tensors",
     "deltas_of",
     "find_delta",
     "is_laid_out",
@@ -49,6 +50,12 @@ def deltas_of(model: nn.Module) -> dict[str, Delta]:
     """Return the deltas of a model by name, detached ones included: its own record."""
     found: dict[str, Delta] = model.__dict__.setdefault(_DELTAS, {})
     return found
+
+
+def delta_tensors(model: nn.Module) -> set[str]:
+    """Return the names of all tensors that a model's deltas brought, or train whole."""
+    deltas = deltas_of(model).values()
+    return {name for delta in deltas for name in (*delta.names(), *delta.wholes())}
 
 
 def find_delta(model: nn.Module, name: str) -> Delta:

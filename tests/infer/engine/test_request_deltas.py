@@ -23,6 +23,7 @@ from bmforge.models import (
     MixtralConfig,
     T5Config,
 )
+from bmforge.shards import is_streamed
 from bmforge.tune.delta import (
     IA3,
     Adapter,
@@ -94,6 +95,13 @@ def alone(kind: str, requests: Sequence[Request], put: str = "") -> list[Any]:
             plain = Request(request.prompt, request.options)
             found.append(told(engine.submit(plain).wait(60)))
     return found
+
+
+def find_least(model: Any, config: EngineConfig) -> int:
+    """The smallest budget, as the refusal of a smaller one says it."""
+    with pytest.raises(ConfigError, match="is the smallest that works") as caught:
+        Engine(model, device_budget_bytes=1, config=config)
+    return int(str(caught.value).split("too small: ")[1].split()[0])
 
 
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("t5", marks=pytest.mark.long)])
@@ -173,10 +181,7 @@ def test_where_sequences_share_passes(tmp_path: Path) -> None:
     model = put_deltas(make("gpt2"))
     make("gpt2").save_pretrained(tmp_path)
     config = EngineConfig(max_rows=4, max_tokens=64)
-    with pytest.raises(ConfigError, match="is the smallest that works") as caught:
-        Engine(tmp_path, device_budget_bytes=1, config=config)
-    least = int(str(caught.value).split("too small: ")[1].split()[0])
-    found = []
+    least, found = find_least(tmp_path, config), []
     with (
         Engine(model, config=config) as whole,
         Engine(tmp_path, device_budget_bytes=least, config=config) as limited,
@@ -189,6 +194,77 @@ def test_where_sequences_share_passes(tmp_path: Path) -> None:
             found.append([handle.wait(60)[0].ids for handle in handles])
     assert found[0] == found[1]
     assert len(set(found[0])) > 3
+
+
+@pytest.fixture
+def six_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many that blocks have to come and go."""
+    monkeypatch.setitem(SIZES, "num_layers", 6)
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.long) for k in ("llama", "mixtral", "t5"))]
+)
+def test_a_module_with_them_in_a_budget(six_layers: None, kind: str) -> None:
+    """Its blocks come and go, its deltas stay, and the same is written."""
+    config = EngineConfig(max_rows=4, max_tokens=64)
+    least = find_least(put_deltas(make(kind)), config)
+    model, found = put_deltas(make(kind)), []
+    brought = {name for delta in list_deltas(model).values() for name in delta.names()}
+    with (
+        Engine(put_deltas(make(kind)), config=config) as whole,
+        Engine(model, device_budget_bytes=least, config=config) as limited,
+    ):
+        assert limited.plan.on_disk
+        moving = {name for name, p in model.named_parameters() if is_streamed(p)}
+        assert moving
+        assert not moving & brought
+        for engine in (whole, limited):
+            asked = [ask(d, p) for d in ("low", "front", "gain", None) for p in PROMPTS[:2]]
+            handles = [engine.submit(request) for request in asked]
+            found.append([handle.wait(60)[0].ids for handle in handles])
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 3
+
+
+def test_they_are_trained_in_a_budget(six_layers: None) -> None:
+    """An optimizer changes what the next call reads, as without a budget."""
+
+    def make_one() -> Any:
+        model = put_deltas(make("gpt2")).requires_grad_(False)
+        use_deltas(model, ["low"])
+        return model
+
+    config, losses = EngineConfig(max_rows=1, max_tokens=64), []
+    for budget in (None, find_least(make_one(), config)):
+        model = make_one()
+        with Engine(model, device_budget_bytes=budget, config=config) as engine:
+            assert bool(engine.plan.on_disk) == (budget is not None)
+            low = [p.requires_grad_() for p in list_deltas(model)["low"].parameters()]
+            optimizer = torch.optim.SGD(low, lr=0.5)
+            ids = torch.tensor([PROMPTS[1]])
+            for _ in range(3):
+                loss = engine.model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    assert losses[2] < losses[0] - 0.01
+
+
+def test_room_for_what_comes_later(six_layers: None) -> None:
+    """It is left free in the plan, and the smallest budget is larger by it."""
+    plain = EngineConfig(max_rows=1, max_tokens=64)
+    more = EngineConfig(max_rows=1, max_tokens=64, beside_bytes=50_000)
+    least = find_least(make("gpt2"), plain)
+    assert find_least(make("gpt2"), more) == least + 50_000
+    with Engine(make("gpt2"), device_budget_bytes=least + 50_000, config=more) as engine:
+        assert len(engine.plan.on_disk) == 6
+        assert engine.plan.used_bytes <= engine.plan.budget_bytes == engine.plan.smallest_bytes
+        assert "beside the model" in str(engine.plan)
+    with pytest.raises(ConfigError, match="beside_bytes=-1"):
+        EngineConfig(beside_bytes=-1)
 
 
 def test_encoders_take_them() -> None:
