@@ -10,7 +10,7 @@ import torch
 from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from bmforge.device import device_size_bytes, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
@@ -27,7 +27,14 @@ from bmforge.records import units_of
 from bmforge.surgery import persistent_tensors, shared_tensors
 from bmforge.tune.delta.held import delta_tensors
 
-__all__ = ["EngineConfig", "MemoryPlan", "check_budgets", "find_staying", "plan_memory", "plan_weights"]
+__all__ = [
+    "EngineConfig",
+    "MemoryPlan",
+    "check_budgets",
+    "find_staying",
+    "plan_memory",
+    "plan_weights",
+]
 
 # The allocator keeps some of what is freed.
 _SLACK = 1.15
