@@ -10,8 +10,11 @@ import torch
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer import Engine, EngineConfig
+from bmforge.infer.decoder import Seq2SeqDecoder
+from bmforge.infer.engine.blanks import fill_blanks
 from bmforge.infer.score import score_texts
 from bmforge.models import CPM2, T5, Bert, BertConfig, CPM2Config, Llama, LlamaConfig, T5Config
+from bmforge.tune.delta import SoftPrompt
 
 SIZES: dict[str, Any] = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64}
 SIZES |= {"num_heads": 4, "num_layers": 3}
@@ -175,6 +178,29 @@ def test_blanks(tmp_path: Path, family: str, text: str) -> None:
                 engine.fill_blanks(wrong)
         with pytest.raises(ConfigError, match="leave beams out"):
             engine.fill_blanks(text, num_beams=2)
+
+
+def test_blanks_behind_a_soft_prompt() -> None:
+    """Its rows are read in front of the text, as when the model is called."""
+    model: Any = T5.from_config(T5Config(**SIZES), seed=1).eval()
+    source = [*Letters().encode("a"), 40, *Letters().encode("b"), 4]
+    eos = model.config.raw.get("eos_token_id", getattr(model.config, "eos_token_id", None))
+    prompt = SoftPrompt(model, length=3)
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        torch.nn.init.normal_(prompt.held[0].part.weight, std=20.0, generator=draw)
+        with torch.no_grad():
+            want = fill_plainly(model, source, [40], {40, 41, eos}, 5)
+        assert fill_blanks(model, Letters(), "a<span>b", max_new_tokens=5) == want
+        read: list[Any] = []
+
+        def remember(model: Any, source: Any, *given: Any, to: Any = read) -> Any:
+            to.append(source)
+            return Seq2SeqDecoder(model, source, *given)
+
+        fill_blanks(model, Letters(), "a<span>b", make_decoder=remember, max_new_tokens=5)
+        size = model.config.vocab_size
+        assert read[0].tolist() == [[size, size + 1, size + 2, *source]]
 
 
 def test_blanks_need_sentinels(tmp_path: Path) -> None:
