@@ -15,10 +15,9 @@ from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import choose_tokens, is_one_of, process_scores
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
-from bmforge.nn.prompt import count_ids
+from bmforge.nn.prompt import count_ids, with_prompt
 from bmforge.surgery import evaluating
 from bmforge.tune.delta import find_delta, list_deltas
-from bmforge.tune.delta.soft_prompt import with_prompt
 
 __all__ = [
     "check_prompt",
@@ -69,7 +68,7 @@ def generate(
             "is known only at the end. Leave out on_token, or set num_beams=1."
         )
     delta_rows = _known_rows(model, delta_rows)
-    input_ids, attention_mask, added = with_prompt(model, input_ids, attention_mask)
+    input_ids, attention_mask, added = with_prompt(model.whole().embed, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens, delta_rows)
@@ -135,7 +134,7 @@ def stream_tokens(
             f"num_beams={config.num_beams}: what a beam search returns is known only at the end. "
             "Use generate, or set num_beams=1."
         )
-    input_ids, attention_mask, _ = with_prompt(model, input_ids, attention_mask)
+    input_ids, attention_mask, _ = with_prompt(model.whole().embed, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)

@@ -32,6 +32,7 @@ from bmforge.nn import (
     build_norm,
 )
 from bmforge.nn.attention import KeyValueCache
+from bmforge.nn.prompt import with_prompt
 
 __all__ = ["EncoderModel", "EncoderSpec", "encoder_block", "encoder_rules"]
 
@@ -204,7 +205,7 @@ class EncoderModel(Model):
         normalize: bool = False,
         **inputs: Any,
     ) -> Tensor:
-        """Return one embedding per row, whatever the head.
+        """Return one embedding per row, whatever the head; rows of a soft prompt are left out.
 
         Args:
             input_ids: token ids.
@@ -217,14 +218,22 @@ class EncoderModel(Model):
             input_ids, attention_mask: (B, T); returns (B, D)
 
         Raises:
-            ConfigError: no such pooling.
+            ConfigError: no such pooling; `position_ids` behind a soft prompt.
         """
         if pooling not in ("mean", "cls"):
             raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, cls.")
         segments, positions = inputs.pop("token_type_ids", None), inputs.pop("position_ids", None)
-        masks = self.build_masks(input_ids, attention_mask, None, **inputs)
-        x = self._begin(self.embed_inputs(input_ids), input_ids, segments, positions)
+        ids, mask, added = with_prompt(self.embed, input_ids, attention_mask)
+        if added and positions is not None:
+            raise ConfigError(
+                f"position_ids say nothing of the soft prompt's {added} rows: leave them out."
+            )
+        if added and segments is not None:
+            segments = F.pad(segments, (added, 0), value=0)
+        masks = self.build_masks(ids, mask, None, **inputs)
+        x = self._begin(self.embed_inputs(ids), ids, segments, positions)
         x, _ = run_layers(self.layers, x, masks, False)
+        x = x[:, added:]
         if pooling == "cls":
             x = x[:, 0]
         elif attention_mask is None:

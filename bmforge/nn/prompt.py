@@ -7,13 +7,15 @@ one. So a prompt is ids like any others wherever tokens go: batches, masks, posi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.nn.part import TensorNote
 
-__all__ = ["Prompt", "count_ids", "look_up"]
+__all__ = ["Prompt", "count_ids", "has_prompt", "look_up", "prompt_ids", "with_prompt"]
 
 
 class Prompt(nn.Module):
@@ -46,7 +48,7 @@ class Prompt(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Look rows up."""
-        return nn.functional.embedding(rows, self.weight)
+        return F.embedding(rows, self.weight)
 
     def extra_repr(self) -> str:
         """Show the sizes."""
@@ -72,3 +74,39 @@ def look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
     own = table(ids.where(behind < 0, 0))
     trained = prompt(behind.clamp(min=0)).to(own.dtype)
     return torch.where((behind < 0)[..., None], own, trained)
+
+
+def has_prompt(table: nn.Embedding, ids: Tensor) -> bool:
+    """Tell whether ids have rows of the table's prompt; without numbers they do."""
+    return ids.is_meta or bool((ids >= table.num_embeddings).any())  # a plan counts all tokens
+
+
+def prompt_ids(table: nn.Embedding, ids: Tensor) -> Tensor:
+    """Return ids with those of the prompt's rows in front: (B, T) -> (B, P + T)."""
+    rows = torch.arange(table.num_embeddings, count_ids(table), device=ids.device, dtype=ids.dtype)
+    return torch.cat((rows.expand(ids.shape[0], -1), ids), 1)
+
+
+def with_prompt(
+    table: Any, ids: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, int]:
+    """Return ids and mask with a soft prompt in front, and how many rows that are.
+
+    Texts that have it already, and those for a model without one, stay as they are.
+
+    Args:
+        table: of tokens; None, or another module, where a model has no such table.
+        ids: of texts.
+        mask: 1 for tokens, 0 for padding.
+
+    Shape:
+        ids, mask: (B, T) -> (B, P + T)
+    """
+    prompt = getattr(table, "prompt", None)
+    if prompt is None or not prompt.is_delta or prompt.share == 0:
+        return ids, mask, 0
+    if ids.dim() != 2 or ids.is_floating_point() or has_prompt(table, ids):
+        return ids, mask, 0
+    length = prompt.weight.shape[0]
+    padded = None if mask is None or mask.shape != ids.shape else F.pad(mask, (length, 0), value=1)
+    return prompt_ids(table, ids), mask if padded is None else padded, length

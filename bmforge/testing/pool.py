@@ -3,19 +3,23 @@
 Starting four processes that import torch costs seconds, a job on a running pool about 0.1 s. Every
 job gets a fresh default process group, so no state leaks from one test into the next. A worker that
 dies (gloo aborts the process on some errors) or hangs is named; the pool starts anew with the next
-job.
+job. One that a signal ended says where it was; the job is run once more on new workers, as backends
+and hosts crash now and then, and a crash that does not come again is a warning.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
 import pickle
 import sys
+import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -34,9 +38,15 @@ __all__ = ["WorkerPool", "run_distributed", "shutdown_pool"]
 _GRACE_S = 5.0
 
 
-def _serve(rank: int, connection: Connection) -> None:
-    """Worker main: run jobs until the connection closes."""
+class _CrashError(DistributedError):
+    """A signal ended a worker."""
+
+
+def _serve(rank: int, connection: Connection, place: str) -> None:
+    """Worker main: run jobs until the connection closes; where a signal ends it, say in a file."""
     torch.set_num_threads(1)
+    last_words = open(place, "w")  # noqa: SIM115 - as long as the process
+    faulthandler.enable(last_words)
     modules = 0
     while True:
         if len(sys.modules) > modules:  # what imports made need not be looked through again
@@ -86,10 +96,25 @@ def _forget_meshes() -> None:
 
 
 @dataclass
+class _Worker:
+    """A process, the way to it, and the file where it says what ended it."""
+
+    process: Any
+    connection: Connection
+    last_words: Any
+
+    def describe_end(self) -> str:
+        """Return how it ended, and where it was."""
+        self.process.join(timeout=1)
+        said = f"the process died with exit code {self.process.exitcode}"
+        return "\n".join([said, *self.last_words.read().partition("\nExtension modules")[:1]])
+
+
+@dataclass
 class WorkerPool:
     """Worker processes, grown on demand to the largest world asked for."""
 
-    _workers: list[tuple[Any, Connection]] = field(default_factory=list)
+    _workers: list[_Worker] = field(default_factory=list)
     _jobs: int = 0
     _store: dist.TCPStore | None = None
 
@@ -114,12 +139,19 @@ class WorkerPool:
             DistributedError: a rank raised, died or hung; says which, with its traceback.
         """
         payload = pickle.dumps((function, args, kwargs))
+        try:
+            return self._run(payload, world, timeout_s)
+        except _CrashError as crash:
+            warnings.warn(f"{function.__name__} is run once more: {crash}", stacklevel=3)
+        return self._run(payload, world, timeout_s)
+
+    def _run(self, payload: bytes, world: int, timeout_s: float) -> list[Any]:
         self._grow(world)
         assert self._store is not None
         self._jobs += 1
         job = pickle.dumps((world, self._store.port, self._jobs, sys.path, payload))
-        for _, connection in self._workers[:world]:
-            connection.send_bytes(job)
+        for worker in self._workers[:world]:
+            worker.connection.send_bytes(job)
         return self._collect(world, timeout_s)
 
     def _grow(self, world: int) -> None:
@@ -129,16 +161,19 @@ class WorkerPool:
         context.set_forkserver_preload(["bmforge.testing.pool", "torch.distributed.tensor"])
         for rank in range(len(self._workers), world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            said = tempfile.NamedTemporaryFile("r", prefix="bmforge-worker-")  # noqa: SIM115
+            process = context.Process(target=_serve, args=(rank, theirs, said.name), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append((process, ours))
+            self._workers.append(_Worker(process, ours, said))
 
     def _collect(self, world: int, timeout_s: float) -> list[Any]:
         results: dict[int, tuple[bool, Any]] = {}
+        has_crashed = False
         deadline = time.monotonic() + timeout_s
         while len(results) < world:
-            waiting = {c: r for r, (_, c) in enumerate(self._workers[:world]) if r not in results}
+            workers = enumerate(self._workers[:world])
+            waiting = {w.connection: rank for rank, w in workers if rank not in results}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -147,27 +182,29 @@ class WorkerPool:
                 try:
                     results[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    process = self._workers[rank][0]
-                    process.join(timeout=1)
-                    results[rank] = (False, f"the process died with exit code {process.exitcode}")
+                    worker = self._workers[rank]
+                    results[rank] = (False, worker.describe_end())
+                    has_crashed = has_crashed or (worker.process.exitcode or 0) < 0
                 if not results[rank][0]:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         silent = [rank for rank in range(world) if rank not in results]
-        if silent or any(not self._workers[r][0].is_alive() for r in range(world)):
+        if silent or any(not w.process.is_alive() for w in self._workers[:world]):
             self.close()
         failed = {rank: text for rank, (ok, text) in results.items() if not ok}
         if failed or silent:
             lines = [f"rank {rank}: {text}" for rank, text in sorted(failed.items())]
             hung = [f"ranks {silent} did not answer and were stopped"] if silent else []
-            raise DistributedError("\n".join(lines + hung))
+            kind = _CrashError if has_crashed else DistributedError
+            raise kind("\n".join(lines + hung))
         return [results[rank][1] for rank in range(world)]
 
     def close(self) -> None:
         """Stop every worker; the next job starts new ones."""
-        for process, connection in self._workers:
-            connection.close()
-            process.kill()
-            process.join()
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.kill()
+            worker.process.join()
+            worker.last_words.close()
         self._workers.clear()
 
 

@@ -29,6 +29,15 @@ def die_on(rank: int) -> None:
     dist.barrier()
 
 
+def die_once(place: str) -> int:
+    """Rank 0 is ended by a signal, the first time."""
+    if dist.get_rank() == 0 and not os.path.exists(place):
+        open(place, "w").close()
+        os.kill(os.getpid(), signal.SIGABRT)
+    dist.barrier()
+    return dist.get_rank()
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_results_come_back_by_rank(world):
     results = run_distributed(sum_of_ranks, world, 10)
@@ -42,6 +51,15 @@ def test_an_exception_names_its_rank_and_the_pool_lives_on():
 
 
 def test_a_dead_worker_is_named_and_replaced():
-    with pytest.raises(DistributedError, match="rank 1: the process died with exit code -6"):
+    said = r"(?s)rank 1: the process died with exit code -6.*Aborted.*test_pool.py.* in die_on"
+    with (
+        pytest.warns(UserWarning, match="die_on is run once more"),
+        pytest.raises(DistributedError, match=said),
+    ):
         run_distributed(die_on, 2, 1)
     assert run_distributed(sum_of_ranks, 2, 0)[1] == (1, 1.0)
+
+
+def test_a_crash_that_does_not_come_again_is_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match=r"(?s)die_once is run once more: rank 0: .* code -6"):
+        assert run_distributed(die_once, 2, str(tmp_path / "died")) == [0, 1]

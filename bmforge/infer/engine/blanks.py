@@ -16,8 +16,8 @@ from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Seq2SeqDecoder
 from bmforge.infer.generate import check_prompt, complete_config, run_decoder
 from bmforge.infer.options import GenerationConfig
+from bmforge.nn.prompt import with_prompt
 from bmforge.surgery import evaluating
-from bmforge.tune.delta.soft_prompt import with_prompt
 
 __all__ = ["fill_blanks"]
 
@@ -66,7 +66,7 @@ def fill_blanks(
     source = _read(model, tokenizer, pieces, ends)
     check_prompt(model, source, torch.ones_like(source), config)
     with evaluating(model), torch.no_grad():
-        source, _, _ = with_prompt(model, source, None)
+        source, _, _ = with_prompt(model.whole().embed, source)
         longest = 1 + count * (1 + config.max_new_tokens)
         decoder = make_decoder(model, source, None, longest)
         return _write(model, decoder, tokenizer, ends[:count], config)

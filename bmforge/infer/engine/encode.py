@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmforge.data.tasks.rows import encode_segments
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.nn.prompt import count_ids
+from bmforge.nn.prompt import count_ids, with_prompt
 from bmforge.surgery import evaluating
 
 __all__ = [
@@ -95,11 +95,20 @@ def pool(states: Tensor, pooling: Pooling) -> Tensor:
 
 
 def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
-    """Return the last hidden states of rows, (B, T, D)."""
+    """Return the last hidden states of rows, (B, T, D); a soft prompt has none."""
+    rows, added = _behind_prompt(model, rows)
     if model.traits.reads == "apart":
-        return model.encode(**rows).last_hidden_state
+        return model.encode(**rows).last_hidden_state[:, added:]
     more = {"logits_to_keep": 1} if model.traits.writes else {}
-    return model(**rows, **more).last_hidden_state
+    return model(**rows, **more).last_hidden_state[:, added:]
+
+
+def _behind_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Return rows with a model's soft prompt in front, and how many tokens that is."""
+    if "input_ids" not in rows:
+        return rows, 0
+    ids, _, added = with_prompt(model.whole().embed, rows["input_ids"])
+    return {**rows, "input_ids": ids}, added
 
 
 def _read_together(
@@ -143,7 +152,13 @@ def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
             f"a {type(model).__name__} with the head {model.config.head!r} has no classes. Open it "
             "with head='sequence_classification'."
         )
-    logits = _read_together(model, inputs, max_rows, lambda rows: model(**rows).logits).float()
+
+    def read(rows: dict[str, Tensor]) -> Tensor:
+        rows, added = _behind_prompt(model, rows)
+        logits = model(**rows).logits
+        return logits[:, added:] if logits.dim() == 3 else logits
+
+    logits = _read_together(model, inputs, max_rows, read).float()
     several = model.config.problem_type == "multi_label_classification"
     return logits.sigmoid() if several else logits.softmax(-1)
 
@@ -172,6 +187,7 @@ def fill_mask(
     with evaluating(model):
         for text in [texts] if isinstance(texts, str) else texts:
             (row,) = read_rows(model, [(text, tokenizer)])
+            row, _ = _behind_prompt(model, row)
             places = row["input_ids"][0] == tokenizer.mask_id
             if not bool(places.any()):
                 raise ConfigError(f"{text[:60]!r} has no mask token to fill.")

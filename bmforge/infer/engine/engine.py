@@ -55,7 +55,8 @@ class Engine:
 
     A call of the model has the bits of the same model without a budget; tokens are written from
     scores that are the same to rounding (`native_step`). One request at a time, but for those that
-    are submitted: they run beside each other.
+    are submitted: they run beside each other. `delta=` of whatever is asked names the deltas that
+    work for it: one, several, () for the base alone; None takes the model as it stands.
 
     Args:
         model: directory, hub id or short name, which is opened; or any module with repeated blocks,
@@ -189,7 +190,7 @@ class Engine:
         check_tokenizer(self.model, self._tokenizer)
         return self._tokenizer
 
-    def generate(self, prompts: Any, **options: Any) -> Any:
+    def generate(self, prompts: Any, *, delta: DeltaChoice = None, **options: Any) -> Any:
         """Continue prompts.
 
         Args:
@@ -205,7 +206,7 @@ class Engine:
                 option that does not fit.
             ShapeError: ids outside of the vocabulary.
         """
-        with self.turn("generate") as model:
+        with self.turn("generate", delta=delta) as model:
             if isinstance(prompts, Tensor):
                 return generate(model, prompts.to(self.device), **options)
             texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -214,7 +215,7 @@ class Engine:
             written = [write_text(model, self.tokenizer, text, **options) for text in texts]
             return written[0] if isinstance(prompts, str) else written
 
-    def stream(self, prompt: str, **options: Any) -> Iterator[str]:
+    def stream(self, prompt: str, *, delta: DeltaChoice = None, **options: Any) -> Iterator[str]:
         """Yield what is written after a prompt, piece by piece, as it is chosen.
 
         Args:
@@ -224,7 +225,7 @@ class Engine:
         Raises:
             ConfigError: as `generate` does.
         """
-        with self.turn("stream") as model:
+        with self.turn("stream", delta=delta) as model:
             yield from stream_text(model, self.tokenizer, prompt, **options)
 
     def submit(self, request: Request) -> Handle:
@@ -313,38 +314,40 @@ class Engine:
         with self.turn("classify", writes=False, delta=delta) as model:
             return classify(model, self._ids(inputs), max_rows=self.config.max_rows)
 
-    def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+    def score(self, pairs: Sequence[tuple[str, str]], *, delta: DeltaChoice = None) -> list[float]:
         """Return the mean loss of texts after their prompts, in nats per token.
 
         Args:
             pairs: (prompt, text that is scored after it).
         """
-        with self.turn("score") as model:
+        with self.turn("score", delta=delta) as model:
             return score_pairs(model, self.tokenizer, pairs)
 
-    def fill_documents(self, documents: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    def fill_documents(
+        self, documents: Sequence[Any], *, delta: DeltaChoice = None, **options: Any
+    ) -> Any:
         """Fill CPM-Bee's documents; see `bmforge.infer.openbmb.documents.fill_documents`."""
-        with self.turn("fill_documents", delta=options.pop("delta", None)) as model:
+        with self.turn("fill_documents", delta=delta) as model:
             given = {"batch_size": min(8, self.config.max_rows), **options}
             return fill_documents(model, self.tokenizer, documents, **given)
 
-    def fill_blanks(self, text: str, **options: Any) -> list[str]:
+    def fill_blanks(self, text: str, *, delta: DeltaChoice = None, **options: Any) -> list[str]:
         """Return what belongs in every ``<span>`` of a text; see `blanks.fill_blanks`."""
-        with self.turn("fill_blanks") as model:
+        with self.turn("fill_blanks", delta=delta) as model:
             return fill_blanks(model, self.tokenizer, text, **options)
 
-    def chat(self, **options: Any) -> Talk:
+    def chat(self, *, delta: DeltaChoice = None, **options: Any) -> Talk:
         """Return a conversation with the model, in its own form: what has `reply` and `clear`.
 
         Args:
             options: fields of `TalkConfig`.
         """
-        with self.turn("chat") as model:
+        with self.turn("chat", delta=delta) as model:
             limit = None if self._guard is None else self.config.tokens_of(model)
             talk = open_talk(
                 model, self.tokenizer, TalkConfig(**options), directory=self._directory, limit=limit
             )
-        return TalkInTurns(talk, lambda: self.turn("reply"))
+        return TalkInTurns(talk, lambda: self.turn("reply", delta=delta))
 
     def close(self) -> None:
         """Give back threads, files and slots; nothing can be asked any more."""

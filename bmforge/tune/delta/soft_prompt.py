@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
+from bmforge.nn.prompt import has_prompt, prompt_ids
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta.delta import Delta
 from bmforge.tune.delta.held import deltas_of
 
-__all__ = ["SoftPrompt", "put_rows_before", "with_prompt"]
+__all__ = ["SoftPrompt", "put_rows_before"]
 
 # Arguments that say something of every token -> what they say of the prompt's.
 _OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0, "role_ids": 0}
@@ -132,7 +133,7 @@ def put_prompt_first(
     if torch.compiler.is_compiling() and cache is None:
         # A graph's shapes cannot depend on what ids are; `generate`, which has a cache, puts them.
         torch._assert_async((ids < table.num_embeddings).all(), _PUT_TWICE)
-    elif _has_prompt(ids, table):
+    elif has_prompt(table, ids):
         return args, kwargs
     unknown = [k for k, v in kwargs.items() if v is not None and k not in _KNOWN]
     if args or unknown:
@@ -141,7 +142,7 @@ def put_prompt_first(
             "of its rows. Put ids from vocab_size on into input_ids yourself."
         )
     length = prompt.weight.shape[0]
-    new = {**kwargs, "input_ids": prompt_ids(table, ids, length)}
+    new = {**kwargs, "input_ids": prompt_ids(table, ids)}
     for name, value in _OF_TOKENS.items():
         given = kwargs.get(name)
         if given is not None and given.shape != ids.shape:
@@ -171,36 +172,6 @@ def _is_apart(model: Any) -> bool:
     return bool(model.traits.reads == "apart")
 
 
-def _has_prompt(ids: Tensor, table: nn.Embedding) -> bool:
-    return ids.is_meta or bool((ids >= table.num_embeddings).any())  # a plan counts all tokens
-
-
-def prompt_ids(table: nn.Embedding, ids: Tensor, length: int) -> Tensor:
-    """Return ids with those of a prompt's rows in front: (B, T) -> (B, P + T)."""
-    first = table.num_embeddings
-    rows = torch.arange(first, first + length, device=ids.device, dtype=ids.dtype)
-    return torch.cat((rows.expand(ids.shape[0], -1), ids), 1)
-
-
-def with_prompt(model: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
-    """Return ids and mask with a model's soft prompt in front, and how many rows that are.
-
-    Texts that have it already, and those for a model without one, stay as they are.
-
-    Shape:
-        ids, mask: (B, T) -> (B, P + T)
-    """
-    table: Any = getattr(model.whole(), "embed", None)
-    prompt: Any = getattr(table, "prompt", None)
-    if prompt is None or not prompt.is_delta or prompt.share == 0:
-        return ids, mask, 0
-    if ids.dim() != 2 or ids.is_floating_point() or _has_prompt(ids, table):
-        return ids, mask, 0
-    length = prompt.weight.shape[0]
-    padded = None if mask is None or mask.shape != ids.shape else F.pad(mask, (length, 0), value=1)
-    return prompt_ids(table, ids, length), mask if padded is None else padded, length
-
-
 def put_rows_before(
     model: Any, ids: tuple[int, ...], names: tuple[str, ...] | None
 ) -> tuple[int, ...]:
@@ -216,6 +187,6 @@ def put_rows_before(
         if is_on and isinstance(delta, SoftPrompt) and delta.is_attached():
             table = model.embed
             if all(id < table.num_embeddings for id in ids):
-                row = prompt_ids(table, torch.tensor([ids]), delta.held[0].part.weight.shape[0])
+                row = prompt_ids(table, torch.tensor([ids]))
                 return tuple(row[0].tolist())
     return ids

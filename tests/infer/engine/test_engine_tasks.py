@@ -210,3 +210,54 @@ def test_blanks_need_sentinels(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="has sentinels for 0 blanks"),
     ):
         engine.fill_blanks("a<span>b")
+
+
+def behind(ids: list[int]) -> Any:
+    """A row of ids with those of a soft prompt of four in front."""
+    return torch.tensor([[*range(60, 64), *ids]])
+
+
+def put_prompt(model: Any) -> Any:
+    SoftPrompt(model, length=4, std=1.0)
+    return model.eval()
+
+
+def test_embeddings_behind_a_soft_prompt() -> None:
+    """Of the text's tokens alone, which see the prompt."""
+    for made in (make_bert("none"), T5.from_config(T5Config(**SIZES), seed=1)):
+        plain = Engine(made, config=CONFIG, tokenizer=Letters()).embed("hello", normalize=False)
+        model = put_prompt(made)
+        ids = [1, *Letters().encode("hello"), 2]
+        if isinstance(model, T5):
+            ids = [*Letters().encode("hello"), 4]
+        with Engine(model, config=CONFIG, tokenizer=Letters()) as engine, torch.no_grad():
+            read = model.encode if isinstance(model, T5) else model
+            states = read(behind(ids)).last_hidden_state[:, 4:]
+            for pooling, want in (("mean", states.mean(1)), ("first", states[:, 0])):
+                got = engine.embed("hello", pooling=pooling, normalize=False)
+                torch.testing.assert_close(got, want)
+                asked = engine.submit_embed("hello", pooling=pooling, normalize=False)
+                torch.testing.assert_close(asked.result(60), want)
+            assert not torch.allclose(engine.embed("hello", normalize=False), plain)
+        if isinstance(model, Bert):
+            row, segments = torch.tensor([ids]), torch.zeros(1, len(ids), dtype=torch.long)
+            mask = torch.ones_like(row)
+            got = model.encode(row, mask, token_type_ids=segments)
+            torch.testing.assert_close(got, states.mean(1))
+            with pytest.raises(ConfigError, match="soft prompt's 4 rows"):
+                model.encode(row, position_ids=segments)
+
+
+def test_masks_and_classes_behind_a_soft_prompt() -> None:
+    ids = [1, *Letters().encode("he_lo"), 2]
+    with torch.no_grad():
+        model = put_prompt(make_bert("masked_lm"))
+        (found,) = Engine(model, config=CONFIG, tokenizer=Letters()).fill_mask("he_lo", top=2)
+        likely = model(behind(ids)).logits[0, 4 + 3].softmax(-1)
+        torch.testing.assert_close(torch.tensor([f.probability for f in found]), likely.topk(2)[0])
+        model = put_prompt(make_bert("token_classification"))
+        got = Engine(model, config=CONFIG).classify([ids])
+        torch.testing.assert_close(got, model(behind(ids)).logits[:, 4:].softmax(-1))
+        model = put_prompt(make_bert("sequence_classification"))
+        got = Engine(model, config=CONFIG).classify([ids])
+        torch.testing.assert_close(got, model(behind(ids)).logits.softmax(-1))

@@ -280,6 +280,47 @@ def test_encoders_take_them() -> None:
     assert not torch.equal(found["low"], found["front"])
 
 
+class Numbers:
+    """A tokenizer of numbers with spaces between them."""
+
+    eos_id, bos_id, pad_id = 96, None, 0
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(str(int(id)) for id in ids)
+
+    decode_written = decode
+
+    def __len__(self) -> int:
+        return 97
+
+
+def test_everything_takes_them() -> None:
+    model, text = put_deltas(make("gpt2"), "prompt"), "1 2 3 4 5 6"
+    asks: dict[str, Any] = {
+        "ids": lambda e, **d: e.generate(
+            torch.tensor([PROMPTS[1]]), max_new_tokens=NEW, **d
+        ).tolist(),
+        "text": lambda e, **d: e.generate(text, max_new_tokens=NEW, **d),
+        "stream": lambda e, **d: "".join(e.stream(text, max_new_tokens=NEW, **d)),
+        "score": lambda e, **d: e.score([(text, "7 8 9")], **d),
+        "embed": lambda e, **d: e.embed([PROMPTS[1]], **d).tolist(),
+    }
+    with Engine(model, config=CONFIG, tokenizer=Numbers()) as engine:
+        for name, ask_one in asks.items():
+            found = {d: ask_one(engine, delta=d) for d in (None, "low", "words", "front", ())}
+            for delta, got in found.items():
+                use_deltas(model, delta or ())
+                assert ask_one(engine) == got, (name, delta)
+            use_deltas(model, ())
+            assert found[None] == found[()]
+            assert len({str(got) for got in found.values()}) > 2, name
+        with pytest.raises(ConfigError, match="no delta 'x'"):
+            engine.generate(torch.tensor([PROMPTS[1]]), delta="x")
+
+
 def test_what_does_not_fit_is_said() -> None:
     model = put_deltas(make("gpt2"))
     list_deltas(model)["narrow"].detach()
