@@ -232,7 +232,9 @@ def test_clusters_are_those_of_a_plain_search():
             one |= other
     expected = {number: min(group) for group in groups for number in group}
     assert [clusters.find(number) for number in range(60)] == [expected[n] for n in range(60)]
-    assert dict(clusters.members()) == {n: root for n, root in expected.items() if n != root}
+    assert dict(zip(*(a.tolist() for a in clusters.members()), strict=True)) == {
+        n: root for n, root in expected.items() if n != root
+    }
 
 
 def test_a_large_group_is_compared_in_linear_time():

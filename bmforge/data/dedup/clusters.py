@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,11 @@ class Clusters:
         self._parent[max(one, other)] = min(one, other)
         return one != other
 
-    def members(self) -> Iterator[tuple[int, int]]:
-        """Yield each number that is not a root, with its root."""
-        for number in np.flatnonzero(self._parent != np.arange(len(self._parent))):
-            yield int(number), self.find(int(number))
+    def members(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the numbers that are no roots, in order, and their roots: (M,) each."""
+        numbers = np.flatnonzero(self._parent != np.arange(len(self._parent)))
+        roots = np.fromiter((self.find(int(n)) for n in numbers), np.int64, len(numbers))
+        return numbers, roots
 
 
 def place_source(source: str, preferred: Sequence[str]) -> int:
@@ -68,14 +69,26 @@ def rank_documents(
     return ranks
 
 
-def equal_groups(keys: Hashes, numbers: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield the numbers of every two or more entries with equal keys, sorted."""
+def equal_groups(
+    keys: Hashes, numbers: NDArray[np.int64], least: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of every two or more entries with equal keys, one group after the other.
+
+    Args:
+        keys, numbers: of the entries.
+        least: groups whose numbers are all smaller are left out.
+
+    Shape: keys, numbers (N,); returned the members (M,), sorted in each group, and how many each
+        group has (G,).
+    """
+    if not len(keys):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
     order = np.lexsort((numbers, keys))
     keys, numbers = keys[order], numbers[order]
     starts = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
     sizes = np.diff(np.append(starts, len(keys)))
-    for start, size in zip(starts[sizes > 1], sizes[sizes > 1], strict=True):
-        yield numbers[start : start + size]
+    taken = (sizes > 1) & (numbers[starts + sizes - 1] >= least)
+    return numbers[np.repeat(taken, sizes)], sizes[taken]
 
 
 def join_group(

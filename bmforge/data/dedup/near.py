@@ -2,18 +2,21 @@
 
 Two readings of the documents: the first makes sketches (144 bytes a document at the usual
 threshold), which may lie in files; one band of them at a time is sorted, through files above a
-bound. The second keeps the n-grams of candidates, in a file. So memory grows with the candidates
-alone, and nothing depends on the order of the documents.
+bound. The second keeps the n-grams of candidates, in a file, as their groups are. So memory grows
+with the candidates alone, by some hundred bytes each, and nothing depends on the order of the
+documents.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +29,26 @@ from bmforge.data.dedup.clusters import (
     place_source,
     rank_documents,
 )
+from bmforge.data.dedup.files import Groups, Shingles
 from bmforge.data.dedup.index import SketchIndex
 from bmforge.data.dedup.minhash import DedupConfig, MinHasher, jaccard
 from bmforge.data.dedup.sort import ROW, SortedRows
 from bmforge.data.dedup.tokens import Hashes, digest_string
 from bmforge.data.sources.document import Document
 
-__all__ = ["RULE", "NearDuplicates", "Sketches", "find_near_duplicates", "read_sketches"]
+__all__ = [
+    "RULE",
+    "NearDuplicates",
+    "NearPlaces",
+    "Sketches",
+    "find_near_duplicates",
+    "find_near_places",
+    "read_sketches",
+]
 
 RULE = "near_duplicate"
-SORT_BYTES = 1 << 28
+SORT_BYTES = 1 << 25
+_MOST_REMEMBERED = 1 << 18  # pairs that were compared and are no duplicates
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,19 @@ class NearDuplicates:
             return document
         value = self.similarity.get(document.id)
         return Drop(RULE, value, threshold, cut_excerpt(document.text))
+
+
+class NearPlaces(NamedTuple):
+    """Which documents are to be dropped, by their places among the documents.
+
+    Shape: each (D,), in the order of the places; similarity is NaN where nothing was compared,
+        survivors are numbers that are equal in a cluster and nowhere else.
+    """
+
+    places: NDArray[np.int64]
+    similarity: NDArray[np.float64]
+    survivors: NDArray[np.int64]
+    compared: int
 
 
 @dataclass
@@ -97,32 +123,6 @@ def read_sketches(documents: Iterable[Document], hasher: MinHasher) -> Sketches:
     )
 
 
-class _Shingles:
-    """N-gram hashes of some documents, in a file without a name."""
-
-    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._places: dict[int, tuple[int, int]] = {}
-        self._end = 0
-
-    def add(self, number: int, shingles: Hashes) -> None:
-        """Keep the hashes of one document."""
-        self._file.seek(self._end)
-        self._file.write(shingles.tobytes())
-        self._places[number] = (self._end, len(shingles))
-        self._end += len(shingles) * 8
-
-    def read(self, number: int) -> Hashes:
-        """Return the hashes of one document."""
-        start, count = self._places[number]
-        self._file.seek(start)
-        return np.frombuffer(self._file.read(count * 8), np.uint64)
-
-    def close(self) -> None:
-        """Give the file back."""
-        self._file.close()
-
-
 def find_near_duplicates(
     documents: Callable[[], Iterable[Document]],
     config: DedupConfig | None = None,
@@ -144,6 +144,48 @@ def find_near_duplicates(
         work_dir: where files lie meanwhile: a band's keys, the candidates' n-grams.
         bound_bytes: of a band's keys in memory, 32 a document; above it they are sorted in files.
     """
+    names: dict[int, str] = {}
+    found = find_near_places(
+        documents,
+        config,
+        known=known,
+        sketches=sketches,
+        shingle=shingle,
+        work_dir=work_dir,
+        bound_bytes=bound_bytes,
+        names=names,
+    )
+    gone = [names[place] for place in found.places.tolist()]
+    kept = [names[~survivor] for survivor in found.survivors.tolist()]
+    return NearDuplicates(
+        dict(zip(gone, kept, strict=True)),
+        {
+            name: value
+            for name, value in zip(gone, found.similarity.tolist(), strict=True)
+            if not math.isnan(value)
+        },
+        dict(zip(gone, found.places.tolist(), strict=True)),
+        found.compared,
+    )
+
+
+def find_near_places(
+    documents: Callable[[], Iterable[Document]],
+    config: DedupConfig | None = None,
+    *,
+    known: Sequence[str | os.PathLike[str]] = (),
+    sketches: Callable[[], Iterable[Sketches]] | None = None,
+    shingle: Callable[[str], Hashes] | None = None,
+    work_dir: str | os.PathLike[str] | None = None,
+    bound_bytes: int = SORT_BYTES,
+    names: dict[int, str] | None = None,
+) -> NearPlaces:
+    """Find what `find_near_duplicates` finds, without a word for each.
+
+    Args:
+        names: filled with the id of each candidate, by its place, and by ``~number`` for what
+            may survive; the other arguments are those of `find_near_duplicates`.
+    """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)
     if sketches is None:
@@ -152,42 +194,25 @@ def find_near_duplicates(
     indexes = [SketchIndex(Path(folder), hasher) for folder in known]
     old = sum(len(one.ids) for one in indexes)
     with tempfile.TemporaryDirectory(dir=work_dir) as folder:
-        groups = [
-            group
-            for band in range(hasher.bands)
-            for group in _equal_groups(
-                chain((one.keys for one in indexes), (one.keys for one in sketches())),
-                band,
-                Path(folder) / "band",
-                bound_bytes,
-            )
-            if group[-1] >= old
-        ]
-    places, numbers = _rank_candidates(groups, sketches(), old)
-    shingles = _Shingles(work_dir)
-    try:
-        ids = _read_candidates(documents, hasher, places, numbers, shingles)
-        ranked = [_to_numbers(group, old, places, numbers) for group in groups]
-        wanted = {int(number) for group in ranked for number in group[group < old]}
-        offset = 0
-        for one in indexes:
-            for place, name in enumerate(one.ids):
-                if offset + place in wanted:
-                    ids[offset + place] = name
-                    shingles.add(offset + place, one.shingles(place))
-            offset += len(one.ids)
-        found = _cluster(ranked, old, ids, shingles, config)
-    finally:
-        shingles.close()
-    of_id = {ids[int(number)]: int(place) for place, number in zip(places, numbers, strict=True)}
-    found.place.update({name: of_id[name] for name in found.survivor})
-    return found
+        groups = Groups(Path(folder), hasher.bands)
+        for band in range(hasher.bands):
+            keys = chain((one.keys for one in indexes), (one.keys for one in sketches()))
+            for found in _equal_groups(keys, band, Path(folder) / "band", bound_bytes, old):
+                groups.add(band, *found)
+        candidates = _Candidates.find(groups, hasher.bands, sketches(), old)
+        shingles = Shingles(len(candidates.order), work_dir)
+        try:
+            _read_candidates(documents, hasher, candidates, shingles, names)
+            _read_known(indexes, candidates, shingles, names)
+            return _cluster(groups, candidates, shingles, config)
+        finally:
+            shingles.close()
 
 
 def _equal_groups(
-    keys: Iterable[Hashes], band: int, folder: Path, bound_bytes: int
-) -> Iterator[NDArray[np.int64]]:
-    """Yield the places of every two or more documents with one key in a band, sorted."""
+    keys: Iterable[Hashes], band: int, folder: Path, bound_bytes: int, old: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield groups of documents with one key in a band, some at a time; each has one of ours."""
     rows, first = SortedRows(folder, bound_bytes), 0
     for part in keys:
         new = np.zeros(len(part), ROW)
@@ -195,102 +220,135 @@ def _equal_groups(
         rows.add(new)
         first += len(part)
     for found in rows:  # equal keys come together
-        if len(found):
-            yield from equal_groups(found["high"], found["position"])
+        yield equal_groups(found["high"], found["position"], old)
     rows.close()
 
 
-def _rank_candidates(
-    groups: Sequence[NDArray[np.int64]], parts: Iterable[Sketches], old: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the places of our candidates, and their numbers, in the order of survival.
+@dataclass
+class _Candidates:
+    """Documents that share a band with another one; each has a number.
 
-    Numbers go on behind those of earlier corpora, which come first.
+    Those of earlier corpora come first, ours behind them in the order in which they survive.
+
+    Attributes:
+        places: of all, sorted; ours lie behind the earlier corpora's.
+        numbers: of the same.
+        order: the places by number.
+        old: how many documents earlier corpora have.
+        known: how many candidates are theirs.
     """
-    joined = np.concatenate(groups) if groups else np.zeros(0, np.int64)
-    places = np.unique(joined[joined >= old]) - old
-    sources, sizes, texts, ids, first = [], [], [], [], 0
+
+    places: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    order: NDArray[np.int64]
+    old: int
+    known: int
+
+    @classmethod
+    def find(cls, groups: Groups, bands: int, parts: Iterable[Sketches], old: int) -> _Candidates:
+        """Return those of groups, ranked by what was sketched of them."""
+        places = np.zeros(0, np.int64)
+        for band in range(bands):
+            places = np.union1d(places, groups.members(band))
+        known = int(np.searchsorted(places, old))
+        numbers = np.arange(len(places))
+        numbers[known:] = known + _rank(places[known:] - old, parts)
+        order = np.empty_like(places)
+        order[numbers] = places
+        return cls(places, numbers, order, old, known)
+
+    def number(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of some, sorted."""
+        return np.sort(self.numbers[np.searchsorted(self.places, places)])
+
+
+def _rank(places: NDArray[np.int64], parts: Iterable[Sketches]) -> NDArray[np.int64]:
+    """Return the rank of documents at places, sorted, in the order of survival: (N,)."""
+    count, first = len(places), 0
+    sources, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
+    texts, ids = np.empty(count, np.uint64), np.empty((count, 2), np.uint64)
     for part in parts:
-        here = places[
-            np.searchsorted(places, first) : np.searchsorted(places, first + len(part.sizes))
-        ]
-        sources.append(part.sources[here - first])
-        sizes.append(part.sizes[here - first])
-        texts.append(part.texts[here - first])
-        ids.append(part.ids[here - first])
+        here = slice(*np.searchsorted(places, [first, first + len(part.sizes)]))
+        inside = places[here] - first
+        sources[here], sizes[here] = part.sources[inside], part.sizes[inside]
+        texts[here], ids[here] = part.texts[inside], part.ids[inside]
         first += len(part.sizes)
-    if not len(places):
-        return places, places
-    ranks = rank_documents(
-        np.concatenate(sources), np.concatenate(sizes), np.concatenate(texts), np.concatenate(ids)
-    )
-    return places, old + ranks
-
-
-def _to_numbers(
-    group: NDArray[np.int64], old: int, places: NDArray[np.int64], numbers: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return the numbers of a group, sorted."""
-    ours = numbers[np.searchsorted(places, group[group >= old] - old)]
-    return np.sort(np.concatenate([group[group < old], ours]))
+    return rank_documents(sources, sizes, texts, ids)
 
 
 def _read_candidates(
     documents: Callable[[], Iterable[Document]],
     hasher: MinHasher,
-    places: NDArray[np.int64],
-    numbers: NDArray[np.int64],
-    shingles: _Shingles,
-) -> dict[int, str]:
-    """Read the documents again; return the ids of candidates, and keep their n-grams."""
-    ids: dict[int, str] = {}
-    if not len(places):
-        return ids
-    wanted = iter(zip(places.tolist(), numbers.tolist(), strict=True))
-    place, number = next(wanted)
-    for here, document in enumerate(documents()):
-        if here != place:
+    candidates: _Candidates,
+    shingles: Shingles,
+    names: dict[int, str] | None,
+) -> None:
+    """Read the documents again, and keep the candidates' n-grams, and their names if asked to."""
+    places = candidates.places[candidates.known :] - candidates.old
+    at = 0
+    for here, document in enumerate(documents() if len(places) else ()):
+        if at == len(places) or here != places[at]:
             continue
-        ids[number] = document.id
+        number = int(candidates.numbers[candidates.known + at])
+        if names is not None:
+            names[here] = names[~number] = document.id
         if hasher.config.verify:
             shingles.add(number, hasher.shingle(document.text))
-        place, number = next(wanted, (-1, -1))
-    assert len(ids) == len(places), "the second reading gave fewer documents"
-    return ids
+        at += 1
+    assert at == len(places), "the second reading gave fewer documents"
+
+
+def _read_known(
+    indexes: Sequence[SketchIndex],
+    candidates: _Candidates,
+    shingles: Shingles,
+    names: dict[int, str] | None,
+) -> None:
+    """Keep the n-grams of candidates of earlier corpora, and their names if asked to."""
+    first, number = 0, 0
+    for index in indexes:
+        for place in candidates.places[number : candidates.known].tolist():
+            if place >= first + len(index.ids):
+                break
+            shingles.add(number, index.shingles(place - first))
+            if names is not None:
+                names[~number] = index.ids[place - first]
+            number += 1
+        first += len(index.ids)
 
 
 def _cluster(
-    groups: list[NDArray[np.int64]],
-    old: int,
-    ids: dict[int, str],
-    shingles: _Shingles,
+    groups: Iterable[NDArray[np.int64]],
+    candidates: _Candidates,
+    shingles: Shingles,
     config: DedupConfig,
-) -> NearDuplicates:
+) -> NearPlaces:
     """Compare the candidates of every group, and return what is found."""
-    places = {number: place for place, number in enumerate(sorted(ids))}
-    order = sorted(ids)
-    clusters = Clusters(len(order))
-    similarity: dict[int, float] = {}
-    done: dict[tuple[int, int], bool] = {}
+    known, compared = candidates.known, 0
+    clusters = Clusters(len(candidates.order))
+    similarity = np.full(len(candidates.order), np.nan)
+    different: set[tuple[int, int]] = set()  # of some pairs; those that are alike are one cluster
 
     def similar(first: int, second: int) -> bool:
-        if order[second] < old:  # two documents of earlier corpora
+        nonlocal compared
+        if second < known or (first, second) in different:  # or two of earlier corpora
             return False
-        if (first, second) not in done:
-            value = jaccard(shingles.read(order[first]), shingles.read(order[second]))
-            done[first, second] = value >= config.threshold
-            if done[first, second]:
-                for one in (first, second):
-                    similarity[one] = max(similarity.get(one, 0.0), value)
-        return done[first, second]
+        compared += 1
+        value = jaccard(shingles.read(first), shingles.read(second))
+        if value < config.threshold:
+            if len(different) == _MOST_REMEMBERED:
+                different.clear()
+            different.add((first, second))
+            return False
+        similarity[[first, second]] = np.fmax(similarity[[first, second]], value)
+        return True
 
     for group in groups:
-        members = sorted(places[int(number)] for number in group)
+        members = candidates.number(group).tolist()
         join_group(clusters, members, similar if config.verify else None)
-    found = NearDuplicates(compared=len(done))
-    for member, root in clusters.members():
-        if order[member] >= old:
-            found.survivor[ids[order[member]]] = ids[order[root]]
-            if member in similarity:
-                found.similarity[ids[order[member]]] = similarity[member]
-    return found
+    gone, kept = clusters.members()
+    gone, kept = gone[gone >= known], kept[gone >= known]
+    by_place = np.argsort(candidates.order[gone])
+    gone, kept = gone[by_place], kept[by_place]
+    places = candidates.order[gone] - candidates.old
+    return NearPlaces(places, similarity[gone], kept, compared)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SORT_BYTES", "choose_split", "find_copies", "new_mask", "open_mask"]
 
-SORT_BYTES = 1 << 28  # of rows held in memory, 32 bytes a document
+SORT_BYTES = 1 << 25  # of rows held in memory, 32 bytes a document
 _KEYS = 1 << 16
 
 

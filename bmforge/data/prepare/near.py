@@ -7,7 +7,6 @@ drops all of a cluster but one. What it drops goes into a list, which the encodi
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,12 +18,7 @@ from numpy.typing import NDArray
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.dedup.minhash import DedupConfig, MinHasher
 from bmforge.data.dedup.near import RULE as NEAR_DUPLICATE
-from bmforge.data.dedup.near import (
-    NearDuplicates,
-    Sketches,
-    find_near_duplicates,
-    read_sketches,
-)
+from bmforge.data.dedup.near import NearPlaces, Sketches, find_near_places, read_sketches
 from bmforge.data.prepare.barriers import new_mask, open_mask
 from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.engine import Beat, Part
@@ -180,7 +174,7 @@ def choose_survivors(
                 position += 1
 
     folder.mkdir(parents=True, exist_ok=True)
-    found = find_near_duplicates(
+    found = find_near_places(
         left,
         config,
         known=known,
@@ -203,13 +197,14 @@ def choose_survivors(
             read_bytes += int(sizes["read_bytes"][before[here] & ~kept[here]].sum())
             first += count
     result = {"documents": len(drops), "read_bytes": read_bytes, "text_bytes": text_bytes}
-    of_size = Counter(1 + count for count in Counter(found.survivor.values()).values())
-    clusters = {str(size): [count] for size, count in of_size.items()}
+    gone = np.unique(found.survivors, return_counts=True)[1]
+    sizes, of_size = np.unique(1 + gone, return_counts=True)
+    clusters = {str(size): [count] for size, count in zip(sizes, of_size.tolist(), strict=True)}
     return {"files": files, "clusters": clusters, **result}
 
 
 def _locate(
-    found: NearDuplicates, compared: NDArray[np.bool_], counts: Sequence[int]
+    found: NearPlaces, compared: NDArray[np.bool_], counts: Sequence[int]
 ) -> NDArray[np.void]:
     """Return position and similarity of what is dropped, by position.
 
@@ -217,12 +212,12 @@ def _locate(
         compared: which of all documents were compared.
         counts: documents per shard.
     """
-    by_place = sorted((place, found.similarity[id]) for id, place in found.place.items())
-    drops = np.array(by_place, dtype=_ROW)
+    drops = np.empty(len(found.places), _ROW)
+    drops["position"], drops["similarity"] = found.places, found.similarity
     first, seen = 0, 0
     for count in counts:
         here = np.flatnonzero(compared[first : first + count])
-        part = slice(*np.searchsorted([place for place, _ in by_place], [seen, seen + len(here)]))
-        drops["position"][part] = first + here[drops["position"][part] - seen]
+        part = slice(*np.searchsorted(found.places, [seen, seen + len(here)]))
+        drops["position"][part] = first + here[found.places[part] - seen]
         first, seen = first + count, seen + len(here)
     return drops
