@@ -24,7 +24,7 @@ from bmforge.compress.quantize.place import store_block_
 from bmforge.compress.rounding import round_matrix
 from bmforge.compress.statistics import Hessian, InputSizes
 from bmforge.errors import ConfigError
-from bmforge.models import AutoModel
+from bmforge.models import T5, AutoModel, T5Config
 from bmforge.nn.packing import PRESETS, QuantSpec, pack_matrix, quantize_groups, unpack_matrix
 from bmforge.nn.quantized import PackedStore, QuantizedExperts
 from bmforge.surgery import persistent_tensors
@@ -354,8 +354,16 @@ def test_what_cannot_be_quantised() -> None:
         quantize(llama(), "int4", method="gptq")
     with pytest.raises(ConfigError, match="have no effect with method='absmax'"):
         quantize(llama(), "int4", batches=texts())
+    model = llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ConfigError, match="as many tokens as columns"):
-        quantize(llama(), "int4", method="gptq", batches=[texts()[0][:1, :8]])
+        quantize(model, "int4", method="gptq", batches=[texts()[0][:1, :8]])
+    assert all(torch.equal(tensor, before[n]) for n, tensor in model.state_dict().items())
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    both = T5.from_config(T5Config(**sizes, num_layers=2, head_dim=16), seed=0)
+    ids = torch.randint(3, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ConfigError, match=r"came to decoder.*quantised up to encoder.layers.1"):
+        quantize(both, "int4", method="gptq", batches=[{"input_ids": ids, "labels": ids[:, :2]}])
     odd = llama(intermediate_size=40)
     with pytest.raises(ConfigError, match=r"down_proj: 40 input columns are no multiple of 32"):
         quantize(odd, "int4")

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks
 from bmforge.compress.columns import settle_columns
-from bmforge.compress.matrices import Matrix
+from bmforge.compress.matrices import Matrix, find_matrices
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.place import remember_, store_block_
 from bmforge.compress.statistics import Hessian
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.nn.packing import Integers, QuantSpec, quantize_groups
+from bmforge.surgery import find_repeated_blocks
 
 __all__ = ["quantize_gptq_", "round_gptq"]
 
@@ -42,8 +43,13 @@ def quantize_gptq_(
         config: damping and block.
         specs: name of a module -> how.
         batches: texts.
-    """
 
+    Raises:
+        ConfigError: fewer tokens than a block's narrowest matrix has columns, before that block is
+            changed; a Hessian that is not positive. Says so where blocks before are changed.
+    """
+    narrowest = _narrowest(model, specs)
+    done: list[str] = []  # blocks that are changed, or being changed
     integers: dict[str, Integers] = {}
     waiting: list[Matrix] = []
     tokens = _Tokens()
@@ -63,6 +69,9 @@ def quantize_gptq_(
         )
 
     def visit(run: BlockRun) -> None:
+        if run.name not in done:
+            _check_tokens(run, narrowest)
+            done.append(run.name)
         for matrix in run.matrices:
             # No name holds a Hessian: it goes with the last matrix that has its inputs.
             integers[matrix.name] = settle(matrix, run.statistics.pop(matrix.name, None))
@@ -74,52 +83,68 @@ def quantize_gptq_(
             mine = [m for m in ready if m.owner == owner]
             store_block_(model, mine, specs, {m.name: integers.pop(m.name) for m in mine})
         if run.is_last:
-            tokens.check()
+            tokens.report()
 
-    calibrate_blocks(
-        model,
-        batches,
-        visit,
-        lambda _: Hessian(),
-        where=tuple(specs),
-        title="quantise",
-        size=Hessian.size_bytes,
-    )
+    try:
+        calibrate_blocks(
+            model,
+            batches,
+            visit,
+            lambda _: Hessian(),
+            where=tuple(specs),
+            title="quantise",
+            size=Hessian.size_bytes,
+        )
+    except ConfigError as error:
+        if not done:
+            raise
+        raise ConfigError(
+            f"{error} The model is quantised up to {done[-1]}: open it anew before another try."
+        ) from error
     remember_(model, specs)
+
+
+def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
+    """Return block -> columns of its narrowest matrix, experts aside, which see some tokens."""
+    found: dict[str, list[Matrix]] = {}
+    blocks = find_repeated_blocks(model)
+    for matrix in find_matrices(model, tuple(specs)):
+        for name in blocks:
+            if f"{matrix.owner}.".startswith(f"{name}."):
+                found.setdefault(name, []).append(matrix)
+    return {
+        name: min(m.read().shape[1] for m in [m for m in inside if m.index is None] or inside)
+        for name, inside in found.items()
+    }
+
+
+def _check_tokens(run: BlockRun, narrowest: Mapping[str, int]) -> None:
+    """Raise `ConfigError` where no matrix of a block got as many tokens as it has columns."""
+    tokens = max(found.tokens for found in run.statistics.values())
+    if tokens < narrowest[run.name]:
+        raise ConfigError(
+            f"{tokens} tokens came to {run.name}, whose narrowest matrix has "
+            f"{narrowest[run.name]} columns: gptq needs at least as many tokens as columns. Give "
+            "more or longer batches."
+        )
 
 
 class _Tokens:
     """Counts the matrices of a block that got too few texts, and are only rounded."""
 
     def __init__(self) -> None:
-        self._all: list[Matrix] = []
-        self._few: dict[str, str] = {}
+        self._few: list[str] = []
 
     def are_enough(self, matrix: Matrix, found: Hessian | None) -> bool:
         """Tell whether as many tokens came to a matrix as it has columns."""
-        tokens, columns = 0 if found is None else found.tokens, matrix.read().shape[1]
-        self._all.append(matrix)
-        if tokens < columns:
-            self._few[matrix.name] = f"{tokens} tokens came to {matrix.name}, which has {columns}"
-        return tokens >= columns
+        enough = found is not None and found.tokens >= matrix.read().shape[1]
+        if not enough:
+            self._few.append(matrix.name)
+        return enough
 
-    def check(self) -> None:
-        """Say which matrices of a block got too few: experts, say, of rare tokens.
-
-        Raises:
-            ConfigError: all have.
-        """
-        names = [m.name for m in self._all]
-        plain = [m.name for m in self._all if m.index is None] or names
-        few = [name for name in names if name in self._few]
-        said = dict(self._few)
-        self._all.clear()
-        self._few.clear()
-        if few and set(plain) <= set(few):
-            raise ConfigError(
-                f"{said[few[0]]} columns: gptq needs at least as many tokens as columns. Give more "
-                "or longer batches."
-            )
+    def report(self) -> None:
+        """Say which matrices of a block got too few: experts, say, of rare tokens."""
+        few, self._few = self._few, []
         if few:
             get_logger().warning(
                 "fewer tokens than columns came to %s%s: only rounded; give more texts",
