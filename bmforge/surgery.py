@@ -51,6 +51,7 @@ PLACES = (
     "draws",  # draws random numbers of its own
     "rounding",  # rounds what is here of its weights, and what goes in
     "zeros",  # keeps the weights that are 0
+    "width",  # counts only the hidden features whose gates are open
     "views",  # sees what is here of its parameters
     "experts",  # sees the experts that are here
     "tokens",  # knows how many tokens a row has that are divided

@@ -1,4 +1,4 @@
-"""Gates that training opens and closes: on heads, their width, features, halves, blocks."""
+"""Gates that training opens and closes: on heads, widths, features, halves, blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.nn.part import TensorNote
 
-__all__ = ["HardConcrete", "HeadDims", "log_alpha_of"]
+__all__ = ["HardConcrete", "HeadDims", "HiddenWidth", "log_alpha_of"]
 
 # Of the hard concrete distribution: how far it is stretched to both sides, its temperature, and
 # how near to 0 and 1 a draw may be.
@@ -163,3 +163,20 @@ class HeadDims(HardConcrete):
         sorted_first = self._widen(values.sort(-1, descending=True).values)
         places = torch.tensor(self.order, device=x.device).argsort()
         return self._scale(x, sorted_first[:, places].flatten())
+
+
+class HiddenWidth(HardConcrete):
+    """A gate on every hidden feature, for all of a model: one stands where anything writes some.
+
+    Called without an argument it returns its values, for norms.
+
+    Shape:
+        x: (..., D) -> same; returns (D,) without x
+    """
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor | None = None, after: Tensor | None = None
+    ) -> Tensor:
+        """Scale what is written into hidden features, or return by how much."""
+        assert after is None, "it is no part of a block"
+        return self.values() if x is None else x * self.values().to(x.dtype)

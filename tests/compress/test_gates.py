@@ -58,13 +58,13 @@ def test_the_loss_reaches_gates(name: str) -> None:
     model = stir(name).train()
     gates = attach_gates_(model, GATE_KINDS, seed=1)
     for gate in gates.values():
-        gate.draw_(0, 4)
+        gate.draw_(0, 5)
     inputs = make_inputs(name)
     inputs |= make_labels(model, inputs)
     model(**inputs).loss.backward()
     checked = 0
     for (block, _), gate in gates.items():
-        if not block.endswith(".1"):
+        if block and not block.endswith(".1"):
             continue
         inside = ((gate.values() > 0) & (gate.values() < 1)).nonzero().flatten().tolist()
         for unit in inside[:2]:
@@ -161,13 +161,8 @@ def test_the_least_likely_go_until_the_target_is_met(multiple: int) -> None:
     assert any(len(numbers) < len(likely[key]) for key, numbers in want.items())
 
 
-@pytest.mark.parametrize("gates", [("dims",), ("heads", "dims")], ids="+".join)
-@pytest.mark.parametrize("name", mostly_long(WIDTHS, ["llama", "gptj", "t5"]))
-def test_heads_of_less_width(name: str, gates: tuple[str, ...]) -> None:
-    """Units that are closed at random: of every head as many, no rotary pair torn; in fp32."""
-    model = stir(name, torch.float32)
-    share = 0.9 if name in ("mixtral", "qwen_moe") else 0.8
-    config = StructureConfig(target="parameters", keep_ratio=share, gates=gates, seed=4)
+def fix_at_random(model: Any, config: StructureConfig) -> StructureMethod:
+    """Gates that are decided by chance."""
     method = StructureMethod(config)
     method.attach_(model)
     generator = torch.Generator().manual_seed(8)
@@ -175,6 +170,52 @@ def test_heads_of_less_width(name: str, gates: tuple[str, ...]) -> None:
         for gate in method.gates.values():
             gate.delta += torch.randn(gate.units, generator=generator).to(gate.delta)
     method._fix_(model)
+    return method
+
+
+HIDDEN = [name for name in TINY if has_kind(name, "hidden")]
+
+
+@pytest.mark.parametrize("name", mostly_long(HIDDEN, ["llama", "bert", "t5", "mixtral"]))
+def test_hidden_features(name: str) -> None:
+    """Closed ones are gone for everything that reads or norms them; what is left is counted."""
+    model = stir(name)
+    gates = ("hidden",) if name == "mixtral" else ("hidden", "features")
+    config = StructureConfig(target="parameters", keep_ratio=0.6, gates=gates, multiple_of=2)
+    method = fix_at_random(model, config)
+    masks = {key: gate.mask for key, gate in method.gates.items()}
+    said, want = float(method.costs.expect(masks)), run(model, name)  # type: ignore[arg-type]
+    before = model.config.hidden_size
+    facts = method.finish_(model)
+    assert model.config.hidden_size == len(facts["plan"]["hidden"]) < before
+    assert_close(run(model, name), want)
+    assert float(count_costs(model).total) == pytest.approx(said, rel=1e-9)
+
+
+def test_hidden_features_of_a_size() -> None:
+    model = stir("llama")
+    config = StructureConfig(hidden_size=20, num_heads=2, gates=("hidden", "heads"))
+    method = fix_at_random(model, config)
+    want = run(model, "llama")
+    again = StructureMethod(config)
+    other = stir("llama")
+    again.attach_(other)
+    again.load_state_dict(method.state_dict())
+    method.finish_(model)
+    assert model.config.hidden_size == 20
+    assert_close(run(model, "llama"), want)
+    again.finish_(other)
+    assert_close(run(other, "llama"), want)
+
+
+@pytest.mark.parametrize("gates", [("dims",), ("heads", "dims")], ids="+".join)
+@pytest.mark.parametrize("name", mostly_long(WIDTHS, ["llama", "gptj", "t5"]))
+def test_heads_of_less_width(name: str, gates: tuple[str, ...]) -> None:
+    """Units that are closed at random: of every head as many, no rotary pair torn; in fp32."""
+    model = stir(name, torch.float32)
+    share = 0.9 if name in ("mixtral", "qwen_moe") else 0.8
+    config = StructureConfig(target="parameters", keep_ratio=share, gates=gates, seed=4)
+    method = fix_at_random(model, config)
     masks = {key: gate.mask for key, gate in method.gates.items()}
     said = float(method.costs.expect(masks))  # type: ignore[arg-type]
     want = run(model, name)
@@ -304,6 +345,8 @@ def detached(model: Any, method: StructureMethod) -> Any:
         ("llama", {"num_heads": 2, "gates": ("features",)}, "cannot reach sizes of heads"),
         ("llama", {"num_heads": 1, "num_kv_heads": 1, "gates": ("heads",)}, "whole key-value"),
         ("llama", {"hidden_size": 16, "gates": ("heads",)}, "choose hidden_size"),
+        ("llama", {"hidden_size": 999, "gates": ("hidden",)}, "is more than the"),
+        ("cpm_bee", {"hidden_size": 16, "gates": ("hidden",)}, "keep their width"),
         ("mixtral", {"target": "parameters", "gates": ("features",)}, "no layer.*has features"),
     ],
 )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from bmforge.compress.prune.carry import carry_out_
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.compress.prune.structure_config import StructureConfig
+from bmforge.errors import DistributedError
 from bmforge.models import init_weights_
 from bmforge.models.changes import Change
 from bmforge.parallel import (
@@ -81,14 +82,14 @@ def test_split_mlps(name: str, layout: str) -> None:
     check_layout(family_of(name), config, inputs, labels, world=2, layout=Layout(ep=2))
 
 
-def train_gates(name: str, fields: dict[str, Any]) -> dict[str, Tensor]:
+def train_gates(name: str, fields: dict[str, Any], more: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """Two steps with gates and the Lagrangian; runs on every worker."""
     init_distributed()
     model: Any = family_of(name).from_config(TINY[name], device="meta", dtype=torch.float64)
     config = StructureConfig(
         target="parameters",
         keep_ratio=0.5,
-        gates=("heads", "dims", "features", "attn", "mlp", "block"),
+        gates=("heads", "dims", "features", "attn", "mlp", "block", *more),
     )
     method = StructureMethod(config)
     method.attach_(model)
@@ -134,8 +135,16 @@ def whole(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", ["tensor", "sequence", "zero-3", "zero-2"])
 def test_gates(name: str, layout: str) -> None:
     """The same draws, the same gradients of loss and Lagrangian, the same multipliers."""
-    (want,) = run_distributed(train_gates, 1, name, {})
+    more = () if layout == "sequence" else ("hidden",)
+    (want,) = run_distributed(train_gates, 1, name, {}, more)
     world, fields = LAYOUTS[layout]
-    for got in run_distributed(train_gates, world, name, fields):
+    for got in run_distributed(train_gates, world, name, fields, more):
         assert_close(got, want)
         assert len(got) > 10
+
+
+def test_hidden_gates_need_all_tokens() -> None:
+    with pytest.raises(DistributedError, match="sequence_parallel=False"):
+        run_distributed(
+            train_gates, *LAYOUTS["sequence"][:1], "llama", LAYOUTS["sequence"][1], ("hidden",)
+        )

@@ -26,11 +26,12 @@ PARTS: dict[str, dict[str, Any]] = {
     "sizes": {"structure": {"intermediate_size": 128, "num_heads": 2, "num_kv_heads": 2}},
     "gates": {
         "structure": {
-            "gates": ["heads", "dims", "features"],
+            "gates": ["heads", "dims", "features", "hidden"],
             "gate_steps": 3,
             "warmup_steps": 1,
             "intermediate_size": 128,
             "head_dim": 8,
+            "hidden_size": 48,
         }
     },
     "zeros": {"prune": {"pattern": "2:4"}},

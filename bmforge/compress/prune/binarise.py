@@ -37,13 +37,19 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     """
     if config.target != "sizes":
         return {}
-    at_once = ("hidden_size", "num_experts", "num_layers", "attn_layers", "mlp_layers")
+    at_once = ["num_experts", "num_layers", "attn_layers", "mlp_layers"]
+    at_once += [] if "hidden" in config.gates else ["hidden_size"]
     if given := [name for name in at_once if getattr(config, name)]:
         raise ConfigError(
-            "gates reach num_heads, num_kv_heads, head_dim and intermediate_size; choose "
-            f"{', '.join(given)} at once (gates=())."
+            "gates reach num_heads, num_kv_heads, head_dim and intermediate_size, of 'hidden' "
+            f"hidden_size; choose {', '.join(given)} at once (gates=())."
         )
     found: dict[tuple[str, str], float] = {}
+    if config.hidden_size:
+        width = model.config.hidden_size
+        if not 0 < config.hidden_size <= width:
+            raise ConfigError(f"hidden_size={config.hidden_size} is more than the {width} it has.")
+        found["", "hidden"] = config.hidden_size / width
     blocks = blocks_of(model)
     for glob, sizes in wanted_sizes(model, config).items():
         for name, block in blocks.items():
@@ -110,7 +116,8 @@ def binarise(
         if sum(cost.values()) <= limit:
             break
         _close_(left, key, numbers, config, costs)
-        cost[key[0]] = _cost(costs, key[0], left)
+        for name in (key[0],) if key[0] else costs.blocks:
+            cost[name] = _cost(costs, name, left)
     reached = sum(cost.values())
     if reached > limit:
         raise ConfigError(
@@ -152,7 +159,7 @@ def _steps(
             continue
         ordered, index = value.double().sort(stable=True)
         order, values = index.tolist(), ordered.tolist()
-        size = {"features": config.multiple_of, "heads": config.tensor_parallel}.get(kind, 1)
+        size = _fewest(kind, config)
         rest = len(order) % size
         borders = [0] * bool(rest) + list(range(rest, len(order), size)) + [len(order)]
         for first, last in itertools.pairwise(borders):
@@ -186,13 +193,18 @@ def _close_(
     if kind == "dims":
         if len(left[key]) <= len(numbers):
             return
-    elif kind in ("heads", "features"):
-        fewest = config.multiple_of if kind == "features" else config.tensor_parallel
-        if len(left[key]) - len(numbers) < fewest:
+    elif kind in ("heads", "features", "hidden"):
+        if len(left[key]) - len(numbers) < _fewest(kind, config):
             return
     elif kind != "mlp" and _attentions_left(left, key, costs) < 1:
         return
     left[key] -= set(numbers)
+
+
+def _fewest(kind: str, config: StructureConfig) -> int:
+    """Return how many units go at a time, and stay at least."""
+    steps = {"heads": config.tensor_parallel}
+    return steps.get(kind, config.multiple_of if kind in ("features", "hidden") else 1)
 
 
 def _attentions_left(
@@ -212,7 +224,11 @@ def _attentions_left(
 
 def _cost(costs: Costs, name: str, left: Mapping[tuple[str, str], set[int]]) -> float:
     """Return what is left of a block."""
-    kinds = {kind: len(left[name, kind]) for kind in GATE_KINDS if (name, kind) in left}
+    kinds: dict[str, float] = {
+        kind: len(left[name, kind]) for kind in GATE_KINDS if (name, kind) in left
+    }
+    if ("", "hidden") in left:
+        kinds["hidden"] = len(left["", "hidden"]) / costs.width
     return float(costs.of_block(name, kinds))
 
 
@@ -245,6 +261,8 @@ def plan_of_units(model: Any, chosen: Chosen) -> Plan:
     layers: dict[str, dict[str, Any]] = {}
     gone, blocks = [], blocks_of(model)
     for (name, kind), numbers in chosen.items():
+        if kind == "hidden":
+            continue
         block = blocks[name]
         mine = layers.setdefault(name, {})
         if kind == "block" and not numbers:
@@ -270,7 +288,7 @@ def plan_of_units(model: Any, chosen: Chosen) -> Plan:
         for name, options in layers.items()
         if name not in gone
     }
-    return Plan(kept, tuple(gone))
+    return Plan(kept, tuple(gone), chosen.get(("", "hidden")))
 
 
 def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def _shared_biases(model: Any) -> dict[str, Tensor]:
 def _collect(model: Any, settled: Settled, plan: Plan) -> dict[str, Tensor]:
     """Return every tensor of the smaller model, by its name there."""
     picks = _pick_beside(model, settled, plan)
-    wide = _hidden_dims(model, plan)
+    wide = {} if plan.hidden is None else hidden_dims(model, len(plan.hidden))
     stay = None if plan.hidden is None else torch.tensor(plan.hidden)
     old_blocks, old = blocks_of(model), persistent_tensors(model)
     found = {}
@@ -234,11 +234,14 @@ def _pick_beside(model: Any, settled: Settled, plan: Plan) -> dict[str, Picks]:
     return found
 
 
-def _hidden_dims(model: Any, plan: Plan) -> dict[str, list[int]]:
-    """Return which dims of every tensor are as wide as the hidden states: tried out on meta."""
-    if plan.hidden is None:
-        return {}
-    only = settle_config(model, Plan(hidden=plan.hidden)).model
+def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
+    """Return which dims of every tensor are as wide as the hidden states: tried out on meta.
+
+    Args:
+        model: of any family.
+        count: another width, which is tried.
+    """
+    only = settle_config(model, Plan(hidden=tuple(range(count)))).model
     tried = persistent_tensors(only)
     return {
         name: [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from bmforge.compress.prune.hidden_gates import hidden_tensors
 from bmforge.compress.prune.plan import blocks_of, heads_per_group, query_order
 from bmforge.nn import AttentionSpec, Block, MoESpec
 
@@ -65,9 +67,18 @@ def _at_most(count: Any, limit: int) -> Any:
 
 @dataclass(frozen=True)
 class Costs:
-    """What all blocks cost: name -> "attn" or "mlp" -> what that half does."""
+    """What all blocks cost.
+
+    Args:
+        blocks: name -> "attn" or "mlp" -> what that half does.
+        bare: the same of blocks without hidden features, where it was counted: what is left grows
+            evenly with their number.
+        width: how many there are.
+    """
 
     blocks: Mapping[str, Mapping[str, Half]]
+    bare: Mapping[str, Mapping[str, Half]] = field(default_factory=dict)
+    width: int = 0
 
     @property
     def total(self) -> float:
@@ -79,15 +90,17 @@ class Costs:
 
         Args:
             open_units: (block, kind) -> how far each unit is open, 0 to 1; kinds are "heads",
-                "dims", "features", "attn", "mlp", "block". Those that are not named are all open.
+                "dims", "features", "attn", "mlp", "block", and for ("", "hidden") the hidden
+                features. Those that are not named are all open.
         """
         some = next(iter(open_units.values()), torch.zeros(()))
         sums: dict[str, dict[str, Any]] = {}
         for (name, kind), value in open_units.items():
             sums.setdefault(name, {})[kind] = value.double().sum()
         total = some.new_zeros((), dtype=torch.float64)
+        wide = {kind: value / self.width for kind, value in sums.pop("", {}).items()}
         for name in self.blocks:
-            total = total + self.of_block(name, sums.get(name, {}))
+            total = total + self.of_block(name, sums.get(name, {}) | wide)
         return total
 
     def of_block(self, name: str, open_now: Mapping[str, Any]) -> Any:
@@ -95,23 +108,36 @@ class Costs:
 
         Args:
             name: of the block.
-            open_now: kind -> how many of its units are open; those that are not named all are.
+            open_now: kind -> how many of its units are open, of "hidden" which share; those that
+                are not named all are.
         """
-        total: Any = 0.0
-        for kind, units in (("attn", "heads"), ("mlp", "features")):
-            half = self.blocks[name].get(kind)
-            if half is None:
-                continue
-            count = open_now.get(units, half.units)
-            if half.dims and "dims" in open_now:
-                count = count * open_now["dims"] / half.dims
-            stays = half.always + half.always_each * count
-            total = total + open_now.get(kind, 1.0) * half.inside(count) + stays
+        total = _left(self.blocks[name], open_now)
+        if "hidden" in open_now:
+            bare = _left(self.bare[name], open_now)
+            total = bare + open_now["hidden"] * (total - bare)
         return open_now.get("block", 1.0) * total
 
 
+def _left(halves: Mapping[str, Half], open_now: Mapping[str, Any]) -> Any:
+    """Return what is left of a block's halves."""
+    total: Any = 0.0
+    for kind, units in (("attn", "heads"), ("mlp", "features")):
+        half = halves.get(kind)
+        if half is None:
+            continue
+        count = open_now.get(units, half.units)
+        if half.dims and "dims" in open_now:
+            count = count * open_now["dims"] / half.dims
+        stays = half.always + half.always_each * count
+        total = total + open_now.get(kind, 1.0) * half.inside(count) + stays
+    return total
+
+
 def count_costs(
-    model: Any, target: Literal["parameters", "flops"] = "parameters", seq_len: int = 512
+    model: Any,
+    target: Literal["parameters", "flops"] = "parameters",
+    seq_len: int = 512,
+    hidden: bool = False,
 ) -> Costs:
     """Return what every block's halves cost.
 
@@ -120,50 +146,65 @@ def count_costs(
         target: "flops" are those of forward and backward for one token of a row of
             `seq_len`, counted as `ModelConfig.flops_per_token` does; else "parameters".
         seq_len: see there.
+        hidden: count what is left without hidden features, too.
     """
-    count = _flops_of if target == "flops" else _parameters_of
-    found = {name: count(block, seq_len) for name, block in blocks_of(model).items()}
+    count = partial(_flops_of, seq_len=seq_len) if target == "flops" else _parameters_of
+    blocks = blocks_of(model)
+    found = {name: count(block, block.spec.hidden_size, ()) for name, block in blocks.items()}
+    bare: dict[str, dict[str, Half]] = {}
+    if hidden:
+        wide = hidden_tensors(model)
+        for name, block in blocks.items():
+            mine = {n.removeprefix(f"{name}.") for n in wide if n.startswith(f"{name}.")}
+            bare[name] = count(block, 0, mine)
     rope = getattr(getattr(model, "spec", None), "rope", None)
-    for name, block in blocks_of(model).items():
-        if (spec := block.spec.attn) is not None:
-            dims = spec.num_kv_heads * spec.head_dim // (2 if query_order(spec, rope) else 1)
-            found[name]["attn"] = replace(found[name]["attn"], dims=dims)
-    return Costs(found)
+    for halves in (found, bare):
+        for name in halves:
+            if (spec := blocks[name].spec.attn) is not None:
+                dims = spec.num_kv_heads * spec.head_dim // (2 if query_order(spec, rope) else 1)
+                halves[name]["attn"] = replace(halves[name]["attn"], dims=dims)
+    return Costs(found, bare, model.config.hidden_size)
 
 
-def _parameters_of(block: Block, seq_len: int) -> dict[str, Half]:
-    """Return parameters: those of units by their specs, the rest is what is left over."""
+def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str, Half]:
+    """Return parameters: those of units by their specs, the rest is what is left over.
+
+    Args:
+        block: of any family.
+        width: of the hidden states.
+        wide: names of tensors that are left out, as the width is 0.
+    """
     spec, found = block.spec, {}
-    width = spec.hidden_size
-    own = {part: _numel(block, part) for part in ("attn", "cross_attn", "mlp")}
+    count_of = partial(_numel, block, wide)
+    own = {part: count_of(part) for part in ("attn", "cross_attn", "mlp")}
     if spec.attn is not None:
         units, each = _head_units(spec.attn)
         weights = each * _head_parameters(spec.attn, width)
-        norm = 0 if spec.norm_place == "parallel" else _numel(block, "attn_norm")
+        norm = 0 if spec.norm_place == "parallel" else count_of("attn_norm")
         # Longformer's global projections ask and answer with the same heads once more.
         if spec.attn.global_tokens:
             weights += each * 3 * spec.attn.head_dim * (width + spec.attn.qkv_bias)
         always, more = 0.0, 0.0
         if spec.cross_attn is not None:
             more = each * _head_parameters(spec.cross_attn, width)
-            always = own["cross_attn"] + _numel(block, "cross_attn_norm") - more * units
+            always = own["cross_attn"] + count_of("cross_attn_norm") - more * units
         fixed = own["attn"] + norm - weights * units
         found["attn"] = Half(fixed, weights, units, always, more)
     if spec.mlp is not None:
         count = spec.mlp.intermediate_size
         weights = _feature_parameters(block, width)
-        norm = 0 if spec.norm_place == "parallel" else _numel(block, "mlp_norm")
+        norm = 0 if spec.norm_place == "parallel" else count_of("mlp_norm")
         found["mlp"] = Half(own["mlp"] + norm - weights * count, weights, count)
     return found
 
 
-def _flops_of(block: Block, seq_len: int) -> dict[str, Half]:
+def _flops_of(block: Block, width: int, wide: Collection[str], *, seq_len: int) -> dict[str, Half]:
     spec, found = block.spec, {}
     if spec.attn is not None:
         units, each = _head_units(spec.attn)
         head = spec.attn.head_dim
-        keys = 2 * head * spec.hidden_size * spec.attn.num_kv_heads / units
-        per_unit = 6 * (2 * each * head * spec.hidden_size + keys) + 12 * each * head * seq_len
+        keys = 2 * head * width * spec.attn.num_kv_heads / units
+        per_unit = 6 * (2 * each * head * width + keys) + 12 * each * head * seq_len
         more = per_unit if spec.cross_attn is not None else 0.0
         found["attn"] = Half(0.0, per_unit, units, 0.0, more)
     if spec.mlp is not None:
@@ -171,13 +212,14 @@ def _flops_of(block: Block, seq_len: int) -> dict[str, Half]:
         if isinstance(spec.mlp, MoESpec):
             share = spec.mlp.experts_per_token
         matrices = (3 if spec.mlp.gated else 2) * share
-        found["mlp"] = Half(0.0, 6 * matrices * spec.hidden_size, spec.mlp.intermediate_size)
+        found["mlp"] = Half(0.0, 6 * matrices * width, spec.mlp.intermediate_size)
     return found
 
 
-def _numel(block: Block, part: str) -> int:
+def _numel(block: Block, without: Collection[str], part: str) -> int:
     module = getattr(block, part, None)
-    return 0 if module is None else sum(p.numel() for p in module.parameters())
+    named = () if module is None else module.named_parameters(prefix=part)
+    return sum(parameter.numel() for name, parameter in named if name not in without)
 
 
 def _head_units(spec: AttentionSpec) -> tuple[int, int]:

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from bmforge.compress.prune.hidden_gates import SLOT, attach_hidden_gate_, detach_hidden_gate_
 from bmforge.compress.prune.plan import blocks_of, query_order
 from bmforge.errors import ConfigError
 from bmforge.nn import Block
 from bmforge.nn.cuts import pass_on
 from bmforge.nn.draw import draw_tensor_
-from bmforge.nn.gates import HardConcrete, HeadDims
+from bmforge.nn.gates import HardConcrete, HeadDims, HiddenWidth
 from bmforge.nn.mlp import MLP
 from bmforge.nn.position import RopeSpec
 
 __all__ = ["Gates", "attach_gates_", "densities", "detach_gates_", "find_gates"]
 
-# (name of a block, kind) -> its gate
+# (name of a block, or "" for the whole model; kind) -> its gate
 Gates = dict[tuple[str, str], HardConcrete]
 
 
@@ -32,7 +33,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
         model: of any family.
         kinds: of `GATE_KINDS`. Heads that share keys and values share a gate; both attentions of
             an encoder-decoder's layer have the same gates of heads and of their dims, and `attn`
-            is that to itself.
+            is that to itself. All layers and the embeddings share that of hidden features.
         seed: of where they begin.
 
     Raises:
@@ -50,10 +51,14 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
             like = next(block.parameters())
             gate.to(device=like.device, dtype=like.dtype)
             found[name, kind] = gate.train(block.training)
+    if "hidden" in kinds:
+        found["", "hidden"] = _put_hidden(model, seed)
     for kind in kinds:
         if not any(mine == kind for _, mine in found):
             raise ConfigError(f"gates: no layer of this {type(model).__name__} has {kind}.")
     for (name, kind), gate in found.items():
+        if kind == "hidden":
+            continue
         places = _slots(model.get_submodule(name), kind)
         for owner, slot in places:
             if slot in owner.__dict__:
@@ -68,6 +73,16 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
             note = gate.tensor_notes()["delta"]
             draw_tensor_(gate.delta, f"{place}.{slot}.delta", note, 0.0, seed)
     return found
+
+
+def _put_hidden(model: Any, seed: int) -> HiddenWidth:
+    """Put the gate of hidden features into a model, and return it."""
+    like = next(model.parameters())
+    gate = HiddenWidth("hidden", model.config.hidden_size).to(device=like.device, dtype=like.dtype)
+    attach_hidden_gate_(model, gate.train(model.training))
+    if not gate.delta.is_meta:
+        draw_tensor_(gate.delta, f"{SLOT}.delta", gate.tensor_notes()["delta"], 0.0, seed)
+    return gate
 
 
 def _part_of(kind: str) -> str:
@@ -106,6 +121,9 @@ def _slots(block: Block, kind: str) -> list[tuple[Any, str]]:
 def detach_gates_(model: Any, gates: Gates) -> None:
     """Take gates away again, in place."""
     for name, kind in gates:
+        if kind == "hidden":
+            detach_hidden_gate_(model)
+            continue
         for owner, slot in _slots(model.get_submodule(name), kind):
             delattr(owner, slot)
             setattr(owner, slot, pass_on if slot.startswith("thin") else None)

@@ -29,11 +29,12 @@ from bmforge.compress.prune.gates import (
     find_gates,
     masks_of,
 )
-from bmforge.compress.prune.plan import Plan
+from bmforge.compress.prune.plan import Plan, blocks_of
 from bmforge.compress.prune.shrink import Shrunk, shrink_
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.compress.prune.target import costs_of
 from bmforge.errors import ConfigError
+from bmforge.surgery import wrappers_of
 
 __all__ = ["StructureConfig", "StructureMethod"]
 
@@ -100,10 +101,18 @@ class StructureMethod(MethodBase):
         """Return the Lagrangian: how far what is left is from the target.
 
         Raises:
-            ConfigError: the model is one stage of a pipeline, whose gates others do not see.
+            ConfigError: the model is one stage of a pipeline, whose gates others do not see; or
+                processes share tokens that gates of hidden features need.
         """
         if not self.gates or self.plan is not None:
             return None
+        if ("", "hidden") in self.gates and any(
+            "tokens" in dict(wrappers_of(block)) for block in blocks_of(model).values()
+        ):
+            raise ConfigError(
+                "gates of hidden features need all tokens on every process: train them with "
+                "sequence_parallel=False, or choose hidden_size at once (gates=())."
+            )
         if len(find_gates(model)) < len({id(gate) for gate in self.gates.values()}):
             raise ConfigError(
                 "gates need all blocks on every process: train them with pp=1, or choose parts at "

@@ -16,7 +16,7 @@ from bmforge.models.sizes import Sizes
 __all__ = ["GATE_KINDS", "StructureConfig", "Target", "wanted_sizes"]
 
 Target = Literal["sizes", "parameters", "flops", "milliseconds"]
-GATE_KINDS = ("heads", "dims", "features", "attn", "mlp", "block")
+GATE_KINDS = ("heads", "dims", "features", "attn", "mlp", "block", "hidden")
 # Fields that are sizes of every layer, as `models.sizes.Sizes` has them.
 _COUNTS = ("hidden_size", "num_layers", "attn_layers", "mlp_layers")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts")
@@ -44,7 +44,7 @@ class StructureConfig:
         keep_ratio: see there.
         by: how parts are chosen; see `importance.py`.
         gates: kinds of parts that get trained gates (of "heads", "dims" of heads, "features",
-            "attn", "mlp", "block"); none chooses at once.
+            "attn", "mlp", "block", "hidden" for the hidden states); none chooses at once.
         uniform: sizes that the published classes can open, or an error.
         multiple_of: of which MLPs' widths are multiples, where a target decides them.
         tensor_parallel: over how many processes a layout will cut heads and widths.
@@ -107,8 +107,11 @@ class StructureConfig:
             problems.append(
                 f"warmup_steps={self.warmup_steps} must not be above gate_steps={self.gate_steps}"
             )
-        if "dims" in self.gates and self.target == "milliseconds":
-            problems.append("gates of dims reach sizes, parameters and flops, no milliseconds")
+        for kind in {"dims", "hidden"} & set(self.gates):
+            if self.target == "milliseconds":
+                problems.append(
+                    f"gates of {kind} reach sizes, parameters and flops, no {self.target}"
+                )
         if problems:
             raise ConfigError(f"structure: {'; '.join(problems)}.")
 

@@ -26,7 +26,8 @@ def costs_of(model: Any, config: StructureConfig) -> Costs:
     """Return what a model's blocks cost, in what a config counts."""
     if config.target == "milliseconds":
         return measure_costs(model, config.seq_len)
-    return count_costs(model, "flops" if config.target == "flops" else "parameters", config.seq_len)
+    kind: Any = "flops" if config.target == "flops" else "parameters"
+    return count_costs(model, kind, config.seq_len, "hidden" in config.gates)
 
 
 def plan_for_target(model: Any, config: StructureConfig, scores: Scores) -> Plan:
