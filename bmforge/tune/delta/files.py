@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
+from bmforge.logging import get_logger
+from bmforge.nn.packed_store import PackedStore
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.provenance import read_provenance
 from bmforge.shards import local_box, local_tensor, whole_tensor
@@ -337,7 +339,16 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
 def _check_base(delta: Delta, mark: Mapping[str, Any], directory: Path, allowed: bool) -> None:
     base = mark.get("base")
     here = None if base is None or allowed else fingerprint_of(delta.model, delta.wholes())
-    if here is not None and here != base:
+    if here is None or here == base:
+        return
+    if any(isinstance(module, PackedStore) for module in delta.model.modules()):
+        get_logger().warning(
+            "the delta in %s was trained on the base %s; this one has packed weights, of which it "
+            "cannot be told whether they are that base's",
+            directory,
+            base,
+        )
+    else:
         raise CheckpointError(
             f"the delta in {str(directory)!r} was trained on another base: fingerprint {base}, "
             f"this one's {here}. allow_other_base=True takes it all the same."

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bmforge.errors import CheckpointError, ConfigError, ShapeError
 from bmforge.models import GPT2, T5, GPT2Config, Llama, LlamaConfig, T5Config, load_weights_
 from bmforge.models.changes import Change
+from bmforge.models.quantize import quantize_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 from bmforge.tune.delta import (
     IA3,
@@ -362,7 +363,7 @@ def test_what_cannot_be_done_with_one() -> None:
         Prefix(model, name="prefix").weigh_(0.5)
 
 
-def test_files_that_do_not_fit(tmp_path: Path) -> None:
+def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from safetensors.torch import load_file, save_file
 
     model = gpt2()
@@ -373,6 +374,10 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         load_delta(other, tmp_path)
     assert list(other.state_dict()) == names
     load_delta(other, tmp_path, allow_other_base=True).remove()
+    packed = quantize_(gpt2(), "int8")
+    with caplog.at_level("WARNING"):
+        load_delta(packed, tmp_path)
+    assert "has packed weights" in caplog.text
     with pytest.raises(ConfigError, match="has a Lora, not a IA3"):
         IA3.load(gpt2(), tmp_path)
     with pytest.raises(CheckpointError, match="holds no delta"):
