@@ -67,7 +67,7 @@ STAGES = (
 )
 _VERSION = 2  # of the rules of these stages; another one redoes all
 _ENCODE_VERSION = 2
-_SAMPLE_BYTES = 1 << 30  # of text that a tokenizer is trained on
+_SAMPLE_BYTES = 1 << 28  # of text that a tokenizer is trained on, which takes the most memory
 
 
 @dataclass(frozen=True)
