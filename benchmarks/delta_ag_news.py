@@ -55,6 +55,8 @@ TYPES: dict[str, tuple[Callable[..., Delta] | None, float]] = {
     "compacter": (lambda m, **k: Compacter(m, reduction=4, **k), 1e-2),
     "low-rank of 8": (lambda m, **k: LowRankAdapter(m, reduction=8, rank=8, **k), 4e-3),
     "compacter of 8": (lambda m, **k: Compacter(m, reduction=8, rank=8, **k), 1e-2),
+    "low-rank of 16": (lambda m, **k: LowRankAdapter(m, reduction=8, rank=16, **k), 2e-3),
+    "compacter of whole factors": (lambda m, **k: Compacter(m, reduction=8, rank=0, **k), 2e-3),
     "parallel-adapter": (ParallelAdapter, 2e-3),
     "bitfit": (BitFit, 4e-3),
     "ia3": (IA3, 1e-2),

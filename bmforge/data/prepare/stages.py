@@ -145,7 +145,7 @@ def make_keys(
     left = spans[0] if spans else left
     split = make_key("split", left, config.validation_fraction, config.seed)
     used = config.vocab_size if given is None else _tokenizer_digest(given)
-    tokenizer = make_key("tokenizer", split, used)
+    tokenizer = make_key("tokenizer", split, used, _SAMPLE_BYTES)
     encode = [make_key("encode", _ENCODE_VERSION, tokenizer, shard.number) for shard in plan.shards]
     return Keys(documents, duplicates, sketches, near_duplicates, spans, split, tokenizer, encode)
 
