@@ -115,6 +115,13 @@ def test_a_model_of_another_tokenizer_is_refused(corpora, tmp_path):
     open_corpus(config(first), 281, WORLD, str(tmp_path / "none")).loader.close()
 
 
+def test_directories_that_are_not_prepared_are_named(corpora, tmp_path):
+    with pytest.raises(DataError, match=rf"a part of a prepared directory: give '{corpora[0]}'"):
+        train_prefix(str(Path(corpora[0]) / "train"))
+    with pytest.raises(DataError, match="bmforge prepare"):
+        train_prefix(str(tmp_path))
+
+
 def resumed(paths, state=None, **changes):
     """The loader's state after two steps, and the rows of the third."""
     loader = open_corpus(config(*paths, prefetch_steps=0, **changes), 280, WORLD).loader

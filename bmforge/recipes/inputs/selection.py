@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bmforge.data import Condition, TokenStore, open_store, parse_conditions, select_store
 from bmforge.data.prepare.record import RECORD_NAME, PrepareReport, read_record
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, DataError
 from bmforge.recipes.inputs.splitting import StorePart
 
 __all__ = ["check_where", "open_text", "place_of", "read_report", "split_path", "train_prefix"]
@@ -70,6 +70,18 @@ def read_report(path: str) -> PrepareReport | None:
 
 
 def train_prefix(path: str) -> Path:
-    """Return the token store of a prepared directory, or the bare one that `path` is."""
+    """Return the token store of a prepared directory, or the bare one that `path` is.
+
+    Raises:
+        DataError: it is another directory, or a part of a prepared one.
+    """
     place = Path(place_of(path))
-    return place / "train" / "tokens" if place.is_dir() else place
+    if not place.is_dir() or (place / "train").is_dir():
+        return place / "train" / "tokens" if place.is_dir() else place
+    above = place.absolute().parent
+    if (above / RECORD_NAME).exists():
+        raise DataError(f"{path!r} is a part of a prepared directory: give {str(above)!r} itself.")
+    raise DataError(
+        f"{path!r} is no prepared directory: give one that `bmforge prepare` has written, or the "
+        "path of a token store without .bin/.idx."
+    )
