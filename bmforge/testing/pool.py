@@ -107,7 +107,8 @@ class _Worker:
         """Return how it ended, and where it was."""
         self.process.join(timeout=1)
         said = f"the process died with exit code {self.process.exitcode}"
-        return "\n".join([said, *self.last_words.read().partition("\nExtension modules")[:1]])
+        words = self.last_words.read().partition("\nExtension modules")[0]
+        return f"{said}\n{words}" if words else said
 
 
 @dataclass
