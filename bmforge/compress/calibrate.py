@@ -22,7 +22,14 @@ from bmforge.errors import ConfigError
 from bmforge.logging import track
 from bmforge.surgery import evaluating, find_repeated_blocks
 
-__all__ = ["BlockRun", "Statistic", "calibrate_blocks", "check_batches", "prepare_batch"]
+__all__ = [
+    "BlockRun",
+    "Statistic",
+    "by_block",
+    "calibrate_blocks",
+    "check_batches",
+    "prepare_batch",
+]
 
 
 class Statistic(Protocol):
@@ -100,7 +107,7 @@ def calibrate_blocks(
     """
     prepared = [prepare_batch(model, batch) for batch in check_batches(batches)]
     blocks = find_repeated_blocks(model)
-    matrices = _by_block(find_matrices(model, where), blocks)
+    matrices = by_block(find_matrices(model, where), blocks)
     show = _Show(visit, gather, size)
     with evaluating(model):
         stacks = _find_stacks(model, blocks, prepared[0])
@@ -142,7 +149,7 @@ def prepare_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
     return found
 
 
-def _by_block(
+def by_block(
     matrices: Sequence[Matrix], blocks: Mapping[str, nn.Module]
 ) -> dict[str, list[Matrix]]:
     """Return block -> the matrices in it."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.compress.calibrate import BlockRun, calibrate_blocks
+from bmforge.compress.calibrate import BlockRun, by_block, calibrate_blocks
 from bmforge.compress.columns import settle_columns
 from bmforge.compress.matrices import Matrix, find_matrices
 from bmforge.compress.quantize.config import QuantizeConfig
@@ -106,12 +106,7 @@ def quantize_gptq_(
 
 def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
     """Return block -> columns of its narrowest matrix, experts aside, which see some tokens."""
-    found: dict[str, list[Matrix]] = {}
-    blocks = find_repeated_blocks(model)
-    for matrix in find_matrices(model, tuple(specs)):
-        for name in blocks:
-            if f"{matrix.owner}.".startswith(f"{name}."):
-                found.setdefault(name, []).append(matrix)
+    found = by_block(find_matrices(model, tuple(specs)), find_repeated_blocks(model))
     return {
         name: min(m.read().shape[1] for m in [m for m in inside if m.index is None] or inside)
         for name, inside in found.items()

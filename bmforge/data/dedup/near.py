@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,37 +124,17 @@ def read_sketches(documents: Iterable[Document], hasher: MinHasher) -> Sketches:
 
 
 def find_near_duplicates(
-    documents: Callable[[], Iterable[Document]],
-    config: DedupConfig | None = None,
-    *,
-    known: Sequence[str | os.PathLike[str]] = (),
-    sketches: Callable[[], Iterable[Sketches]] | None = None,
-    shingle: Callable[[str], Hashes] | None = None,
-    work_dir: str | os.PathLike[str] | None = None,
-    bound_bytes: int = SORT_BYTES,
+    documents: Callable[[], Iterable[Document]], config: DedupConfig | None = None, **options: Any
 ) -> NearDuplicates:
     """Find the documents that nearly repeat another one, and which of each cluster survives.
 
     Args:
         documents: called for each of two readings; both must give the same documents in one order.
-        known: folders of `write_index`: what repeats a document there is dropped.
-        sketches: of the first reading, where workers have made them: called for each band, and
-            gives the parts of the corpus in order.
-        shingle: another way to n-gram hashes; it must return them sorted and without repeats.
-        work_dir: where files lie meanwhile: a band's keys, the candidates' n-grams.
-        bound_bytes: of a band's keys in memory, 32 a document; above it they are sorted in files.
+        config: how.
+        options: those of `find_near_places`, but `names`.
     """
     names: dict[int, str] = {}
-    found = find_near_places(
-        documents,
-        config,
-        known=known,
-        sketches=sketches,
-        shingle=shingle,
-        work_dir=work_dir,
-        bound_bytes=bound_bytes,
-        names=names,
-    )
+    found = find_near_places(documents, config, names=names, **options)
     gone = [names[place] for place in found.places.tolist()]
     kept = [names[~survivor] for survivor in found.survivors.tolist()]
     return NearDuplicates(
@@ -180,11 +160,19 @@ def find_near_places(
     bound_bytes: int = SORT_BYTES,
     names: dict[int, str] | None = None,
 ) -> NearPlaces:
-    """Find what `find_near_duplicates` finds, without a word for each.
+    """Find what `find_near_duplicates` finds, by places, without a word for each.
 
     Args:
+        documents: called for each of two readings; both must give the same documents in one order.
+        config: how.
+        known: folders of `write_index`: what repeats a document there is dropped.
+        sketches: of the first reading, where workers have made them: called for each band, and
+            gives the parts of the corpus in order.
+        shingle: another way to n-gram hashes; it must return them sorted and without repeats.
+        work_dir: where files lie meanwhile: a band's keys, the candidates' n-grams.
+        bound_bytes: of a band's keys in memory, 32 a document; above it they are sorted in files.
         names: filled with the id of each candidate, by its place, and by ``~number`` for what
-            may survive; the other arguments are those of `find_near_duplicates`.
+            may survive.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)
