@@ -177,7 +177,7 @@ def run(folder: Path, chosen: argparse.Namespace) -> list[str]:
 
 def _what_stays(engine: Engine) -> str:
     """Say how many blocks, or experts, have room."""
-    streamer = engine._streamer
+    streamer = next(iter(engine._streamers), None)
     if isinstance(streamer, ExpertStreamer):
         layers = find_experts(engine.model)
         every = sum(next(module.parameters()).shape[0] for _, module in layers)

@@ -7,7 +7,7 @@ it has given out, and how fast it is at best. A machine without an accelerator u
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ __all__ = [
     "device_name",
     "device_size_bytes",
     "fast_products",
+    "find_devices",
     "fork_random",
     "has_fast_half",
     "keep_random",
@@ -71,6 +72,48 @@ def device_at(index: int | None = None) -> torch.device:
     if not 0 <= index < count:
         raise ConfigError(f"there is no accelerator {index}: this machine has {count}, from 0 on.")
     return torch.device(default_device().type, index)
+
+
+def find_devices(
+    named: Sequence[int | str | torch.device] | None = None,
+) -> tuple[torch.device, ...]:
+    """Return devices by numbers or names, such as 0, "cuda:1" or "cpu"; the default one for None.
+
+    Raises:
+        ConfigError: none is named, there is no such one, or an accelerator is named twice.
+    """
+    if named is None:
+        return (default_device(),)
+    if isinstance(named, (str, int)) or not named:
+        raise ConfigError(f"devices={named!r} must be a list with at least one, such as [0, 1].")
+    found = tuple(_find_device(one) for one in named)
+    twice = {str(one) for one in found if not is_host(one) and found.count(one) > 1}
+    if twice:
+        raise ConfigError(f"devices={list(named)} names {', '.join(sorted(twice))} twice.")
+    return found
+
+
+def _find_device(named: int | str | torch.device) -> torch.device:
+    if not isinstance(named, (int, torch.device)) and named.isdecimal():
+        named = int(named)
+    if isinstance(named, int):
+        if not torch.accelerator.is_available():
+            raise ConfigError(
+                f"there is no accelerator {named}: this machine has none. Leave devices out, or "
+                'name "cpu".'
+            )
+        return device_at(named)
+    try:
+        device = torch.device(named)
+    except RuntimeError:
+        raise ConfigError(
+            f'devices: {named!r} is no device; use a number, or a name such as "cuda:0" or "cpu".'
+        ) from None
+    if is_host(device):
+        return torch.device("cpu")
+    if not torch.accelerator.is_available() or device.type != default_device().type:
+        raise ConfigError(f"there is no device {named}: this machine has {default_device().type}.")
+    return device_at(device.index or 0)
 
 
 def backend_for(device: torch.device) -> str:

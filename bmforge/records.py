@@ -148,7 +148,7 @@ class LaidOut:
         prefetch: how many units ahead parameters are gathered.
         pipeline: what runs the stages, where a pipeline cuts the model, and
         whole: the whole model on meta, as it was before.
-        streamer: what brings weights that live elsewhere.
+        streamers: what brings weights that live elsewhere, one for every device.
         units: what is used as a whole, in the order of the model; of a pipeline those here.
     """
 
@@ -158,7 +158,7 @@ class LaidOut:
     prefetch: int = 1
     pipeline: Any = None
     whole: Any = None
-    streamer: Any = None
+    streamers: tuple[Any, ...] = ()
     units: tuple[Unit, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LaidOut:

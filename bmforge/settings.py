@@ -61,21 +61,36 @@ class MemoryOptions:
             1,024, or what the model has positions for.
         quantize: pack the weights as they are read, by int8, int8-dynamic, int4 or int4-128; keep
             takes the integers of a GGUF file, of GPTQ or of AWQ.
+        devices: accelerators over which blocks are divided, by number or name, such as 0,1; the
+            budget holds for each. None takes one.
     """
 
     device_budget: str | None = None
     max_tokens: int | None = None
     quantize: str | None = None
+    devices: str | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what is no size, or has no effect."""
         if self.device_budget is not None:
             parse_size(self.device_budget, "device_budget")
-        elif self.max_tokens is not None:
+        elif self.max_tokens is not None and self.devices is None:
             raise ConfigError(
                 f"max_tokens={self.max_tokens} has no effect without device_budget. Leave it out, "
                 "or set device_budget=2GiB."
             )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None where there is none."""
+        return None if self.device_budget is None else parse_size(self.device_budget)
+
+    @property
+    def device_names(self) -> list[str] | None:
+        """The devices one by one; None for the only one."""
+        if self.devices is None:
+            return None
+        return [name for name in map(str.strip, self.devices.split(",")) if name]
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ PLACES = (
     "weights",  # its weights come when it runs
     "recompute",  # runs again in backward
     "activations",  # what it keeps for backward goes away
+    "device",  # what goes in comes to its own device
     "stages",  # all stages of a pipeline run
 )
 """Where a wrapper of a module's forward stands, from the innermost to the outermost."""

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from bmforge.errors import ConfigError
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
-from bmforge.settings import MemoryOptions, parse_size
+from bmforge.settings import MemoryOptions
 from bmforge.tune.delta import load_delta, use_deltas
 from bmforge.tune.delta.files import is_delta_dir
 
@@ -127,27 +127,33 @@ def delta_bytes(deltas: Sequence[str]) -> int:
 
 def open_beside(
     directory: Path,
-    budget: int,
+    memory: MemoryOptions,
+    budget: int | None,
     deltas: Sequence[str],
     put_: Callable[[Any], None],
     config: EngineConfig,
-    quantize: str | None = None,
 ) -> Engine:
     """Open a model in a budget with deltas beside it, which stay while its blocks come and go.
 
     Args:
         directory: of the model.
-        budget: in bytes, for both.
+        memory: by which scheme it is packed, and its devices.
+        budget: in bytes, for both; None takes what is free.
         deltas: directories as a person gives them, () for none.
         put_: puts them beside the model.
         config: of the engine.
-        quantize: scheme by which the model is packed.
 
     Raises:
         ConfigError: the budget is too small for both, or a delta does not fit.
     """
     config = replace(config, beside_bytes=delta_bytes(deltas))
-    engine = Engine(directory, device_budget_bytes=budget, quantize=quantize, config=config)
+    engine = Engine(
+        directory,
+        device_budget_bytes=budget,
+        quantize=memory.quantize,
+        devices=memory.device_names,
+        config=config,
+    )
     try:
         if deltas:
             engine.model.takes_parts = True
@@ -174,13 +180,12 @@ def opened_model(
     """
     quantize = memory.quantize
     put_ = partial(put_deltas_, deltas=deltas, allow_other_base=quantize is not None)
-    if memory.device_budget is None:
+    if memory.device_budget is None and memory.devices is None:
         model = AutoModel.from_pretrained(directory, quantize=quantize)
         put_(model)
         yield model.eval()
         return
     config = EngineConfig(max_rows=max_rows, max_tokens=memory.max_tokens)
-    budget = parse_size(memory.device_budget)
-    with open_beside(directory, budget, deltas, put_, config, quantize) as engine:
+    with open_beside(directory, memory, memory.budget_bytes, deltas, put_, config) as engine:
         Console(file=sys.stderr).print(engine.plan.table())
         yield engine.model

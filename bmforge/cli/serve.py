@@ -24,7 +24,6 @@ from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
-from bmforge.settings import parse_size
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["run_serve"]
@@ -51,7 +50,7 @@ def run_serve(command: ServeCommand) -> None:
     find_names(command.delta)
     load_keys(command.config, os.environ)
     directory, memory = find_model(command.model), command.memory
-    budget = None if memory.device_budget is None else parse_size(memory.device_budget)
+    budget = memory.budget_bytes
     with ExitStack() as stack:
         listener = stack.enter_context(bind_address(command.config))
         embedder = None
@@ -94,8 +93,8 @@ def _open_engine(command: ServeCommand, directory: Path, budget: int | None) -> 
         ),
     )
     put_ = partial(_put_deltas_, command)
-    if budget is not None:
-        return open_beside(directory, budget, command.delta, put_, config, quantize)
+    if budget is not None or command.memory.devices is not None:
+        return open_beside(directory, command.memory, budget, command.delta, put_, config)
     if not command.delta:
         return Engine(directory, quantize=quantize, config=config)
     model = AutoModel.from_pretrained(directory, quantize=quantize)

@@ -93,15 +93,13 @@ class KVCache:
             for layer, buffer in enumerate(buffers):  # one at a time: old ones go at once
                 buffers[layer] = self._pick(buffer, indices)
         for layer, pair in self._memory.items():
-            self._memory[layer] = (
-                pair[0].index_select(0, indices),
-                pair[1].index_select(0, indices),
-            )
+            here = indices.to(pair[0].device)
+            self._memory[layer] = pair[0].index_select(0, here), pair[1].index_select(0, here)
 
     def _pick(self, buffer: Tensor | None, indices: Tensor) -> Tensor | None:
         if buffer is None:
             return None
-        used = buffer[:, :, : self.stored].index_select(0, indices)
+        used = buffer[:, :, : self.stored].index_select(0, indices.to(buffer.device))
         if indices.shape[0] != buffer.shape[0]:
             buffer = buffer.new_empty(indices.shape[0], *buffer.shape[1:])
         buffer[:, :, : self.stored] = used

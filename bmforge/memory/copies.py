@@ -57,7 +57,8 @@ class Ticket:
         """
         self._join()
         if self._device_event is not None:
-            torch.accelerator.current_stream().wait_event(self._device_event)
+            device = self._device_event.device
+            torch.accelerator.current_stream(device).wait_event(self._device_event)
 
     def wait_on_host(self) -> None:
         """Return when the result is there for the host to read; raise what went wrong."""
@@ -217,7 +218,7 @@ class _StreamCopies(CopyEngine):
         self._stream = torch.Stream(device)
 
     def mark(self) -> torch.Event | None:
-        return torch.accelerator.current_stream().record_event()
+        return torch.accelerator.current_stream(self._stream.device).record_event()
 
     def copy_(
         self, target: Tensor, source: Tensor, label: str = "", *, after: torch.Event | None = None

@@ -247,7 +247,8 @@ def stream_blocks_(
                 give_device_(module, own, parameter, device)
     streamer = Streamer(found, read, device, engine, on_host, stays)
     apply_recompute_([module for _, module in found])
-    record_of(model).streamer = streamer
+    record = record_of(model)
+    record.streamers = (*record.streamers, streamer)
     for block in streamer.blocks:
         for name, parameter in block.parameters.items():
             note_(parameter, origin=_Streamed(streamer, name, parameter.dtype))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,17 +40,33 @@ class NoDrawing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def materialize_(model: nn.Module, device: torch.device | str | None = None) -> None:
-    """Give memory to a model built on meta; ties, layouts and already real tensors stay."""
+def materialize_(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    elsewhere: Mapping[str, torch.device] | None = None,
+) -> None:
+    """Give memory to a model built on meta; ties, layouts and already real tensors stay.
+
+    Args:
+        model: whose tensors they are.
+        device: where; None takes the layout's, else the CPU.
+        elsewhere: modules that are on other devices, by name.
+    """
     tensors = persistent_tensors(model).values()
     if any(tensor.is_meta for tensor in tensors):
         sharded = next((p for p in tensors if isinstance(p, DTensor)), None)
         if device is None:
             device = sharded.device_mesh.device_type if sharded is not None else "cpu"
         ties = _tied_names(model)
-        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        for name, other in (elsewhere or {}).items():
+            model.get_submodule(name)._apply(partial(_give_memory, other))
+        model._apply(partial(_give_memory, device))
         for first, *others in ties:
             _tie_(model, first, others)
+
+
+def _give_memory(device: torch.device | str, tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

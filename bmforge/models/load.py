@@ -37,6 +37,7 @@ def load_weights_(
     device: torch.device | str | None = None,
     new_head: bool = False,
     threads: int | None = None,
+    elsewhere: Mapping[str, torch.device] | None = None,
 ) -> Any:
     """Load a Hugging Face checkpoint into a model, reading only this process's slices.
 
@@ -46,6 +47,7 @@ def load_weights_(
         device: where a model on meta comes to live; None takes its layout's, else the CPU.
         new_head: draw the head's weights (seed 0) where the checkpoint has none that fit.
         threads: that read at a time; None takes as many as torch has.
+        elsewhere: modules that come to live on other devices, by name.
 
     Raises:
         CheckpointError: weights missing, unexpected or wrongly shaped, all of them listed; the
@@ -54,7 +56,7 @@ def load_weights_(
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
     pairs, fresh, beside = match_sources(model, files, new_head)
     unborn = {name for name, tensor in persistent_tensors(model).items() if tensor.is_meta}
-    materialize_(model, device)
+    materialize_(model, device, elsewhere)
     tensors = persistent_tensors(model)
     if any(is_streamed(tensor) for tensor in tensors.values()):
         unborn.clear()  # who streams has little memory, and a map counts as all of the file

@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "native step",
         "engine",
         "budget",
+        "devices",
         "serve",
         "adapters per request",
         "changed: generate",

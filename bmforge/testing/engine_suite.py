@@ -13,12 +13,16 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig
+from bmforge.infer.engine.workspace import largest_runs
+from bmforge.memory.spread import spread_blocks_
 from bmforge.models import Model
+from bmforge.records import units_of
 from bmforge.shards import is_streamed
 from bmforge.surgery import persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed import list_outputs, run_step_of
+from bmforge.testing.fake_devices import FIRST, SECOND, FakeDevices
 from bmforge.testing.tolerance import assert_equal_trees
 
 __all__ = ["EngineSuite"]
@@ -65,6 +69,44 @@ class EngineSuite:
                 assert_equal_trees(list_outputs(engine.model(**inputs)), want)
             assert text is None or torch.equal(self.write_text(engine.model), text)  # type: ignore[arg-type]
 
+    @capability("devices")
+    @torch.no_grad()
+    def test_devices_have_the_bits(self, deep: Model, tmp_path: Path) -> None:
+        """Divided over two devices a model answers and writes what it does on one."""
+        inputs = self.make_inputs(deep)
+        want, text = list_outputs(deep(**inputs)), self.write_text(deep)
+        deep.save_pretrained(tmp_path)
+        devices = ["cpu", "cpu"]
+        budget = _smallest(tmp_path, devices=devices)
+        with Engine(
+            tmp_path, devices=devices, device_budget_bytes=budget, config=_CONFIG
+        ) as engine:
+            assert all(plan.used_bytes <= budget for plan in engine.plan.each())
+            assert 0 < len(engine.plan.elsewhere) < len(_blocks_of(deep))
+            assert_equal_trees(list_outputs(engine.model(**inputs)), want)
+            assert text is None or torch.equal(self.write_text(engine.model), text)  # type: ignore[arg-type]
+
+    @capability("devices")
+    def test_no_operation_mixes_devices(self, deep: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever a divided model does, all that meets is on one device."""
+        places = {name: (FIRST, SECOND)[n % 3 % 2] for n, name in enumerate(_blocks_of(deep))}
+        inputs, runs, fake = self.make_inputs(deep), largest_runs(deep), FakeDevices()
+        inputs |= make_labels(deep, inputs)
+        spread_blocks_(deep, places, FIRST)
+        fake.place_(deep, FIRST, places)
+        # As while compiling, nothing looks at values.
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        with fake:
+            loss = deep(**fake.move(inputs, FIRST)).loss
+            assert loss.device == FIRST
+            loss.backward()
+            with torch.no_grad():
+                for run in runs:
+                    run(deep, torch.zeros(2, 6, dtype=torch.int64, device=FIRST))
+        trained = [p for p in deep.parameters() if p.grad is not None]
+        assert all(p.grad.device == p.device for p in trained)  # type: ignore[union-attr]
+        assert {p.device for p in trained} == {FIRST, SECOND}
+
     @capability("budget")
     @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.long), 1.0])
     def test_budget_is_kept(self, deep: Model, share: float) -> None:
@@ -88,8 +130,13 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _smallest(source: Any) -> int:
+def _blocks_of(model: Model) -> list[str]:
+    """Return the names of a model's blocks."""
+    return [unit.name for unit in units_of(model) if unit.is_block]
+
+
+def _smallest(source: Any, **options: Any) -> int:
     """Return the least budget, as the engine says it."""
-    with pytest.raises(ConfigError, match="is the smallest that works") as caught:
-        Engine(source, device_budget_bytes=1, config=_CONFIG)
+    with pytest.raises(ConfigError, match=r"is the smallest that works|is enough") as caught:
+        Engine(source, device_budget_bytes=1, config=_CONFIG, **options)
     return int(str(caught.value).split("too small: ")[1].split()[0])

@@ -190,7 +190,7 @@ def _smallest(directory: str, options: dict[str, Any], whole: bool = False) -> i
     if not whole:
         return least
     model, _ = AutoModel.describe_pretrained(directory, dtype=options["dtype"])
-    plan = plan_memory(model, torch.device("cpu"), options["config"], least, None)
+    plan = plan_memory(model, [torch.device("cpu")], options["config"], least, None)
     return least + plan.moved_bytes - plan.slots_bytes
 
 

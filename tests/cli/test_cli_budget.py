@@ -53,6 +53,19 @@ def least(folder, capsys, monkeypatch) -> str:
     return found[1]
 
 
+def test_on_several_devices(folder, least, capsys, monkeypatch) -> None:
+    """The same text, with a plan of each; without a budget too."""
+    words = ["generate", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
+    _, want, _ = run(capsys, monkeypatch, *words)
+    for more in (["--device-budget", least, "--max-tokens", "64"], []):
+        status, out, err = run(capsys, monkeypatch, *words, "--devices", "cpu, cpu", *more)
+        assert (status, out) == (0, want)
+        assert err.count("memory of cpu") == (2 if more else 0)  # without, all fit on the first
+    status, _, err = run(capsys, monkeypatch, *words, "--devices", "cpu,nothing")
+    assert status != 0
+    assert "'nothing' is no device" in err
+
+
 def test_the_same_text(folder, least, capsys, monkeypatch) -> None:
     """Also of beams; the plan is shown beside it."""
     for extra in ([], ["--num-beams", "2"]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from bmforge.device import device_at, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.budget import plan_weights
 from bmforge.infer.engine.weights import place_
+from bmforge.memory.spread import spread_blocks_
 from bmforge.memory.streaming import Streamer
 
 __all__ = ["TransformerBlockList", "place_blocks_"]
@@ -45,7 +46,7 @@ def place_blocks_(
             return None
         limit_bytes = int(_SHARE * memory_room_bytes(device))
     plan = plan_weights(model, device, limit_bytes, blocks)
-    return place_(model, plan, device, None, list(blocks))[0]
+    return next(iter(place_(model, plan, None)[0]), None)
 
 
 class TransformerBlockList(nn.ModuleList):
@@ -68,7 +69,7 @@ class TransformerBlockList(nn.ModuleList):
         self, layers: Sequence[nn.Module], gpus: Sequence[int | tuple[int, int | None]] = ()
     ) -> None:
         super().__init__(layers)
-        self._devices: list[torch.device | None] = [None] * len(self)
+        places: dict[str, torch.device] = {}
         if gpus and not len(self):
             raise ConfigError("TransformerBlockList has no blocks; give at least one.")
         self.requires_grad_(False)
@@ -77,13 +78,10 @@ class TransformerBlockList(nn.ModuleList):
             index, limit = entry if isinstance(entry, tuple) else (entry, None)
             numbers = range(len(self))[place * each : (place + 1) * each]
             if numbers:
-                self._place(numbers, device_at(index), limit)
-
-    def _place(self, numbers: range, device: torch.device, limit: int | None) -> None:
-        share = nn.ModuleDict({str(number): self[number] for number in numbers})
-        place_blocks_(share, dict(share.items()), limit, device)
-        for number in numbers:
-            self._devices[number] = device
+                share = nn.ModuleDict({str(number): self[number] for number in numbers})
+                place_blocks_(share, dict(share.items()), limit, device_at(index))
+                places |= dict.fromkeys(share, device_at(index))
+        spread_blocks_(self, {name: at for name, at in places.items() if not is_host(at)})
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run all blocks on what the one before returned.
@@ -96,14 +94,6 @@ class TransformerBlockList(nn.ModuleList):
         Shape:
             x: as the blocks have it
         """
-        for device, block in zip(self._devices, self, strict=True):
-            if device is not None and not is_host(device):
-                x, *args = _moved((x, *args), device)  # type: ignore[assignment]
-                kwargs = dict(zip(kwargs, _moved(kwargs.values(), device), strict=True))
+        for block in self:
             x = block(x, *args, **kwargs)
         return x
-
-
-def _moved(values: Any, device: torch.device) -> Iterator[Any]:
-    for value in values:
-        yield value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from rich.bar import Bar
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from bmforge.device import device_size_bytes, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.host_memory import available_host_bytes, host_memory_bytes
+from bmforge.infer.engine.divide import DeviceRoom, Divided, divide_blocks
+from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.request import RequestsConfig
 from bmforge.infer.engine.runtime import runtime_bytes
 from bmforge.infer.engine.workspace import Workspace, find_workspace
 from bmforge.memory.experts_away import LEAST_EXPERTS, expert_bytes, find_experts
 from bmforge.memory.packed import packed_bytes
-from bmforge.memory.resident import NUM_SLOTS, choose_resident, smallest_room
 from bmforge.memory.spill import format_bytes
-from bmforge.memory.streaming import Stays
 from bmforge.records import units_of
-from bmforge.surgery import persistent_tensors, shared_tensors
-from bmforge.tune.delta.held import delta_tensors
 
 __all__ = [
     "EngineConfig",
     "MemoryPlan",
     "check_budgets",
-    "find_staying",
     "plan_memory",
     "plan_weights",
 ]
@@ -86,101 +80,9 @@ class EngineConfig:
         return tokens
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Where everything goes. All figures in bytes.
-
-    Args:
-        budget_bytes: of the device.
-        smallest_bytes: the least budget that works.
-        weights_bytes: of what stays: all that is in no block, and resident blocks.
-        slots_bytes: through which the other blocks come and go.
-        cache_bytes: keys and values of the longest rows.
-        step_bytes: what the largest step needs besides.
-        runtime_bytes: what the process needs besides tensors.
-        resident: names of blocks that stay.
-        on_host: names of blocks that wait in host memory.
-        on_disk: names of blocks that are read whenever they run.
-        moved_bytes: of all blocks that come and go.
-        experts_bytes: for experts that are here, where they are read when they are chosen.
-        beside_bytes: for what is put beside the model once it is open.
-    """
-
-    budget_bytes: int
-    smallest_bytes: int
-    weights_bytes: int
-    slots_bytes: int
-    cache_bytes: int
-    step_bytes: int
-    runtime_bytes: int
-    resident: tuple[str, ...]
-    on_host: tuple[str, ...]
-    on_disk: tuple[str, ...]
-    moved_bytes: int
-    experts_bytes: int = 0
-    beside_bytes: int = 0
-
-    @property
-    def used_bytes(self) -> int:
-        """What of the budget is taken."""
-        return sum(size for _, size in self.parts())
-
-    def parts(self) -> list[tuple[str, int]]:
-        """Return what the budget goes to, with its bytes."""
-        return [
-            ("weights that stay", self.weights_bytes),
-            ("slots for blocks that move", self.slots_bytes),
-            *([("experts that are here", self.experts_bytes)] if self.experts_bytes else []),
-            ("keys and values", self.cache_bytes),
-            ("largest step", self.step_bytes),
-            ("runtime", self.runtime_bytes),
-            *([("beside the model", self.beside_bytes)] if self.beside_bytes else []),
-        ]
-
-    def line(self) -> str:
-        """Return the plan in one line."""
-        blocks = len(self.resident) + len(self.on_host) + len(self.on_disk)
-        moved = format_bytes(self.moved_bytes)
-        return (
-            f"{len(self.resident)} of {blocks} blocks stay, {len(self.on_host)} wait on the host, "
-            f"{len(self.on_disk)} on disk ({moved} a pass); {format_bytes(self.used_bytes)} of "
-            f"{format_bytes(self.budget_bytes)} are planned for"
-        )
-
-    def table(self) -> Table:
-        """Return the plan for a terminal: a line and a bar for every part."""
-        table = Table(title=f"memory: {format_bytes(self.budget_bytes)}", title_justify="left")
-        table.add_column("part")
-        table.add_column("size", justify="right")
-        table.add_column("share of the budget", min_width=24)
-        begin = 0
-        for name, size in [*self.parts(), ("free", self.budget_bytes - self.used_bytes)]:
-            bar = Bar(self.budget_bytes, begin, begin + size, width=24)
-            table.add_row(name, format_bytes(size), bar)
-            begin += size
-        table.caption = self.line()
-        return table
-
-    def __str__(self) -> str:
-        """The table as text."""
-        console = Console(width=80, no_color=True, highlight=False)
-        with console.capture() as captured:
-            console.print(self.table())
-        return captured.get().rstrip()
-
-
-def find_staying(model: nn.Module) -> Stays:
-    """Return what tells of a block that comes and goes which of its tensors stay themselves.
-
-    Norms, biases and deltas: they are small, and who trains them trains them where they are.
-    """
-    own = delta_tensors(model)
-    return lambda name, tensor: tensor.dim() < 2 or name in own
-
-
 def plan_memory(
     model: nn.Module,
-    device: torch.device,
+    devices: Sequence[torch.device],
     config: EngineConfig,
     device_budget_bytes: int | None,
     host_budget_bytes: int | None,
@@ -189,30 +91,37 @@ def plan_memory(
 
     Args:
         model: on meta, or as it is.
-        device: where it computes.
+        devices: where it computes; what is in no block is on the first.
         config: what is asked of it.
-        device_budget_bytes: None takes what is free.
+        device_budget_bytes: of every device; None takes what is free.
         host_budget_bytes: likewise of the host, where that is another memory.
 
     Raises:
         ConfigError: a budget is too small, which says the smallest that works; or too large.
     """
-    budget = check_budgets(device, device_budget_bytes, host_budget_bytes)
+    budgets = check_budgets(devices, device_budget_bytes, host_budget_bytes)
     blocks = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
-    tokens = config.tokens_of(model)
+    tokens, beside = config.tokens_of(model), config.beside_bytes
     work = find_workspace(model, config.max_rows, tokens)
     work = Workspace(work.cache_bytes, int(_SLACK * work.step_bytes))
-    runtime = runtime_bytes(model, work.cache_bytes + work.step_bytes, device)
-    beside, room = config.beside_bytes, budget - config.beside_bytes
+    both = work.cache_bytes + work.step_bytes
+    rooms = [
+        DeviceRoom(device, budget - beside, runtime_bytes(model, both, device))
+        for device, budget in zip(devices, budgets, strict=True)
+    ]
     if config.stream_experts:
-        found = _plan_experts(model, blocks, room, work, runtime)
+        found = _plan_experts(model, blocks, rooms, work)
     else:
-        found = _divide(model, blocks, device, room, host_budget_bytes, work, runtime)
-    plan, smallest, fixed = found
-    if plan is None:
-        raise ConfigError(_too_small(budget, smallest + beside, fixed, work, tokens))
-    least = plan.smallest_bytes + beside
-    return replace(plan, budget_bytes=budget, smallest_bytes=least, beside_bytes=beside)
+        found = divide_blocks(model, blocks, rooms, host_budget_bytes, work)
+    if found.plan is None:
+        raise ConfigError(_too_small(budgets, found, beside, work, tokens))
+    least = found.smallest_bytes + beside
+    first, *others = (
+        replace(one, budget_bytes=one.budget_bytes + beside, smallest_bytes=least,
+                beside_bytes=beside)
+        for one in found.plan.each()
+    )  # fmt: skip
+    return replace(first, others=tuple(others))
 
 
 def plan_weights(
@@ -234,117 +143,90 @@ def plan_weights(
     Raises:
         ConfigError: it is too small, with the smallest that works.
     """
-    nothing = Workspace(0, 0)
-    plan, smallest, fixed = _divide(model, blocks, device, limit_bytes, None, nothing, 0)
-    if plan is None:
+    room, nothing = DeviceRoom(device, limit_bytes), Workspace(0, 0)
+    found = divide_blocks(model, blocks, [room], None, nothing)
+    if found.plan is None:
+        smallest, fixed = found.smallest_bytes, found.outside_bytes
         raise ConfigError(
             f"{option}={limit_bytes} ({format_bytes(limit_bytes)}) is too small: {smallest} "
             f"({format_bytes(smallest)}) is the smallest that works. {format_bytes(fixed)} of it "
             "are weights and buffers outside of the blocks."
         )
-    return plan
+    return found.plan
 
 
 def _plan_experts(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    budget: int,
-    work: Workspace,
-    runtime: int,
-) -> tuple[MemoryPlan | None, int, int]:
-    """Return the same as `_divide` where experts come when they are chosen and all else stays.
+    model: nn.Module, blocks: Mapping[str, nn.Module], rooms: Sequence[DeviceRoom], work: Workspace
+) -> Divided:
+    """Return the same as `divide_blocks` where experts come when they are chosen, all else stays.
 
     Raises:
-        ConfigError: the model has no experts.
+        ConfigError: the model has no experts, or there are several devices.
     """
     layers = find_experts(model)
     if not layers:
         raise ConfigError(
             f"EngineConfig(stream_experts=True): a {type(model).__name__} has no layers of experts."
         )
+    if len(rooms) > 1:
+        raise ConfigError(
+            f"EngineConfig(stream_experts=True) computes on one device, and devices has "
+            f"{len(rooms)}. Leave one of the two out."
+        )
+    (room,) = rooms
     away = {id(t) for _, module in layers for t in module.parameters()}
     everything = {id(t): t for t in (*model.parameters(), *model.buffers())}
     fixed = sum(packed_bytes(t) for key, t in everything.items() if key not in away)
     one = max(expert_bytes(module) for _, module in layers)
     count = sum(next(module.parameters()).shape[0] for _, module in layers)
-    rest = fixed + work.cache_bytes + work.step_bytes + runtime
-    room = min(count, (budget - rest) // one)
+    rest = fixed + work.cache_bytes + work.step_bytes + room.runtime_bytes
+    kept = min(count, (room.room_bytes - rest) // one)
     smallest = rest + LEAST_EXPERTS * one
-    if room < LEAST_EXPERTS:
-        return None, smallest, fixed
+    if kept < LEAST_EXPERTS:
+        return Divided(None, smallest, fixed)
     plan = MemoryPlan(
-        budget, smallest, fixed, 0, work.cache_bytes, work.step_bytes, runtime, tuple(blocks), (),
-        (), 0, room * one,
+        room.device, room.room_bytes, smallest, fixed, 0, work.cache_bytes, work.step_bytes,
+        room.runtime_bytes, tuple(blocks), (), (), 0, kept * one,
     )  # fmt: skip
-    return plan, smallest, fixed
+    return Divided(plan, smallest, fixed)
 
 
-def _divide(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    device: torch.device,
-    budget: int,
-    host_budget_bytes: int | None,
-    work: Workspace,
-    runtime: int,
-) -> tuple[MemoryPlan | None, int, int]:
-    """Return the plan, the smallest budget that has one, and the bytes outside of blocks."""
-    stacks = _find_stacks(model, blocks)
-    sizes = [[size for _, size in stack] for stack in stacks]
-    everything = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    fixed = sum(packed_bytes(t) for t in everything) - sum(map(sum, sizes))
-    rest = fixed + work.cache_bytes + work.step_bytes + runtime
-    smallest = rest + smallest_room(sizes)
-    kept = choose_resident(sizes, budget - rest)
-    if kept is None:
-        return None, smallest, fixed
-    resident = {stack[i][0] for stack, ids in zip(stacks, kept, strict=True) for i in ids}
-    moved = [one for stack in stacks for one in stack if one[0] not in resident]
-    on_host = _fill_host(moved, device, host_budget_bytes)
-    moved_bytes = sum(size for _, size in moved)
-    plan = MemoryPlan(
-        budget,
-        smallest,
-        fixed + sum(map(sum, sizes)) - moved_bytes,
-        min(NUM_SLOTS, len(moved)) * max((size for _, size in moved), default=0),
-        work.cache_bytes,
-        work.step_bytes,
-        runtime,
-        tuple(name for name in blocks if name in resident),
-        tuple(name for name, _ in moved if name in on_host),
-        tuple(name for name, _ in moved if name not in on_host),
-        moved_bytes,
-    )
-    return plan, smallest, fixed
-
-
-def _too_small(budget: int, smallest: int, fixed: int, work: Workspace, tokens: int) -> str:
+def _too_small(
+    budgets: Sequence[int], found: Divided, beside: int, work: Workspace, tokens: int
+) -> str:
+    budget, smallest = min(budgets), found.smallest_bytes + beside
+    enough = "is the smallest that works" if len(budgets) == 1 else "on every device is enough"
     return (
         f"device_budget_bytes={budget} ({format_bytes(budget)}) is too small: {smallest} "
-        f"({format_bytes(smallest)}) is the smallest that works. {format_bytes(fixed)} of it are "
+        f"({format_bytes(smallest)}) {enough}. {format_bytes(found.outside_bytes)} of it are "
         f"weights outside of the blocks, {format_bytes(work.cache_bytes + work.step_bytes)} what "
         f"a step of {tokens} tokens needs. Give more, or plan for less: EngineConfig(max_tokens=)."
     )
 
 
 def check_budgets(
-    device: torch.device, device_budget_bytes: int | None, host_budget_bytes: int | None
-) -> int:
-    """Return the device's budget: the given one, or what is free.
+    devices: Sequence[torch.device], device_budget_bytes: int | None, host_budget_bytes: int | None
+) -> list[int]:
+    """Return every device's budget: the given one, or what is free.
+
+    Args:
+        devices: a CPU that is named several times is divided.
+        device_budget_bytes: of each; None takes what is free.
+        host_budget_bytes: None, or of the host where no device is one.
 
     Raises:
         ConfigError: a budget is not above 0, more than the machine has, or of a host that is the
             device.
     """
-    if host_budget_bytes is not None and is_host(device):
+    if host_budget_bytes is not None and any(map(is_host, devices)):
         raise ConfigError(
             f"host_budget_bytes={host_budget_bytes} has no meaning on a CPU, where the device is "
             "the host: device_budget_bytes is the budget of all."
         )
     if device_budget_bytes is None:
-        free = available_host_bytes() if is_host(device) else None
-        return memory_room_bytes(device) if free is None else min(free, memory_room_bytes(device))
-    given = {"device_budget_bytes": (device_budget_bytes, device_size_bytes(device))}
+        return [_free_bytes(device) // devices.count(device) for device in devices]
+    size = min(device_size_bytes(device) // devices.count(device) for device in devices)
+    given = {"device_budget_bytes": (device_budget_bytes, size)}
     if host_budget_bytes is not None:
         given["host_budget_bytes"] = host_budget_bytes, host_memory_bytes()
     for name, (size, limit) in given.items():
@@ -355,36 +237,9 @@ def check_budgets(
                 f"{name}={size} ({format_bytes(size)}) is more than the machine has "
                 f"({format_bytes(limit)}). Give less, or None for what is free."
             )
-    return device_budget_bytes
+    return [device_budget_bytes] * len(devices)
 
 
-def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list[tuple[str, int]]]:
-    """Return name and moving bytes of every block, by stack; the last stack, which writes, first.
-
-    Of an encoder-decoder the decoder's blocks run for every token, so they leave last.
-    """
-    shared, stays = shared_tensors(model), find_staying(model)
-    stacks: dict[str, list[tuple[str, int]]] = {}
-    for name, module in blocks.items():
-        size = sum(
-            packed_bytes(tensor)
-            for own, tensor in persistent_tensors(module).items()
-            if id(tensor) not in shared and not stays(f"{name}.{own}", tensor)
-        )
-        stacks.setdefault(name.rpartition(".")[0], []).append((name, size))
-    return list(reversed(stacks.values()))
-
-
-def _fill_host(
-    moved: Sequence[tuple[str, int]], device: torch.device, budget: int | None
-) -> Collection[str]:
-    """Return the blocks that wait in host memory: the first that fit, none on a CPU."""
-    if is_host(device):
-        return ()
-    room = budget if budget is not None else (available_host_bytes() or 0) // 2
-    found = []
-    for name, size in moved:
-        if size <= room:
-            room -= size
-            found.append(name)
-    return found
+def _free_bytes(device: torch.device) -> int:
+    free = available_host_bytes() if is_host(device) else None
+    return memory_room_bytes(device) if free is None else min(free, memory_room_bytes(device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -13,16 +13,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from bmforge.device import default_device, is_host
+from bmforge.device import find_devices, is_host
 from bmforge.errors import ConfigError
 from bmforge.host_tuning import read_tuning, return_freed_memory
 from bmforge.infer.engine.blanks import fill_blanks
-from bmforge.infer.engine.budget import EngineConfig, MemoryPlan, plan_memory
+from bmforge.infer.engine.budget import EngineConfig, plan_memory
 from bmforge.infer.engine.draft import check_draft, open_draft
 from bmforge.infer.engine.encode import classify, embed, fill_mask, name_inputs, read_rows
 from bmforge.infer.engine.encodings import Encoding
 from bmforge.infer.engine.hold import Hold
 from bmforge.infer.engine.limit import check_asked, check_module, check_size, check_tokenizer
+from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.packed_place import make_packed_place
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.infer.engine.requests import Requests, open_requests
@@ -61,8 +62,8 @@ class Engine:
     Args:
         model: directory, hub id or short name, which is opened; or any module with repeated blocks,
             which is placed as planned and stays the same object.
-        device_budget_bytes: for weights, slots, keys and values, and the largest step; None takes
-            what is free.
+        device_budget_bytes: for weights, slots, keys and values, and the largest step, of every
+            device; None takes what is free.
         host_budget_bytes: of host memory, where the device is another; None takes half of what is
             free.
         quantize: a scheme (`nn.packing.PRESETS`) by which the weights are packed first: of a module
@@ -70,6 +71,9 @@ class Engine:
             `EngineConfig.spill_directory`; one whose process was killed goes when the next engine
             opens. `quantize_directory` does it once and for all.
         dtype: of the weights; None takes fp32, or what a module has.
+        devices: accelerators, by number or name, over which blocks are divided in their order: one
+            is filled after the other, and where not all fit, each brings its own as they come and
+            go; ``"cpu"`` may be among them. None takes one.
         tokenizer: None takes the one beside the weights.
         config: what is asked of it.
         options: of `Model.from_pretrained`, such as `head` or `allow_unknown`.
@@ -93,6 +97,7 @@ class Engine:
         host_budget_bytes: int | None = None,
         quantize: str | QuantSpec | None = None,
         dtype: torch.dtype | None = None,
+        devices: Sequence[int | str | torch.device] | None = None,
         tokenizer: Any = None,
         config: EngineConfig | None = None,
         **options: Any,
@@ -102,10 +107,11 @@ class Engine:
         self._hold = Hold()
         self._requests: Requests | None = None
         self._directory: Path | None = None
-        self._streamer: Streamer | ExpertStreamer | None = None
-        self._give_back: Callable[[], None] = _nothing
-        self.device = default_device()
-        is_limited = device_budget_bytes is not None and is_host(self.device)
+        self._streamers: Sequence[Streamer | ExpertStreamer] = ()
+        self._given = ExitStack()
+        places = find_devices(devices)
+        self.device = places[0]
+        is_limited = device_budget_bytes is not None and any(map(is_host, places))
         if is_limited and "memory" in read_tuning():
             return_freed_memory()
         self._draft, spelled, device_budget_bytes = open_draft(
@@ -113,7 +119,7 @@ class Engine:
         )
         plan = partial(
             plan_memory,
-            device=self.device,
+            devices=places,
             config=self.config,
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
@@ -127,7 +133,7 @@ class Engine:
                 known = self.tokenizer.get_vocab() if spelled and self._directory else None
                 check_draft(self.model, self._draft, known, spelled)
         except BaseException:
-            self._give_back()
+            self._given.close()
             raise
         self._guard = None
         if device_budget_bytes is not None:
@@ -135,6 +141,7 @@ class Engine:
             self._guard = self.model.register_forward_pre_hook(
                 partial(check_size, limit), with_kwargs=True
             )
+            self._given.callback(self._guard.remove)
         get_logger().info("engine: %s", self.plan.line())
 
     def _open(
@@ -149,7 +156,8 @@ class Engine:
         self._directory = source = find_model(name)
         if quantize is not None:
             plan(PackedReader(*AutoModel.describe_pretrained(source, **options), quantize).model)
-            packed, self._give_back = make_packed_place(self.config.spill_directory)
+            packed, give_back = make_packed_place(self.config.spill_directory)
+            self._given.callback(give_back)
             allowed, target = options.get("allow_unknown", ()), packed / "model"
             source = quantize_directory(source, target, quantize, allow_unknown=allowed)
         made, files = AutoModel.describe_pretrained(
@@ -157,7 +165,7 @@ class Engine:
         )
         self.model: Any = made.eval().requires_grad_(False)
         self.plan = plan(made)
-        self._streamer = read_weights_(made, files, self.plan, self.device)
+        self._streamers = read_weights_(made, files, self.plan)
 
     def _take(
         self,
@@ -173,8 +181,8 @@ class Engine:
         if quantize is not None:
             quantize_(self.model, quantize)
         self.plan = plan(model)
-        folder = self.config.spill_directory
-        self._streamer, self._give_back = place_(model, self.plan, self.device, folder)
+        self._streamers, give_back = place_(model, self.plan, self.config.spill_directory)
+        self._given.callback(give_back)
 
     @property
     def tokenizer(self) -> Any:
@@ -356,11 +364,9 @@ class Engine:
         self._is_closed = True
         if self._requests is not None:
             self._requests.close()
-        if self._guard is not None:
-            self._guard.remove()
-        if self._streamer is not None:
-            self._streamer.close()
-        self._give_back()
+        for streamer in self._streamers:
+            streamer.close()
+        self._given.close()
 
     def __enter__(self) -> Self:
         """Return the engine."""
@@ -392,7 +398,3 @@ class Engine:
         if self._is_closed:
             raise ConfigError(f"{what} was asked of an engine that is closed. Open it anew.")
         check_asked(self.model, what, writes)
-
-
-def _nothing() -> None:
-    """There is nothing to give back."""

@@ -48,7 +48,7 @@ def check_size(
 def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a module in memory that an engine cannot place, or could not open."""
     record = laid_out(model)
-    if record is not None and (record.mesh is not None or record.streamer is not None):
+    if record is not None and (record.mesh is not None or record.streamers):
         raise ConfigError(
             f"the {type(model).__name__} is laid out over processes, or streamed, already. "
             "Give the engine a plain model, or the directory it was saved in."

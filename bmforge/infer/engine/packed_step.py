@@ -50,8 +50,8 @@ def shares_passes(model: Any) -> bool:
 
     So it is where weights come from elsewhere for every pass, or an accelerator wants many rows.
     """
-    streamer = getattr(laid_out(model), "streamer", None)
-    return streamer is not None or not next(model.parameters()).is_cpu
+    streamers = getattr(laid_out(model), "streamers", ())
+    return bool(streamers) or not next(model.parameters()).is_cpu
 
 
 class PackedStep:

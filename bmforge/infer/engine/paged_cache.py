@@ -45,7 +45,7 @@ class PagedCache:
     Args:
         count: pages.
         dtype: of keys and values; int8 keeps a scale for every token and head.
-        device: where they are.
+        device: where they are, but for layers whose keys come on another.
 
     Attributes:
         rows: of the step that runs, in the order of its tokens.
@@ -63,18 +63,27 @@ class PagedCache:
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def hold(self, layer: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values, (pages, K, 16, H) each, made if they are not there."""
+    def hold(
+        self, layer: int, heads: int, width: int, device: torch.device | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values, (pages, K, 16, H) each, made if they are not there.
+
+        Args:
+            layer: of which layer.
+            heads: K.
+            width: H.
+            device: of this layer; None takes the cache's.
+        """
         if layer not in self._pairs:
-            shape = self.count, heads, PAGE_TOKENS, width
+            shape, at = (self.count, heads, PAGE_TOKENS, width), device or self.device
             self._pairs[layer] = (
-                torch.empty(shape, dtype=self.dtype, device=self.device),
-                torch.empty(shape, dtype=self.dtype, device=self.device),
+                torch.empty(shape, dtype=self.dtype, device=at),
+                torch.empty(shape, dtype=self.dtype, device=at),
             )
             if self.dtype == torch.int8:
                 self._scales[layer] = (
-                    torch.empty(shape[:3], device=self.device),
-                    torch.empty(shape[:3], device=self.device),
+                    torch.empty(shape[:3], device=at),
+                    torch.empty(shape[:3], device=at),
                 )
         return self._pairs[layer]
 
@@ -88,7 +97,7 @@ class PagedCache:
 
     def _store(self, layer: int, part: int, new: Tensor) -> None:
         """Write keys (part 0) or values (1) of the step's tokens, (K, T, H), where they belong."""
-        pages, offsets = self._places()
+        pages, offsets = self._places(new.device)
         new = new.transpose(0, 1)
         if layer in self._scales:
             values, scales = quantize_activations(new.float().contiguous(), new.shape[-1])
@@ -125,31 +134,32 @@ class PagedCache:
         Shape:
             query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)
         """
-        self.hold(layer, key.shape[1], key.shape[3])
+        device = query.device
+        self.hold(layer, key.shape[1], key.shape[3], device)
         self._store(layer, 0, key[0])
         self._store(layer, 1, value[0])
         out, first = [], 0
         for row in self.rows:
             near = 0 if window is None else max(0, row.start + 1 - window) // PAGE_TOKENS
-            held = torch.tensor(row.pages[near : -(-row.end // PAGE_TOKENS)], device=self.device)
+            held = torch.tensor(row.pages[near : -(-row.end // PAGE_TOKENS)], device=device)
             past = row.start - near * PAGE_TOKENS
             seen, known = (
                 self._read(layer, part, held)[None, :, : past + row.length] for part in (0, 1)
             )
             own = query[:, :, first : first + row.length]
-            mask = build_mask((1, row.length), self.device, past=past, window=window)
+            mask = build_mask((1, row.length), device, past=past, window=window)
             out.append(mix(own, seen.to(own.dtype), known.to(own.dtype), mask, None))
             first += row.length
         return torch.cat(out, 2)
 
-    def _places(self) -> tuple[Tensor, Tensor]:
+    def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return page and offset of every token of the step."""
         found = [
             (row.pages[n // PAGE_TOKENS], n % PAGE_TOKENS)
             for row in self.rows
             for n in range(row.start, row.end)
         ]
-        pages, offsets = torch.tensor(found, device=self.device).unbind(1)
+        pages, offsets = torch.tensor(found, device=device).unbind(1)
         return pages, offsets
 
     def copy_page(self, source: int, target: int) -> None:

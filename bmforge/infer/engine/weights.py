@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.device import is_host
-from bmforge.infer.engine.budget import MemoryPlan, find_staying
+from bmforge.infer.engine.divide import find_staying
+from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.memory.direct_read import READ_THREADS, DirectReads
 from bmforge.memory.experts_away import ExpertStreamer, stream_experts_
 from bmforge.memory.spill import SpillFile
+from bmforge.memory.spread import spread_blocks_
 from bmforge.memory.streaming import ReadWeights, Streamer, stream_blocks_
 from bmforge.models import load_weights_, weight_reader
 from bmforge.models.formats.hf_format import WeightFiles
+from bmforge.records import units_of
 from bmforge.shards import is_streamed
 from bmforge.surgery import persistent_tensors
 
@@ -24,32 +27,33 @@ __all__ = ["place_", "read_weights_"]
 
 
 def read_weights_(
-    model: Any, files: WeightFiles, plan: MemoryPlan, device: torch.device
-) -> Streamer | ExpertStreamer | None:
-    """Give a model on meta its weights as planned; return what streams, if anything does.
+    model: Any, files: WeightFiles, plan: MemoryPlan
+) -> Sequence[Streamer | ExpertStreamer]:
+    """Give a model on meta its weights as planned; return what streams.
 
     Raises:
         CheckpointError: the files do not fit the model.
     """
     read = weight_reader(model, files, READ_THREADS)
-    streamer: Streamer | ExpertStreamer | None
+    streamers: Sequence[Streamer | ExpertStreamer]
     if plan.experts_bytes:
-        streamer = stream_experts_(
-            model, read.read_expert, device=device, budget_bytes=plan.experts_bytes
-        )
+        streamers = [
+            stream_experts_(
+                model, read.read_expert, device=plan.device, budget_bytes=plan.experts_bytes
+            )
+        ]
     else:
-        streamer = _stream_(model, read, plan, device)
-    load_weights_(model, files, device=device, threads=READ_THREADS)
-    return streamer
+        streamers = _stream_(model, [read] * len(plan.each()), plan)
+    load_weights_(model, files, device=plan.device, threads=READ_THREADS, elsewhere=plan.elsewhere)
+    _spread_(model, plan)
+    return streamers
 
 
 def place_(
     model: nn.Module,
     plan: MemoryPlan,
-    device: torch.device,
     directory: Path | None,
-    blocks: Sequence[str] | None = None,
-) -> tuple[Streamer | None, Callable[[], None]]:
+) -> tuple[Sequence[Streamer], Callable[[], None]]:
     """Move a model that is in memory to where the plan has its parts.
 
     Blocks that come and go wait on the host, or where that is the device in a file without a name.
@@ -57,56 +61,77 @@ def place_(
     Args:
         model: as it is.
         plan: where everything goes.
-        device: where it computes.
         directory: for the file; None takes the system's temporary directory.
-        blocks: names of those that the plan is about; None: all that the model has.
 
     Returns:
-        what streams, if anything does; and what gives the file back.
+        what streams; and what gives the file back.
 
     Raises:
         ConfigError: the directory cannot be used, or its disk has less room than is needed.
     """
-    moving = {*plan.on_host, *plan.on_disk}
-    kept: dict[str, Tensor] = {}
-    stays = find_staying(model)
-    for name, tensor in persistent_tensors(model).items():
-        if any(name.startswith(f"{block}.") for block in moving) and not stays(name, tensor):
-            kept[name] = tensor.detach()
-    close: Callable[[], None] = _nothing
-    read: ReadWeights = _Kept(kept)
-    if kept and is_host(device):
+    stays, closes = find_staying(model), []
+    reads: list[ReadWeights] = []
+    for one in plan.each():
+        kept = {
+            name: tensor.detach()
+            for name, tensor in persistent_tensors(model).items()
+            if any(name.startswith(f"{block}.") for block in one.moving) and not stays(name, tensor)
+        }
+        if not kept or not is_host(one.device):
+            reads.append(_Kept(kept))
+            continue
         sizes = (t.numel() * t.element_size() for t in kept.values())
-        file = SpillFile(
-            directory, sum(map(SpillFile.rounded, sizes)), "EngineConfig.spill_directory"
+        size = sum(map(SpillFile.rounded, sizes))
+        file = SpillFile(directory, size, "EngineConfig.spill_directory")
+        closes.append(file.close)
+        reads.append(_Spilled(file, kept))
+    streamers = _stream_(model, reads, plan)
+    for name, device in plan.elsewhere.items():
+        _move_(model.get_submodule(name), device)
+    away = {id(t) for name in plan.elsewhere for t in _tensors_of(model.get_submodule(name))}
+    _move_(model, plan.device, away)
+    _spread_(model, plan)
+    return streamers, lambda: _call_all(closes)
+
+
+def _stream_(model: nn.Module, reads: Sequence[ReadWeights], plan: MemoryPlan) -> list[Streamer]:
+    """Have blocks come to each device that has some that move."""
+    return [
+        stream_blocks_(
+            model,
+            read,
+            device=one.device,
+            blocks=one.moving,
+            on_host=one.on_host,
+            stays=find_staying(model),
         )
-        read, close = _Spilled(file, kept), file.close
-        kept.clear()
-    streamer = _stream_(model, read, plan, device, blocks)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not is_streamed(tensor):
+        for one, read in zip(plan.each(), reads, strict=True)
+        if one.moving
+    ]
+
+
+def _spread_(model: nn.Module, plan: MemoryPlan) -> None:
+    """Have what blocks on several devices are given come to them."""
+    if elsewhere := plan.elsewhere:
+        blocks = (unit.name for unit in units_of(model) if unit.is_block)
+        places = {name: elsewhere.get(name, plan.device) for name in blocks}
+        spread_blocks_(model, places, plan.device)
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _move_(module: nn.Module, device: torch.device, but: Collection[int] = ()) -> None:
+    """Move what does not come and go, in place, but for tensors of these ids."""
+    for tensor in _tensors_of(module):
+        if id(tensor) not in but and not is_streamed(tensor):
             tensor.data = tensor.data.to(device)
-    return streamer, close
 
 
-def _stream_(
-    model: nn.Module,
-    read: ReadWeights,
-    plan: MemoryPlan,
-    device: torch.device,
-    blocks: Sequence[str] | None = None,
-) -> Streamer | None:
-    if not plan.moved_bytes:
-        return None
-    return stream_blocks_(
-        model,
-        read,
-        device=device,
-        blocks=blocks,
-        resident=plan.resident,
-        on_host=plan.on_host,
-        stays=find_staying(model),
-    )
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 class _Kept:
@@ -132,7 +157,3 @@ class _Spilled:
 
     def __call__(self, name: str, target: Tensor) -> None:
         self._places[name].fill(target, self._reads.read_into)
-
-
-def _nothing() -> None:
-    """There is nothing to give back."""

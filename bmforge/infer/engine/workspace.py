@@ -23,7 +23,7 @@ from bmforge.parallel.balance import leave_out_balance
 from bmforge.records import units_of
 from bmforge.surgery import copy_to_meta, evaluating
 
-__all__ = ["Workspace", "find_workspace"]
+__all__ = ["Workspace", "find_workspace", "largest_runs"]
 
 # Drawing a token sorts the scores of a row: numbers, places and masks of each, in fp32 and int64.
 _BYTES_PER_SCORE = 40
@@ -56,7 +56,7 @@ def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
     if not isinstance(described, Model):
         return _guess(described, rows, tokens)
     with evaluating(described), torch.no_grad():
-        found = [_follow(described, run, rows, tokens) for run in _runs_of(described)]
+        found = [_follow(described, run, rows, tokens) for run in largest_runs(described)]
     cache = max(one.cache_bytes for one in found)
     peak = max(one.cache_bytes + one.step_bytes for one in found)
     drawing = rows * described.config.vocab_size * _BYTES_PER_SCORE * described.traits.writes
@@ -66,8 +66,15 @@ def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
 _Run = Callable[[Any, Tensor], int]
 
 
-def _runs_of(model: Model) -> list[_Run]:
-    """Return what is done with a model that has such a head: each returns the cache's bytes."""
+def largest_runs(model: Model) -> list[_Run]:
+    """Return what is done with a model that has such a head: each returns the cache's bytes.
+
+    Args:
+        model: on meta, or of tensors without values.
+
+    Returns:
+        functions of the model and token ids (B, T), of which only the shape counts.
+    """
     if model.traits.has_images:
         return [_look]
     runs: list[_Run] = [_generate, _score] if model.traits.writes else [_read]
@@ -104,7 +111,7 @@ def _look(model: Any, ids: Tensor) -> int:
     height, width = size if isinstance(size, tuple) else (size, size)
     pixels = torch.empty(
         ids.shape[0], config.num_channels, height, width,
-        device="meta", dtype=next(model.parameters()).dtype,
+        device=ids.device, dtype=next(model.parameters()).dtype,
     )  # fmt: skip
     model(pixel_values=pixels)
     return 0

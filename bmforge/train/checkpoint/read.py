@@ -250,8 +250,8 @@ def apply_checkpoint(
             write_state(optimizer, parameter, values)
         _restore_groups(model, optimizers, saved)
     record = laid_out(model)
-    if record is not None and record.streamer is not None:
-        record.streamer.forget()  # blocks that are here are those of before
+    for streamer in () if record is None else record.streamers:
+        streamer.forget()  # blocks that are here are those of before
 
 
 def _state_tensor(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class StateOffload:
         # A stage of a pipeline may have nothing that is trained.
         self._device = local_tensor(next(iter(self._parameters or model.parameters()))).device
         self._away: dict[int, Away] = {}
-        self._leaves = config.leaves(self._device) or _streamer_of(model) is not None
+        self._leaves = config.leaves(self._device) or bool(_streamers_of(model))
         self._narrow: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._disk: SpillFile | None = None
@@ -209,25 +210,13 @@ class StateOffload:
 
     def _take_over_streaming(self) -> None:
         """From now on blocks stream from where their weights are stepped."""
-        streamer = _streamer_of(self._model)
-        if streamer is None:
-            return
         named = {name: self._away.get(id(p)) for name, p in self._model.named_parameters()}
-        before = streamer.read
-
-        def read(name: str, target: Tensor) -> None:
-            one = named[name]
-            if one is None or one.master is None:
-                before(name, target)  # it is not trained
-                return
-            one.wait()
-            one.master.fill(target)
-
-        streamer.forget()
-        streamer.read = read
-        for one in self._away.values():
-            if is_streamed(one.parameter):
-                one.changed = streamer.forget
+        for streamer in _streamers_of(self._model):
+            streamer.forget()
+            streamer.read = partial(_read_stepped, named, streamer.read)
+            for name in streamer.names:
+                if (one := named[name]) is not None:
+                    one.changed = streamer.forget
 
     def _find_narrow(self, chosen: set[int]) -> set[int]:
         """Return the parameters of which the device keeps bfloat16 only.
@@ -291,7 +280,19 @@ def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
         )
 
 
-def _streamer_of(model: nn.Module) -> Any:
+def _streamers_of(model: nn.Module) -> tuple[Any, ...]:
     """Return what brings the weights of blocks, where they live elsewhere."""
     record = laid_out(model)
-    return None if record is None else record.streamer
+    return () if record is None else record.streamers
+
+
+def _read_stepped(
+    named: Mapping[str, Any], before: Callable[[str, Tensor], None], name: str, target: Tensor
+) -> None:
+    """Fill a tensor with what was stepped, or where it is not trained with what was read before."""
+    one = named.get(name)
+    if one is None or one.master is None:
+        before(name, target)
+        return
+    one.wait()
+    one.master.fill(target)

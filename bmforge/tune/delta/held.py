@@ -79,7 +79,7 @@ def refuse_laid_out(model: nn.Module, what: str) -> None:
     if getattr(model, "takes_parts", False):
         return
     record = laid_out(model)
-    if is_laid_out(model) or (record is not None and record.streamer is not None):
+    if is_laid_out(model) or (record is not None and record.streamers):
         raise ConfigError(
             f"{type(model).__name__} is laid out already: {what} before parallelize (or before its "
             "blocks stream)."

@@ -65,7 +65,7 @@ def test_bits_budget_and_bytes(directory: Path, scheme: str | None) -> None:
             assert engine.plan.experts_bytes == min(2 + more, 24) * one
             assert "experts that are here" in str(engine.plan)
             assert torch.equal(engine.generate(IDS, **options), want)
-            streamer: Any = engine._streamer
+            streamer: Any = next(iter(engine._streamers))
             assert streamer.num_slots * one == engine.plan.experts_bytes
             read.append(streamer.read_bytes)
     assert read[0] <= needed * one

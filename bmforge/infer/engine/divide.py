@@ -1,0 +1,256 @@
+"""Which of a model's blocks are on which device, and which of them stay there."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from bmforge.device import is_host
+from bmforge.host_memory import available_host_bytes
+from bmforge.infer.engine.memory_plan import MemoryPlan
+from bmforge.infer.engine.workspace import Workspace
+from bmforge.memory.packed import packed_bytes
+from bmforge.memory.resident import NUM_SLOTS, choose_resident, smallest_room
+from bmforge.memory.streaming import Stays
+from bmforge.surgery import persistent_tensors, shared_tensors
+from bmforge.tune.delta.held import delta_tensors
+
+__all__ = ["Divided", "DeviceRoom", "divide_blocks", "find_staying"]
+
+
+@dataclass(frozen=True)
+class DeviceRoom:
+    """One device.
+
+    Args:
+        device: it.
+        room_bytes: for all that a model needs there.
+        runtime_bytes: of these, what the process needs besides tensors.
+    """
+
+    device: torch.device
+    room_bytes: int
+    runtime_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Divided:
+    """How blocks are divided.
+
+    Args:
+        plan: None where some device is too small.
+        smallest_bytes: of every device: so much is enough.
+        outside_bytes: of weights that are in no block or never leave.
+    """
+
+    plan: MemoryPlan | None
+    smallest_bytes: int
+    outside_bytes: int
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block's bytes: of tensors that may come and go, and of those that stay beside it."""
+
+    name: str
+    moving: int
+    staying: int
+    is_bound: bool
+
+    @property
+    def size(self) -> int:
+        return self.moving + self.staying
+
+
+_Stack = Sequence[_Block]
+
+
+def find_staying(model: nn.Module) -> Stays:
+    """Return what tells of a block that comes and goes which of its tensors stay themselves.
+
+    Norms, biases and deltas: they are small, and who trains them trains them where they are.
+    """
+    own = delta_tensors(model)
+    return lambda name, tensor: tensor.dim() < 2 or name in own
+
+
+def divide_blocks(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    rooms: Sequence[DeviceRoom],
+    host_budget_bytes: int | None,
+    work: Workspace,
+) -> Divided:
+    """Return where a model's blocks go, on one device or several.
+
+    What is outside of blocks is on the first device; every device has the largest step, and the
+    keys and values of its own blocks. One that is not needed has nothing.
+
+    Args:
+        model: on meta, or as it is.
+        blocks: name -> module of what may come and go, in the order in which it runs.
+        rooms: the devices.
+        host_budget_bytes: for blocks that wait on the host; None takes half of what is free.
+        work: what a step needs.
+    """
+    stacks = _find_stacks(model, blocks)
+    everything = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    outside = sum(map(packed_bytes, everything)) - sum(b.size for stack in stacks for b in stack)
+    staying = sum(block.staying for stack in stacks for block in stack)
+    needs = [work.step_bytes + room.runtime_bytes for room in rooms]
+    needs[0] += outside
+    shares = _share_out(
+        stacks, work.cache_bytes, [r.room_bytes - n for r, n in zip(rooms, needs, strict=True)]
+    )
+    host = host_budget_bytes
+    host = (available_host_bytes() or 0) // 2 if host is None else host
+    plans: list[MemoryPlan] = []
+    smallest = 0
+    used = [pair for pair in zip(rooms, shares, strict=True) if pair[0] is rooms[0] or pair[1]]
+    for number, (room, names) in enumerate(used):
+        own = _only(stacks, names)
+        fixed = (0 if number else outside) + sum(b.staying for stack in own for b in stack)
+        there = replace(work, cache_bytes=_share_of(work.cache_bytes, own, stacks))
+        plan, least = _plan_device(own, room, host, fixed, there)
+        smallest = max(smallest, least)
+        if plan is not None:
+            host -= sum(b.moving for stack in own for b in stack if b.name in plan.on_host)
+            plans.append(plan)
+    if len(rooms) > 1:  # a larger budget divides blocks otherwise: so much is enough for any
+        sizes = [[block.moving for block in stack] for stack in stacks]
+        smallest = max(needs) + staying + work.cache_bytes + smallest_room(sizes)
+    if len(plans) < len(used):
+        return Divided(None, smallest, outside + staying)
+    smallest = min(smallest, max(room.room_bytes for room in rooms))
+    first = replace(plans[0], smallest_bytes=smallest, others=tuple(plans[1:]))
+    return Divided(first, smallest, outside + staying)
+
+
+def _plan_device(
+    stacks: Sequence[_Stack], room: DeviceRoom, host_bytes: int, fixed: int, work: Workspace
+) -> tuple[MemoryPlan | None, int]:
+    """Return the plan of one device with its blocks, None for too small; and what is enough."""
+    sizes = [[block.moving for block in stack] for stack in stacks]
+    rest = fixed + work.cache_bytes + work.step_bytes + room.runtime_bytes
+    smallest = rest + smallest_room(sizes)
+    kept = choose_resident(sizes, room.room_bytes - rest)
+    if kept is None:
+        return None, smallest
+    resident = {stack[i].name for stack, ids in zip(stacks, kept, strict=True) for i in ids}
+    moved = [block for stack in stacks for block in stack if block.name not in resident]
+    order = [block.name for stack in reversed(stacks) for block in stack]
+    moved_bytes = sum(block.moving for block in moved)
+    plan = MemoryPlan(
+        room.device,
+        room.room_bytes,
+        smallest,
+        fixed + sum(map(sum, sizes)) - moved_bytes,
+        min(NUM_SLOTS, len(moved)) * max((block.moving for block in moved), default=0),
+        work.cache_bytes,
+        work.step_bytes,
+        room.runtime_bytes,
+        tuple(name for name in order if name in resident),
+        tuple(name for name in order if name not in resident),
+        _fill_host(moved, room.device, host_bytes),
+        moved_bytes,
+    )
+    return plan, smallest
+
+
+def _share_out(
+    stacks: Sequence[_Stack], cache_bytes: int, free: Sequence[int]
+) -> list[Collection[str]]:
+    """Return the names of every device's blocks.
+
+    Blocks fill one device after the other; where they do not all fit, every device has as much of
+    them, in their order, as it has room, so that no link brings more than it must. A block that
+    shares tensors with others stays with them on the first device.
+    """
+    order = [block for stack in reversed(stacks) for block in stack]
+    if len(free) == 1:
+        return [{block.name for block in order}]
+    caches = {b.name: _share_of(cache_bytes, _only(stacks, {b.name}), stacks) for b in order}
+    sizes = {block.name: block.size + caches[block.name] for block in order}
+    bound = {block.name for block in order if block.is_bound}
+    loose = [block.name for block in order if not block.is_bound]
+    free = [free[0] - sum(sizes[name] for name in bound), *free[1:]]
+    amounts = [sizes[name] for name in loose]
+    numbers = _fill_devices(amounts, free) or _divide_by_room(amounts, free)
+    shares: list[set[str]] = [set() for _ in free]
+    shares[0] |= bound
+    for name, number in zip(loose, numbers, strict=True):
+        shares[number].add(name)
+    return list(shares)
+
+
+def _fill_devices(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
+    """Return the device of every block, one filled after the other; None where not all fit."""
+    numbers: list[int] = []
+    device, left = 0, free[0]
+    for size in sizes:
+        while size > left:
+            device += 1
+            if device == len(free):
+                return None
+            left = free[device]
+        left -= size
+        numbers.append(device)
+    return numbers
+
+
+def _divide_by_room(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
+    """Return the device of every block, such that each has its share of their bytes."""
+    ends = list(accumulate(max(0, room) for room in free))
+    behind = list(accumulate(sizes))
+    scale = ends[-1] / max(1, sum(sizes))
+    middles = ((end - size / 2) * scale for end, size in zip(behind, sizes, strict=True))
+    return [min(bisect_right(ends, middle), len(free) - 1) for middle in middles]
+
+
+def _only(stacks: Sequence[_Stack], names: Collection[str]) -> list[_Stack]:
+    """Return the blocks of some names, by stack."""
+    return [[block for block in stack if block.name in names] for stack in stacks]
+
+
+def _share_of(cache_bytes: int, own: Sequence[_Stack], stacks: Sequence[_Stack]) -> int:
+    """Return what some blocks hold of the keys and values, which are those of the first stack."""
+    if not stacks:
+        return cache_bytes
+    return -(-cache_bytes * len(own[0]) // len(stacks[0]))
+
+
+def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list[_Block]]:
+    """Return the blocks of every stack; the last stack, which writes, first.
+
+    Of an encoder-decoder the decoder's blocks run for every token, so they leave last.
+    """
+    shared, stays = shared_tensors(model), find_staying(model)
+    stacks: dict[str, list[_Block]] = {}
+    for name, module in blocks.items():
+        tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        own = sum(packed_bytes(t) for key, t in tensors.items() if key not in shared)
+        moving = sum(
+            packed_bytes(tensor)
+            for key, tensor in persistent_tensors(module).items()
+            if id(tensor) not in shared and not stays(f"{name}.{key}", tensor)
+        )
+        block = _Block(name, moving, own - moving, not shared.isdisjoint(tensors))
+        stacks.setdefault(name.rpartition(".")[0], []).append(block)
+    return list(reversed(stacks.values()))
+
+
+def _fill_host(moved: Sequence[_Block], device: torch.device, room_bytes: int) -> tuple[str, ...]:
+    """Return the blocks that wait in host memory: the first that fit, none on a CPU."""
+    if is_host(device):
+        return ()
+    found = []
+    for block in moved:
+        if block.moving <= room_bytes:
+            room_bytes -= block.moving
+            found.append(block.name)
+    return tuple(found)
