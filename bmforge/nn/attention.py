@@ -19,6 +19,7 @@ from bmforge.errors import ShapeError
 from bmforge.nn.biased import biased_attention
 from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.host_attention import host_attention, takes_host_attention
+from bmforge.nn.linear import Linear
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.position import apply_rope, narrow_rope
 from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
@@ -271,10 +272,10 @@ class Attention(nn.Module):
         self.thin_dims: Pass = pass_on
         self.thin_query: Pass = pass_on
         query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(hidden_size, query_size, bias=spec.qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, key_size, bias=spec.qkv_bias)
-        self.v_proj = nn.Linear(hidden_size, key_size, bias=spec.qkv_bias)
-        self.o_proj = nn.Linear(query_size, hidden_size, bias=spec.out_bias)
+        self.q_proj = Linear(hidden_size, query_size, bias=spec.qkv_bias)
+        self.k_proj = Linear(hidden_size, key_size, bias=spec.qkv_bias)
+        self.v_proj = Linear(hidden_size, key_size, bias=spec.qkv_bias)
+        self.o_proj = Linear(query_size, hidden_size, bias=spec.out_bias)
         self.prefix: nn.Module | None = None
         self.q_norm = self.k_norm = None
         if spec.qk_norm_eps is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.host_rows import host_gelu, takes_host_gelu
+from bmforge.nn.linear import Linear
 from bmforge.nn.remake import call_and_drop
 
 __all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "WideLinear", "get_activation"]
@@ -74,10 +75,12 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-class WideLinear(nn.Linear):
+class WideLinear(Linear):
     """Computes in the dtype of what goes in."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype == x.dtype:
+            return super().forward(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
 
@@ -104,9 +107,9 @@ class MLP(nn.Module):
         self.activation = get_activation(spec.activation)
         self.dropout, self.widens_half = spec.dropout, spec.widens_half
         sizes = hidden_size, spec.intermediate_size
-        self.gate_proj = nn.Linear(*sizes, bias=spec.bias) if spec.gated else None
-        self.up_proj = nn.Linear(*sizes, bias=spec.bias)
-        last = WideLinear if spec.widens_half else nn.Linear
+        self.gate_proj = Linear(*sizes, bias=spec.bias) if spec.gated else None
+        self.up_proj = Linear(*sizes, bias=spec.bias)
+        last = WideLinear if spec.widens_half else Linear
         self.down_proj = last(*reversed(sizes), bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:

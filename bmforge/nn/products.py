@@ -35,9 +35,10 @@ from bmforge.nn.product_kernels import (
 __all__ = [
     "Kernels",
     "dequantize",
+    "is_watched",
     "load_kernels",
     "load_variant",
-    "multiply_half",
+    "multiply_few",
     "multiply_packed",
     "multiply_plain",
     "multiply_rows_plain",
@@ -220,24 +221,40 @@ def multiply_packed(
     return kernels.multiply(x, matrix, rows, spec, bias)
 
 
-def multiply_half(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Return ``x @ weight.T`` of a half-precision weight with a few tokens; None where torch is to.
+def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Return ``x @ weight.T + bias`` of a plain weight with a few tokens; None where torch is to.
 
-    Torch reads such weights at little more than half the speed of memory.
+    Torch reads weights of half precision at little more than half the speed of memory, and takes
+    twice as long for 2 to 16 tokens of fp32 on processors that its library was not made for. Every
+    number of tokens gives a token the same bits.
 
     Shape:
         x: (..., columns) -> (..., rows), in its dtype
     """
-    plain = type(x) is Tensor and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    few = plain and 0 < x.numel() <= _FEW_TOKENS * weight.shape[1]
-    if not few or weight.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
+    if torch.compiler.is_compiling():  # which cannot look into what follows
         return None
-    if type(weight) not in (Tensor, torch.nn.Parameter) or not _runs_here(weight):
+    if torch.is_grad_enabled() or not 0 < x.numel() <= _FEW_TOKENS * weight.shape[1]:
         return None
-    if torch.is_autocast_enabled(x.device.type) or (kernels := load_kernels()) is None:
+    plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
+    if not plain or x.dtype != weight.dtype or weight.dtype not in PLAIN_KINDS or is_watched():
         return None
-    flat = x.reshape(-1, x.shape[-1]).float().contiguous()
-    return kernels.multiply_rows(flat, weight).view(*x.shape[:-1], -1).to(x.dtype)
+    if not x.is_cpu or not _runs_here(weight) or torch.is_autocast_enabled(x.device.type):
+        return None
+    if (kernels := load_kernels()) is None:
+        return None
+    out = kernels.multiply_rows(x.reshape(-1, x.shape[-1]).float().contiguous(), weight)
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def is_watched() -> bool:
+    """Tell whether something follows or transforms torch's operations, and would miss a kernel."""
+    if torch.compiler.is_compiling():
+        return True
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    return bool(modes) or transforms or torch._C._get_tracing_state() is not None
 
 
 @cache

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
 from bmforge.nn.cuts import Pass, pass_on
+from bmforge.nn.linear import Linear
 from bmforge.nn.remake import call_and_drop
 from bmforge.nn.window_mask import WindowMask
 
@@ -45,9 +46,9 @@ class WindowAttention(Attention):
         super().__init__(hidden_size, spec)
         self.pick_own: Pass = pass_on
         size = spec.num_heads * spec.head_dim
-        self.q_global_proj = nn.Linear(hidden_size, size, bias=spec.qkv_bias)
-        self.k_global_proj = nn.Linear(hidden_size, size, bias=spec.qkv_bias)
-        self.v_global_proj = nn.Linear(hidden_size, size, bias=spec.qkv_bias)
+        self.q_global_proj = Linear(hidden_size, size, bias=spec.qkv_bias)
+        self.k_global_proj = Linear(hidden_size, size, bias=spec.qkv_bias)
+        self.v_global_proj = Linear(hidden_size, size, bias=spec.qkv_bias)
 
     def forward(  # type: ignore[override]
         self,
@@ -191,7 +192,7 @@ def _is_plain(proj: nn.Linear) -> bool:
     """Tell whether a projection's weight and bias are all that it does: not where it is stored
     otherwise, cut over processes, or has something beside it.
     """
-    is_own = type(proj) is nn.Linear and type(proj.weight) is nn.Parameter
+    is_own = type(proj) is Linear and type(proj.weight) is nn.Parameter
     return is_own and not (proj._forward_hooks or proj._forward_pre_hooks)
 
 

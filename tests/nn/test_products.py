@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from bmforge.errors import ConfigError
 from bmforge.native import processor_features
 from bmforge.nn import products
+from bmforge.nn.linear import Linear
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pack_matrix, quantize_groups, unpack_matrix
 from bmforge.nn.products import (
     Kernels,
@@ -198,20 +201,34 @@ def test_plain_weights(kernels: Kernels, dtype: torch.dtype, columns: int) -> No
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_heads(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_tokens_of_plain_weights(dtype: torch.dtype, has_bias: bool) -> None:
     """A few tokens are rounded once, from a product in fp32; others go to torch."""
     weight, x = draw(133, 200).to(dtype), draw(2, 3, 200, seed=1).to(dtype)
+    bias = draw(133, seed=2).to(dtype) if has_bias else None
     if products.load_kernels() is None:
         pytest.skip("no compiler here")
+    layer = Linear(200, 133, bias=has_bias, dtype=dtype)
+    layer.load_state_dict({"weight": weight} | ({"bias": bias} if has_bias else {}))
     with torch.no_grad():
-        got = products.multiply_half(x, weight)
+        got = products.multiply_few(x, weight, bias)
         assert got is not None
-        want = multiply_rows_plain(x.float().flatten(0, 1), weight).view(2, 3, 133).to(dtype)
-        assert torch.equal(got, want)
-        assert products.multiply_half(x.float(), weight.float()) is None
-        assert products.multiply_half(x.expand(9, 2, 3, 200).flatten(0, 1), weight) is None
-    assert products.multiply_half(x, weight) is None
+        want = multiply_rows_plain(x.float().flatten(0, 1), weight)
+        want = want if bias is None else want + bias.float()
+        assert torch.equal(got, want.view(2, 3, 133).to(dtype))
+        assert torch.equal(layer(x), got)
+        apart = x.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
+        assert torch.equal(layer(apart), got)
+        many = x.expand(9, 2, 3, 200).flatten(0, 1)
+        assert products.multiply_few(many, weight, bias) is None
+        assert torch.equal(layer(many), F.linear(many, weight, bias))
+        with FlopCounterMode(display=False) as counter:  # what counts operations sees them
+            layer(x)
+        assert counter.get_total_flops() == 2 * 6 * 200 * 133
+        rounding = 1e-5 if dtype == torch.float32 else 0.02
+        assert_close(torch.func.vmap(layer)(x), got, rtol=rounding, atol=5 * rounding)
+    assert products.multiply_few(x, weight, bias) is None
 
 
 def test_the_widest_row(kernels: Kernels) -> None:

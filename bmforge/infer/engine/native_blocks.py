@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bmforge.nn import MLP, Attention, Block
 from bmforge.nn.attention import mix_values
 from bmforge.nn.cuts import pass_on
+from bmforge.nn.linear import Linear
 from bmforge.nn.mlp import ACTIVATIONS, WideLinear
 from bmforge.nn.moe import Experts, MoE, dispatch_locally
 from bmforge.nn.norm import RMSNorm
@@ -41,7 +42,7 @@ _ACTIVATIONS: dict[Callable[[Tensor], Tensor], int] = {
     torch.tanh: 4,
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LINEARS = (nn.Linear, WideLinear, QuantizedLinear)
+_LINEARS = (nn.Linear, Linear, WideLinear, QuantizedLinear)
 _EXPERTS = (Experts, QuantizedExperts)
 # What these computed when they were imported: a class whose forward was replaced is not known.
 _FORWARDS = {

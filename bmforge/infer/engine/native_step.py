@@ -22,7 +22,7 @@ from bmforge.infer.engine.native_run import Call, PackedCall
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
 from bmforge.nn.product_kernels import PLAIN_KINDS, compile_sources
-from bmforge.nn.products import load_kernels
+from bmforge.nn.products import is_watched, load_kernels
 
 __all__ = ["NativeStep", "load_step"]
 
@@ -201,12 +201,11 @@ def _is_usual(x: Tensor, inputs: Mapping[str, Any]) -> bool:
 
 def _may_run(x: Tensor) -> bool:
     """Tell whether a call is one for plain numbers on the host."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or is_watched():
         return False
     plain = type(x) is Tensor and x.is_cpu and x.dtype in PLAIN_KINDS
-    watched = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     hooked = any(hooks for hooks in _GLOBAL_HOOKS)
-    return plain and not watched and not hooked and not torch.is_autocast_enabled("cpu")
+    return plain and not hooked and not torch.is_autocast_enabled("cpu")
 
 
 # Hooks of every module there is.
