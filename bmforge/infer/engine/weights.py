@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -69,29 +70,41 @@ def place_(
     Raises:
         ConfigError: the directory cannot be used, or its disk has less room than is needed.
     """
-    stays, closes = find_staying(model), []
-    reads: list[ReadWeights] = []
-    for one in plan.each():
-        kept = {
-            name: tensor.detach()
-            for name, tensor in persistent_tensors(model).items()
-            if any(name.startswith(f"{block}.") for block in one.moving) and not stays(name, tensor)
-        }
-        if not kept or not is_host(one.device):
-            reads.append(_Kept(kept))
-            continue
-        sizes = (t.numel() * t.element_size() for t in kept.values())
-        size = sum(map(SpillFile.rounded, sizes))
-        file = SpillFile(directory, size, "EngineConfig.spill_directory")
-        closes.append(file.close)
-        reads.append(_Spilled(file, kept))
-    streamers = _stream_(model, reads, plan)
-    for name, device in plan.elsewhere.items():
-        _move_(model.get_submodule(name), device)
-    away = {id(t) for name in plan.elsewhere for t in _tensors_of(model.get_submodule(name))}
-    _move_(model, plan.device, away)
-    _spread_(model, plan)
-    return streamers, lambda: _call_all(closes)
+    with ExitStack() as files:
+        reads = [_keep(model, one, directory, files) for one in plan.each()]
+        streamers = _stream_(model, reads, plan)
+        for name, device in plan.elsewhere.items():
+            _move_(model.get_submodule(name), device)
+        away = {id(t) for name in plan.elsewhere for t in _tensors_of(model.get_submodule(name))}
+        _move_(model, plan.device, away)
+        _spread_(model, plan)
+        return streamers, files.pop_all().close
+
+
+def _keep(
+    model: nn.Module, plan: MemoryPlan, directory: Path | None, files: ExitStack
+) -> ReadWeights:
+    """Put one device's blocks that come and go where they wait; return what reads them.
+
+    Args:
+        model: whose blocks they are.
+        plan: of the device.
+        directory: for the file.
+        files: is told of the file.
+    """
+    stays = find_staying(model)
+    kept = {
+        name: tensor.detach()
+        for name, tensor in persistent_tensors(model).items()
+        if any(name.startswith(f"{block}.") for block in plan.moving) and not stays(name, tensor)
+    }
+    if not kept or not is_host(plan.device):
+        return _Kept(kept)
+    sizes = (tensor.numel() * tensor.element_size() for tensor in kept.values())
+    size = sum(map(SpillFile.rounded, sizes))
+    file = SpillFile(directory, size, "EngineConfig.spill_directory")
+    files.callback(file.close)
+    return _Spilled(file, kept)
 
 
 def _stream_(model: nn.Module, reads: Sequence[ReadWeights], plan: MemoryPlan) -> list[Streamer]:
@@ -127,11 +140,6 @@ def _move_(module: nn.Module, device: torch.device, but: Collection[int] = ()) -
     for tensor in _tensors_of(module):
         if id(tensor) not in but and not is_streamed(tensor):
             tensor.data = tensor.data.to(device)
-
-
-def _call_all(functions: Iterable[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
 
 
 class _Kept:
