@@ -171,7 +171,7 @@ def measure(path: Path, arguments: argparse.Namespace) -> list[list[str]]:
         ["of one request's", f"{statistics.median(alone) / statistics.median(ours):.2f}", ""]
     )
     if theirs:
-        rows.append(["of llama.cpp's", *map(str, paired_ratio(theirs, ours))])
+        rows.append(["of llama.cpp's", *map(str, paired_ratio(ours, theirs))])
         assert peer is not None
         peer.close()
     for name, values in (("first token", served.first), ("next token", served.next)):

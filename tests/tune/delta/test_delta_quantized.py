@@ -48,7 +48,7 @@ def pack_(model: nn.Module) -> list[str]:
         quantization.quantize_(
             model,
             quantization.Int8WeightOnlyConfig(),
-            filter_fn=lambda module, name: type(module) is nn.Linear and "_proj" in name,
+            filter_fn=lambda module, name: isinstance(module, nn.Linear) and "_proj" in name,
         )
     found = [n for n, m in model.named_modules() if "torchao" in type_of(m)]
     assert len(found) == 2 * 7
