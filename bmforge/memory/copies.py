@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bmforge.device import is_host
+from bmforge.threads import start_thread
 
 __all__ = ["CopyEngine", "CopyEvent", "Ticket", "Worker", "make_copy_engine"]
 
@@ -94,11 +95,12 @@ class Worker:
     ) -> None:
         self._note, self._is_closed = note, False
         self._tasks: _Tasks = queue.SimpleQueue()
-        # A daemon: a run that fails must not wait for what it no longer needs. Nor does an idle
-        # thread keep its owner alive (models, states, groups); it ends when the owner goes.
-        arguments = (self._tasks, device)
-        self._thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
-        self._thread.start()
+        # A run that ends waits for the task at hand alone. Nor does an idle thread keep its owner
+        # alive (models, states, groups); it ends when the owner goes.
+        ends = threading.Event()
+        self._thread = start_thread(
+            name, _serve, self._tasks, device, ends, end=partial(_drop_tasks, self._tasks, ends)
+        )
         weakref.finalize(self, self._tasks.put, None)
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
@@ -117,12 +119,20 @@ class Worker:
         self._thread.join()
 
 
-def _serve(tasks: _Tasks, device: torch.device | None) -> None:
-    """Do tasks until there is None."""
+def _drop_tasks(tasks: _Tasks, ends: threading.Event) -> None:
+    ends.set()
+    tasks.put(None)
+
+
+def _serve(tasks: _Tasks, device: torch.device | None, ends: threading.Event) -> None:
+    """Do tasks until there is None; once the program ends they fail instead."""
     if device is not None and not is_host(device):
         torch.accelerator.set_device_index(device)  # a new thread begins with the first
     while (task := tasks.get()) is not None:
         work, ticket = task
+        if ends.is_set():
+            ticket.finish(RuntimeError(f"{ticket.label or 'work'}: the program ends."))
+            continue
         ticket.note("begun", ticket.label)
         error: BaseException | None = None
         try:

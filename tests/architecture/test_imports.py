@@ -32,6 +32,7 @@ GROUND = {
     "device",
     "settings",
     "task_names",
+    "threads",
 }
 
 # room -> rooms it may import, besides the ground floor and itself

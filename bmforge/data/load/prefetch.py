@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from bmforge.threads import start_thread
+
 __all__ = ["Prefetcher"]
 
 T = TypeVar("T")
@@ -29,8 +31,7 @@ class Prefetcher(Generic[T]):
         self._error: BaseException | None = None
         self._stopped = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="bmforge-prefetch", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("bmforge-prefetch", self._run, end=self.stop)
 
     def take(self) -> T:
         """Return the next item; an exception of `make` is raised here, at its item's turn."""

@@ -24,6 +24,7 @@ from bmforge.infer.engine.request import Handle, Request, RequestsConfig, Reques
 from bmforge.infer.engine.rows import Rows
 from bmforge.infer.engine.tasks import Work
 from bmforge.logging import get_logger
+from bmforge.threads import start_thread
 
 __all__ = ["Requests", "open_requests"]
 
@@ -199,8 +200,7 @@ class Requests:
 
     def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="bmforge-engine", daemon=True)
-            self._thread.start()
+            self._thread = start_thread("bmforge-engine", self._run, end=self.close)
         self._changed.notify_all()
 
     def _has_work(self) -> bool:
