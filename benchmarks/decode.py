@@ -197,7 +197,9 @@ class Peer:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        assert self._read() == "ready"
+        if self._read() != "ready":
+            told = " ".join([python, "benchmarks/decode_peer.py", *arguments])
+            sys.exit(f"the peer did not open; `{told}` says why.")
 
     def _read(self) -> str:
         assert self._process.stdout is not None

@@ -171,7 +171,8 @@ def measure(path: Path, arguments: argparse.Namespace) -> list[list[str]]:
         ["of one request's", f"{statistics.median(alone) / statistics.median(ours):.2f}", ""]
     )
     if theirs:
-        rows.append(["of llama.cpp's", *map(str, paired_ratio(ours, theirs))])
+        ratio = "{:.2f} ({:.2f} to {:.2f})".format(*paired_ratio(ours, theirs))
+        rows.append(["of llama.cpp's speed", ratio, ""])
         assert peer is not None
         peer.close()
     for name, values in (("first token", served.first), ("next token", served.next)):
