@@ -24,6 +24,9 @@ def leave(status: int) -> NoReturn:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()  # as the interpreter would: one may be writing a checkpoint
+    distributed = sys.modules.get("bmforge.parallel.distributed")
+    if distributed is not None:
+        atexit.unregister(distributed.leave_at_exit)  # who failed must not wait for others
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

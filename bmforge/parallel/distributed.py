@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,12 +15,13 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from bmforge.device import backend_for, default_device
+from bmforge.device import backend_for, default_device, is_host
 from bmforge.errors import DistributedError
 
 __all__ = [
     "World",
     "init_distributed",
+    "leave_at_exit",
     "restarts_failed",
     "run_everywhere",
     "run_on_first",
@@ -62,6 +65,9 @@ def init_distributed(*, device: torch.device | None = None, timeout_s: float = 6
         torch.accelerator.set_device_index(device.index or 0)
     if not dist.is_initialized():
         _join(device, timedelta(seconds=timeout_s))
+    if is_host(device):
+        atexit.unregister(leave_at_exit)
+        atexit.register(leave_at_exit)
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
@@ -166,6 +172,16 @@ def _sendable(problem: Exception | None) -> Exception | None:
     if type(made) is type(problem) and str(made) == str(problem):
         return problem
     return DistributedError(f"rank {dist.get_rank()} failed: {type(problem).__name__}: {problem}")
+
+
+def leave_at_exit() -> None:
+    """Leave the group at the end of a program that ends well and has not left it itself.
+
+    A thread of gloo lets go of the last collective's tensors, for which it needs the interpreter;
+    where that is already ending, the process aborts. One that failed does not wait for the others.
+    """
+    if getattr(sys, "last_type", None) is None:
+        shutdown_distributed()
 
 
 def shutdown_distributed() -> None:

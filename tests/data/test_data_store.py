@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import tempfile
 import tracemalloc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,23 @@ def test_damage_is_seen(tmp_path: Path, name: str) -> None:
 def test_missing_store(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"g\.bin.*does not exist"):
         TokenStore(tmp_path / "g")
+
+
+def test_merging_maps_one_store_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read of a mapped file counts as memory, of all stores as much as the corpus."""
+    for name in "abc":
+        write_golden(tmp_path / name)
+    mapped: weakref.WeakSet[TokenStore] = weakref.WeakSet()
+    add = TokenStoreWriter.add_store
+
+    def add_and_count(writer: TokenStoreWriter, store: TokenStore) -> None:
+        mapped.add(store)
+        assert len(mapped) == 1
+        add(writer, store)
+
+    monkeypatch.setattr(TokenStoreWriter, "add_store", add_and_count)
+    merge_stores([tmp_path / name for name in "abc"], tmp_path / "d")
+    assert TokenStore(tmp_path / "d").num_documents == 6
 
 
 def test_merge(tmp_path: Path) -> None:

@@ -170,11 +170,10 @@ def merge_stores(
         raise ConfigError("merge_stores: prefixes is empty; name at least one store")
     if Path(out_prefix).absolute() in [Path(prefix).absolute() for prefix in prefixes]:
         raise ConfigError(f"merge_stores: {str(out_prefix)!r} is also an input; name a new store")
-    stores = [TokenStore(prefix) for prefix in prefixes]
-    dtype = np.result_type(*[store.dtype for store in stores])
+    dtype = np.result_type(*[TokenStore(prefix).dtype for prefix in prefixes])
     with TokenStoreWriter(out_prefix, dtype, overwrite=overwrite) as writer:
-        for store in stores:
-            writer.add_store(store)
+        for prefix in prefixes:  # one at a time: what is read of a mapped file counts as memory
+            writer.add_store(TokenStore(prefix))
 
 
 def _layout_dtype(dtype: np.dtype[np.integer] | str) -> np.dtype[np.integer]:
