@@ -43,6 +43,7 @@ def _run_listed(run: Callable[..., None], *arguments: Any) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    for thread, end in list(_RUNNING.items()):
+    # The last first: one may wait for what an earlier one does.
+    for thread, end in reversed(list(_RUNNING.items())):
         end()
         thread.join()

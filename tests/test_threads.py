@@ -39,6 +39,22 @@ make_copy_engine(torch.device("cpu")).run(multiply)
 from bmforge.data.load.prefetch import Prefetcher
 ahead = Prefetcher(multiply, 0, 9)
 """,
+    "an engine whose blocks come and go": """
+from bmforge.errors import ConfigError
+from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request
+from bmforge.models import Llama, LlamaConfig
+sizes = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 12, "num_heads": 2}
+model = Llama.from_config(LlamaConfig(vocab_size=64, **sizes)).eval()
+config = EngineConfig(max_tokens=1000)
+try:
+    Engine(model, device_budget_bytes=1, config=config)
+except ConfigError as error:
+    least = int(str(error).split("too small: ")[1].split()[0])
+engine = Engine(model, device_budget_bytes=least, config=config)
+assert engine.plan.moved_bytes
+model.layers["0"].register_forward_hook(multiply)
+engine.submit(Request([1, 2, 3], GenerationConfig(max_new_tokens=900, eos_token_id=())))
+""",
     "an engine": """
 from bmforge.infer import Engine, GenerationConfig, Request
 from bmforge.models import Llama, LlamaConfig

@@ -101,7 +101,8 @@ class Worker:
         self._thread = start_thread(
             name, _serve, self._tasks, device, ends, end=partial(_drop_tasks, self._tasks, ends)
         )
-        weakref.finalize(self, self._tasks.put, None)
+        # At exit `start_thread` ends it, behind those who may still ask it.
+        weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
         """Have `work` done after all that was asked before; its error is raised by who waits."""

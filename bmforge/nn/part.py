@@ -133,7 +133,7 @@ class BesidePart(nn.Module):
         if self.share == 0:
             return out
         if self.rows is not None:
-            rows = self.rows
+            rows = self.rows.to(out.device)
             own = self._joined(module, (inputs[0][rows], *inputs[1:]), out[rows])
             return out.index_copy(0, rows, own)
         return self._joined(module, inputs, out)

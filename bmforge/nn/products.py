@@ -235,6 +235,8 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         return None
     if torch.is_grad_enabled() or not 0 < x.numel() <= _FEW_TOKENS * weight.shape[1]:
         return None
+    if not x.dim() or x.shape[-1] != weight.shape[1]:  # torch says what is wrong
+        return None
     plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
     if not plain or x.dtype != weight.dtype or weight.dtype not in PLAIN_KINDS or is_watched():
         return None

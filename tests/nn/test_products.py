@@ -220,6 +220,8 @@ def test_few_tokens_of_plain_weights(dtype: torch.dtype, has_bias: bool) -> None
         assert torch.equal(layer(x), got)
         apart = x.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
         assert torch.equal(layer(apart), got)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            layer(x.flatten()[:600].view(6, 100))
         many = x.expand(9, 2, 3, 200).flatten(0, 1)
         assert products.multiply_few(many, weight, bias) is None
         assert torch.equal(layer(many), F.linear(many, weight, bias))
