@@ -215,7 +215,7 @@ class StateOffload:
             streamer.forget()
             streamer.read = partial(_read_stepped, named, streamer.read)
             for name in streamer.names:
-                if (one := named[name]) is not None:
+                if (one := named.get(name)) is not None:
                     one.changed = streamer.forget
 
     def _find_narrow(self, chosen: set[int]) -> set[int]:
