@@ -84,7 +84,7 @@ def find_devices(
     """
     if named is None:
         return (default_device(),)
-    if isinstance(named, (str, int)) or not named:
+    if isinstance(named, str) or not isinstance(named, Sequence) or not named:
         raise ConfigError(f"devices={named!r} must be a list with at least one, such as [0, 1].")
     found = tuple(_find_device(one) for one in named)
     twice = {str(one) for one in found if not is_host(one) and found.count(one) > 1}
@@ -94,9 +94,9 @@ def find_devices(
 
 
 def _find_device(named: int | str | torch.device) -> torch.device:
-    if not isinstance(named, (int, torch.device)) and named.isdecimal():
+    if isinstance(named, str) and named.isdecimal():
         named = int(named)
-    if isinstance(named, int):
+    if type(named) is int:
         if not torch.accelerator.is_available():
             raise ConfigError(
                 f"there is no accelerator {named}: this machine has none. Leave devices out, or "
@@ -104,8 +104,10 @@ def _find_device(named: int | str | torch.device) -> torch.device:
             )
         return device_at(named)
     try:
+        if not isinstance(named, (str, torch.device)):
+            raise TypeError
         device = torch.device(named)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ConfigError(
             f'devices: {named!r} is no device; use a number, or a name such as "cuda:0" or "cpu".'
         ) from None

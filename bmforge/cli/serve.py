@@ -85,15 +85,16 @@ def _check(command: ServeCommand) -> None:
 def _open_engine(command: ServeCommand, directory: Path, budget: int | None) -> Engine:
     """Return the engine that serves."""
     quantize = command.memory.quantize
+    is_planned = budget is not None or command.memory.devices is not None
     config = EngineConfig(
-        max_rows=1 if budget is None else command.max_running,
+        max_rows=command.max_running if is_planned else 1,
         max_tokens=command.context or command.memory.max_tokens,
         requests=RequestsConfig(
             max_running=command.max_running, speculates=command.speculate, draft=command.draft
         ),
     )
     put_ = partial(_put_deltas_, command)
-    if budget is not None or command.memory.devices is not None:
+    if is_planned:
         return open_beside(directory, command.memory, budget, command.delta, put_, config)
     if not command.delta:
         return Engine(directory, quantize=quantize, config=config)

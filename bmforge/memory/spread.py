@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bmforge.surgery import wrap_forward_
+from bmforge.surgery import unwrap_forward_, wrap_forward_
 
 __all__ = ["spread_blocks_"]
 
 
 def spread_blocks_(
     model: nn.Module, places: Mapping[str, torch.device], home: torch.device | None = None
-) -> None:
+) -> Callable[[], None]:
     """Have blocks compute where their weights are, in place; nothing else of the model knows.
 
     What a block is given comes to its device, masks and positions once for all blocks there. The
@@ -30,6 +30,9 @@ def spread_blocks_(
         home: where the rest of the model is, to which the last block of every stack returns; None
             leaves everything where it came out.
 
+    Returns:
+        what takes this off again; weights stay where they are.
+
     Raises:
         ConfigError: a block is on devices already.
     """
@@ -39,10 +42,19 @@ def spread_blocks_(
         returns = home is not None and last[name.rpartition(".")[0]] == name
         wrapper = partial(_run_there, arrivals[device], home, returns)
         wrap_forward_(model.get_submodule(name), wrapper, "device")
+    blocks = [model.get_submodule(name) for name in places]
+
+    def take_off() -> None:
+        for block in blocks:
+            unwrap_forward_(block, "device")
+
+    return take_off
 
 
 class _Arrivals:
     """Brings tensors to a device, each once while it is alive and unchanged.
+
+    What gradients flow through, and what was made in inference mode, is brought every time.
 
     Args:
         device: where to.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from bmforge.native import say_once
 from bmforge.nn.packing import (
@@ -225,8 +226,8 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """Return ``x @ weight.T + bias`` of a plain weight with a few tokens; None where torch is to.
 
     Torch reads weights of half precision at little more than half the speed of memory, and takes
-    twice as long for 2 to 16 tokens of fp32 on processors that its library was not made for. Every
-    number of tokens gives a token the same bits.
+    twice as long for 2 to 16 tokens of fp32 on processors that its library was not made for. As
+    long as they are few, every number of tokens gives a token the same bits.
 
     Shape:
         x: (..., columns) -> (..., rows), in its dtype
@@ -256,7 +257,8 @@ def is_watched() -> bool:
         return True
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     transforms = torch._C._functorch.peek_interpreter_stack() is not None
-    return bool(modes) or transforms or torch._C._get_tracing_state() is not None
+    follows = forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+    return bool(modes) or transforms or follows
 
 
 @cache

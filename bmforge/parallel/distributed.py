@@ -175,10 +175,11 @@ def _sendable(problem: Exception | None) -> Exception | None:
 
 
 def leave_at_exit() -> None:
-    """Leave the group at the end of a program that ends well and has not left it itself.
+    """Leave the group at the end of a program that has not left it itself.
 
     A thread of gloo lets go of the last collective's tensors, for which it needs the interpreter;
-    where that is already ending, the process aborts. One that failed does not wait for the others.
+    where that is already ending, the process aborts. One that an exception ended does not wait for
+    the others; `sys.exit` is an end as any other, whatever its status.
     """
     if getattr(sys, "last_type", None) is None:
         shutdown_distributed()

@@ -17,6 +17,7 @@ from bmforge.memory.spread import spread_blocks_
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Llama, LlamaConfig, load_weights_, weight_reader
 from bmforge.testing.fake_devices import FIRST, SECOND, FakeDevices
+from bmforge.tune.delta import Lora
 
 HOST = torch.device("cpu")
 CONFIG = LlamaConfig(
@@ -50,6 +51,22 @@ def test_beams_of_caches_on_both() -> None:
         assert scores.device == FIRST
         pairs = [decoder.cache.held(layer) for layer in range(6)]
         assert [pair[0].device for pair in pairs if pair is not None] == [*PLACES.values()]
+
+
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_rows_of_deltas(has_grad: bool) -> None:
+    """Each row has its own delta on whichever device a block is."""
+    model, fake = Llama.from_config(CONFIG, seed=1).eval(), FakeDevices()
+    for name in ("one", "two"):
+        Lora(model, ["attn.q", "mlp.down"], name=name, rank=2)
+    spread_blocks_(model, PLACES, FIRST)
+    fake.place_(model, FIRST, PLACES)
+    for rows in (["one", "two"], ["two", None]):
+        with fake, torch.set_grad_enabled(has_grad):
+            out = model(input_ids=fake.move(IDS, FIRST), delta_rows=rows).logits
+            assert out.device == FIRST
+            if has_grad:
+                out.sum().backward()
 
 
 class Adds(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from bmforge.errors import ConfigError
@@ -230,6 +231,9 @@ def test_few_tokens_of_plain_weights(dtype: torch.dtype, has_bias: bool) -> None
         assert counter.get_total_flops() == 2 * 6 * 200 * 133
         rounding = 1e-5 if dtype == torch.float32 else 0.02
         assert_close(torch.func.vmap(layer)(x), got, rtol=rounding, atol=5 * rounding)
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
+        assert torch.equal(tangent, F.linear(x, weight))
     assert products.multiply_few(x, weight, bias) is None
 
 

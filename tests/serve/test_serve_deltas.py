@@ -17,6 +17,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request
 from bmforge.models import AutoModel
 from bmforge.serve.app import create_app
+from bmforge.settings import MemoryOptions
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tune.delta import Adapter, Lora, use_deltas
 
@@ -110,6 +111,16 @@ def test_what_is_served_in_a_budget(deep: tuple[Path, Path], form: str) -> None:
     assert answer(least) == want
     with pytest.raises(ConfigError, match=f"too small: {least} "):
         answer(least - 1)
+
+
+def test_devices_are_planned_for_all_who_ask(deep: tuple[Path, Path]) -> None:
+    """Free memory that is divided has room for everyone's keys and values."""
+    options = {"context": 64, "max_running": 3, "memory": MemoryOptions(devices="cpu,cpu")}
+    with _open_engine(ServeCommand(model=str(deep[0]), **options), deep[0], None) as engine:
+        plan = engine.plan.cache_bytes
+    options |= {"max_running": 1}
+    with _open_engine(ServeCommand(model=str(deep[0]), **options), deep[0], None) as engine:
+        assert plan == 3 * engine.plan.cache_bytes
 
 
 def test_names_are_each_ones_own(model_directory: Path, given: list[str], tmp_path: Path) -> None:

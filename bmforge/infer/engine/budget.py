@@ -114,7 +114,8 @@ def plan_memory(
     else:
         found = divide_blocks(model, blocks, rooms, host_budget_bytes, work)
     if found.plan is None:
-        raise ConfigError(_too_small(budgets, found, beside, work, tokens))
+        given = _name_given(device_budget_bytes, devices, budgets)
+        raise ConfigError(_too_small(given, len(devices), found, beside, work, tokens))
     least = found.smallest_bytes + beside
     first, *others = (
         replace(one, budget_bytes=one.budget_bytes + beside, smallest_bytes=least,
@@ -191,13 +192,22 @@ def _plan_experts(
     return Divided(plan, smallest, fixed)
 
 
-def _too_small(
-    budgets: Sequence[int], found: Divided, beside: int, work: Workspace, tokens: int
+def _name_given(
+    device_budget_bytes: int | None, devices: Sequence[torch.device], budgets: Sequence[int]
 ) -> str:
-    budget, smallest = min(budgets), found.smallest_bytes + beside
-    enough = "is the smallest that works" if len(budgets) == 1 else "on every device is enough"
+    if device_budget_bytes is not None:
+        return f"device_budget_bytes={device_budget_bytes} ({format_bytes(device_budget_bytes)})"
+    free = (f"{format_bytes(b)} on {one}" for one, b in zip(devices, budgets, strict=True))
+    return f"what is free ({', '.join(free)})"
+
+
+def _too_small(
+    given: str, count: int, found: Divided, beside: int, work: Workspace, tokens: int
+) -> str:
+    smallest = found.smallest_bytes + beside
+    enough = "is the smallest that works" if count == 1 else "on every device is enough"
     return (
-        f"device_budget_bytes={budget} ({format_bytes(budget)}) is too small: {smallest} "
+        f"{given} is too small: {smallest} "
         f"({format_bytes(smallest)}) {enough}. {format_bytes(found.outside_bytes)} of it are "
         f"weights outside of the blocks, {format_bytes(work.cache_bytes + work.step_bytes)} what "
         f"a step of {tokens} tokens needs. Give more, or plan for less: EngineConfig(max_tokens=)."

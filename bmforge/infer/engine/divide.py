@@ -89,13 +89,15 @@ def divide_blocks(
     """Return where a model's blocks go, on one device or several.
 
     What is outside of blocks is on the first device; every device has the largest step, and the
-    keys and values of its own blocks. One that is not needed has nothing.
+    keys and values of its own blocks. One that is not needed, or has no room for the slots of its
+    share, has nothing.
 
     Args:
         model: on meta, or as it is.
         blocks: name -> module of what may come and go, in the order in which it runs.
         rooms: the devices.
-        host_budget_bytes: for blocks that wait on the host; None takes half of what is free.
+        host_budget_bytes: for blocks that wait on the host; None takes half of what is free, and
+            where a CPU is among the devices, what is left of its room at most.
         work: what a step needs.
     """
     stacks = _find_stacks(model, blocks)
@@ -104,46 +106,53 @@ def divide_blocks(
     staying = sum(block.staying for stack in stacks for block in stack)
     needs = [work.step_bytes + room.runtime_bytes for room in rooms]
     needs[0] += outside
-    shares = _share_out(
-        stacks, work.cache_bytes, [r.room_bytes - n for r, n in zip(rooms, needs, strict=True)]
-    )
-    host = host_budget_bytes
-    host = (available_host_bytes() or 0) // 2 if host is None else host
-    plans: list[MemoryPlan] = []
-    smallest = 0
-    used = [pair for pair in zip(rooms, shares, strict=True) if pair[0] is rooms[0] or pair[1]]
-    for number, (room, names) in enumerate(used):
-        own = _only(stacks, names)
-        fixed = (0 if number else outside) + sum(b.staying for stack in own for b in stack)
-        there = replace(work, cache_bytes=_share_of(work.cache_bytes, own, stacks))
-        plan, least = _plan_device(own, room, host, fixed, there)
-        smallest = max(smallest, least)
-        if plan is not None:
-            host -= sum(b.moving for stack in own for b in stack if b.name in plan.on_host)
-            plans.append(plan)
+    free = [room.room_bytes - need for room, need in zip(rooms, needs, strict=True)]
+    while True:
+        shares = _share_out(stacks, work.cache_bytes, free)
+        found = {
+            number: _plan_device(_only(stacks, names), stacks, room, 0 if number else outside, work)
+            for number, (room, names) in enumerate(zip(rooms, shares, strict=True))
+            if names or not number
+        }
+        plans = [plan for plan, _ in found.values() if plan is not None]
+        tight = [number for number, (plan, _) in found.items() if plan is None and free[number] > 0]
+        if len(rooms) == 1 or not tight:
+            break
+        free[min(tight, key=free.__getitem__)] = 0  # the others have its share
+    smallest = found[0][1]
     if len(rooms) > 1:  # a larger budget divides blocks otherwise: so much is enough for any
         sizes = [[block.moving for block in stack] for stack in stacks]
         smallest = max(needs) + staying + work.cache_bytes + smallest_room(sizes)
-    if len(plans) < len(used):
+    if len(plans) < len(found):
         return Divided(None, smallest, outside + staying)
     smallest = min(smallest, max(room.room_bytes for room in rooms))
-    first = replace(plans[0], smallest_bytes=smallest, others=tuple(plans[1:]))
+    first, *others = _fill_host(plans, stacks, _host_room(rooms, plans, host_budget_bytes))
+    first = replace(first, smallest_bytes=smallest, others=tuple(others))
     return Divided(first, smallest, outside + staying)
 
 
 def _plan_device(
-    stacks: Sequence[_Stack], room: DeviceRoom, host_bytes: int, fixed: int, work: Workspace
+    own: Sequence[_Stack],
+    stacks: Sequence[_Stack],
+    room: DeviceRoom,
+    outside: int,
+    work: Workspace,
 ) -> tuple[MemoryPlan | None, int]:
-    """Return the plan of one device with its blocks, None for too small; and what is enough."""
-    sizes = [[block.moving for block in stack] for stack in stacks]
-    rest = fixed + work.cache_bytes + work.step_bytes + room.runtime_bytes
+    """Return the plan of one device with its own blocks of all, and what is enough for them.
+
+    None is for too small. Blocks that wait on the host are not in it yet.
+    """
+    sizes = [[block.moving for block in stack] for stack in own]
+    fixed = outside + sum(block.staying for stack in own for block in stack)
+    cache_bytes = _share_of(work.cache_bytes, own, stacks)
+    rest = fixed + cache_bytes + work.step_bytes + room.runtime_bytes
     smallest = rest + smallest_room(sizes)
     kept = choose_resident(sizes, room.room_bytes - rest)
     if kept is None:
         return None, smallest
-    resident = {stack[i].name for stack, ids in zip(stacks, kept, strict=True) for i in ids}
-    moved = [block for stack in stacks for block in stack if block.name not in resident]
-    order = [block.name for stack in reversed(stacks) for block in stack]
+    resident = {stack[i].name for stack, ids in zip(own, kept, strict=True) for i in ids}
+    moved = [block for stack in own for block in stack if block.name not in resident]
+    order = [block.name for stack in reversed(own) for block in stack]
     moved_bytes = sum(block.moving for block in moved)
     plan = MemoryPlan(
         room.device,
@@ -151,12 +160,12 @@ def _plan_device(
         smallest,
         fixed + sum(map(sum, sizes)) - moved_bytes,
         min(NUM_SLOTS, len(moved)) * max((block.moving for block in moved), default=0),
-        work.cache_bytes,
+        cache_bytes,
         work.step_bytes,
         room.runtime_bytes,
         tuple(name for name in order if name in resident),
         tuple(name for name in order if name not in resident),
-        _fill_host(moved, room.device, host_bytes),
+        (),
         moved_bytes,
     )
     return plan, smallest
@@ -244,13 +253,29 @@ def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list
     return list(reversed(stacks.values()))
 
 
-def _fill_host(moved: Sequence[_Block], device: torch.device, room_bytes: int) -> tuple[str, ...]:
-    """Return the blocks that wait in host memory: the first that fit, none on a CPU."""
-    if is_host(device):
-        return ()
-    found = []
-    for block in moved:
-        if block.moving <= room_bytes:
-            room_bytes -= block.moving
-            found.append(block.name)
-    return tuple(found)
+def _host_room(
+    rooms: Sequence[DeviceRoom], plans: Sequence[MemoryPlan], budget_bytes: int | None
+) -> int:
+    """Return the bytes of host memory in which blocks of accelerators may wait."""
+    if budget_bytes is not None:
+        return budget_bytes
+    half = (available_host_bytes() or 0) // 2
+    if not any(is_host(room.device) for room in rooms):
+        return half
+    room_bytes = sum(room.room_bytes for room in rooms if is_host(room.device))
+    return min(half, room_bytes - sum(p.used_bytes for p in plans if is_host(p.device)))
+
+
+def _fill_host(
+    plans: Sequence[MemoryPlan], stacks: Sequence[_Stack], room_bytes: int
+) -> list[MemoryPlan]:
+    """Return plans with the blocks that wait in host memory: the first that fit, none on a CPU."""
+    filled = []
+    for plan in plans:
+        waiting = []
+        for block in (block for stack in stacks for block in stack if block.name in plan.moving):
+            if not is_host(plan.device) and block.moving <= room_bytes:
+                room_bytes -= block.moving
+                waiting.append(block.name)
+        filled.append(replace(plan, on_host=tuple(waiting)))
+    return filled

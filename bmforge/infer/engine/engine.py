@@ -125,10 +125,11 @@ class Engine:
             host_budget_bytes=host_budget_bytes,
         )
         try:
-            if isinstance(model, nn.Module):
-                self._take(model, plan, quantize, dtype, options)
-            else:
-                self._open(model, plan, quantize, dtype, options)
+            prepare: Any = self._take if isinstance(model, nn.Module) else self._open
+            self.model, place = prepare(model, plan, quantize, dtype, options)
+            self.plan = plan(self.model)
+            self._streamers, give_back = place(plan=self.plan)
+            self._given.callback(give_back)
             if self._draft is not None:
                 known = self.tokenizer.get_vocab() if spelled and self._directory else None
                 check_draft(self.model, self._draft, known, spelled)
@@ -136,7 +137,8 @@ class Engine:
             self._given.close()
             raise
         self._guard = None
-        if device_budget_bytes is not None:
+        # A device that is full has room for what was planned, and no more.
+        if device_budget_bytes is not None or self.plan.moved_bytes or self.plan.others:
             limit = self.config.max_rows, self.config.tokens_of(self.model)
             self._guard = self.model.register_forward_pre_hook(
                 partial(check_size, limit), with_kwargs=True
@@ -151,8 +153,8 @@ class Engine:
         quantize: str | QuantSpec | None,
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
-    ) -> None:
-        """Open a directory within the budget."""
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Return the model of a directory on meta, and what gives it its weights by a plan."""
         self._directory = source = find_model(name)
         if quantize is not None:
             plan(PackedReader(*AutoModel.describe_pretrained(source, **options), quantize).model)
@@ -163,9 +165,7 @@ class Engine:
         made, files = AutoModel.describe_pretrained(
             source, dtype=dtype or torch.float32, reads=DirectReads(), **options
         )
-        self.model: Any = made.eval().requires_grad_(False)
-        self.plan = plan(made)
-        self._streamers = read_weights_(made, files, self.plan)
+        return made.eval().requires_grad_(False), partial(read_weights_, made, files)
 
     def _take(
         self,
@@ -174,15 +174,13 @@ class Engine:
         quantize: str | QuantSpec | None,
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
-    ) -> None:
-        """Place a module that is in memory."""
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Return a module that is in memory, made ready, and what places it by a plan."""
         check_module(model, self.config, options)
-        self.model = model.eval() if dtype is None else model.eval().to(dtype)
+        model = model.eval() if dtype is None else model.eval().to(dtype)
         if quantize is not None:
-            quantize_(self.model, quantize)
-        self.plan = plan(model)
-        self._streamers, give_back = place_(model, self.plan, self.config.spill_directory)
-        self._given.callback(give_back)
+            quantize_(model, quantize)
+        return model, partial(place_, model, directory=self.config.spill_directory)
 
     @property
     def tokenizer(self) -> Any:
@@ -358,14 +356,15 @@ class Engine:
         return TalkInTurns(talk, lambda: self.turn("reply", delta=delta))
 
     def close(self) -> None:
-        """Give back threads, files and slots; nothing can be asked any more."""
+        """Give back threads, files and slots; nothing can be asked any more.
+
+        Of a module that was given divided over devices, weights stay where they are.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         if self._requests is not None:
             self._requests.close()
-        for streamer in self._streamers:
-            streamer.close()
         self._given.close()
 
     def __enter__(self) -> Self:

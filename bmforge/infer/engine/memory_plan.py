@@ -21,7 +21,7 @@ class MemoryPlan:
     Args:
         device: of several the one where everything outside of blocks is.
         budget_bytes: of the device.
-        smallest_bytes: the least budget that works.
+        smallest_bytes: the least budget that works; of several devices one that does.
         weights_bytes: of what stays: all that is in no block, and resident blocks.
         slots_bytes: through which the other blocks come and go.
         cache_bytes: keys and values of the longest rows.

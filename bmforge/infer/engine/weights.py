@@ -29,25 +29,31 @@ __all__ = ["place_", "read_weights_"]
 
 def read_weights_(
     model: Any, files: WeightFiles, plan: MemoryPlan
-) -> Sequence[Streamer | ExpertStreamer]:
-    """Give a model on meta its weights as planned; return what streams.
+) -> tuple[Sequence[Streamer | ExpertStreamer], Callable[[], None]]:
+    """Give a model on meta its weights as planned.
+
+    Returns:
+        what streams; and what ends it, and leaves blocks where they are.
 
     Raises:
         CheckpointError: the files do not fit the model.
     """
     read = weight_reader(model, files, READ_THREADS)
     streamers: Sequence[Streamer | ExpertStreamer]
-    if plan.experts_bytes:
-        streamers = [
-            stream_experts_(
+    with ExitStack() as given:
+        if plan.experts_bytes:
+            streamer = stream_experts_(
                 model, read.read_expert, device=plan.device, budget_bytes=plan.experts_bytes
             )
-        ]
-    else:
-        streamers = _stream_(model, [read] * len(plan.each()), plan)
-    load_weights_(model, files, device=plan.device, threads=READ_THREADS, elsewhere=plan.elsewhere)
-    _spread_(model, plan)
-    return streamers
+            given.callback(streamer.close)
+            streamers = [streamer]
+        else:
+            streamers = _stream_(model, [read] * len(plan.each()), plan, given)
+        load_weights_(
+            model, files, device=plan.device, threads=READ_THREADS, elsewhere=plan.elsewhere
+        )
+        _spread_(model, plan, given)
+        return streamers, given.pop_all().close
 
 
 def place_(
@@ -65,24 +71,24 @@ def place_(
         directory: for the file; None takes the system's temporary directory.
 
     Returns:
-        what streams; and what gives the file back.
+        what streams; and what ends it, gives the file back, and leaves blocks where they are.
 
     Raises:
         ConfigError: the directory cannot be used, or its disk has less room than is needed.
     """
-    with ExitStack() as files:
-        reads = [_keep(model, one, directory, files) for one in plan.each()]
-        streamers = _stream_(model, reads, plan)
+    with ExitStack() as given:
+        reads = [_keep(model, one, directory, given) for one in plan.each()]
+        streamers = _stream_(model, reads, plan, given)
         for name, device in plan.elsewhere.items():
             _move_(model.get_submodule(name), device)
         away = {id(t) for name in plan.elsewhere for t in _tensors_of(model.get_submodule(name))}
         _move_(model, plan.device, away)
-        _spread_(model, plan)
-        return streamers, files.pop_all().close
+        _spread_(model, plan, given)
+        return streamers, given.pop_all().close
 
 
 def _keep(
-    model: nn.Module, plan: MemoryPlan, directory: Path | None, files: ExitStack
+    model: nn.Module, plan: MemoryPlan, directory: Path | None, given: ExitStack
 ) -> ReadWeights:
     """Put one device's blocks that come and go where they wait; return what reads them.
 
@@ -90,7 +96,7 @@ def _keep(
         model: whose blocks they are.
         plan: of the device.
         directory: for the file.
-        files: is told of the file.
+        given: is told how the file is given back.
     """
     stays = find_staying(model)
     kept = {
@@ -103,32 +109,36 @@ def _keep(
     sizes = (tensor.numel() * tensor.element_size() for tensor in kept.values())
     size = sum(map(SpillFile.rounded, sizes))
     file = SpillFile(directory, size, "EngineConfig.spill_directory")
-    files.callback(file.close)
+    given.callback(file.close)
     return _Spilled(file, kept)
 
 
-def _stream_(model: nn.Module, reads: Sequence[ReadWeights], plan: MemoryPlan) -> list[Streamer]:
+def _stream_(
+    model: nn.Module, reads: Sequence[ReadWeights], plan: MemoryPlan, given: ExitStack
+) -> list[Streamer]:
     """Have blocks come to each device that has some that move."""
-    return [
-        stream_blocks_(
-            model,
-            read,
-            device=one.device,
-            blocks=one.moving,
-            on_host=one.on_host,
-            stays=find_staying(model),
-        )
-        for one, read in zip(plan.each(), reads, strict=True)
-        if one.moving
-    ]
+    streamers = []
+    for one, read in zip(plan.each(), reads, strict=True):
+        if one.moving:
+            streamer = stream_blocks_(
+                model,
+                read,
+                device=one.device,
+                blocks=one.moving,
+                on_host=one.on_host,
+                stays=find_staying(model),
+            )
+            given.callback(streamer.close)
+            streamers.append(streamer)
+    return streamers
 
 
-def _spread_(model: nn.Module, plan: MemoryPlan) -> None:
+def _spread_(model: nn.Module, plan: MemoryPlan, given: ExitStack) -> None:
     """Have what blocks on several devices are given come to them."""
     if elsewhere := plan.elsewhere:
         blocks = (unit.name for unit in units_of(model) if unit.is_block)
         places = {name: elsewhere.get(name, plan.device) for name in blocks}
-        spread_blocks_(model, places, plan.device)
+        given.callback(spread_blocks_(model, places, plan.device))
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

@@ -14,9 +14,11 @@ from torch import nn
 from bmforge.device import find_devices
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request
+from bmforge.infer.engine import budget
 from bmforge.infer.engine.divide import DeviceRoom, divide_blocks
 from bmforge.infer.engine.workspace import Workspace
 from bmforge.models import T5, Llama, LlamaConfig, Mixtral, MixtralConfig, T5Config
+from bmforge.surgery import wrappers_of
 from bmforge.testing.changed import run_step_of
 from bmforge.testing.tolerance import assert_equal_trees
 from bmforge.tune.delta import Lora
@@ -99,7 +101,7 @@ def divide(sizes: list[int], rooms: list[int], cache: int = 0) -> list[tuple[int
 
 
 def test_how_blocks_are_divided() -> None:
-    step, table, one = 192, 640, 640
+    step, table, one = 192, 640, 640  # a step's with what a process needs
     # All fit: the first is filled, and what is not needed has nothing.
     assert divide([one] * 4, [step + table + 4 * one, 10_000]) == [(4, 0)]
     assert divide([one] * 4, [step + table + 3 * one, 10_000]) == [(3, 0), (1, 0)]
@@ -111,6 +113,10 @@ def test_how_blocks_are_divided() -> None:
     # Not all fit: as much of them as there is room, on both.
     assert divide([one] * 12, [step + table + 4 * one, step + 4 * one]) == [(2, 4), (2, 4)]
     assert divide([one] * 12, [step + table + 3 * one, step + 6 * one]) == [(1, 3), (4, 4)]
+    # A device without room for two slots is left out, wherever it stands.
+    assert divide([one] * 12, [step + table + 6 * one, step + one + 9]) == [(4, 8)]
+    assert divide([one] * 12, [step + table + one + 9, step + 6 * one]) == [(0, 0), (4, 8)]
+    assert divide([one] * 12, [step + table + one, step + 6 * one, step]) == [(0, 0), (4, 8)]
     # Keys and values are where their blocks are.
     assert divide([one] * 4, [step + table + 4 * one, 10_000], cache=4 * one) == [(2, 0), (2, 0)]
     assert divide([one] * 4, [step + table + 8 * one, 10_000], cache=4 * one) == [(4, 0)]
@@ -135,6 +141,60 @@ def test_shared_weights_stay_together() -> None:
     plan = divide_blocks(model, blocks, rooms, None, Workspace(0, 0)).plan
     assert plan is not None
     assert list(plan.elsewhere) == ["blocks.3", "blocks.4"]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "given", "waiting"),
+    [
+        (640 * 2, 640 * 3, 3),  # as asked
+        (640 * 2, None, 0),  # the CPU's own blocks and slots take all of its room
+        (640, None, 1),  # it has none of its own
+    ],
+)
+def test_where_moving_blocks_wait(cpu: int, given: int | None, waiting: int) -> None:
+    """Host memory is counted once where the CPU computes, too."""
+    model = Stacked([640] * 12)
+    blocks = {f"blocks.{n}": block for n, block in enumerate(model.blocks)}
+    places = (torch.device("lazy", 0), 640 * 5), (torch.device("cpu"), cpu)
+    rooms = [DeviceRoom(device, size) for device, size in places]
+    plan = divide_blocks(model, blocks, rooms, given, Workspace(0, 0)).plan
+    assert plan is not None
+    assert len(plan.moving) > waiting
+    assert len(plan.on_host) == waiting
+    assert not any(other.on_host for other in plan.others)
+
+
+def need(model: Any) -> int:
+    """Return what the whole model takes on one device."""
+    with Engine(copy.deepcopy(model), config=CONFIG) as engine:
+        return engine.plan.used_bytes
+
+
+def test_opened_again() -> None:
+    """A module that was divided is a plain one after it, and can be divided another time."""
+    model = make("llama")
+    want, budget = model(input_ids=IDS).logits, need(model) - 1
+    for _ in range(2):
+        with Engine(model, devices=TWO, device_budget_bytes=budget, config=CONFIG) as engine:
+            assert engine.plan.others
+            assert not engine.plan.moved_bytes
+        assert not wrappers_of(model.layers["11"])
+        assert torch.equal(model(input_ids=IDS).logits, want)
+
+
+def test_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free is divided: a full device has room for what was planned, and no more."""
+    model = make("llama")
+    free = 2 * need(model) - 2
+    monkeypatch.setattr(budget, "available_host_bytes", lambda: free)
+    with Engine(model, devices=TWO, config=CONFIG) as engine:
+        assert engine.plan.others
+        engine.generate(IDS, max_new_tokens=2)
+        with pytest.raises(ConfigError, match="planned for max_rows=4"):
+            engine.generate(IDS.repeat(3, 1), max_new_tokens=2)
+    free = 9000
+    with pytest.raises(ConfigError, match=r"what is free \(.* on cpu, .* on cpu\) is too small"):
+        Engine(model, devices=TWO, config=CONFIG)
 
 
 def test_a_module_of_transformers() -> None:
@@ -182,6 +242,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for named, said in (
         ([], "at least one"),
         ("cpu", "must be a list"),
+        (torch.device("cpu"), "must be a list"),
+        ([None], "None is no device"),
+        ([1.5], "1.5 is no device"),
+        ([True], "True is no device"),
         (["nothing:0"], "is no device"),
         (["cpu", 99], "accelerator"),
         (["mps:3"], "there is no"),
