@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn.cuts import Pass, pass_on
+from bmforge.nn.fresh import multiply_fresh
 from bmforge.nn.host_rows import host_gelu, takes_host_gelu
 from bmforge.nn.linear import Linear
 from bmforge.nn.remake import call_and_drop
@@ -121,7 +122,9 @@ class MLP(nn.Module):
             up, gate = up.float(), None if gate is None else gate.float()
 
         def inner() -> Tensor:
-            return self.activation(up) if gate is None else self.activation(gate) * up
+            if gate is None:
+                return self.activation(up)
+            return multiply_fresh(self.activation(gate), up)
 
         if self.thin is not pass_on:  # it sees weights that backward may not see again
             return self.down_proj(self.thin(self._drop(inner())))

@@ -26,6 +26,7 @@ from bmforge.errors import ConfigError
 from bmforge.nn.balanced import assign_balanced
 from bmforge.nn.chosen import run_chosen, takes_chosen
 from bmforge.nn.cuts import Pass, pass_on
+from bmforge.nn.fresh import multiply_fresh
 from bmforge.nn.grouped import grouped_linear, take_rows
 from bmforge.nn.mlp import MLP, MLPSpec, get_activation
 from bmforge.nn.part import beside_parts
@@ -223,7 +224,9 @@ class Experts(nn.Module):
         gate = gate if gate is None else _add_biases(gate, self.gate_bias, ends)
 
         def inner() -> Tensor:
-            return self.activation(up) if gate is None else self.activation(gate) * up
+            if gate is None:
+                return self.activation(up)
+            return multiply_fresh(self.activation(gate), up)
 
         return call_and_drop(lambda h: self.product("down_proj", h, ends), inner(), inner)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.nn.fresh import add_fresh, multiply_fresh
 
 __all__ = [
     "RopeKind",
@@ -234,5 +235,5 @@ def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = Fals
     else:
         first, second = turned.chunk(2, dim=-1)
         swapped = torch.cat((-second, first), dim=-1)
-    turned = turned * cos + swapped * sin
+    turned = add_fresh(turned * cos, multiply_fresh(swapped, sin))
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)

@@ -1,0 +1,37 @@
+"""Products and sums in the place of a tensor that nobody else has seen yet.
+
+Large results come from the system page by page: faulting one in costs several times what computing
+it does. Where nothing follows torch's operations and no gradient will ask, the first operand's
+memory takes the result, with the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bmforge.nn.products import is_watched
+
+__all__ = ["add_fresh", "multiply_fresh"]
+
+
+def multiply_fresh(fresh: Tensor, other: Tensor) -> Tensor:
+    """Return ``fresh * other``.
+
+    Args:
+        fresh: made a moment ago and known to the caller alone, who forgets it.
+        other: what broadcasts with it.
+    """
+    return fresh.mul_(other) if _may_overwrite(fresh, other) else fresh * other
+
+
+def add_fresh(fresh: Tensor, other: Tensor) -> Tensor:
+    """Return ``fresh + other``; see `multiply_fresh`."""
+    return fresh.add_(other) if _may_overwrite(fresh, other) else fresh + other
+
+
+def _may_overwrite(fresh: Tensor, other: Tensor) -> bool:
+    if torch.is_grad_enabled() or is_watched():
+        return False
+    plain = type(fresh) is Tensor and type(other) is Tensor and fresh.dtype == other.dtype
+    return plain and torch.broadcast_shapes(fresh.shape, other.shape) == fresh.shape
