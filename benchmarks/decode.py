@@ -148,8 +148,9 @@ class Ours:
             self._at += 1
         first, self._at = self._at, self._at + count
         start = now()
-        for n in range(first, first + count):
-            self._decoder.run(self._ids[:, n : n + 1])
+        with self._decoder.undisturbed():  # as in `generate`
+            for n in range(first, first + count):
+                self._decoder.run(self._ids[:, n : n + 1])
         return since(start)
 
     def prepare_products(self) -> list[Any]:

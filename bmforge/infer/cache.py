@@ -31,6 +31,8 @@ class KVCache:
         extra_length: tokens that the model itself puts in front of a text (CPM-Ant's prompt), which
             neither `length` nor `max_length` counts; the model sets it before they come.
         step: runs blocks for a few tokens in another way than one by one; None has none.
+        moves: how often buffers were made or changed: what `held` and `remembered` return is the
+            same until it grows.
 
     Memory: 2 x num_layers x B x K x max_length x H elements; see `ModelConfig.kv_bytes_per_token`.
     """
@@ -39,7 +41,7 @@ class KVCache:
         self.num_layers = num_layers
         self.last_layer = num_layers - 1 if last_layer is None else last_layer
         self.max_length = max_length
-        self.length = self.extra_length = 0
+        self.length = self.extra_length = self.moves = 0
         self.step: RunBlocks | None = None
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
         self._keys: list[Tensor | None] = [None] * num_layers
@@ -61,6 +63,7 @@ class KVCache:
                 f"the cache has room for max_length={self.max_length} tokens and holds "
                 f"{self.length}; {key.shape[2]} more do not fit. Make it with a larger max_length."
             )
+        self.moves += self._keys[layer] is None
         keys = self._keys[layer] = _store(self._keys[layer], key, start, room)
         values = self._values[layer] = _store(self._values[layer], value, start, room)
         if layer == self.last_layer:
@@ -77,6 +80,7 @@ class KVCache:
         """
         if layer not in self._memory:
             self._memory[layer] = make()
+            self.moves += 1
         return self._memory[layer]
 
     def skip(self, tokens: int) -> None:
@@ -89,6 +93,7 @@ class KVCache:
         Shape:
             indices: (new B,), integers
         """
+        self.moves += 1
         for buffers in (self._keys, self._values):
             for layer, buffer in enumerate(buffers):  # one at a time: old ones go at once
                 buffers[layer] = self._pick(buffer, indices)

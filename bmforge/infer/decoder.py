@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -108,6 +108,11 @@ class Decoder:
         )
         return out.logits[:, -1].float()
 
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Return what nobody changes the model in, from one `run` to the next."""
+        step = self.cache.step
+        return nullcontext() if step is None else step.undisturbed()
+
     def _chosen(self) -> dict[str, Any]:
         """Return the argument that says which row has which delta, where rows were told."""
         return {} if self.delta_rows is None else {"delta_rows": self.delta_rows}
@@ -183,6 +188,10 @@ class Seq2SeqDecoder(Decoder):
             **self._chosen(),
         )
         return out.logits[:, -1].float()
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """As `Decoder`; of a pipeline nothing is kept from one `run` to the next."""
+        return nullcontext() if self._is_pipelined else super().undisturbed()
 
     def _run_whole(self, tokens: Tensor) -> Tensor:
         self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)

@@ -39,7 +39,8 @@ def generate(
 ) -> Tensor:
     """Continue prompts greedily, by sampling or with a beam search; equal to transformers.
 
-    Dropout is off while this runs; afterwards every module is in the mode it was in.
+    Dropout is off while this runs; afterwards every module is in the mode it was in. Meanwhile a
+    model's blocks may get other weights or hooks in `on_token` alone.
 
     Args:
         model: any decoder or encoder-decoder of `bmforge.models`.
@@ -106,9 +107,12 @@ def run_decoder(
     Shape:
         start: (B, T); padding: (B,); returns (B * num_return_sequences, T + new)
     """
-    if config.num_beams > 1:
-        return beam_search(decoder, start, padding, config)[0]
-    return _continue_rows(decoder, start, padding, config, on_token)
+    if on_token is not None:
+        return _continue_rows(decoder, start, padding, config, on_token)
+    with decoder.undisturbed():
+        if config.num_beams > 1:
+            return beam_search(decoder, start, padding, config)[0]
+        return _continue_rows(decoder, start, padding, config, None)
 
 
 def stream_tokens(

@@ -8,6 +8,7 @@ Masks are boolean, True where a query may look.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,6 +82,9 @@ class RunBlocks(Protocol):
         inputs: dict[str, Any],
     ) -> Tensor | None:
         """Return what comes out of the last; None where they must go one by one."""
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Return what nobody changes the blocks in, from one call to the next."""
 
 
 class KeyValueCache(Protocol):

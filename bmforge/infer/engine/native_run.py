@@ -7,8 +7,9 @@ sequences in one row, each with its pages in a `PagedCache`.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from bmforge.infer.cache import KVCache
 from bmforge.infer.engine.paged_cache import PAGE_TOKENS, PagedCache, StepRow
 from bmforge.nn.product_kernels import PLAIN_KINDS
 
-__all__ = ["Call", "PackedCall", "Segment"]
+__all__ = ["Call", "PackedCall", "Pasts", "Segment"]
 
 # Keys and values may be bytes too, `BYTES` of step_parts.cpp.
 _KINDS = {**PLAIN_KINDS, torch.int8: 4}
@@ -74,10 +75,32 @@ class _Run(ctypes.Structure):
     ]
 
 
+class Pasts(NamedTuple):
+    """Where a `KVCache` keeps what blocks have stored, and which mask and bias each of them has.
+
+    Args:
+        key: what this was read from; see `Call._key`.
+        own: keys and values of tokens, of each block, and
+        memory: of what an encoder made, (`_Past` * blocks) each.
+        memory_length: how many of these.
+        room: of how many tokens there is room for.
+    """
+
+    key: tuple[Any, ...]
+    own: Any
+    memory: Any
+    memory_length: int
+    room: int
+
+
 class Segment(Protocol):
-    """Blocks that are described, as `native_step` has them."""
+    """Blocks that are described, as `native_step` has them.
+
+    `pasts` are those of the last call that blocks took.
+    """
 
     blocks: list[Any]
+    pasts: Pasts | None
     layers: Any
     sizes: dict[str, int]
     hidden: set[int]
@@ -191,36 +214,45 @@ class Call(_AnyCall):
         """Tell whether the cache holds what blocks need, and there is room for the new tokens."""
         if not self.fits(segment):
             return False
-        for block, layer in zip(segment.blocks, segment.layers or (), strict=True):
-            if layer.attn.exists:
-                held = self._cache.held(block.attn.layer_index)
-                shape = self._rows, layer.attn.shared_heads, layer.attn.width
-                if held is None or not _fits(held, shape, self._stored + self._tokens):
-                    return False
-                if block.attn.window not in self._windows:
-                    return False
-            if layer.cross.exists:
-                pair = self._cache.remembered(block.cross_attn.layer_index)
-                shape = self._rows, layer.cross.shared_heads, layer.cross.width
-                if pair is None or not _fits(pair, shape, 1):
-                    return False
-        return True
+        if segment.pasts is None or segment.pasts.key != self._key():
+            segment.pasts = self._find_pasts(segment)
+        return segment.pasts is not None and self._stored + self._tokens <= segment.pasts.room
 
-    def describe(self, segment: Segment, x: Tensor) -> _Run:
-        """Return the description of a segment's run; x is changed in place."""
+    def _key(self) -> tuple[Any, ...]:
+        """Return all that `_find_pasts` depends on besides the blocks."""
+        cache = self._cache
+        known = weakref.ref(cache), cache.moves
+        return *known, self._rows, tuple(self._windows), tuple(self._heads)
+
+    def _find_pasts(self, segment: Segment) -> Pasts | None:
+        """Find what blocks have stored, and tell them their masks; None where something lacks."""
         count = len(segment.blocks)
         own, memory = (_Past * count)(), (_Past * count)()
-        length = self._stored + self._tokens
-        memory_length = 0
+        memory_length, room = 0, _WHOLE_ROW
+        pair: Any
         for number, block in enumerate(segment.blocks):
             layer = segment.layers[number]
             if layer.attn.exists:
+                pair = self._cache.held(block.attn.layer_index)
+                if not self._fits_part(pair, layer.attn) or block.attn.window not in self._windows:
+                    return None
                 layer.attn.mask = self._windows[block.attn.window]
                 layer.bias = self._heads.get(layer.attn.heads, 0)
-                own[number] = _past(self._cache.held(block.attn.layer_index))
+                own[number], room = _past(pair), min(room, pair[0].shape[2], pair[1].shape[2])
             if layer.cross.exists:
                 pair = self._cache.remembered(block.cross_attn.layer_index)
-                memory[number], memory_length = _past(pair), pair[0].shape[2]  # type: ignore[index]
+                if not self._fits_part(pair, layer.cross):
+                    return None
+                memory[number], memory_length = _past(pair), pair[0].shape[2]
+        return Pasts(self._key(), own, memory, memory_length, room)
+
+    def _fits_part(self, pair: Any, part: Any) -> bool:
+        return pair is not None and _fits(pair, (self._rows, part.shared_heads, part.width), 1)
+
+    def describe(self, segment: Segment, x: Tensor) -> _Run:
+        """Return the description of a segment's run; x is changed in place."""
+        assert segment.pasts is not None
+        _, own, memory, memory_length, _ = segment.pasts
         return self._make(
             segment,
             x,
@@ -230,7 +262,7 @@ class Call(_AnyCall):
             stored=self._stored,
             page_tokens=_WHOLE_ROW,
             memory_length=memory_length,
-            length=max(length, memory_length),
+            length=max(self._stored + self._tokens, memory_length),
         )
 
     def finish(self) -> None:

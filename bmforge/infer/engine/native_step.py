@@ -9,7 +9,8 @@ does not know run through torch, one by one, between the others.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from bmforge.infer.cache import KVCache
 from bmforge.infer.engine.native_blocks import Layer, Watch, describe_block, expert_sizes
-from bmforge.infer.engine.native_run import Call, PackedCall
+from bmforge.infer.engine.native_run import Call, PackedCall, Pasts
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
 from bmforge.nn.product_kernels import PLAIN_KINDS, compile_sources
@@ -48,6 +49,7 @@ class _Segment:
 
     def __init__(self, first: int, blocks: list[Any], layers: list[Any]) -> None:
         self.first, self.blocks = first, blocks
+        self.pasts: Pasts | None = None
         self.layers = (Layer * len(layers))(*layers) if layers else None
         parts = [part for layer in layers for part in (layer.attn, layer.cross) if part.exists]
         feeds = [layer.feed for layer in layers if layer.feed.exists]
@@ -82,6 +84,20 @@ class NativeStep:
         self._segments: list[_Segment] = []
         self._room = torch.empty(0, dtype=torch.uint8)
         self.native_blocks = self.torch_blocks = 0
+        self._rests = self._has_looked = False
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Inside, nobody changes blocks between calls: only the first one looks whether any did.
+
+        Looking touches a megabyte of Python's objects, which the weights have driven out of the
+        cache since the token before.
+        """
+        self._rests, self._has_looked = True, False
+        try:
+            yield
+        finally:
+            self._rests = False
 
     def __call__(
         self,
@@ -162,8 +178,14 @@ class NativeStep:
 
     def _read(self, layers: nn.ModuleDict) -> None:
         """Describe the blocks, unless they are as they were."""
-        if layers is self._layers and not self._watch.sees_change():
+        is_known = layers is self._layers
+        if is_known and self._rests and self._has_looked:
             return
+        if not is_known or self._watch.sees_change():
+            self._describe(layers)
+        self._has_looked = all(segment.layers for segment in self._segments)
+
+    def _describe(self, layers: nn.ModuleDict) -> None:
         self._layers, self._watch, self._segments = layers, Watch(), []
         self._watch.add(layers)
         blocks: list[Any] = []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bmforge.infer import KVCache, generate
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.engine import native_step
+from bmforge.infer.engine.native_blocks import Watch
 from bmforge.infer.engine.native_step import NativeStep, load_step
 from bmforge.models import Llama, LlamaConfig, Qwen, QwenConfig
 from bmforge.models.pack import quantize_
@@ -265,6 +266,53 @@ def test_a_model_that_changes_while_it_writes(change: Callable[[Any], None]) -> 
     assert sum(counts) == 3
     assert counts[0] >= 2
     assert_close(scores, plain.run()[0])
+
+
+def test_blocks_are_looked_at_once_where_nobody_changes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While `generate` has the model for itself; whoever gets a token may change it."""
+    looked: list[Watch] = []
+    look = Watch.sees_change
+    monkeypatch.setattr(Watch, "sees_change", lambda self: looked.append(self) or look(self))
+    model = small()
+    want = generate(model, IDS, max_new_tokens=8)
+    assert len(looked) == 0  # the first token's description is new
+    other = copy.deepcopy(model)
+    decoding = begin(other)
+    decoding.run()
+    looked.clear()
+    with decoding.decoder.undisturbed():
+        for _ in range(3):
+            assert_close(decoding.run()[0], scores_of(other, decoding.at))
+    assert len(looked) == 1
+    other.layers["1"].mlp = nn.Identity()
+    assert decoding.run()[1] == (2, 1)
+    assert len(looked) == 2
+    handles = []
+
+    def disturb(_: Tensor) -> None:
+        if not handles:
+            handles.append(model.layers["2"].register_forward_hook(lambda *_: calls.append(1)))
+
+    calls: list[int] = []
+    assert torch.equal(generate(model, IDS, max_new_tokens=8, on_token=disturb), want)
+    assert len(calls) == 7
+
+
+def test_buffers_that_move_are_found_again() -> None:
+    """Other rows have other buffers; what was remembered of the old ones is not used."""
+    model = small()
+    decoding = begin(model)
+    with decoding.decoder.undisturbed():
+        decoding.run()
+        for rows in (3, 2):
+            decoding.decoder.reorder(torch.zeros(rows, dtype=torch.int64))
+            decoding.rows = rows
+            for _ in range(2):
+                scores, counts = decoding.run()
+                assert counts == (3, 0)
+                assert_close(scores, scores_of(model, decoding.at).expand(rows, -1))
 
 
 @torch.no_grad()
