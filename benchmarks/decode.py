@@ -170,11 +170,11 @@ class Ours:
                 found.append(ctypes.byref(product))
         return found
 
-    def multiply(self, products: list[Any]) -> Seconds:
-        """Return the seconds of one token's products alone."""
+    def multiply(self, products: list[Any], count: int) -> Seconds:
+        """Return the seconds of the products of so many tokens alone."""
         kernels: Any = load_kernels()
         start = now()
-        for product in products:
+        for product in products * count:
             kernels._quantized(product)
         return since(start)
 
@@ -292,9 +292,9 @@ def run_case(name: str, options: argparse.Namespace) -> None:
         if options.products:
             products = ours.prepare_products()
             _, _, wall, cores = compare(
-                lambda products=products: ours.multiply(products),
-                lambda: ours.decode(1),
-                2 * options.rounds,
+                lambda products=products: ours.multiply(products, options.tokens),
+                lambda: ours.decode(options.tokens),
+                options.rounds,
             )
             print(table_row([f"{name}: token / products", threads, *[""] * 4, wall, cores, ""]))
 
