@@ -73,18 +73,21 @@ class NativeStep:
 
     It is described anew whenever a block is no longer what it was.
 
+    Args:
+        rests: nobody changes blocks as long as this lives; see `undisturbed`.
+
     Attributes:
         native_blocks: how many blocks the last call ran natively, and
         torch_blocks: through torch; both 0 where all went the usual way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rests: bool = False) -> None:
         self._layers: nn.Module | None = None
         self._watch = Watch()
         self._segments: list[_Segment] = []
         self._room = torch.empty(0, dtype=torch.uint8)
         self.native_blocks = self.torch_blocks = 0
-        self._rests = self._has_looked = False
+        self._rests, self._has_looked = rests, False
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -93,11 +96,12 @@ class NativeStep:
         Looking touches a megabyte of Python's objects, which the weights have driven out of the
         cache since the token before.
         """
+        before = self._rests
         self._rests, self._has_looked = True, False
         try:
             yield
         finally:
-            self._rests = False
+            self._rests = before
 
     def __call__(
         self,

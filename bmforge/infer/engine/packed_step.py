@@ -61,14 +61,14 @@ class PackedStep:
     share torch's passes too: there numbers are the same to rounding.
 
     Args:
-        model: which `can_pack` takes.
+        model: which `can_pack` takes; nobody changes it as long as this lives.
         total_pages: of keys and values.
         dtype: of these; None takes the model's.
     """
 
     def __init__(self, model: Any, total_pages: int, dtype: torch.dtype | None = None) -> None:
         self.model = model
-        self._native = NativeStep()
+        self._native = NativeStep(rests=True)
         weight = next(model.parameters())
         floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
         dtype = dtype or next(iter(floats), torch.float32)
