@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,13 @@ def test_a_chat(browser: Any, start: Any, engine: Engine) -> None:
         # The second answer is stopped, and ends in the engine too.
         visit.body = {"logit_bias": {"70": 100}, "temperature": 0, "max_tokens": 800}
         page.fill("#chat-text", "more")
+        stopped = threading.Event()  # the answer does not end before
+        waiting = threading.Thread(target=engine.call, args=(lambda: stopped.wait(60),))
+        waiting.start()
         page.click("#chat-send")
         page.click("#chat-stop")
+        stopped.set()
+        waiting.join()
         assert until(lambda: is_idle(engine))
         page.locator("#chat-stop").wait_for(state="hidden")
         page.click("#chat-clear")
@@ -105,6 +111,7 @@ def test_both_languages_and_what_is_refused(browser: Any, start: Any) -> None:
         page.fill("#set-temperature", "0.5")
         page.fill("#set-max_tokens", "12")
         visit.shoot("chinese")
+        visit.body = {"logit_bias": {"70": 100}}  # no end is drawn before
         page.click("#language")
         assert page.locator("#chat-send").text_content() == "Send"
         assert page.input_value("#set-temperature") == "0.5"
