@@ -289,8 +289,8 @@ def run_case(name: str, options: argparse.Namespace) -> None:
                 lambda other=other: other.ask("prefill", 512),
             )
             other.close()
-        if options.products:
-            products = ours.prepare_products()
+        products = ours.prepare_products() if options.products else []
+        if products:  # a plain model has none
             _, _, wall, cores = compare(
                 lambda products=products: ours.multiply(products, options.tokens),
                 lambda: ours.decode(options.tokens),

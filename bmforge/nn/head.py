@@ -16,7 +16,7 @@ from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import beside_parts
-from bmforge.nn.products import multiply_few
+from bmforge.nn.products import multiply_dense
 
 __all__ = ["LMHead", "Measure"]
 
@@ -53,7 +53,7 @@ class LMHead(nn.Linear):
     def score(self, x: Tensor) -> Tensor:
         """Return the logits of the rows that are here, parts beside left out."""
         matrix = self.matrix(x.dtype)
-        found = multiply_few(x, matrix, self.bias)
+        found = multiply_dense(x, matrix, self.bias)
         return F.linear(x, matrix, self.bias) if found is None else found
 
     def forward(

@@ -39,7 +39,7 @@ __all__ = [
     "is_watched",
     "load_kernels",
     "load_variant",
-    "multiply_few",
+    "multiply_dense",
     "multiply_packed",
     "multiply_plain",
     "multiply_rows_plain",
@@ -52,6 +52,8 @@ __all__ = [
 _LARGEST = 127
 # With more tokens than this, making a matrix of floats and torch's product are faster.
 _FEW_TOKENS = 16
+# Of a weight that is made fp32 to be multiplied: 4 MiB at a time, which stay near the processor.
+_PANEL_NUMBERS = 1 << 20
 # fp32 holds the sum of so many products exactly, in any order.
 _EXACT_COLUMNS = 1024
 
@@ -222,19 +224,21 @@ def multiply_packed(
     return kernels.multiply(x, matrix, rows, spec, bias)
 
 
-def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` of a plain weight with a few tokens; None where torch is to.
+def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Return ``x @ weight.T + bias`` of a plain weight on a CPU; None where torch is to.
 
     Torch reads weights of half precision at little more than half the speed of memory, and takes
-    twice as long for 2 to 16 tokens of fp32 on processors that its library was not made for. As
-    long as they are few, every number of tokens gives a token the same bits.
+    twice as long for 2 to 16 tokens of fp32 on processors that its library was not made for: a few
+    tokens are a kernel's. As long as they are few, every number of them gives a token the same
+    bits. Many tokens of half precision are multiplied in fp32 where no library multiplies halves.
 
     Shape:
         x: (..., columns) -> (..., rows), in its dtype
     """
     if torch.compiler.is_compiling():  # which cannot look into what follows
         return None
-    if torch.is_grad_enabled() or not 0 < x.numel() <= _FEW_TOKENS * weight.shape[1]:
+    is_few = x.numel() <= _FEW_TOKENS * weight.shape[1]
+    if torch.is_grad_enabled() or not x.numel() or not (is_few or _is_slow(weight.dtype)):
         return None
     if not x.dim() or x.shape[-1] != weight.shape[1]:  # torch says what is wrong
         return None
@@ -243,12 +247,48 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         return None
     if not x.is_cpu or not _runs_here(weight) or torch.is_autocast_enabled(x.device.type):
         return None
-    if (kernels := load_kernels()) is None:
+    tokens = x.reshape(-1, x.shape[-1]).float().contiguous()
+    kernels = load_kernels() if is_few else None
+    if kernels is not None:
+        out = kernels.multiply_rows(tokens, weight)
+        if bias is not None:
+            out += bias
+    elif _is_slow(weight.dtype):
+        out = _multiply_widened(tokens, weight, bias)
+    else:
         return None
-    out = kernels.multiply_rows(x.reshape(-1, x.shape[-1]).float().contiguous(), weight)
-    if bias is not None:
-        out += bias
-    return out.view(*x.shape[:-1], -1).to(x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
+
+
+@cache
+def _is_slow(dtype: torch.dtype) -> bool:
+    """Tell whether torch multiplies these numbers on this CPU without a library made for it."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return True
+    asked = torch.ops.mkldnn
+    supports = {
+        torch.float16: asked._is_mkldnn_fp16_supported,
+        torch.bfloat16: asked._is_mkldnn_bf16_supported,
+    }
+    return not supports[dtype]()
+
+
+def _multiply_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product in fp32, some rows of the weight made fp32 at a time, rounded to its dtype.
+
+    Shape:
+        x: (T, columns) fp32; weight: (rows, columns); returns (T, rows)
+    """
+    rows, columns = weight.shape
+    out = torch.empty(x.shape[0], rows, dtype=weight.dtype)
+    step = max(1, _PANEL_NUMBERS // columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        of_rows = None if bias is None else bias[part].float()
+        out[:, part] = F.linear(x, weight[part].float(), of_rows)
+    return out
 
 
 def is_watched() -> bool:

@@ -205,7 +205,7 @@ def test_plain_weights(kernels: Kernels, dtype: torch.dtype, columns: int) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_few_tokens_of_plain_weights(dtype: torch.dtype, has_bias: bool) -> None:
-    """A few tokens are rounded once, from a product in fp32; others go to torch."""
+    """A few tokens are rounded once, from a product in fp32."""
     weight, x = draw(133, 200).to(dtype), draw(2, 3, 200, seed=1).to(dtype)
     bias = draw(133, seed=2).to(dtype) if has_bias else None
     if products.load_kernels() is None:
@@ -213,7 +213,7 @@ def test_few_tokens_of_plain_weights(dtype: torch.dtype, has_bias: bool) -> None
     layer = Linear(200, 133, bias=has_bias, dtype=dtype)
     layer.load_state_dict({"weight": weight} | ({"bias": bias} if has_bias else {}))
     with torch.no_grad():
-        got = products.multiply_few(x, weight, bias)
+        got = products.multiply_dense(x, weight, bias)
         assert got is not None
         want = multiply_rows_plain(x.float().flatten(0, 1), weight)
         want = want if bias is None else want + bias.float()
@@ -223,9 +223,6 @@ def test_few_tokens_of_plain_weights(dtype: torch.dtype, has_bias: bool) -> None
         assert torch.equal(layer(apart), got)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             layer(x.flatten()[:600].view(6, 100))
-        many = x.expand(9, 2, 3, 200).flatten(0, 1)
-        assert products.multiply_few(many, weight, bias) is None
-        assert torch.equal(layer(many), F.linear(many, weight, bias))
         with FlopCounterMode(display=False) as counter:  # what counts operations sees them
             layer(x)
         assert counter.get_total_flops() == 2 * 6 * 200 * 133
@@ -234,7 +231,48 @@ def test_few_tokens_of_plain_weights(dtype: torch.dtype, has_bias: bool) -> None
         with forward_ad.dual_level():
             tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
         assert torch.equal(tangent, F.linear(x, weight))
-    assert products.multiply_few(x, weight, bias) is None
+    assert products.multiply_dense(x, weight, bias) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_many_tokens_of_plain_weights(
+    dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch is slow at halves they are multiplied in fp32 and rounded once; else by torch."""
+    weight, x = draw(133, 200).to(dtype), draw(9, 6, 200, seed=1).to(dtype)
+    bias = draw(133, seed=2).to(dtype) if has_bias else None
+    layer = Linear(200, 133, bias=has_bias, dtype=dtype)
+    layer.load_state_dict({"weight": weight} | ({"bias": bias} if bias is not None else {}))
+    want = x.double() @ weight.double().t()
+    want = want if bias is None else want + bias.double()
+    rounding = torch.finfo(dtype).eps / 2
+    with torch.no_grad():
+        monkeypatch.setattr(products, "_is_slow", lambda dtype: False)
+        assert products.multiply_dense(x, weight, bias) is None
+        assert torch.equal(layer(x), F.linear(x, weight, bias))
+        monkeypatch.setattr(products, "_is_slow", lambda dtype: dtype != torch.float32)
+        got = layer(x)
+        assert got.dtype == dtype
+        assert got.shape == (9, 6, 133)
+        assert_close(got.double(), want, rtol=1.01 * rounding, atol=2e-5)
+        turned = layer(x.transpose(0, 1)).transpose(0, 1)  # not contiguous
+        assert_close(turned.double(), want, rtol=1.01 * rounding, atol=2e-5)
+        assert (products.multiply_dense(x, weight, bias) is None) == (dtype == torch.float32)
+        for numbers in (1, 200 * 50):  # a row at a time, and a last panel of 33
+            monkeypatch.setattr(products, "_PANEL_NUMBERS", numbers)
+            assert_close(layer(x).double(), want, rtol=1.01 * rounding, atol=2e-5)
+        monkeypatch.setattr(products, "load_kernels", lambda: None)  # a few, without a compiler
+        assert_close(layer(x[0, :2]).double(), want[0, :2], rtol=1.01 * rounding, atol=2e-5)
+    assert products.multiply_dense(x, weight, bias) is None
+
+
+def test_what_torch_is_slow_at() -> None:
+    """As torch's library says of this processor; never numbers that are not halves."""
+    asked = torch.ops.mkldnn
+    assert products._is_slow(torch.float16) == (not asked._is_mkldnn_fp16_supported())
+    assert products._is_slow(torch.bfloat16) == (not asked._is_mkldnn_bf16_supported())
+    assert not products._is_slow(torch.float32)
 
 
 def test_the_widest_row(kernels: Kernels) -> None:
