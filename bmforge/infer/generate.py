@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ def generate(
     with evaluating(model), torch.no_grad():
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens, delta_rows)
         padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
-        ids = run_decoder(decoder, start, padding, config, on_token)
+        with decoder.undisturbed() if on_token is None else nullcontext():
+            ids = run_decoder(decoder, start, padding, config, on_token)
     return ids if model.traits.reads == "apart" else ids[:, added:]
 
 
@@ -107,12 +109,9 @@ def run_decoder(
     Shape:
         start: (B, T); padding: (B,); returns (B * num_return_sequences, T + new)
     """
-    if on_token is not None:
-        return _continue_rows(decoder, start, padding, config, on_token)
-    with decoder.undisturbed():
-        if config.num_beams > 1:
-            return beam_search(decoder, start, padding, config)[0]
-        return _continue_rows(decoder, start, padding, config, None)
+    if config.num_beams > 1:
+        return beam_search(decoder, start, padding, config)[0]
+    return _continue_rows(decoder, start, padding, config, on_token)
 
 
 def stream_tokens(

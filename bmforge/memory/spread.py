@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -45,8 +46,9 @@ def spread_blocks_(
     blocks = [model.get_submodule(name) for name in places]
 
     def take_off() -> None:
-        for block in blocks:
-            unwrap_forward_(block, "device")
+        with ExitStack() as each:  # the others too, where one refuses
+            for block in blocks:
+                each.callback(unwrap_forward_, block, "device")
 
     return take_off
 

@@ -124,7 +124,7 @@ class MLP(nn.Module):
         def inner() -> Tensor:
             if gate is None:
                 return self.activation(up)
-            return multiply_fresh(self.activation(gate), up)
+            return multiply_fresh(self.activation(gate), up, made_of=gate)
 
         if self.thin is not pass_on:  # it sees weights that backward may not see again
             return self.down_proj(self.thin(self._drop(inner())))

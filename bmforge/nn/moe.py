@@ -226,7 +226,7 @@ class Experts(nn.Module):
         def inner() -> Tensor:
             if gate is None:
                 return self.activation(up)
-            return multiply_fresh(self.activation(gate), up)
+            return multiply_fresh(self.activation(gate), up, made_of=gate)
 
         return call_and_drop(lambda h: self.product("down_proj", h, ends), inner(), inner)
 

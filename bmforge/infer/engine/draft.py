@@ -34,8 +34,8 @@ __all__ = ["Draft", "check_draft", "open_draft"]
 
 def open_draft(
     config: EngineConfig, budget_bytes: int | None, device: torch.device
-) -> tuple[Any, Any, int | None]:
-    """Return a small model, the tokens of its vocabulary, and what it leaves of a budget.
+) -> tuple[Any, Any, int]:
+    """Return a small model, the tokens of its vocabulary, and what it takes of a budget.
 
     Args:
         config: which model, and for how many tokens.
@@ -43,14 +43,15 @@ def open_draft(
         device: where it computes.
 
     Returns:
-        the model, None where there is none; token -> id, None where it has no tokenizer; bytes
+        the model, None where there is none; token -> id, None where it has no tokenizer; bytes, 0
+        without a budget
 
     Raises:
         ConfigError: it takes the whole budget.
     """
     draft, tokens = config.requests.draft, None
     if draft is None:
-        return None, None, budget_bytes
+        return None, None, 0
     if not isinstance(draft, nn.Module):
         directory = find_model(draft)
         draft = AutoModel.from_pretrained(directory, device=device).requires_grad_(False)
@@ -58,7 +59,7 @@ def open_draft(
             tokens = AutoTokenizer.from_pretrained(directory).get_vocab()
     draft = draft.eval()
     if budget_bytes is None:
-        return draft, tokens, None
+        return draft, tokens, 0
     held = {id(tensor): tensor for tensor in (*draft.parameters(), *draft.buffers())}
     work = find_workspace(draft, config.max_rows, config.tokens_of(draft))
     size = sum(map(packed_bytes, held.values())) + work.cache_bytes + work.step_bytes
@@ -67,7 +68,7 @@ def open_draft(
             f"draft: the small model takes {size} bytes, and device_budget_bytes={budget_bytes} is "
             "the budget of both. Give more, or leave draft out."
         )
-    return draft, tokens, budget_bytes - size
+    return draft, tokens, size
 
 
 def check_draft(model: Any, draft: Any, known: Any = None, drafts: Any = None) -> None:
@@ -105,6 +106,10 @@ class Draft:
     def __init__(self, model: Any, total_pages: int) -> None:
         self._step = PackedStep(model, total_pages)
         self._known: dict[Sequence, int] = {}
+
+    def look_again(self) -> None:
+        """As `PackedStep`, of the small model."""
+        self._step.look_again()
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page, as the large model's was."""

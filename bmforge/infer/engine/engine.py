@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -114,31 +115,30 @@ class Engine:
         is_limited = device_budget_bytes is not None and any(map(is_host, places))
         if is_limited and "memory" in read_tuning():
             return_freed_memory()
-        self._draft, spelled, device_budget_bytes = open_draft(
-            self.config, device_budget_bytes, self.device
-        )
+        self._draft, spelled, beside = open_draft(self.config, device_budget_bytes, self.device)
         plan = partial(
             plan_memory,
             devices=places,
-            config=self.config,
+            config=replace(self.config, beside_bytes=self.config.beside_bytes + beside),
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
         )
         try:
             prepare: Any = self._take if isinstance(model, nn.Module) else self._open
             self.model, place = prepare(model, plan, quantize, dtype, options)
-            self.plan = plan(self.model)
-            self._streamers, give_back = place(plan=self.plan)
-            self._given.callback(give_back)
             if self._draft is not None:
                 known = self.tokenizer.get_vocab() if spelled and self._directory else None
                 check_draft(self.model, self._draft, known, spelled)
+            self.plan = plan(self.model)
+            self._streamers, give_back = place(plan=self.plan)
+            self._given.callback(give_back)
         except BaseException:
             self._given.close()
             raise
         self._guard = None
-        # A device that is full has room for what was planned, and no more.
-        if device_budget_bytes is not None or self.plan.moved_bytes or self.plan.others:
+        # An accelerator that is full has room for what was planned, and no more.
+        is_full = self.plan.moved_bytes and not is_host(self.device)
+        if device_budget_bytes is not None or is_full or self.plan.others:
             limit = self.config.max_rows, self.config.tokens_of(self.model)
             self._guard = self.model.register_forward_pre_hook(
                 partial(check_size, limit), with_kwargs=True
@@ -363,9 +363,9 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._requests is not None:
-            self._requests.close()
-        self._given.close()
+        with self._given:  # given back even if waiting for the thread is interrupted
+            if self._requests is not None:
+                self._requests.close()
 
     def __enter__(self) -> Self:
         """Return the engine."""

@@ -175,11 +175,17 @@ class PackedJobs:
             self.pages.forget()
 
     def notice_changes(self) -> None:
-        """Drop what was computed by a model that is another one now; who runs is computed anew."""
+        """Drop what was computed by a model that is another one now; who runs is computed anew.
+
+        Steps look at their blocks themselves: at the small model's as well, and closer.
+        """
         if self._changes.since_last():
             self._scheduler.begin_anew()
             self.pages.forget()
             self._step = None  # its kind, and where it is, may be others as well
+        for step in (self._step, self._draft):
+            if step is not None:
+                step.look_again()
 
     def step(self) -> None:
         """Run the model once for all; answers go on, or end."""

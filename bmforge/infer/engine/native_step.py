@@ -74,7 +74,7 @@ class NativeStep:
     It is described anew whenever a block is no longer what it was.
 
     Args:
-        rests: nobody changes blocks as long as this lives; see `undisturbed`.
+        rests: nobody changes blocks between calls without telling `look_again`; see `undisturbed`.
 
     Attributes:
         native_blocks: how many blocks the last call ran natively, and
@@ -88,6 +88,10 @@ class NativeStep:
         self._room = torch.empty(0, dtype=torch.uint8)
         self.native_blocks = self.torch_blocks = 0
         self._rests, self._has_looked = rests, False
+
+    def look_again(self) -> None:
+        """Look in the next call whether blocks are what they were."""
+        self._has_looked = False
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

@@ -61,7 +61,7 @@ class PackedStep:
     share torch's passes too: there numbers are the same to rounding.
 
     Args:
-        model: which `can_pack` takes; nobody changes it as long as this lives.
+        model: which `can_pack` takes; whoever changes it tells `look_again`.
         total_pages: of keys and values.
         dtype: of these; None takes the model's.
     """
@@ -75,6 +75,10 @@ class PackedStep:
         self.cache = PagedCache(total_pages, dtype, weight.device)
         self._shares_passes = shares_passes(model)
         self._is_together = False
+
+    def look_again(self) -> None:
+        """Look at the blocks in the next step: they may have been changed."""
+        self._native.look_again()
 
     def cut(self) -> Cut:
         """Return how sequences may be divided, as the model is now; `run` keeps to it."""

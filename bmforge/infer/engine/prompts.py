@@ -169,8 +169,8 @@ class Reader:
             return
         if not is_packed and self._can_pack:
             raise ConfigError(
-                f"num_beams={config.num_beams}: within a budget, requests beside each other have "
-                "no beams. Call engine.generate, or leave the beams out."
+                f"num_beams={config.num_beams}: within what was planned, requests beside "
+                "each other have no beams. Call engine.generate, or leave the beams out."
             )
         rows = config.num_beams if config.num_beams > 1 else config.num_return_sequences
         longest = tokens + config.max_new_tokens

@@ -95,6 +95,7 @@ class Requests:
         self._encodings, self._works = encodings, deque[Work]()
         self._releases = reader.is_limited  # what is embedded has the room of keys and values
         self._count = 0
+        self._was_called = False
         self._is_closed = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -137,7 +138,8 @@ class Requests:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function between two steps, on the engine's thread; return what it returns."""
-        if threading.current_thread() is self._thread:
+        if self.is_here:
+            self._was_called = True
             return function()
         future: Future[Any] = Future()
         with self._changed:
@@ -225,7 +227,8 @@ class Requests:
 
     def _step(self) -> None:
         """Take what is new, leave out what is over, and run one step of everything else."""
-        if self._calls:
+        if self._calls or self._was_called:
+            self._was_called = False
             self._answer_calls()
             self._packed.notice_changes()
         while self._inbox:

@@ -266,3 +266,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Engine(tmp_path, devices=TWO, config=EngineConfig(stream_experts=True, max_tokens=32))
     with pytest.raises(ConfigError, match="more than the machine has"):
         Engine(tmp_path, devices=["cpu"] * 99, device_budget_bytes=1 << 33, config=CONFIG)
+
+
+def test_a_block_that_somebody_else_replaced() -> None:
+    """Closing says so, and takes what it put there off all the others."""
+    model = make("llama")
+    with Engine(copy.deepcopy(model), config=CONFIG) as engine:
+        need = engine.plan.used_bytes
+    divided = Engine(model, device_budget_bytes=need - 1, devices=TWO, config=CONFIG)
+    assert all(wrappers_of(block) for block in model.layers.values())
+    model.layers["3"].forward = lambda *args, **options: None
+    with pytest.raises(ConfigError, match="forward of a Block was replaced"):
+        divided.close()
+    assert not any(wrappers_of(block) for name, block in model.layers.items() if name != "3")

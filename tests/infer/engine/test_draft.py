@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_requests import PROMPTS, ask, drawn, greedy, make, opened, say
 
 from bmforge.errors import ConfigError
@@ -92,6 +94,26 @@ def test_another_vocabulary_is_refused() -> None:
         opened(make("llama"), draft=make("t5"))
 
 
+def test_a_module_whose_draft_is_refused_stays_as_it_was() -> None:
+    """Nothing has been moved away from it, where a budget would have its blocks come and go."""
+    model = make("llama", num_layers=8)
+    want = model(input_ids=torch.tensor([PROMPTS[4]])).logits
+    config = EngineConfig(max_tokens=128, requests=RequestsConfig(draft=make("llama")))
+    with pytest.raises(ConfigError, match="too small") as caught:
+        Engine(copy.deepcopy(model), device_budget_bytes=1 << 20, config=config)
+    enough = int(str(caught.value).split("too small: ")[1].split()[0])
+    with Engine(copy.deepcopy(model), device_budget_bytes=enough, config=config) as engine:
+        assert engine.plan.moving
+    refused = RequestsConfig(draft=make("llama", vocab_size=96))
+    with pytest.raises(ConfigError, match="vocabulary of 96 tokens"):
+        Engine(
+            model,
+            device_budget_bytes=enough,
+            config=EngineConfig(max_tokens=128, requests=refused),
+        )
+    assert torch.equal(model(input_ids=torch.tensor([PROMPTS[4]])).logits, want)
+
+
 def test_a_draft_from_a_directory_within_the_budget(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path / "large")
     small().save_pretrained(tmp_path / "small")
@@ -101,7 +123,9 @@ def test_a_draft_from_a_directory_within_the_budget(tmp_path: Path) -> None:
         Engine(tmp_path / "large", device_budget_bytes=200 << 20, config=config) as engine,
         Engine(tmp_path / "large", device_budget_bytes=200 << 20, config=plain) as other,
     ):
-        assert engine.plan.budget_bytes < other.plan.budget_bytes
+        assert engine.plan.budget_bytes == other.plan.budget_bytes
+        assert engine.plan.beside_bytes > sum(p.nbytes for p in small().parameters())
+        assert engine.plan.smallest_bytes - other.plan.smallest_bytes == engine.plan.beside_bytes
         asked = [Request(PROMPTS[1], greedy(max_new_tokens=NEW))]
         assert say(ask(engine, asked)[0]) == say(ask(other, asked)[0])
     with pytest.raises(ConfigError, match="the small model takes"):

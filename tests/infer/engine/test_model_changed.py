@@ -15,6 +15,7 @@ from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request
 from bmforge.infer.engine.changes import Changes
 from bmforge.models import load_weights_
 from bmforge.models.pack import quantize_
+from bmforge.nn.norm import RMSNorm
 from bmforge.train.optim.adam_kernel import load_adam_kernel
 from bmforge.tune.delta import Lora, use_deltas
 
@@ -180,3 +181,96 @@ def test_beams_beside_leave_prefixes() -> None:
         found = ask(engine)
         running.wait(60)
     assert found[0].cached_tokens == CACHED
+
+
+def test_numbers_that_lie_otherwise_in_the_same_place() -> None:
+    """What was computed stays, as nothing tells of it; what is computed is of the numbers now."""
+    model = make("llama")
+    with opened(model, keeps_prefixes=False) as engine:
+        before = ask(engine)
+        weight = model.layers["0"].attn.o_proj.weight
+        weight.data = weight.data.t()
+        after = ask(engine)
+    assert say(after) != say(before)
+    with opened(model) as engine:
+        assert say(after) == say(ask(engine))
+
+
+def test_a_norm_whose_class_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    plain = RMSNorm.forward
+    with opened(model, keeps_prefixes=False) as engine:
+        before = ask(engine)
+        monkeypatch.setattr(RMSNorm, "forward", lambda self, x: plain(self, x) * -3)
+        after = ask(engine)
+    assert say(after) != say(before)
+    with opened(model) as engine:
+        assert say(after) == say(ask(engine))
+
+
+def test_a_hook_between_the_steps_of_beams() -> None:
+    """A search among requests pauses before every step: what is put in then is called."""
+    model, called, runs, seen = make("llama"), [0], [0], threading.Event()
+
+    def notice(*_: Any) -> None:
+        runs[0] += 1
+        if runs[0] == 8:  # blocks have been looked at
+            seen.set()
+
+    model.register_forward_pre_hook(notice)
+
+    def count(*_: Any) -> None:
+        called[0] += 1
+
+    with opened(model) as engine:
+        config = GenerationConfig(max_new_tokens=30, num_beams=2, eos_token_id=())
+        handle = engine.submit(Request(PROMPT[:4], config))
+        assert seen.wait(60)
+        was_done = engine.call(
+            lambda: (model.layers["0"].register_forward_hook(count), handle.done)[1]
+        )
+        handle.wait(60)
+    assert not was_done
+    assert called[0] > 0
+
+
+def test_a_call_from_the_engines_own_thread() -> None:
+    """Who watches an answer may change the model: the tokens after that are of the changed one."""
+    model, called, told = make("llama"), [0], [0]
+
+    def count(*_: Any) -> None:
+        called[0] += 1
+
+    with opened(model) as engine:
+        handle = engine.submit(Request(PROMPT[:4], greedy(max_new_tokens=12)))
+
+        def watch() -> None:
+            told[0] += 1
+            if told[0] == 4:
+                engine.call(lambda: model.layers["0"].register_forward_hook(count))
+
+        handle.watch(watch)
+        handle.wait(60)
+    assert called[0] >= 8
+
+
+def test_a_draft_that_is_changed() -> None:
+    """The small model's blocks are looked at as well, where memory of old weights is gone."""
+    model, small, called = make("llama"), make("llama"), [0]
+
+    def count(*_: Any) -> None:
+        called[0] += 1
+
+    with opened(model, draft=small) as engine:
+        before = ask(engine)
+        put = small.layers["0"].register_forward_hook(count)
+        assert say(ask(engine)) == say(before)
+        assert called[0] > 0
+        put.remove()
+        for parameter in small.parameters():
+            parameter.data = torch.zeros_like(parameter)
+        assert say(ask(engine)) == say(before)
+        blocks = engine._requests._packed._draft._step._native._segments  # type: ignore[union-attr]
+        assert blocks[0].layers[0].attn.query.weight == (
+            small.layers["0"].attn.q_proj.weight.data_ptr()
+        )
