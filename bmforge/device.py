@@ -9,12 +9,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from bmforge.errors import ConfigError
 from bmforge.host_memory import data_room_bytes, host_memory_bytes, peak_resident_bytes
+from bmforge.native import processor_field
 
 __all__ = [
     "backend_for",
@@ -253,9 +253,9 @@ def fast_products() -> Iterator[bool]:
 
 def _mkl_is_slow() -> bool:
     """Tell whether this is a CPU with AVX512 on which MKL does not use it."""
-    vendor = _cpu_field("vendor_id")
+    vendor = processor_field("vendor_id")
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return wide and torch.backends.mkl.is_available() and vendor not in (None, "GenuineIntel")
+    return wide and torch.backends.mkl.is_available() and vendor not in ("", "GenuineIntel")
 
 
 def _keeps_fp32() -> bool:
@@ -266,13 +266,4 @@ def _keeps_fp32() -> bool:
 
 
 def _cpu_name() -> str:
-    return _cpu_field("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_field(name: str) -> str | None:
-    """Return a line of Linux's description of the first core."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return None
-    lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
-    return next((value.strip() for key, _, value in lines if key.strip() == name), None)
+    return processor_field("model name") or platform.processor() or platform.machine()

@@ -28,7 +28,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["load_kernels_of", "load_native", "processor_features", "say_once"]
+__all__ = ["load_kernels_of", "load_native", "processor_features", "processor_field", "say_once"]
 
 # -ffp-contract=off: a product and a sum are two roundings on every instruction set.
 _FLAGS = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC"
@@ -85,7 +85,17 @@ def load_native(name: str, source: str, flags: str = "-march=native") -> ctypes.
 
 def processor_features() -> frozenset[str]:
     """Return what the processor can do, in the words of Linux; nothing where it does not say."""
-    return frozenset(_processor_line().partition(":")[2].split())
+    return frozenset(processor_field("flags", "Features").split())
+
+
+def processor_field(*names: str) -> str:
+    """Return what Linux says of the first core under one of these names; "" where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in fields if key.strip() in names), "")
 
 
 @cache
@@ -110,12 +120,8 @@ def _find_compiler() -> list[str] | None:
 
 
 @cache
-def _processor_line() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+def _processor() -> str:
+    return processor_field("flags", "Features") or platform.processor()
 
 
 def _identify(compiler: list[str]) -> str:
@@ -130,7 +136,7 @@ def _identify(compiler: list[str]) -> str:
 
 def _compile(name: str, source: str, flags: str, compiler: list[str]) -> Path:
     """Return the place of the library, in a folder that is safe."""
-    parts = [source, flags, _identify(compiler), platform.machine(), _processor_line()]
+    parts = [source, flags, _identify(compiler), platform.machine(), _processor()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     folder = _own_folder()
     library = folder / f"{name}-{key[:20]}.so"

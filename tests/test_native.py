@@ -63,7 +63,7 @@ def test_another_source_flags_or_compiler_is_compiled_anew(
     load_native("add", SOURCE, "-DMORE")
     monkeypatch.setenv("CXX", f"{shutil.which('c++')} -DLESS")
     load_native("add", SOURCE)
-    monkeypatch.setattr(native, "_processor_line", lambda: "flags: another")
+    monkeypatch.setattr(native, "_processor", lambda: "flags: another")
     load_native("add", SOURCE)
     assert len(files_in(cache_home)) == 5
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bmforge.native import load_kernels_of, processor_features
+from bmforge.native import load_kernels_of, processor_features, processor_field
 from bmforge.nn.packing import PackedMatrix, QuantSpec, packed_shapes
 
 __all__ = [
@@ -29,6 +29,8 @@ _VARIANTS: dict[str, tuple[str, frozenset[str]]] = {
     "avx2": ("-mavx2 -mf16c", frozenset({"avx2", "f16c"})),
     "plain": ("", frozenset()),
 }
+# AMD's family 25, measured on Zen 4, reads ahead by itself and is held up by requests far beyond.
+_AHEAD_BYTES = {("AuthenticAMD", "25"): 256}
 _SOURCES = ("lanes.hpp", "products.cpp", "packing.cpp", "rows.cpp")
 # As `Kind` of rows.cpp.
 PLAIN_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -180,7 +182,14 @@ def runnable_variants() -> list[str]:
 def compile_sources(title: str, variant: str, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """Return the products' sources and others of `kernels/` compiled for a variant."""
     folder, parts = Path(__file__).with_name("kernels"), (*_SOURCES, *more)
-    return load_kernels_of(f"{title}-{variant}", folder, parts, _VARIANTS[variant][0])
+    flags = " ".join([_VARIANTS[variant][0], *_measured_flags()])
+    return load_kernels_of(f"{title}-{variant}", folder, parts, flags)
+
+
+def _measured_flags() -> list[str]:
+    """Return how this processor differs from the sources' choices."""
+    ahead = _AHEAD_BYTES.get((processor_field("vendor_id"), processor_field("cpu family")))
+    return [f"-DAHEAD_BYTES={ahead}"] if ahead else []
 
 
 def compile_variant(name: str) -> Kernels | None:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bmforge.errors import ConfigError
 from bmforge.native import processor_features
-from bmforge.nn import products
+from bmforge.nn import product_kernels, products
 from bmforge.nn.linear import Linear
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pack_matrix, quantize_groups, unpack_matrix
 from bmforge.nn.products import (
@@ -307,3 +307,18 @@ def test_variants_are_what_the_processor_has() -> None:
     found = runnable_variants()
     assert found[-1] == "plain"
     assert ("avx2" in found) == ({"avx2", "f16c"} <= processor_features())
+
+
+@pytest.mark.parametrize("family", ["25", "26"])
+def test_what_a_processor_likes_changes_no_bits(
+    family: str, monkeypatch: pytest.MonkeyPatch, kernels: Kernels
+) -> None:
+    fields = {"vendor_id": "AuthenticAMD", "cpu family": family}
+    monkeypatch.setattr(product_kernels, "processor_field", lambda name: fields[name])
+    assert product_kernels._measured_flags() == (["-DAHEAD_BYTES=256"] if family == "25" else [])
+    other = product_kernels.compile_variant(kernels.name)
+    assert other is not None
+    matrix, x = packed(40, 256, SPECS["int8"]), draw(3, 256)
+    given = (x, matrix, 40, SPECS["int8"], None)
+    assert torch.equal(other.multiply(*given), kernels.multiply(*given))
+    assert torch.equal(other.multiply_rows(x, x), kernels.multiply_rows(x, x))

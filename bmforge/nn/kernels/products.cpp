@@ -22,8 +22,10 @@ static const int PANEL = 16, BLOCK = 64;
 // Activations of so many bytes stay near a core while all its weights pass by.
 static const int64_t NEAR_BYTES = 384 << 10;
 // Memory is asked for what comes so much later: what reads a stream ahead by itself does so too late
-// where several tokens make the way through it slower.
-static const int AHEAD_BYTES = 2048;
+// where 4 bits or several tokens make the way through it slower. Some processors want less.
+#ifndef AHEAD_BYTES
+#define AHEAD_BYTES 2048
+#endif
 // Smaller products are done sooner than threads wake up.
 static const int64_t FEW_ELEMENTS = 1 << 17;
 
