@@ -26,7 +26,7 @@ from bmforge.nn.packing import (
     unpack_matrix,
 )
 from bmforge.nn.part import Derived, TensorNote
-from bmforge.nn.products import numbers_of, pack_weights
+from bmforge.nn.products import is_watched, multiply_packed, numbers_of, pack_weights
 
 __all__ = ["GroupedProduct", "MatrixStore", "PackedRows", "PackedStore", "dequantize_stack"]
 
@@ -277,12 +277,15 @@ class MatrixStore(PackedStore):
         flat = x.reshape(-1, self.columns).float()
         bias = None if bias is None else bias.float()
         inside = flat if self.outlier_columns is None else self._without_outliers(flat)
-        numbers, tensors = numbers_of(self.spec), self._tensors()
         wants = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
-        run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
-        out = run(inside, *tensors, self.rows, numbers, bias)
+        if wants or type(inside) is not Tensor or is_watched():
+            run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
+            out = run(inside, *self._tensors(), self.rows, numbers_of(self.spec), bias)
+        else:  # at once: torch's way to an operator of ours costs more than some products
+            matrix = PackedMatrix(*self._tensors())
+            out = multiply_packed(inside, matrix, self.rows, self.spec, bias)
         if self.outlier_weight is not None and self.outlier_columns is not None:
             outside = flat.index_select(1, self.outlier_columns)
             out = out + F.linear(outside, self.outlier_weight.view(torch.float16).float())

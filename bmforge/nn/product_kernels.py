@@ -74,7 +74,8 @@ class Kernels:
         self._quantized, self._floats = library.multiply_quantized, library.multiply_floats
         self._unpack, self._room_bytes = library.unpack_floats, library.room_bytes
         self._quantize_rows, self._pack = library.quantize_rows, library.pack_floats
-        self._rows = library.multiply_rows
+        self._rows, self._pick = library.multiply_rows, library.pick_rows
+        self._pick.restype = ctypes.c_bool
         self._room_bytes.restype = ctypes.c_int64
         self._room_bytes.argtypes = [ctypes.c_int64] * 3
 
@@ -126,6 +127,20 @@ class Kernels:
         out = torch.empty(rows, columns)
         self._unpack(ctypes.byref(_describe(matrix, rows, columns, spec, out)))
         return out
+
+    def pick(
+        self, matrix: PackedMatrix, index: Tensor, rows: int, spec: QuantSpec
+    ) -> Tensor | None:
+        """Return some rows of a packed matrix in fp32; None where there is no such row.
+
+        Shape:
+            index: (M,) int64, contiguous; returns (M, columns)
+        """
+        columns = matrix.packed.shape[1] * 32 // spec.bits
+        out = torch.empty(index.numel(), columns)
+        product, places = _describe(matrix, rows, columns, spec, out), index.data_ptr()
+        given = ctypes.c_void_p(places), ctypes.c_int64(index.numel())
+        return out if self._pick(ctypes.byref(product), *given) else None
 
     def pack(self, matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         """Return a matrix (rows, columns) in fp32 packed, and its scales in fp32, by panels."""

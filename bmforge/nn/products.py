@@ -22,6 +22,7 @@ from bmforge.nn.packing import (
     QuantSpec,
     narrow_scales,
     pack_matrix,
+    pick_rows,
     quantize_groups,
     unpack_matrix,
     unpack_values,
@@ -45,6 +46,7 @@ __all__ = [
     "multiply_rows_plain",
     "numbers_of",
     "pack_weights",
+    "pick_packed",
     "quantize_activations",
     "runnable_variants",
 ]
@@ -222,6 +224,25 @@ def multiply_packed(
     if kernels is None:
         return multiply_plain(x, matrix, rows, spec, bias)
     return kernels.multiply(x, matrix, rows, spec, bias)
+
+
+def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
+    """Return some rows of a packed matrix, in fp32, by the fastest way there is.
+
+    Shape:
+        index: (...) integers; returns (..., columns)
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    is_plain = type(index) is Tensor and index.dtype == torch.int64 and not is_watched()
+    kernels = load_kernels() if is_plain and _runs_here(index, *matrix) else None
+    found = None if kernels is None else kernels.pick(matrix, index, rows, spec)
+    return (
+        pick_rows(matrix, index, spec)
+        if found is None
+        else found.view(*index.shape, found.shape[1])
+    )
 
 
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

@@ -25,9 +25,9 @@ from bmforge.nn.packed_store import (
     PackedStore,
     dequantize_stack,
 )
-from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
+from bmforge.nn.packing import PackedMatrix, QuantSpec
 from bmforge.nn.part import TensorNote
-from bmforge.nn.products import numbers_of
+from bmforge.nn.products import numbers_of, pick_packed
 
 __all__ = [
     "MatrixStore",
@@ -102,7 +102,7 @@ class QuantizedEmbedding(MatrixStore, nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look rows up."""
-        rows = pick_rows(PackedMatrix(*self._tensors()), ids, self.spec)
+        rows = pick_packed(ids, PackedMatrix(*self._tensors()), self.rows, self.spec)
         return self._with_outliers(rows, rows.dim() - 1, ids).to(self.like.dtype)
 
 

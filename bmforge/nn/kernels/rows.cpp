@@ -3,6 +3,8 @@
 // Every result is summed in one order: four sums of sixteen lanes, 64 columns a step, are added as
 // pairs, and then the lanes; so the number of tokens and the instruction set change no bit.
 
+#include <unistd.h>
+
 // A matrix (rows, columns) of fp32, bf16 or fp16.
 struct Rows {
   const void* weight;
@@ -14,6 +16,17 @@ enum Kind { FP32, BF16, FP16, PACKED };
 
 static const int STEP = 64;  // columns
 static const int FLOAT_TOKENS = 4;
+static const int ROW_SUMS = 16;  // rows times tokens whose sums wait for the next columns
+
+// Bytes of a core's nearest cache.
+static int64_t nearest_bytes() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+  static const int64_t told = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#else
+  static const int64_t told = 0;
+#endif
+  return told > 0 ? told : 32 << 10;
+}
 
 // What is left of a row behind whole steps, with zeros behind it.
 template <typename E>
@@ -31,28 +44,76 @@ static inline void add_step(Floats (*total)[4], const E* w, const float* x, int6
   }
 }
 
-// One row times T tokens, whose results are `apart` floats from each other.
-template <int T, typename E>
-static void multiply_row(const E* w, int64_t columns, const float* x, int64_t stride, float* out,
-                         int64_t apart) {
-  Floats total[T][4];
-  for (int t = 0; t < T; t++)
-    for (int j = 0; j < 4; j++) total[t][j] = floats(0.0f);
+// Some columns of a row times T tokens, added to `total`; a last step is filled up with zeros. Memory
+// is asked for what comes next: a little ahead, or where a row is divided, its next part.
+template <int T, bool DIVIDED, typename E>
+static inline void add_columns_of(const E* w, const E* next, int64_t count, const float* x,
+                                  int64_t stride, Floats (*total)[4]) {
   int64_t c = 0;
-  for (; c + STEP <= columns; c += STEP) {
-    for (int b = 0; b < STEP * (int)sizeof(E); b += 64)
-      __builtin_prefetch((const char*)(w + c) + b + AHEAD_BYTES);
+  for (; c + STEP <= count; c += STEP) {
+    for (int b = 0; b < STEP * (int)sizeof(E); b += 64) {
+      if (DIVIDED) __builtin_prefetch((const char*)(next + c) + b, 0, 2);
+      else __builtin_prefetch((const char*)(w + c) + b + AHEAD_BYTES);
+    }
     add_step<T>(total, w + c, x + c, stride);
   }
-  if (c < columns) {
-    E weights[STEP];
-    float values[T * STEP];
-    copy_rest(w + c, columns - c, weights);
-    for (int t = 0; t < T; t++) copy_rest(x + t * stride + c, columns - c, values + t * STEP);
-    add_step<T>(total, weights, values, STEP);
+  if (c == count) return;
+  E weights[STEP];
+  float values[T * STEP];
+  copy_rest(w + c, count - c, weights);
+  for (int t = 0; t < T; t++) copy_rest(x + t * stride + c, count - c, values + t * STEP);
+  add_step<T>(total, weights, values, STEP);
+}
+
+static inline float sum_lanes(const Floats* total) {
+  return sum(add(add(total[0], total[1]), add(total[2], total[3])));
+}
+
+// Rows times T tokens, whose results are `apart` floats from each other.
+template <int T, typename E>
+static void multiply_whole_rows(const E* w, int64_t rows, int64_t columns, const float* x,
+                                float* out, int64_t apart) {
+  for (int64_t row = 0; row < rows; row++, w += columns) {
+    Floats total[T][4];
+    for (int t = 0; t < T; t++)
+      for (int j = 0; j < 4; j++) total[t][j] = floats(0.0f);
+    add_columns_of<T, false>(w, w, columns, x, columns, total);
+    for (int t = 0; t < T; t++) out[t * apart + row] = sum_lanes(total[t]);
   }
-  for (int t = 0; t < T; t++)
-    out[t * apart] = sum(add(add(total[t][0], total[t][1]), add(total[t][2], total[t][3])));
+}
+
+// The same, part by part of the columns, for a few rows at a time: a part of what goes in stays in
+// the nearest cache while that of each row passes by.
+template <int T, typename E>
+static void multiply_divided_rows(const E* w, int64_t rows, int64_t columns, const float* x,
+                                  float* out, int64_t apart) {
+  const int64_t part = nearest_bytes() * 3 / 8 / (T * (int64_t)sizeof(float)) / STEP * STEP;
+  while (rows > 0) {
+    const int64_t few = std::min<int64_t>(ROW_SUMS / T, rows);
+    Floats total[ROW_SUMS / T][T][4];
+    for (int64_t row = 0; row < few; row++)
+      for (int t = 0; t < T; t++)
+        for (int j = 0; j < 4; j++) total[row][t][j] = floats(0.0f);
+    for (int64_t first = 0; first < columns; first += part) {
+      const int64_t count = std::min(part, columns - first);
+      for (int64_t row = 0; row < few; row++) {
+        const E *from = w + row * columns + first, *behind = w + first + part;
+        const E* next = row + 1 < few ? from + columns : behind;
+        add_columns_of<T, true>(from, next, count, x + first, columns, total[row]);
+      }
+    }
+    for (int64_t row = 0; row < few; row++)
+      for (int t = 0; t < T; t++) out[t * apart + row] = sum_lanes(total[row][t]);
+    w += few * columns;
+    out += few;
+    rows -= few;
+  }
+}
+
+// Whether the nearest cache keeps what goes in from one row to the next.
+template <int T, typename E>
+static inline bool stays_near(int64_t columns) {
+  return columns * (int64_t)(T * sizeof(float) + sizeof(E)) <= nearest_bytes();
 }
 
 // Rows from `first` to `last` times all tokens; results of a token are `apart` floats behind those
@@ -61,14 +122,20 @@ template <typename E>
 static void multiply_some_rows(const E* weight, int64_t columns, int64_t first, int64_t last,
                                const float* x, int64_t tokens, float* out, int64_t apart) {
   const int64_t near = std::max<int64_t>(NEAR_BYTES / (columns * (int64_t)sizeof(E)), 1);
+  const bool pass_once = tokens <= FLOAT_TOKENS;
   for (; first < last; first += near) {
-    const int64_t end = std::min(first + near, last);
+    const int64_t rows = std::min(near, last - first);
     int64_t t = 0;
     const auto multiply_rows_by = [&](auto count) {
-      for (int64_t row = first; row < end; row++)
-        multiply_row<decltype(count)::value>(weight + row * columns, columns, x + t * columns,
-                                             columns, out + t * apart + row, apart);
-      t += decltype(count)::value;
+      constexpr int T = decltype(count)::value;
+      const E* w = weight + first * columns;
+      const float* from = x + t * columns;
+      float* to = out + t * apart + first;
+      if (pass_once && !stays_near<T, E>(columns))
+        multiply_divided_rows<T>(w, rows, columns, from, to, apart);
+      else
+        multiply_whole_rows<T>(w, rows, columns, from, to, apart);
+      t += T;
     };
     while (t + FLOAT_TOKENS <= tokens) multiply_rows_by(std::integral_constant<int, FLOAT_TOKENS>());
     while (t + 2 <= tokens) multiply_rows_by(std::integral_constant<int, 2>());
