@@ -16,16 +16,21 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from harness import header, table  # noqa: E402
 
 from bmforge.data import TokenStore  # noqa: E402
 from bmforge.errors import ConfigError  # noqa: E402
+from bmforge.infer.engine.packed_step import PackedStep  # noqa: E402
+from bmforge.infer.engine.paged_cache import PAGE_TOKENS, StepRow  # noqa: E402
 from bmforge.models import AutoModel  # noqa: E402
 from bmforge.nn.packing import PRESETS, QuantSpec  # noqa: E402
 from bmforge.surgery import persistent_tensors  # noqa: E402
@@ -54,6 +59,26 @@ def measure_loss(model: Any, rows: torch.Tensor) -> float:
     return sum(losses) / len(rows)
 
 
+def measure_cached_loss(model: Any, rows: torch.Tensor, dtype: torch.dtype) -> float:
+    """Return the same where every token reads keys and values from pages of a dtype."""
+    length, losses = rows.shape[1], []
+    pages = -(-length // PAGE_TOKENS)
+    step = PackedStep(model, ROWS * pages, dtype)
+    step.cut()
+    for part in rows.split(ROWS):
+        for first in range(0, length, PAGE_TOKENS):
+            last = min(first + PAGE_TOKENS, length)
+            places = [
+                StepRow(range(n * pages, (n + 1) * pages), first, last) for n in range(len(part))
+            ]
+            given = part[:, first:last].tolist()
+            scores = step.run(places, given, [last - first] * len(part))
+            for row, found in zip(part, scores, strict=True):
+                targets = row[first + 1 : last + 1]
+                losses.append(F.cross_entropy(found[: len(targets)], targets, reduction="sum"))
+    return float(torch.stack(losses).double().sum()) / (len(rows) * (length - 1))
+
+
 def bytes_of(model: torch.nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in persistent_tensors(model).values())
 
@@ -73,6 +98,16 @@ def main() -> None:
     want = measure_loss(plain, rows)
     print(f"float32: {math.exp(want):.4f}", flush=True)
     found = [["float32", f"{bytes_of(plain) / MIB:.1f}", f"{math.exp(want):.3f}", "", "", ""]]
+
+    def row(name: str, model: Any, target: float | None, measure: Callable[..., float]) -> None:
+        begin = time.perf_counter()
+        loss = measure(model, rows)
+        seconds = time.perf_counter() - begin
+        change = f"{100 * (math.exp(loss - want) - 1):+.3f} %"
+        print(f"{name}: {math.exp(loss):.4f}", flush=True)
+        cells = [name, f"{bytes_of(model) / MIB:.1f}", f"{math.exp(loss):.3f}", change]
+        found.append([*cells, "" if target is None else f"+{target} %", f"{seconds:.0f}"])
+
     schemes: dict[str, Any] = {name: name for name in TARGETS}
     for name, scheme in {**schemes, "int4, outliers 5 %": OUTLIERS}.items():
         try:
@@ -80,21 +115,10 @@ def main() -> None:
         except ConfigError as error:  # its widths do not fit
             print(f"{name}: {str(error)[:120]}")
             continue
-        begin = time.perf_counter()
-        loss = measure_loss(model, rows)
-        seconds = time.perf_counter() - begin
-        target = TARGETS.get(name, 3.0)
-        print(f"{name}: {math.exp(loss):.4f}", flush=True)
-        found.append(
-            [
-                name,
-                f"{bytes_of(model) / MIB:.1f}",
-                f"{math.exp(loss):.3f}",
-                f"{100 * (math.exp(loss - want) - 1):+.3f} %",
-                "" if target is None else f"+{target} %",
-                f"{seconds:.0f}",
-            ]
-        )
+        row(name, model, TARGETS.get(name, 3.0), measure_loss)
+    for dtype, target in ((torch.float32, None), (torch.int8, 0.5)):
+        kind = str(dtype).removeprefix("torch.")
+        row(f"{kind} cache", plain, target, partial(measure_cached_loss, dtype=dtype))
     print(table(["scheme", "MiB", "perplexity", "change", "target", "seconds"], found))
 
 

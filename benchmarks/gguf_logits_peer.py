@@ -1,0 +1,50 @@
+"""What `gguf_logits.py` runs in the interpreter that has llama-cpp-python: greedy tokens, scores.
+
+python benchmarks/gguf_logits_peer.py MODEL.gguf PROMPTS.npy COUNT OUT.npz
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def open_llama(path: str) -> tuple[Any, int]:
+    """Return a context of llama.cpp, one thread, and the size of its vocabulary."""
+    import llama_cpp as c
+
+    c.llama_backend_init()
+    model: Any = c.llama_model_load_from_file(path.encode(), c.llama_model_default_params())
+    params = c.llama_context_default_params()
+    params.n_ctx, params.n_threads, params.n_threads_batch = 512, 1, 1
+    size = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
+    return c.llama_init_from_model(model, params), size
+
+
+def write_greedily(context: Any, size: int, prompt: list[int], count: int) -> Any:
+    """Return the likeliest tokens, one after the other, and the scores of each: (count, V)."""
+    import llama_cpp as c
+
+    c.llama_memory_clear(c.llama_get_memory(context), True)
+    chosen, scores, given = [], [], prompt
+    for _ in range(count):
+        batch = c.llama_batch_get_one((c.llama_token * len(given))(*given), len(given))
+        assert c.llama_decode(context, batch) == 0
+        scores.append(np.ctypeslib.as_array(c.llama_get_logits(context), (size,)).copy())
+        given = [int(scores[-1].argmax())]
+        chosen += given
+    return chosen, np.stack(scores)
+
+
+def main() -> None:
+    """Answer all prompts."""
+    path, prompts, count, out = sys.argv[1:]
+    context, size = open_llama(path)
+    found = [write_greedily(context, size, row.tolist(), int(count)) for row in np.load(prompts)]
+    np.savez(out, ids=[ids for ids, _ in found], scores=np.stack([part for _, part in found]))
+
+
+if __name__ == "__main__":
+    main()
