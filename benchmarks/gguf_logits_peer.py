@@ -30,8 +30,8 @@ def write_greedily(context: Any, size: int, prompt: list[int], count: int) -> An
     c.llama_memory_clear(c.llama_get_memory(context), True)
     chosen, scores, given = [], [], prompt
     for _ in range(count):
-        batch = c.llama_batch_get_one((c.llama_token * len(given))(*given), len(given))
-        assert c.llama_decode(context, batch) == 0
+        tokens = (c.llama_token * len(given))(*given)  # kept: a batch only points at it
+        assert c.llama_decode(context, c.llama_batch_get_one(tokens, len(given))) == 0
         scores.append(np.ctypeslib.as_array(c.llama_get_logits(context), (size,)).copy())
         given = [int(scores[-1].argmax())]
         chosen += given
