@@ -26,9 +26,20 @@ from bmforge.nn.packing import (
     unpack_matrix,
 )
 from bmforge.nn.part import Derived, TensorNote
-from bmforge.nn.products import is_watched, multiply_packed, numbers_of, pack_weights
+from bmforge.nn.products import (
+    is_watched,
+    multiply_packed,
+    numbers_of,
+    pack_weights,
+)
 
-__all__ = ["GroupedProduct", "MatrixStore", "PackedRows", "PackedStore", "dequantize_stack"]
+__all__ = [
+    "GroupedProduct",
+    "MatrixStore",
+    "PackedRows",
+    "PackedStore",
+    "dequantize_stack",
+]
 
 # Elements that are quantised at a time, so that little more than the matrix itself is in memory.
 _ELEMENTS_AT_ONCE = 1 << 19
@@ -280,7 +291,7 @@ class MatrixStore(PackedStore):
         wants = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if wants or type(inside) is not Tensor or is_watched():
+        if wants or type(inside) is not Tensor or not inside.is_cpu or is_watched():
             run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
             out = run(inside, *self._tensors(), self.rows, numbers_of(self.spec), bias)
         else:  # at once: torch's way to an operator of ours costs more than some products

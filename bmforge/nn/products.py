@@ -22,7 +22,6 @@ from bmforge.nn.packing import (
     QuantSpec,
     narrow_scales,
     pack_matrix,
-    pick_rows,
     quantize_groups,
     unpack_matrix,
     unpack_values,
@@ -46,9 +45,9 @@ __all__ = [
     "multiply_rows_plain",
     "numbers_of",
     "pack_weights",
-    "pick_packed",
     "quantize_activations",
     "runnable_variants",
+    "runs_here",
 ]
 
 _LARGEST = 127
@@ -197,13 +196,14 @@ def multiply_plain(
     return out if bias is None else out + bias
 
 
-def _runs_here(*tensors: Tensor | None) -> bool:
+def runs_here(*tensors: Tensor | None) -> bool:
+    """Tell whether kernels take tensors as they lie."""
     return all(t is None or (t.is_cpu and t.is_contiguous()) for t in tensors)
 
 
 def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
     """Return a packed matrix as (rows, columns) in fp32."""
-    kernels = load_kernels() if _runs_here(*matrix) else None
+    kernels = load_kernels() if runs_here(*matrix) else None
     if kernels is None:
         return unpack_matrix(matrix, rows, spec)
     return kernels.unpack(matrix, rows, spec)
@@ -220,29 +220,10 @@ def multiply_packed(
     x = x.contiguous()
     if spec.activations == "float" and x.shape[0] > _FEW_TOKENS:
         return F.linear(x, dequantize(matrix, rows, spec), bias)
-    kernels = load_kernels() if _runs_here(x, bias, *matrix) else None
+    kernels = load_kernels() if runs_here(x, bias, *matrix) else None
     if kernels is None:
         return multiply_plain(x, matrix, rows, spec, bias)
     return kernels.multiply(x, matrix, rows, spec, bias)
-
-
-def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
-    """Return some rows of a packed matrix, in fp32, by the fastest way there is.
-
-    Shape:
-        index: (...) integers; returns (..., columns)
-
-    Raises:
-        IndexError: there is no such row.
-    """
-    is_plain = type(index) is Tensor and index.dtype == torch.int64 and not is_watched()
-    kernels = load_kernels() if is_plain and _runs_here(index, *matrix) else None
-    found = None if kernels is None else kernels.pick(matrix, index, rows, spec)
-    return (
-        pick_rows(matrix, index, spec)
-        if found is None
-        else found.view(*index.shape, found.shape[1])
-    )
 
 
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -266,7 +247,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
     if not plain or x.dtype != weight.dtype or weight.dtype not in PLAIN_KINDS or is_watched():
         return None
-    if not x.is_cpu or not _runs_here(weight) or torch.is_autocast_enabled(x.device.type):
+    if not x.is_cpu or not runs_here(weight) or torch.is_autocast_enabled(x.device.type):
         return None
     tokens = x.reshape(-1, x.shape[-1]).float().contiguous()
     kernels = load_kernels() if is_few else None

@@ -25,9 +25,9 @@ from bmforge.nn.packed_store import (
     PackedStore,
     dequantize_stack,
 )
-from bmforge.nn.packing import PackedMatrix, QuantSpec
+from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
 from bmforge.nn.part import TensorNote
-from bmforge.nn.products import numbers_of, pick_packed
+from bmforge.nn.products import is_watched, load_kernels, numbers_of, runs_here
 
 __all__ = [
     "MatrixStore",
@@ -36,6 +36,7 @@ __all__ = [
     "QuantizedExperts",
     "QuantizedHead",
     "QuantizedLinear",
+    "pick_packed",
     "plain_weights",
     "store_packed",
 ]
@@ -104,6 +105,25 @@ class QuantizedEmbedding(MatrixStore, nn.Embedding):
         """Look rows up."""
         rows = pick_packed(ids, PackedMatrix(*self._tensors()), self.rows, self.spec)
         return self._with_outliers(rows, rows.dim() - 1, ids).to(self.like.dtype)
+
+
+def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
+    """Return some rows of a packed matrix, in fp32, by the fastest way there is.
+
+    Shape:
+        index: (...) integers; returns (..., columns)
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    is_plain = type(index) is Tensor and index.dtype == torch.int64 and not is_watched()
+    kernels = load_kernels() if is_plain and runs_here(index, *matrix) else None
+    found = None if kernels is None else kernels.pick(matrix, index, rows, spec)
+    return (
+        pick_rows(matrix, index, spec)
+        if found is None
+        else found.view(*index.shape, found.shape[1])
+    )
 
 
 class QuantizedExperts(PackedStore, Experts):

@@ -27,6 +27,7 @@ from bmforge.nn.products import (
     quantize_activations,
     runnable_variants,
 )
+from bmforge.nn.quantized import pick_packed
 from bmforge.testing.tolerance import assert_close
 
 SPECS = {
@@ -336,9 +337,9 @@ def test_rows_by_their_numbers(kernels: Kernels, spec: QuantSpec) -> None:
     for number in (37, -1):  # in the panel's last rows, or before the first
         assert kernels.pick(matrix, torch.tensor([0, number]), 37, spec) is None
     pairs = torch.stack((index, index.flip(0)), 1)
-    assert torch.equal(products.pick_packed(pairs, matrix, 37, spec), want[pairs])
-    assert torch.equal(products.pick_packed(pairs.t(), matrix, 37, spec), want[pairs.t()])
-    assert torch.equal(products.pick_packed(index.int(), matrix, 37, spec), want[index])
-    assert products.pick_packed(index[:0], matrix, 37, spec).shape == (0, 256)
+    assert torch.equal(pick_packed(pairs, matrix, 37, spec), want[pairs])
+    assert torch.equal(pick_packed(pairs.t(), matrix, 37, spec), want[pairs.t()])
+    assert torch.equal(pick_packed(index.int(), matrix, 37, spec), want[index])
+    assert pick_packed(index[:0], matrix, 37, spec).shape == (0, 256)
     with pytest.raises(IndexError):
-        products.pick_packed(torch.tensor([99]), matrix, 37, spec)
+        pick_packed(torch.tensor([99]), matrix, 37, spec)

@@ -87,7 +87,8 @@ static void multiply_whole_rows(const E* w, int64_t rows, int64_t columns, const
 template <int T, typename E>
 static void multiply_divided_rows(const E* w, int64_t rows, int64_t columns, const float* x,
                                   float* out, int64_t apart) {
-  const int64_t part = nearest_bytes() * 3 / 8 / (T * (int64_t)sizeof(float)) / STEP * STEP;
+  const int64_t near = nearest_bytes() * 3 / 8 / (T * (int64_t)sizeof(float));
+  const int64_t part = std::max<int64_t>(near / STEP, 1) * STEP;
   while (rows > 0) {
     const int64_t few = std::min<int64_t>(ROW_SUMS / T, rows);
     Floats total[ROW_SUMS / T][T][4];
