@@ -31,6 +31,7 @@ from bmforge.nn.products import (
     multiply_packed,
     numbers_of,
     pack_weights,
+    runs_here,
 )
 
 __all__ = [
@@ -291,11 +292,11 @@ class MatrixStore(PackedStore):
         wants = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if wants or type(inside) is not Tensor or not inside.is_cpu or is_watched():
+        matrix = PackedMatrix(*self._tensors())
+        if wants or is_watched() or not runs_here(inside, bias, *matrix):
             run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
-            out = run(inside, *self._tensors(), self.rows, numbers_of(self.spec), bias)
+            out = run(inside, *matrix, self.rows, numbers_of(self.spec), bias)
         else:  # at once: torch's way to an operator of ours costs more than some products
-            matrix = PackedMatrix(*self._tensors())
             out = multiply_packed(inside, matrix, self.rows, self.spec, bias)
         if self.outlier_weight is not None and self.outlier_columns is not None:
             outside = flat.index_select(1, self.outlier_columns)

@@ -88,7 +88,7 @@ class Kernels:
             x: (T, columns) -> (T, rows)
         """
         tokens, columns = x.shape
-        out = torch.empty(tokens, rows)
+        out = torch.empty(tokens, rows, dtype=torch.float32)
         if tokens == 0:
             return out
         product = _describe(matrix, rows, columns, spec, out)
@@ -110,7 +110,7 @@ class Kernels:
         Shape:
             x: (T, columns) fp32; weight: (rows, columns); both contiguous; returns (T, rows) fp32
         """
-        out = torch.empty(x.shape[0], weight.shape[0])
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32)
         rows = _Rows(weight.data_ptr(), *weight.shape, PLAIN_KINDS[weight.dtype])
         self._rows(
             ctypes.byref(rows),
@@ -124,7 +124,7 @@ class Kernels:
     def unpack(self, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
         """Return a packed matrix in fp32, as `packing.unpack_matrix` does."""
         columns = matrix.packed.shape[1] * 32 // spec.bits
-        out = torch.empty(rows, columns)
+        out = torch.empty(rows, columns, dtype=torch.float32)
         self._unpack(ctypes.byref(_describe(matrix, rows, columns, spec, out)))
         return out
 
@@ -137,7 +137,7 @@ class Kernels:
             index: (M,) int64, contiguous; returns (M, columns)
         """
         columns = matrix.packed.shape[1] * 32 // spec.bits
-        out = torch.empty(index.numel(), columns)
+        out = torch.empty(index.numel(), columns, dtype=torch.float32)
         product, places = _describe(matrix, rows, columns, spec, out), index.data_ptr()
         given = ctypes.c_void_p(places), ctypes.c_int64(index.numel())
         return out if self._pick(ctypes.byref(product), *given) else None
@@ -147,7 +147,7 @@ class Kernels:
         rows, columns = matrix.shape
         shapes = packed_shapes(rows, columns, spec)
         packed = torch.empty(shapes["packed"], dtype=torch.uint8)
-        scales = torch.empty(shapes["scales"])
+        scales = torch.empty(shapes["scales"], dtype=torch.float32)
         sizes = [ctypes.c_int64(n) for n in (rows, columns, spec.group_of(columns))]
         self._pack(
             ctypes.c_void_p(matrix.data_ptr()),
@@ -163,7 +163,7 @@ class Kernels:
         """Return integers, scales and sums of activations; see `quantize_activations`."""
         tokens, columns = x.shape
         values = torch.empty(tokens, columns, dtype=torch.int8)
-        scales = torch.empty(tokens, columns // group)
+        scales = torch.empty(tokens, columns // group, dtype=torch.float32)
         sums = torch.empty(tokens, columns // group, dtype=torch.int32)
         sizes = [ctypes.c_int64(size) for size in (tokens, columns, group)]
         places = [ctypes.c_void_p(t.data_ptr()) for t in (values, scales, sums)]

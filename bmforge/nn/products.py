@@ -198,7 +198,11 @@ def multiply_plain(
 
 def runs_here(*tensors: Tensor | None) -> bool:
     """Tell whether kernels take tensors as they lie."""
-    return all(t is None or (t.is_cpu and t.is_contiguous()) for t in tensors)
+    plain = (Tensor, torch.nn.Parameter)  # others have their numbers elsewhere, or none
+    return all(
+        t is None or (type(t) in plain and t.is_cpu and t.is_contiguous() and not t.is_neg())
+        for t in tensors
+    )
 
 
 def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:

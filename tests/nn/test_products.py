@@ -343,3 +343,15 @@ def test_rows_by_their_numbers(kernels: Kernels, spec: QuantSpec) -> None:
     assert pick_packed(index[:0], matrix, 37, spec).shape == (0, 256)
     with pytest.raises(IndexError):
         pick_packed(torch.tensor([99]), matrix, 37, spec)
+
+
+def test_another_default_dtype_changes_nothing() -> None:
+    spec, index = SPECS["int8"], torch.tensor([3, 5])
+    matrix, x = packed(37, 256, spec), draw(2, 256)
+    want = pick_packed(index, matrix, 37, spec), multiply_packed(x, matrix, 37, spec)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = pick_packed(index, matrix, 37, spec), multiply_packed(x, matrix, 37, spec)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
