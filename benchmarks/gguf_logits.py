@@ -70,7 +70,9 @@ def main() -> None:
             export_gguf(given.model, path, kind)
             peer = str(Path(__file__).with_name("gguf_logits_peer.py"))
             command = [given.peer, peer, str(path), f"{place}/prompts.npy", str(given.tokens), out]
-            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"the peer failed at {kind}:\n{done.stderr[-2000:]}")
             said = np.load(out)
             ids, scores = torch.from_numpy(said["ids"]), torch.from_numpy(said["scores"])
             for way in ("floats", "keep") if kind.startswith("q") else ("floats",):

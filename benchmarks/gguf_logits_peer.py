@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 
-def open_llama(path: str) -> tuple[Any, int]:
-    """Return a context of llama.cpp, one thread, and the size of its vocabulary."""
+def open_llama(path: str, length: int) -> tuple[Any, int]:
+    """Return a context for so many tokens, one thread, and the size of the vocabulary."""
     import llama_cpp as c
 
     c.llama_backend_init()
     model: Any = c.llama_model_load_from_file(path.encode(), c.llama_model_default_params())
     params = c.llama_context_default_params()
-    params.n_ctx, params.n_threads, params.n_threads_batch = 512, 1, 1
+    params.n_ctx, params.n_threads, params.n_threads_batch = length, 1, 1
     size = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
     return c.llama_init_from_model(model, params), size
 
@@ -31,7 +31,9 @@ def write_greedily(context: Any, size: int, prompt: list[int], count: int) -> An
     chosen, scores, given = [], [], prompt
     for _ in range(count):
         tokens = (c.llama_token * len(given))(*given)  # kept: a batch only points at it
-        assert c.llama_decode(context, c.llama_batch_get_one(tokens, len(given))) == 0
+        status = c.llama_decode(context, c.llama_batch_get_one(tokens, len(given)))
+        if status != 0:
+            raise RuntimeError(f"llama.cpp answers {status}")
         scores.append(np.ctypeslib.as_array(c.llama_get_logits(context), (size,)).copy())
         given = [int(scores[-1].argmax())]
         chosen += given
@@ -41,8 +43,9 @@ def write_greedily(context: Any, size: int, prompt: list[int], count: int) -> An
 def main() -> None:
     """Answer all prompts."""
     path, prompts, count, out = sys.argv[1:]
-    context, size = open_llama(path)
-    found = [write_greedily(context, size, row.tolist(), int(count)) for row in np.load(prompts)]
+    rows = np.load(prompts)
+    context, size = open_llama(path, rows.shape[1] + int(count))
+    found = [write_greedily(context, size, row.tolist(), int(count)) for row in rows]
     np.savez(out, ids=[ids for ids, _ in found], scores=np.stack([part for _, part in found]))
 
 

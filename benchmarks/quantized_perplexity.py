@@ -29,7 +29,7 @@ from harness import header, table  # noqa: E402
 
 from bmforge.data import TokenStore  # noqa: E402
 from bmforge.errors import ConfigError  # noqa: E402
-from bmforge.infer.engine.packed_step import PackedStep  # noqa: E402
+from bmforge.infer.engine.packed_step import PackedStep, can_pack  # noqa: E402
 from bmforge.infer.engine.paged_cache import PAGE_TOKENS, StepRow  # noqa: E402
 from bmforge.models import AutoModel  # noqa: E402
 from bmforge.nn.packing import PRESETS, QuantSpec  # noqa: E402
@@ -99,7 +99,7 @@ def main() -> None:
     print(f"float32: {math.exp(want):.4f}", flush=True)
     found = [["float32", f"{bytes_of(plain) / MIB:.1f}", f"{math.exp(want):.3f}", "", "", ""]]
 
-    def row(name: str, model: Any, target: float | None, measure: Callable[..., float]) -> None:
+    def add_row(name: str, model: Any, target: float | None, measure: Callable[..., float]) -> None:
         begin = time.perf_counter()
         loss = measure(model, rows)
         seconds = time.perf_counter() - begin
@@ -115,10 +115,11 @@ def main() -> None:
         except ConfigError as error:  # its widths do not fit
             print(f"{name}: {str(error)[:120]}")
             continue
-        row(name, model, TARGETS.get(name, 3.0), measure_loss)
-    for dtype, target in ((torch.float32, None), (torch.int8, 0.5)):
+        add_row(name, model, TARGETS.get(name, 3.0), measure_loss)
+    caches = ((torch.float32, None), (torch.int8, 0.5)) if can_pack(plain) else ()
+    for dtype, target in caches:
         kind = str(dtype).removeprefix("torch.")
-        row(f"{kind} cache", plain, target, partial(measure_cached_loss, dtype=dtype))
+        add_row(f"{kind} cache", plain, target, partial(measure_cached_loss, dtype=dtype))
     print(table(["scheme", "MiB", "perplexity", "change", "target", "seconds"], found))
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bmforge.nn.packing import QuantSpec, quantize_groups, unpack_values
+from bmforge.nn.plain_products import quantize_activations as quantize_plain
 from bmforge.nn.products import Kernels, dequantize, load_kernels, pack_weights
-from bmforge.nn.products import quantize_activations as quantize_plain
 
 __all__ = [
     "quantize_activations",

@@ -59,23 +59,28 @@ def find_targets(model: Any) -> list[str]:
     """Return globs of what is quantised in a model where nobody says so.
 
     Raises:
-        ConfigError: there is nothing.
+        ConfigError: there is nothing, or all of it is quantised.
     """
-    names = [name for name, _ in model.named_modules()]
+    modules = dict(model.named_modules())
     if hasattr(model, "layout_rules"):
         globs = model.layout_rules().quantize_targets
-        found = [glob for glob in globs if any(match_glob(name, glob) for name in names)]
+        found = [glob for glob in globs if any(match_glob(name, glob) for name in modules)]
     else:
         blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
         found = [
             name
-            for name, module in model.named_modules()
+            for name, module in modules.items()
             if name.startswith(blocks)
             and (linear_sizes(module) is not None or isinstance(module, Experts))
         ]
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no layers that are usually quantised: name some in where=."
+        )
+    targets = [modules[name] for glob in found for name in modules if match_glob(name, glob)]
+    if all(isinstance(module, PackedStore) for module in targets):
+        raise ConfigError(
+            f"{type(model).__name__} is quantised already: take the model that it was made from."
         )
     return found
 

@@ -34,13 +34,7 @@ from bmforge.nn.products import (
     runs_here,
 )
 
-__all__ = [
-    "GroupedProduct",
-    "MatrixStore",
-    "PackedRows",
-    "PackedStore",
-    "dequantize_stack",
-]
+__all__ = ["GroupedProduct", "MatrixStore", "PackedRows", "PackedStore", "dequantize_stack"]
 
 # Elements that are quantised at a time, so that little more than the matrix itself is in memory.
 _ELEMENTS_AT_ONCE = 1 << 19
@@ -293,10 +287,12 @@ class MatrixStore(PackedStore):
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
         matrix = PackedMatrix(*self._tensors())
-        if wants or is_watched() or not runs_here(inside, bias, *matrix):
+        # At once where nobody looks: torch's way to an operator costs more than some products.
+        is_seen = is_watched() or torch.autograd._profiler_enabled()
+        if wants or is_seen or not runs_here(inside, bias, *matrix):
             run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
             out = run(inside, *matrix, self.rows, numbers_of(self.spec), bias)
-        else:  # at once: torch's way to an operator of ours costs more than some products
+        else:
             out = multiply_packed(inside, matrix, self.rows, self.spec, bias)
         if self.outlier_weight is not None and self.outlier_columns is not None:
             outside = flat.index_select(1, self.outlier_columns)

@@ -24,8 +24,8 @@ from bmforge.nn.packing import (
     pack_matrix,
     quantize_groups,
     unpack_matrix,
-    unpack_values,
 )
+from bmforge.nn.plain_products import gives_torchs_bits, multiply_plain
 from bmforge.nn.product_kernels import (
     PLAIN_KINDS,
     Kernels,
@@ -41,29 +41,23 @@ __all__ = [
     "load_variant",
     "multiply_dense",
     "multiply_packed",
-    "multiply_plain",
-    "multiply_rows_plain",
     "numbers_of",
     "pack_weights",
-    "quantize_activations",
     "runnable_variants",
     "runs_here",
 ]
 
-_LARGEST = 127
 # With more tokens than this, making a matrix of floats and torch's product are faster.
 _FEW_TOKENS = 16
 # Of a weight that is made fp32 to be multiplied: 4 MiB at a time, which stay near the processor.
 _PANEL_NUMBERS = 1 << 20
-# fp32 holds the sum of so many products exactly, in any order.
-_EXACT_COLUMNS = 1024
 
 
 @cache
 def load_variant(name: str) -> Kernels | None:
     """Return a variant's kernels; None where they cannot be compiled or give other bits."""
     kernels = compile_variant(name)
-    if kernels is not None and not _gives_torchs_bits(kernels):
+    if kernels is not None and not gives_torchs_bits(kernels):
         say_once(
             f"the kernels for {name} give other bits than torch on this machine: they are not "
             "used. Name another compiler in $CXX."
@@ -78,58 +72,6 @@ def load_kernels() -> Kernels | None:
     return load_variant(runnable_variants()[0])
 
 
-def _gives_torchs_bits(kernels: Kernels) -> bool:
-    """Compare with plain torch on a small matrix of every kind."""
-    generator = torch.Generator().manual_seed(0)
-    dense = torch.randn(37, 256, generator=generator)
-    x = torch.randn(9, 256, generator=generator) * torch.logspace(-6, 6, 9)[:, None]
-    bias = torch.randn(37, generator=generator)
-    for bits, group, symmetric, wide in (
-        (8, 32, True, False),
-        (8, 0, True, True),
-        (4, 32, True, False),
-        (4, 128, False, True),
-    ):
-        spec = QuantSpec(bits, group, symmetric, scale_dtype="float32" if wide else "float16")
-        matrix = pack_matrix(quantize_groups(dense, spec), spec)
-        if symmetric and not _packs_alike(kernels, dense, spec, matrix):
-            return False
-        for tokens in (1, 9):
-            got = kernels.multiply(x[:tokens], matrix, 37, spec, bias)
-            if not torch.equal(got, multiply_plain(x[:tokens], matrix, 37, spec, bias)):
-                return False
-        if not torch.equal(kernels.unpack(matrix, 37, spec), unpack_matrix(matrix, 37, spec)):
-            return False
-    plain = (dense.to(dtype) for dtype in PLAIN_KINDS)
-    return all(torch.equal(kernels.multiply_rows(x, w), multiply_rows_plain(x, w)) for w in plain)
-
-
-def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
-    """The product of a plain weight by torch's operations, with the bits of the kernels.
-
-    Four sums of sixteen lanes, 64 columns a step, then the pairs, then the lanes.
-
-    Shape:
-        x: (T, columns) fp32; weight: (rows, columns); returns (T, rows) fp32
-    """
-    more = -x.shape[1] % 64
-    wide, weights = F.pad(x, (0, more)), F.pad(weight.float(), (0, more))
-    total = x.new_zeros(x.shape[0], weight.shape[0], 64)
-    for c in range(0, wide.shape[1], 64):
-        total += wide[:, None, c : c + 64] * weights[:, c : c + 64]
-    a, b, c, d = total.split(16, -1)
-    lanes = (a + b) + (c + d)
-    while lanes.shape[-1] > 1:
-        half = lanes.shape[-1] // 2
-        lanes = lanes[..., :half] + lanes[..., half:]
-    return lanes[..., 0]
-
-
-def _packs_alike(kernels: Kernels, dense: Tensor, spec: QuantSpec, want: PackedMatrix) -> bool:
-    packed, scales = kernels.pack(dense, spec)
-    return torch.equal(packed, want.packed) and torch.equal(scales.to(spec.scale_type), want.scales)
-
-
 def pack_weights(matrix: Tensor, spec: QuantSpec) -> PackedMatrix:
     """Quantise and pack a matrix of any dtype: rows by columns.
 
@@ -141,59 +83,6 @@ def pack_weights(matrix: Tensor, spec: QuantSpec) -> PackedMatrix:
         return pack_matrix(quantize_groups(matrix, spec), spec)
     packed, scales = kernels.pack(matrix.detach().float().contiguous(), spec)
     return PackedMatrix(packed, narrow_scales(scales, spec), None)
-
-
-def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return the integers and scales of activations, by groups of columns.
-
-    A group with a value that is not finite has a scale that is not a number.
-
-    Shape:
-        x: (T, columns) fp32; returns (T, columns) int8 and (T, groups) fp32
-    """
-    groups = x.unflatten(-1, (-1, group))
-    largest = groups.abs().amax(-1)
-    scales = largest / _LARGEST
-    is_zero = scales < torch.finfo(torch.float32).tiny
-    is_finite = largest.isfinite()
-    inverse = torch.where(is_zero | ~is_finite, 0.0, _LARGEST / largest)
-    finite = groups.where(is_finite[..., None], 0.0)
-    values = (finite * inverse[..., None]).round().to(torch.int8)
-    scales = scales.where(is_finite, torch.nan).where(~is_zero, 0.0)
-    return values.flatten(-2), scales
-
-
-def multiply_plain(
-    x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
-) -> Tensor:
-    """The product by torch's operations, with the bits of the kernels.
-
-    Where activations stay as they are, torch's own product is taken, to rounding the same.
-
-    Shape:
-        x: (T, columns) fp32 -> (T, rows)
-    """
-    if spec.activations == "float":
-        return F.linear(x, unpack_matrix(matrix, rows, spec), bias)
-    group = spec.group_of(x.shape[1])
-    wide = torch.float32 if group <= _EXACT_COLUMNS else torch.float64
-    values, x_scales = quantize_activations(x, group)
-    exact = values.to(wide)
-    weights = unpack_values(matrix.packed, spec)[:rows].to(wide)
-    scales, minima = (
-        None if found is None else found.float().transpose(1, 2).flatten(0, 1)[:rows]
-        for found in (matrix.scales, matrix.minima)
-    )
-    assert scales is not None
-    out = x.new_zeros(x.shape[0], rows)
-    for g in range(scales.shape[1]):
-        part = slice(g * group, (g + 1) * group)
-        sums = (exact[:, part] @ weights[:, part].t()).to(torch.float32)
-        out += sums * (x_scales[:, g, None] * scales[:, g])
-        if minima is not None:
-            of_tokens = exact[:, part].sum(1).to(torch.float32) * x_scales[:, g]
-            out += of_tokens[:, None] * minima[:, g]
-    return out if bias is None else out + bias
 
 
 def runs_here(*tensors: Tensor | None) -> bool:

@@ -114,16 +114,22 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
         index: (...) integers; returns (..., columns)
 
     Raises:
-        IndexError: there is no such row.
+        IndexError: there is no such row; said on a host, outside of what transforms operations.
     """
-    is_plain = type(index) is Tensor and index.dtype == torch.int64 and not is_watched()
-    kernels = load_kernels() if is_plain and runs_here(index, *matrix) else None
-    found = None if kernels is None else kernels.pick(matrix, index, rows, spec)
-    return (
-        pick_rows(matrix, index, spec)
-        if found is None
-        else found.view(*index.shape, found.shape[1])
-    )
+    if type(index) is not Tensor or not index.is_cpu or is_watched() or not runs_here(*matrix):
+        return pick_rows(matrix, index, spec)
+    flat, kernels = index.long().flatten().contiguous(), load_kernels()
+    found: Tensor | None = None
+    if kernels is not None:
+        found = kernels.pick(matrix, flat, rows, spec)
+    elif not ((flat < 0) | (flat >= rows)).any():
+        found = pick_rows(matrix, flat, spec)
+    if found is None:
+        raise IndexError(
+            f"ids from {int(flat.min())} to {int(flat.max())} were looked up in a table with rows "
+            f"0 to {rows - 1}."
+        )
+    return found.view(*index.shape, found.shape[1])
 
 
 class QuantizedExperts(PackedStore, Experts):

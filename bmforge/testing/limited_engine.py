@@ -21,6 +21,7 @@ import torch
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig
 from bmforge.infer.engine.budget import plan_memory
+from bmforge.infer.engine.native_step import load_step
 from bmforge.infer.generate import generate
 from bmforge.models import (
     GPT2,
@@ -135,6 +136,7 @@ def run_limited(directory: Path, case: Case) -> dict[str, Any]:
     Raises:
         RuntimeError: it was ended, as the kernel does where it takes too much, or it failed.
     """
+    load_step()  # compiled here, where memory is not limited
     arguments = [str(directory), str(case.share), str(case.tokens), case.dtype]
     done = subprocess.run(
         [sys.executable, "-m", __name__, *arguments],

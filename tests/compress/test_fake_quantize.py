@@ -26,7 +26,8 @@ from bmforge.compress.rounding import (
 from bmforge.errors import ConfigError
 from bmforge.models.pack import quantize_
 from bmforge.nn.packing import PRESETS, QuantSpec, quantize_groups
-from bmforge.nn.products import multiply_plain, pack_weights, quantize_activations
+from bmforge.nn.plain_products import multiply_plain, quantize_activations
+from bmforge.nn.products import pack_weights
 from bmforge.surgery import wrappers_of
 from bmforge.testing import assert_close
 

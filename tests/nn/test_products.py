@@ -9,25 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from bmforge.errors import ConfigError
 from bmforge.native import processor_features
-from bmforge.nn import product_kernels, products
+from bmforge.nn import plain_products, product_kernels, products, quantized
 from bmforge.nn.linear import Linear
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pack_matrix, quantize_groups, unpack_matrix
+from bmforge.nn.plain_products import multiply_plain, multiply_rows_plain, quantize_activations
 from bmforge.nn.products import (
     Kernels,
     load_variant,
     multiply_packed,
-    multiply_plain,
-    multiply_rows_plain,
     pack_weights,
-    quantize_activations,
     runnable_variants,
 )
-from bmforge.nn.quantized import pick_packed
+from bmforge.nn.quantized import pick_packed, store_packed
 from bmforge.testing.tolerance import assert_close
 
 SPECS = {
@@ -188,7 +187,7 @@ def test_the_same_bits_on_several_threads(kernels: Kernels, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [1, 48, 64, 200, 2048, 20001])
+@pytest.mark.parametrize("columns", [1, 48, 64, 200, 2048, 5533, 9001, 20001])
 def test_plain_weights(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
     """One to many tokens on one to three threads have one order of summation, and its bits."""
     weight, x = draw(133, columns).to(dtype), draw(11, columns, seed=1)
@@ -298,7 +297,7 @@ def test_torch_takes_over_without_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_kernels_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     load_variant.cache_clear()
-    monkeypatch.setattr(products, "multiply_plain", lambda x, *rest: x.new_zeros(1, 37))
+    monkeypatch.setattr(plain_products, "multiply_plain", lambda x, *rest: x.new_zeros(1, 37))
     try:
         assert load_variant("plain") is None
     finally:
@@ -341,8 +340,40 @@ def test_rows_by_their_numbers(kernels: Kernels, spec: QuantSpec) -> None:
     assert torch.equal(pick_packed(pairs.t(), matrix, 37, spec), want[pairs.t()])
     assert torch.equal(pick_packed(index.int(), matrix, 37, spec), want[index])
     assert pick_packed(index[:0], matrix, 37, spec).shape == (0, 256)
-    with pytest.raises(IndexError):
-        pick_packed(torch.tensor([99]), matrix, 37, spec)
+    assert torch.equal(pick_packed(index[::2], matrix, 37, spec), want[index[::2]])
+
+
+@pytest.mark.parametrize("number", [37, 47, 99, -1, -48])  # panels end with row 47
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_rows_that_are_not_there(
+    number: int, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(quantized, "load_kernels", lambda: None)
+    spec = SPECS["int4"]
+    matrix = packed(37, 256, spec)
+    with pytest.raises(IndexError, match=r"a table with rows 0 to 36"):
+        pick_packed(torch.tensor([0, number]), matrix, 37, spec)
+    assert pick_packed(torch.tensor([[36]]), matrix, 37, spec).shape == (1, 1, 256)
+
+
+def test_what_holds_no_numbers_is_not_read() -> None:
+    """A tensor whose memory is elsewhere is torch's to refuse, or to resolve."""
+    spec = SPECS["int8"]
+    matrix, x = packed(37, 256, spec), draw(2, 256)
+    layer = store_packed(torch.nn.Linear(256, 37), spec)
+    layer.take_packed_(matrix)
+    want = layer(x)
+    assert torch.equal(layer(torch._neg_view(-x)), want)
+    with FakeTensorMode() as mode:
+        mode.allow_non_fake_inputs = True
+        fake = torch.empty(2, 256)
+    assert not products.runs_here(fake)
+    assert not products.runs_here(torch.empty(2, 256, device="meta"))
+    assert layer(torch.empty(2, 256, device="meta")).shape == (2, 37)
+    with torch.profiler.profile() as profile, torch.no_grad():
+        layer(x)
+    assert any("multiply_packed" in event.key for event in profile.key_averages())
 
 
 def test_another_default_dtype_changes_nothing() -> None:

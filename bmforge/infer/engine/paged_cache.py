@@ -11,7 +11,7 @@ from torch import Tensor
 from bmforge.errors import ShapeError
 from bmforge.infer.engine.pages import PAGE_TOKENS
 from bmforge.nn.attention import RunBlocks, build_mask
-from bmforge.nn.products import quantize_activations
+from bmforge.nn.plain_products import quantize_activations
 
 __all__ = ["PAGE_TOKENS", "PagedCache", "StepRow"]
 

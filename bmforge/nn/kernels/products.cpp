@@ -311,31 +311,46 @@ extern "C" void quantize_rows(const float* x, int64_t tokens, int64_t columns, i
   for (int64_t t = 0; t < tokens; t++) quantize_token(x, t, columns, group, a);
 }
 
-// Some columns of a row of a panel as floats, from the first of a group on.
-static void unpack_group(const Product& w, int64_t panel, int64_t r, int64_t g, float* out) {
-  const int64_t groups = w.columns / w.group, step = w.bits == 8 ? 4 : 8;
-  const int64_t place = (panel * groups + g) * PANEL;
-  float scale[PANEL], minimum[PANEL] = {};
-  store(scale, load_scale(w.scales, w.has_wide_scales, place));
-  if (w.minima) store(minimum, load_scale(w.minima, w.has_wide_scales, place));
+// The scales of a group's rows as floats, and what is added to them.
+struct Scales {
+  float scale[PANEL], minimum[PANEL];
+};
+
+static Scales scales_of(const Product& w, int64_t panel, int64_t g) {
+  const int64_t place = (panel * (w.columns / w.group) + g) * PANEL;
+  Scales s = {};
+  store(s.scale, load_scale(w.scales, w.has_wide_scales, place));
+  if (w.minima) store(s.minimum, load_scale(w.minima, w.has_wide_scales, place));
+  return s;
+}
+
+// The columns of a group of row `r` of a panel as floats.
+static void unpack_group(const Product& w, int64_t panel, int64_t g, int64_t r, const Scales& s,
+                         float* __restrict out) {
+  const int64_t step = w.bits == 8 ? 4 : 8;
   const uint8_t* from = w.packed + (panel * w.columns + g * w.group) * PANEL * w.bits / 8;
+  const float scale = s.scale[r], minimum = s.minimum[r];
   for (int64_t c = 0; c < w.group; c++) {
     const uint8_t byte = from[c / step * BLOCK + 4 * r + c % 4];
     const int nibble = c % 8 < 4 ? byte & 15 : byte >> 4;
     const int value = w.bits == 8 ? (int8_t)byte : nibble - (w.minima ? 0 : 8);
-    out[c] = (float)value * scale[r] + minimum[r];
+    out[c] = (float)value * scale + minimum;
   }
 }
 
-// Rows of a panel as floats; of a product only weights, sizes, threads and out are used.
+// All rows as floats; of a product only weights, sizes, threads and out are used.
 extern "C" void unpack_floats(const Product* product) {
   const Product w = *product;
   const int64_t panels = (w.rows + PANEL - 1) / PANEL, groups = w.columns / w.group;
 #pragma omp parallel for num_threads(w.threads) schedule(static) if (w.threads > 1)
-  for (int64_t panel = 0; panel < panels; panel++)
-    for (int64_t g = 0; g < groups; g++)
-      for (int64_t r = 0; r < std::min<int64_t>(PANEL, w.rows - panel * PANEL); r++)
-        unpack_group(w, panel, r, g, w.out + (panel * PANEL + r) * w.columns + g * w.group);
+  for (int64_t panel = 0; panel < panels; panel++) {
+    const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, w.rows - first);
+    for (int64_t g = 0; g < groups; g++) {
+      const Scales s = scales_of(w, panel, g);
+      for (int64_t r = 0; r < count; r++)
+        unpack_group(w, panel, g, r, s, w.out + (first + r) * w.columns + g * w.group);
+    }
+  }
 }
 
 // Rows by their numbers as floats, one behind the other; false where there is no such row.
@@ -343,8 +358,10 @@ extern "C" bool pick_rows(const Product* product, const int64_t* rows, int64_t c
   const Product w = *product;
   for (int64_t i = 0; i < count; i++)
     if (rows[i] < 0 || rows[i] >= w.rows) return false;
-  for (int64_t i = 0; i < count; i++)
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t panel = rows[i] / PANEL, r = rows[i] % PANEL;
     for (int64_t g = 0; g < w.columns / w.group; g++)
-      unpack_group(w, rows[i] / PANEL, rows[i] % PANEL, g, w.out + i * w.columns + g * w.group);
+      unpack_group(w, panel, g, r, scales_of(w, panel, g), w.out + i * w.columns + g * w.group);
+  }
   return true;
 }

@@ -44,8 +44,8 @@ static inline void add_step(Floats (*total)[4], const E* w, const float* x, int6
   }
 }
 
-// Some columns of a row times T tokens, added to `total`; a last step is filled up with zeros. Memory
-// is asked for what comes next: a little ahead, or where a row is divided, its next part.
+// Some columns of a row times T tokens, added to `total`; a last step is filled up with zeros.
+// Memory is asked for what comes next: a little ahead, or, of divided rows, the next part.
 template <int T, bool DIVIDED, typename E>
 static inline void add_columns_of(const E* w, const E* next, int64_t count, const float* x,
                                   int64_t stride, Floats (*total)[4]) {
@@ -87,19 +87,21 @@ static void multiply_whole_rows(const E* w, int64_t rows, int64_t columns, const
 template <int T, typename E>
 static void multiply_divided_rows(const E* w, int64_t rows, int64_t columns, const float* x,
                                   float* out, int64_t apart) {
-  const int64_t near = nearest_bytes() * 3 / 8 / (T * (int64_t)sizeof(float));
-  const int64_t part = std::max<int64_t>(near / STEP, 1) * STEP;
+  const int64_t staying = nearest_bytes() * 3 / 8 / (T * (int64_t)sizeof(float));
+  const int64_t part = std::max<int64_t>(staying / STEP, 1) * STEP;
   while (rows > 0) {
     const int64_t few = std::min<int64_t>(ROW_SUMS / T, rows);
     Floats total[ROW_SUMS / T][T][4];
     for (int64_t row = 0; row < few; row++)
       for (int t = 0; t < T; t++)
         for (int j = 0; j < 4; j++) total[row][t][j] = floats(0.0f);
+    const E* next_rows = few < rows ? w + few * columns : w;
     for (int64_t first = 0; first < columns; first += part) {
       const int64_t count = std::min(part, columns - first);
+      const E* next_part = first + part < columns ? w + first + part : next_rows;
       for (int64_t row = 0; row < few; row++) {
-        const E *from = w + row * columns + first, *behind = w + first + part;
-        const E* next = row + 1 < few ? from + columns : behind;
+        const E* from = w + row * columns + first;
+        const E* next = row + 1 < few ? from + columns : next_part;
         add_columns_of<T, true>(from, next, count, x + first, columns, total[row]);
       }
     }
@@ -111,37 +113,43 @@ static void multiply_divided_rows(const E* w, int64_t rows, int64_t columns, con
   }
 }
 
-// Whether the nearest cache keeps what goes in from one row to the next.
+// Rows that pass once, with all tokens.
 template <int T, typename E>
-static inline bool stays_near(int64_t columns) {
-  return columns * (int64_t)(T * sizeof(float) + sizeof(E)) <= nearest_bytes();
+static void multiply_once(const E* w, int64_t rows, int64_t columns, const float* x, float* out,
+                          int64_t apart) {
+  // Whether the nearest cache keeps what goes in from one row to the next.
+  const bool stays = columns * (int64_t)(T * sizeof(float) + sizeof(E)) <= nearest_bytes();
+  if (stays) multiply_whole_rows<T>(w, rows, columns, x, out, apart);
+  else multiply_divided_rows<T>(w, rows, columns, x, out, apart);
+}
+
+// f with a number of tokens, 1 to FLOAT_TOKENS, that the compiler knows.
+template <int T = FLOAT_TOKENS, typename F>
+static inline void with_tokens(int64_t count, F f) {
+  if (count == T) f(std::integral_constant<int, T>());
+  else if constexpr (T > 1) with_tokens<T - 1>(count, f);
 }
 
 // Rows from `first` to `last` times all tokens; results of a token are `apart` floats behind those
-// of the one before. Some rows stay near the core while all tokens pass by, a few at a time.
+// of the one before. Some rows stay near the core while many tokens pass by, a few at a time.
 template <typename E>
 static void multiply_some_rows(const E* weight, int64_t columns, int64_t first, int64_t last,
                                const float* x, int64_t tokens, float* out, int64_t apart) {
-  const int64_t near = std::max<int64_t>(NEAR_BYTES / (columns * (int64_t)sizeof(E)), 1);
-  const bool pass_once = tokens <= FLOAT_TOKENS;
-  for (; first < last; first += near) {
-    const int64_t rows = std::min(near, last - first);
-    int64_t t = 0;
-    const auto multiply_rows_by = [&](auto count) {
-      constexpr int T = decltype(count)::value;
-      const E* w = weight + first * columns;
-      const float* from = x + t * columns;
-      float* to = out + t * apart + first;
-      if (pass_once && !stays_near<T, E>(columns))
-        multiply_divided_rows<T>(w, rows, columns, from, to, apart);
-      else
-        multiply_whole_rows<T>(w, rows, columns, from, to, apart);
-      t += T;
-    };
-    while (t + FLOAT_TOKENS <= tokens) multiply_rows_by(std::integral_constant<int, FLOAT_TOKENS>());
-    while (t + 2 <= tokens) multiply_rows_by(std::integral_constant<int, 2>());
-    if (t < tokens) multiply_rows_by(std::integral_constant<int, 1>());
+  if (tokens <= FLOAT_TOKENS) {
+    with_tokens(tokens, [&](auto count) {
+      multiply_once<decltype(count)::value>(weight + first * columns, last - first, columns, x,
+                                            out + first, apart);
+    });
+    return;
   }
+  const int64_t near = std::max<int64_t>(NEAR_BYTES / (columns * (int64_t)sizeof(E)), 1);
+  for (; first < last; first += near)
+    for (int64_t t = 0; t < tokens; t += FLOAT_TOKENS)
+      with_tokens(std::min<int64_t>(FLOAT_TOKENS, tokens - t), [&](auto count) {
+        multiply_whole_rows<decltype(count)::value>(
+            weight + first * columns, std::min(near, last - first), columns, x + t * columns,
+            out + t * apart + first, apart);
+      });
 }
 
 static void multiply_rows_of(const Rows& w, int64_t first, int64_t last, const float* x,

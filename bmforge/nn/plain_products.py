@@ -1,0 +1,154 @@
+"""The products by torch's operations, which say what kernels have to give, to the last bit.
+
+They take over where there is no compiler, and what was compiled is held against them once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmforge.nn.packing import (
+    PackedMatrix,
+    QuantSpec,
+    pack_matrix,
+    quantize_groups,
+    unpack_matrix,
+    unpack_values,
+)
+from bmforge.nn.product_kernels import PLAIN_KINDS, Kernels
+
+__all__ = ["gives_torchs_bits", "multiply_plain", "multiply_rows_plain", "quantize_activations"]
+
+_LARGEST = 127
+# fp32 holds the sum of so many products exactly, in any order.
+_EXACT_COLUMNS = 1024
+# Columns of a plain weight that no nearest cache holds with what goes in.
+_LONG_ROW = 20001
+
+
+def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return the integers and scales of activations, by groups of columns.
+
+    A group with a value that is not finite has a scale that is not a number.
+
+    Shape:
+        x: (T, columns) fp32; returns (T, columns) int8 and (T, groups) fp32
+    """
+    groups = x.unflatten(-1, (-1, group))
+    largest = groups.abs().amax(-1)
+    scales = largest / _LARGEST
+    is_zero = scales < torch.finfo(torch.float32).tiny
+    is_finite = largest.isfinite()
+    inverse = torch.where(is_zero | ~is_finite, 0.0, _LARGEST / largest)
+    finite = groups.where(is_finite[..., None], 0.0)
+    values = (finite * inverse[..., None]).round().to(torch.int8)
+    scales = scales.where(is_finite, torch.nan).where(~is_zero, 0.0)
+    return values.flatten(-2), scales
+
+
+def multiply_plain(
+    x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
+) -> Tensor:
+    """The product by torch's operations, with the bits of the kernels.
+
+    Where activations stay as they are, torch's own product is taken, to rounding the same.
+
+    Shape:
+        x: (T, columns) fp32 -> (T, rows)
+    """
+    if spec.activations == "float":
+        return F.linear(x, unpack_matrix(matrix, rows, spec), bias)
+    group = spec.group_of(x.shape[1])
+    wide = torch.float32 if group <= _EXACT_COLUMNS else torch.float64
+    values, x_scales = quantize_activations(x, group)
+    exact = values.to(wide)
+    weights = unpack_values(matrix.packed, spec)[:rows].to(wide)
+    scales, minima = (
+        None if found is None else found.float().transpose(1, 2).flatten(0, 1)[:rows]
+        for found in (matrix.scales, matrix.minima)
+    )
+    assert scales is not None
+    out = x.new_zeros(x.shape[0], rows)
+    for g in range(scales.shape[1]):
+        part = slice(g * group, (g + 1) * group)
+        sums = (exact[:, part] @ weights[:, part].t()).to(torch.float32)
+        out += sums * (x_scales[:, g, None] * scales[:, g])
+        if minima is not None:
+            of_tokens = exact[:, part].sum(1).to(torch.float32) * x_scales[:, g]
+            out += of_tokens[:, None] * minima[:, g]
+    return out if bias is None else out + bias
+
+
+def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of a plain weight by torch's operations, with the bits of the kernels.
+
+    Four sums of sixteen lanes, 64 columns a step, then the pairs, then the lanes.
+
+    Shape:
+        x: (T, columns) fp32; weight: (rows, columns); returns (T, rows) fp32
+    """
+    more = -x.shape[1] % 64
+    wide, weights = F.pad(x, (0, more)), F.pad(weight.float(), (0, more))
+    total = x.new_zeros(x.shape[0], weight.shape[0], 64)
+    for c in range(0, wide.shape[1], 64):
+        total += wide[:, None, c : c + 64] * weights[:, c : c + 64]
+    a, b, c, d = total.split(16, -1)
+    lanes = (a + b) + (c + d)
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+def gives_torchs_bits(kernels: Kernels) -> bool:
+    """Tell whether kernels give what torch does, on a small matrix of every kind."""
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float32)
+    dense, bias = draw(37, 256), draw(37)
+    x = draw(9, 256) * torch.logspace(-6, 6, 9, dtype=torch.float32)[:, None]
+    for bits, group, symmetric, wide in (
+        (8, 32, True, False),
+        (8, 0, True, True),
+        (4, 32, True, False),
+        (4, 128, False, True),
+    ):
+        spec = QuantSpec(bits, group, symmetric, scale_dtype="float32" if wide else "float16")
+        if not _packed_alike(kernels, dense, x, bias, spec):
+            return False
+    many, few = (x, dense), (draw(4, _LONG_ROW), draw(3, _LONG_ROW))
+    return all(
+        _rows_alike(kernels, *given, dtype) for given in (many, few) for dtype in PLAIN_KINDS
+    )
+
+
+def _rows_alike(kernels: Kernels, x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether every number of tokens times plain weights is as torch has it."""
+    narrow = weight.to(dtype)
+    want = multiply_rows_plain(x, narrow)
+    return all(
+        torch.equal(kernels.multiply_rows(x[:tokens], narrow), want[:tokens])
+        for tokens in range(1, len(x) + 1)
+    )
+
+
+def _packed_alike(
+    kernels: Kernels, dense: Tensor, x: Tensor, bias: Tensor, spec: QuantSpec
+) -> bool:
+    """Tell whether all that kernels do with packed weights is as torch does it."""
+    rows = dense.shape[0]
+    matrix = pack_matrix(quantize_groups(dense, spec), spec)
+    plain = unpack_matrix(matrix, rows, spec)
+    every = torch.arange(rows)
+    pairs = [(kernels.unpack(matrix, rows, spec), plain)]
+    pairs.append((kernels.pick(matrix, every, rows, spec), plain))
+    for some in (x[:1], x):
+        want = multiply_plain(some, matrix, rows, spec, bias)
+        pairs.append((kernels.multiply(some, matrix, rows, spec, bias), want))
+    if spec.symmetric:
+        packed, scales = kernels.pack(dense, spec)
+        pairs += [(packed, matrix.packed), (scales.to(spec.scale_type), matrix.scales)]
+    return all(got is not None and torch.equal(got, want) for got, want in pairs)
