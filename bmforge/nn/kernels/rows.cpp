@@ -102,7 +102,14 @@ static void multiply_divided_rows(const E* w, int64_t rows, int64_t columns, con
       for (int64_t row = 0; row < few; row++) {
         const E* from = w + row * columns + first;
         const E* next = row + 1 < few ? from + columns : next_part;
-        add_columns_of<T, true>(from, next, count, x + first, columns, total[row]);
+        if constexpr (T == 1) {  // waits for memory, and longer with its sums in registers: measured
+          add_columns_of<T, true>(from, next, count, x + first, columns, total[row]);
+        } else {
+          Floats own[T][4];
+          memcpy(own, total[row], sizeof(own));
+          add_columns_of<T, true>(from, next, count, x + first, columns, own);
+          memcpy(total[row], own, sizeof(own));
+        }
       }
     }
     for (int64_t row = 0; row < few; row++)
@@ -118,7 +125,8 @@ template <int T, typename E>
 static void multiply_once(const E* w, int64_t rows, int64_t columns, const float* x, float* out,
                           int64_t apart) {
   // Whether the nearest cache keeps what goes in from one row to the next.
-  const bool stays = columns * (int64_t)(T * sizeof(float) + sizeof(E)) <= nearest_bytes();
+  const int64_t pass_by = columns * (int64_t)(T * sizeof(float) + sizeof(E));
+  const bool stays = pass_by <= nearest_bytes() * 3 / 4;
   if (stays) multiply_whole_rows<T>(w, rows, columns, x, out, apart);
   else multiply_divided_rows<T>(w, rows, columns, x, out, apart);
 }
