@@ -11,8 +11,11 @@ import torch
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, generate
+from bmforge.infer.engine.budget import plan_memory
 from bmforge.memory.experts_away import expert_bytes
-from bmforge.models import AutoModel, Llama, LlamaConfig, Mixtral, MixtralConfig
+from bmforge.models import CPM2, AutoModel, CPM2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
+from bmforge.models.quantize import quantize_
+from bmforge.surgery import persistent_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4
@@ -79,3 +82,26 @@ def test_what_cannot_be(directory: Path, tmp_path: Path) -> None:
     Llama.from_config(LlamaConfig(**SIZES, num_layers=2)).save_pretrained(tmp_path / "llama")
     with pytest.raises(ConfigError, match="has no layers of experts"):
         Engine(tmp_path / "llama", config=CONFIG)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_198b_is_planned_for_a_disk(streams: bool) -> None:
+    """CPM-2's mixture in int4, a hundred times larger than what it is given."""
+    config = CPM2Config.preset("cpm2-moe-198b")
+    model = quantize_(CPM2.from_config(config, device="meta").eval(), "int4")
+    plan = plan_memory(
+        model,
+        [torch.device("cpu")],
+        EngineConfig(max_tokens=128, stream_experts=streams),
+        device_budget_bytes=6 << 30,
+        host_budget_bytes=None,
+    )
+    assert plan.used_bytes <= 6 << 30
+    total = sum(tensor.nbytes for tensor in persistent_tensors(model).values())
+    assert total > 100e9
+    if streams:
+        assert not plan.on_disk
+        assert plan.experts_bytes > 0
+    else:
+        assert len(plan.on_disk) == len(model.encoder.layers) + len(model.decoder.layers)
+        assert plan.moved_bytes > 100e9
