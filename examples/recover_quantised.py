@@ -1,9 +1,10 @@
-"""Win back what int4 costs, by training norms and biases alone under a budget of memory.
+"""Win back what quantising costs, by training norms and biases alone under a budget of memory.
 
     bmforge quickstart
-    python examples/recover_quantised.py runs/quickstart/export runs/quickstart/corpus
+    python examples/recover_quantised.py runs/quickstart/export runs/quickstart/data int4 24
 
-The base stays packed and may come and go; the float model's answers are what is learnt.
+The base stays packed, and blocks for which the budget (MiB, for the model and its steps without
+gradients) has no room come and go; the float model's answers are what is learnt.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from bmforge.data import TokenStore
-from bmforge.infer import Engine
+from bmforge.infer import Engine, EngineConfig
 from bmforge.models import AutoModel
 
-STEPS, ROWS, SCHEME = 200, 8, "int4-128"
+STEPS, ROWS = 200, 8
 
 
 def read_rows(folder: str, length: int) -> torch.Tensor:
@@ -34,12 +35,17 @@ def loss_of(model: torch.nn.Module, rows: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    directory, corpus = sys.argv[1:3]
+    directory, corpus, scheme, budget = sys.argv[1:5]
     teacher = AutoModel.from_pretrained(directory).eval()
     length = min(128, teacher.config.max_seq_len)
     held_out = read_rows(f"{corpus}/validation/tokens", length)[: 32 * ROWS]
     texts = read_rows(f"{corpus}/train/tokens", length)
-    with Engine(directory, quantize=SCHEME) as engine:
+    config = EngineConfig(max_rows=ROWS, max_tokens=length)
+    budget_bytes = int(budget) << 20
+    with Engine(
+        directory, quantize=scheme, device_budget_bytes=budget_bytes, config=config
+    ) as engine:
+        print(engine.plan.line())
         model = engine.model
         trained = [p.requires_grad_() for p in model.parameters() if p.dim() == 1]
         optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
@@ -54,5 +60,9 @@ if __name__ == "__main__":
             optimizer.step()
             optimizer.zero_grad()
         after = loss_of(model, held_out)
-    print(f"float {float_loss:.4f}, {SCHEME} {before:.4f}, after {STEPS} steps {after:.4f}")
-    print(f"won back: {(before - after) / (before - float_loss):.0%} of what {SCHEME} cost")
+    print(f"float {float_loss:.4f}, {scheme} {before:.4f}, after {STEPS} steps {after:.4f}")
+    cost = before - float_loss
+    share = (
+        f"{(before - after) / cost:.0%} of it" if cost > 0.001 else "nothing: there is too little"
+    )
+    print(f"it cost {cost:.4f} nats a token; won back: {share}")
