@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 from urllib.parse import urlsplit
 
 from bmforge.data.clean.characters import HAN_RUN, replace_surrogates
@@ -72,7 +73,7 @@ class ListedWords:
         lower = replace_surrogates(text.lower())
         found = []
         for number, start, end in self._automaton.find_matches_as_indexes(lower, overlapping=True):
-            inside = lower[start - 1 : start].isalnum() or lower[end : end + 1].isalnum()
+            inside = any(map(_is_in_word, (lower[start - 1 : start], lower[end : end + 1])))
             if not inside or HAN_RUN.search(self.words[number]):
                 found.append((self.words[number], start))
         return found
@@ -91,6 +92,11 @@ class ListedWords:
             return document
         excerpt = cut_excerpt(document.text.lower(), found[0][1])
         return Drop("listed_words", value, self.most_per_line, excerpt)
+
+
+def _is_in_word(character: str) -> bool:
+    """Return True for letters, digits and combining marks, such as the vowel signs of Hindi."""
+    return character.isalnum() or (character > "\x7f" and category(character).startswith("M"))
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,21 @@
-"""What texts are compared by: words, each Chinese character by itself, and hashes of their runs.
+"""Tokens that deduplication and decontamination compare, and hashes of token n-grams.
 
-Case, width and punctuation do not count. Hashes depend on the text alone, not on the process.
+A token is a word as Unicode's text segmentation (UAX 29) sees it, combining marks included. Scripts
+without spaces between words (Han, kana, Thai, Lao, Burmese, Khmer) give one token per grapheme
+cluster. Case, width, punctuation and invisible format characters do not count. Hashes depend on the
+text alone, not on the process.
 """
 
 from __future__ import annotations
 
-import re
 import unicodedata
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
+import regex
 from numpy.typing import NDArray
-
-from bmforge.data.clean.characters import HAN
 
 __all__ = [
     "Hashes",
@@ -27,24 +29,50 @@ __all__ = [
 
 Hashes = NDArray[np.uint64]
 
-# Kana are divided as Chinese characters are: neither has spaces between words.
-_TOKEN = re.compile(rf"[{HAN}\u3040-\u30ff]|[^\W_{HAN}\u3040-\u30ff]+")
+_EAST_ASIAN = r"[\p{Han}\p{Hiragana}\p{Katakana}\u30fc\uff70]"
+# LineBreak=SA is Unicode's class of scripts whose words only a dictionary divides.
+_TOKEN = regex.compile(
+    rf"(?V1)[[\p{{L}}\p{{N}}]--{_EAST_ASIAN}--\p{{LineBreak=SA}}]"
+    rf"[[\p{{L}}\p{{N}}\p{{M}}]--{_EAST_ASIAN}--\p{{LineBreak=SA}}]*"
+    rf"|[{_EAST_ASIAN}&&[\p{{L}}\p{{N}}]][\p{{M}}\uff9e\uff9f]*"
+    r"|(?=[\p{LineBreak=SA}&&\p{L}])\X"
+)
+# Soft hyphens, zero-width spaces, direction marks, variation selectors: they show nothing, so a
+# copy that has them is still a copy.
+_INVISIBLE = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cf}]+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def split_tokens(text: str) -> list[str]:
-    """Return what a text is compared by."""
-    return _TOKEN.findall(unicodedata.normalize("NFKC", text).lower())
+    """Split a text into normalized tokens."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text))
+    return _TOKEN.findall(text.lower())
 
 
 def locate_tokens(text: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Return the same tokens one by one as they stand in `text`, and where each begins and ends.
+    """Return the tokens of a text and the start and end of each in the unchanged text.
 
-    A token is folded by itself here, so that places stay those of `text`.
+    Each token is normalized by itself, so that the offsets are those of `text`.
     """
-    found = list(_TOKEN.finditer(text))
-    tokens = [unicodedata.normalize("NFKC", one[0]).lower() for one in found]
-    return tokens, [one.span() for one in found]
+    if text.isascii():
+        matches = list(_TOKEN.finditer(text))
+        return [match[0].lower() for match in matches], [match.span() for match in matches]
+    visible, offsets = _strip_invisible(text)
+    matches = list(_TOKEN.finditer(visible))
+    tokens = [unicodedata.normalize("NFKC", match[0]).lower() for match in matches]
+    return tokens, [(offsets[match.start()], offsets[match.end() - 1] + 1) for match in matches]
+
+
+def _strip_invisible(text: str) -> tuple[str, Sequence[int]]:
+    """Return a text without invisible characters, and the offset of each of its characters."""
+    gaps = [match.span() for match in _INVISIBLE.finditer(text)]
+    if not gaps:
+        return text, range(len(text))
+    begins, ends = [0, *(end for _, end in gaps)], [*(begin for begin, _ in gaps), len(text)]
+    spans = list(zip(begins, ends, strict=True))
+    offsets = np.concatenate([np.arange(begin, end) for begin, end in spans]).tolist()
+    return "".join(text[begin:end] for begin, end in spans), offsets
 
 
 def digest_string(text: str) -> bytes:

@@ -65,7 +65,7 @@ STAGES = (
     "tokenizer",
     "encode",
 )
-_VERSION = 2  # of the rules of these stages; another one redoes all
+_VERSION = 3  # of the rules of these stages; another one redoes all
 _ENCODE_VERSION = 2
 _SAMPLE_BYTES = 1 << 28  # of text that a tokenizer is trained on, which takes the most memory
 

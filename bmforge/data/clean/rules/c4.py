@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bmforge.data.clean.characters import SENTENCE_ENDS
 from bmforge.data.clean.rule import Bounds, Rule, RuleSet
 from bmforge.data.clean.statistics import TextStatistics
 
@@ -17,7 +18,8 @@ __all__ = ["C4", "C4_ANY_END", "KeptLines", "select_lines"]
 
 _PAPER = "Raffel et al. 2020, arXiv:1910.10683"
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
-_ENDS = (".", "?", "!", '"', "'")
+# The ends of the paper's English, and those of other scripts.
+_ENDS = (".", "?", "!", '"', "'", *(end for end in SENTENCE_ENDS if not end.isascii()))
 _POLICIES = (
     "terms of use",
     "privacy policy",
