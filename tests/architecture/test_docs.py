@@ -169,8 +169,8 @@ def test_the_pinned_surface_imports(module: str) -> None:
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    """Package, project file, changelog and citation."""
+    """The package, from which the project file reads it, the changelog and the citation."""
     version = bmforge.__version__
-    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text("utf-8")
+    assert 'path = "bmforge/__init__.py"' in (ROOT / "pyproject.toml").read_text("utf-8")
     assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert f"version: {version}" in (ROOT / "CITATION.cff").read_text("utf-8")

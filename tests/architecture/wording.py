@@ -1,0 +1,126 @@
+"""Finds wording that readers of the package stumble over: see "Words" in CONTRIBUTING.md.
+
+Each rule yields places as "file:line: text". The rules are heuristics; the limits in
+`test_wording.py` leave room for the few places where a reader would object to the rewrite.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from source import FILES, ROOT, short_name, subpackage_of, tree_of
+
+# Variable and parameter names that do not say what the value is.
+EMPTY_NAMES = {
+    *("found", "one", "given", "told", "kept", "held", "mine", "made", "known", "here", "there"),
+    *("whole", "said", "asked", "wanted", "rest", "place", "ours", "theirs"),
+}
+# "Return what ...", "Tell whether it ...": the first line of a docstring must name its object.
+PRONOUN_OBJECT = re.compile(
+    r"(?:Return|Yield|Tell|Keep|Say|Have|Give|Take|Hold|Bring|Let|Put) "
+    r"(?:what|who|whether|which|that|where|how much|it|them|these|those)\b",
+    re.I,
+)
+# "What a layout may ...": a module docstring must be a sentence or a noun phrase.
+BARE_CLAUSE = re.compile(r"(?:What|Who|Which|Where|From|How|When|Whether|Giving|Having)\b")
+# "seed: of the drawing": the text of an argument must be a noun phrase.
+FRAGMENT = re.compile(
+    r"\s+\**[a-z_]\w*: (?:of|by|for|to|in|as|with|what|who|where|beside|behind)\b"
+)
+HOUSE_WORDS = re.compile(
+    r"\b(?:beside|stands? (?:in|beside|behind|for)|(?:is|are) told|tells? (?:of|what)|drawn|"
+    r"likeliest|laid out|lay out|made of|of (?:one's|its|their) own|nobody|"
+    r"comes? and goe?s?|(?:is|are) to be|taken and left|as (?:it|they) (?:is|are|was|were)|"
+    r"no word|without a word)\b"
+)
+PICTURES = re.compile(r"\b(?:house|rooms?|ground floor|funnel|teacher beside|zeros and integers)\b")
+DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstrings() -> Iterator[tuple[Path, ast.AST, str]]:
+    """Yield (file, node, docstring) for every docstring of the package."""
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, DEFINITIONS) and (text := ast.get_docstring(node)):
+                yield path, node, text
+
+
+def at(path: Path, node: ast.AST, text: str) -> str:
+    return f"{short_name(path)}:{getattr(node, 'lineno', 1)}: {text[:80]}"
+
+
+def pronoun_objects() -> Iterator[str]:
+    """Yield docstrings whose first line has a pronoun as its object."""
+    for path, node, text in docstrings():
+        if not isinstance(node, ast.Module) and PRONOUN_OBJECT.match(text):
+            yield at(path, node, text.splitlines()[0])
+
+
+def bare_module_clauses() -> Iterator[str]:
+    """Yield module docstrings that begin with a subordinate clause."""
+    for path, node, text in docstrings():
+        if isinstance(node, ast.Module) and BARE_CLAUSE.match(text):
+            yield at(path, node, text.splitlines()[0])
+
+
+def argument_fragments() -> Iterator[str]:
+    """Yield argument descriptions that begin with a preposition or a pronoun."""
+    for path, node, text in docstrings():
+        yield from (
+            at(path, node, line.strip()) for line in text.splitlines() if FRAGMENT.match(line)
+        )
+
+
+def house_words() -> Iterator[str]:
+    """Yield docstrings with words that stand in for the field's terms."""
+    for path, node, text in docstrings():
+        if match := HOUSE_WORDS.search(text):
+            yield at(path, node, f"{match[0]}: {text.splitlines()[0]}")
+
+
+def empty_names() -> Iterator[str]:
+    """Yield variables and parameters whose name does not describe the value."""
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            if stored and node.id in EMPTY_NAMES:
+                yield at(path, node, node.id)
+            if isinstance(node, ast.arg) and node.arg in EMPTY_NAMES:
+                yield at(path, node, node.arg)
+
+
+def shared_class_names() -> Iterator[str]:
+    """Yield public class names that two modules define (`compat` mirrors names of others)."""
+    modules: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        if subpackage_of(path) != "compat":
+            for node in tree_of(path).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    modules[node.name].add(short_name(path))
+    for name, files in sorted(modules.items()):
+        if len(files) > 1:
+            yield f"{name}: {', '.join(sorted(files))}"
+
+
+def page_lines() -> Iterator[tuple[str, str]]:
+    """Yield (place, line) for every line of the pages outside code blocks."""
+    for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]):
+        in_code = False
+        for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
+            in_code ^= line.startswith("```")
+            if not in_code:
+                yield f"{page.relative_to(ROOT)}:{number}", line.strip()
+
+
+def page_house_words() -> Iterator[str]:
+    """Yield lines of pages with words that stand in for the field's terms."""
+    yield from (f"{p}: {line[:80]}" for p, line in page_lines() if HOUSE_WORDS.search(line))
+
+
+def page_pictures() -> Iterator[str]:
+    """Yield lines of pages that describe the package as a building."""
+    yield from (f"{p}: {line[:80]}" for p, line in page_lines() if PICTURES.search(line))
