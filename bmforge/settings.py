@@ -102,6 +102,8 @@ class PrepareConfig:
         validation_fraction: share of the text's bytes to hold out, 0 <= fraction < 1; of few
             documents, the end of one is taken.
         seed: decides which documents are held out.
+        errors: what happens to single characters that do not decode: replace puts U+FFFD and counts
+            them, strict refuses the entry.
         skip_bad: count bad lines and files instead of stopping at them.
         skip_unread: go on where more than half of the input's bytes are of kinds that are not read.
         text_field: the field of a .jsonl line that holds the text.
@@ -154,6 +156,7 @@ class PrepareConfig:
     vocab_size: int = 8192
     validation_fraction: float = 0.05
     seed: int = 0
+    errors: Literal["replace", "strict"] = "replace"
     skip_bad: bool = False
     skip_unread: bool = False
     text_field: str = "text"

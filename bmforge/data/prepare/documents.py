@@ -151,6 +151,8 @@ def _process(part: Part, beat: Beat, funnel: Funnel) -> Iterator[tuple[Document,
         if isinstance(found, Drop):
             yield unread, record.size_bytes, found
         else:
+            if replaced := int(found.scores.get("replaced_characters", 0)):
+                funnel.change("replacing damaged characters", 1, replaced)
             document, reason = _take_steps(found, task.steps, funnel)
             yield document, len(found.text.encode()), reason
 

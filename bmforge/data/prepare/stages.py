@@ -130,7 +130,7 @@ def make_keys(
     plan: Plan, config: PrepareConfig, steps: Sequence[Step], given: Tokenizer | None
 ) -> Keys:
     """Return what the results of all stages depend on."""
-    read = [_VERSION, config.text_field, config.skip_bad, config.keep_dropped]
+    read = [_VERSION, config.text_field, config.errors, config.skip_bad, config.keep_dropped]
     read += [config.html_reader, choose_grouping(plan.inputs)]
     taken = [[step.name, step.version] for step in steps]
     documents = [make_key("documents", shard.key, read, taken) for shard in plan.shards]
@@ -330,7 +330,7 @@ def _read_documents(plan: Plan, steps: Sequence[Step], work: _Work) -> list[Any]
                 shard=shard,
                 folder=journal.folder("documents"),
                 steps=tuple(steps),
-                options=ReadOptions(config.text_field, config.html_reader),
+                options=ReadOptions(config.text_field, config.html_reader, config.errors),
                 skip_bad=config.skip_bad,
                 keep_dropped=config.keep_dropped,
                 seen={path: named[Path(path).absolute()] for path in paths},

@@ -1,20 +1,23 @@
-"""Bytes to text: by their mark, by what they are said to be, or by what they look like.
+"""Decodes bytes to text: by byte order mark, as UTF-8, by label, else by detection.
 
-Nearly all bytes decode as something. So what a candidate makes of them is looked at: the share of
-its characters that people use often. For Chinese these are the first levels of GB 2312 and Big5,
-which both standards have by frequency of use.
+Nearly all bytes decode as something, so detection looks at the share of characters that people use
+often. For Chinese these are the first levels of GB 2312 and Big5, which both standards order by
+frequency of use. Text of several multi-byte UTF-8 characters is UTF-8 whatever its label says: in
+another encoding such a sequence of bytes is next to impossible.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
 from bmforge.errors import DataError
 
-__all__ = ["SAMPLE_BYTES", "decode", "detect_encoding"]
+__all__ = ["SAMPLE_BYTES", "Decoded", "decode", "detect_encoding", "may_replace"]
 
 SAMPLE_BYTES = 1 << 16
 _MARKS = (
@@ -24,54 +27,209 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-_WIDE = ("gb18030", "big5", "cp950", "big5hkscs", "shift_jis", "cp932")
-_SURE = 0.75  # of a text's characters beyond ASCII are common ones; in wrong ones, below a half
-_DAMAGED_RATIO = 0.02  # of characters: with fewer bad ones, it is UTF-8 that was damaged
-_FEWEST = 4  # characters beyond ASCII, to tell anything from
+# Encodings of 7 bits, which would pass for ASCII, by the sequence that leaves ASCII.
+_ESCAPES = (
+    (b"\x1b$)C", "iso2022_kr"),
+    (b"\x1b$B", "iso2022_jp_2"),
+    (b"\x1b$@", "iso2022_jp_2"),
+    (b"\x1b(J", "iso2022_jp_2"),
+)
+_WIDE = ("gb18030", "big5", "cp950", "big5hkscs", "shift_jis", "cp932", "euc_jp")
+_SURE = 0.75  # least share of common characters beyond ASCII; in a wrong encoding it is below 0.5
+_VERY_SURE = 0.9  # to overrule a label
+_FEWEST = 4  # characters beyond ASCII, to detect anything
+_MOST_BAD = 0.02  # share of characters that may be replaced
+_BAD_OF_WIDE = 0.25  # share of damaged ones among multi-byte characters that are still UTF-8
 _LABEL = re.compile(r"[\w.:-]{2,40}")
+_KANA = re.compile("[\u3041-\u30ff]")
 _REPLACEMENT = "\ufffd"
+# What labels mean on the web (encoding.spec.whatwg.org): subsets are read as their supersets.
+_WEB_LABELS = {
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "x-gbk": "gb18030",
+    "gb_2312-80": "gb18030",
+    "hz-gb-2312": "hz",
+    "iso-8859-1": "cp1252",
+    "latin1": "cp1252",
+    "us-ascii": "cp1252",
+    "ascii": "cp1252",
+    "windows-1252": "cp1252",
+    "iso-8859-9": "cp1254",
+    "iso-8859-11": "cp874",
+    "tis-620": "cp874",
+    "shift_jis": "cp932",
+    "sjis": "cp932",
+    "x-sjis": "cp932",
+    "euc-kr": "cp949",
+    "ks_c_5601-1987": "cp949",
+    "big5": "big5hkscs",
+    "utf8": "utf-8",
+}
 
 
-def decode(raw: bytes, place: str, declared: str = "", expected: str = "") -> str:
-    """Return the text of `raw`, without a byte order mark.
+@dataclass(frozen=True)
+class Decoded:
+    """Text that was decoded from bytes.
+
+    Attributes:
+        encoding: Python's name of the encoding.
+        replaced: number of characters that were damaged and are U+FFFD in the text.
+    """
+
+    text: str
+    encoding: str
+    replaced: int = 0
+
+    def scores(self) -> Mapping[str, float]:
+        """Return the number of replaced characters as a document keeps it."""
+        return {"replaced_characters": self.replaced} if self.replaced else {}
+
+
+def decode(
+    raw: bytes,
+    place: str,
+    labels: Sequence[str] = (),
+    expected: str = "",
+    errors: str = "replace",
+) -> Decoded:
+    """Decode bytes to text, without a byte order mark.
 
     Args:
-        place: for the message.
-        declared: what a page or a protocol says it is; taken if all bytes decode as it.
-        expected: what the whole is, of which this is a part; taken if it is not UTF-8.
+        place: name of the source for error messages.
+        labels: encodings that a protocol or page declares.
+        expected: encoding of the whole file of which `raw` is a part.
+        errors: "replace" puts U+FFFD for single damaged characters; "strict" refuses them.
 
     Raises:
-        DataError: it is binary, or in no encoding that can be told.
+        DataError: the bytes are binary, damaged or in an unknown encoding.
     """
-    for mark, name in _MARKS:
-        if raw.startswith(mark) and (text := _try(raw, name)) is not None:
-            return text
-    said = _try(raw, _webs(declared)) if _LABEL.fullmatch(declared) else None
-    if said is not None and "\0" not in said:
-        return said
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        found = expected if expected not in ("", "utf-8") else detect_encoding(raw)
-        if found and (other := _try(raw, found)) is not None and "\0" not in other:
-            return other
+    decoded = _decode_intact(raw, labels, expected)
+    if decoded is None:
+        damaged = _decode_damaged(raw, labels, expected)
+        if damaged is None or errors == "strict":
+            raise _explain(raw, place, damaged)
+        decoded = damaged
+    if "\0" in decoded.text:
         raise DataError(
-            f"{place} is not UTF-8 (byte {raw[error.start]:#04x} at offset {error.start}), nor can "
-            f"it be told what it is{_hint()}: convert it, for example: iconv -f GB18030 -t UTF-8, "
-            "or remove it from the input"
-        ) from error
-    if "\0" not in text:
-        return text
-    if (wide := _detect_utf16(raw)) and (other := _try(raw, wide)) is not None:
-        return other
-    raise DataError(
-        f"{place} is binary (a zero byte at offset {raw.index(0)}): needed is text; remove it from "
-        "the input, or convert it, for example: iconv -f UTF-16 -t UTF-8"
+            f"{place} is binary (a zero byte at offset {raw.find(0)}): needed is text; remove it "
+            "from the input, or convert it, for example: iconv -f UTF-16 -t UTF-8"
+        )
+    return decoded
+
+
+def _explain(raw: bytes, place: str, damaged: Decoded | None) -> DataError:
+    if damaged is not None:
+        return DataError(
+            f"{place} is {damaged.encoding} with {damaged.replaced} damaged characters: repair it, "
+            "or replace them with errors='replace' (--errors replace)"
+        )
+    try:
+        raw.decode("utf-8")
+        at = raw.find(0)
+    except UnicodeDecodeError as error:
+        at = error.start
+    return DataError(
+        f"{place} is not UTF-8 (byte {raw[at]:#04x} at offset {at}), and its encoding cannot be "
+        f"detected{_hint()}: convert it, for example: iconv -f GB18030 -t UTF-8, or remove it from "
+        "the input"
     )
 
 
+def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded | None:
+    """Decode bytes that are valid in the first encoding that fits; None if no encoding does."""
+    for mark, name in _MARKS:
+        if raw.startswith(mark) and (text := _try(raw, name)) is not None:
+            return Decoded(text, name)
+    names = _known_labels(labels)
+    for escape, name in _ESCAPES:
+        if escape in raw and (text := _try(raw, name)) is not None:
+            return Decoded(text, name)
+    as_utf8 = _try(raw, "utf-8")
+    if as_utf8 is not None and "\0" not in as_utf8 and _is_surely_utf8(as_utf8, raw, names):
+        return Decoded(as_utf8, "utf-8")
+    detected = detect_encoding(raw)
+    is_damaged = as_utf8 is None and _is_damaged_utf8(raw[:SAMPLE_BYTES])
+    is_long = sum(byte & 0xC0 == 0x80 for byte in raw[:SAMPLE_BYTES]) >= 2 * _FEWEST
+    for name in _put_detected_first(raw, names, detected):
+        text = _try(raw, name)
+        is_unlikely = is_damaged and (is_long or _is_single_byte(name))
+        if text is not None and "\0" not in text and not is_unlikely:
+            return Decoded(text, name)
+    if as_utf8 is not None and "\0" not in as_utf8:
+        return Decoded(as_utf8, "utf-8")
+    for name in (expected, detected, _detect_utf16(raw[:SAMPLE_BYTES])):
+        if name not in ("", "utf-8") and (text := _try(raw, name)) is not None:
+            return Decoded(text, name)
+    return Decoded(as_utf8, "utf-8") if as_utf8 is not None else None
+
+
+def _known_labels(labels: Sequence[str]) -> list[str]:
+    """Return the encodings of labels that Python knows, Latin-1 last: servers say it by default."""
+    names = [_WEB_LABELS.get(label.lower(), label.lower()) for label in labels]
+    known = [name for name in dict.fromkeys(names) if _LABEL.fullmatch(name) and _knows(name)]
+    return sorted(known, key=lambda name: name == "cp1252")
+
+
+def _is_surely_utf8(text: str, raw: bytes, names: Sequence[str]) -> bool:
+    """Return True if UTF-8 is right whatever the labels say.
+
+    Plain ASCII is in a 7-bit encoding if the label says so, and a few multi-byte characters may be
+    Chinese or Japanese ones by chance.
+    """
+    if text.isascii():
+        return not any(name == "hz" for name in names)
+    wide = sum(character > "\x7f" for character in text)
+    return wide >= _FEWEST or all(name == "utf-8" or _is_single_byte(name) for name in names)
+
+
+def _is_single_byte(name: str) -> bool:
+    return name.startswith(("cp125", "cp8", "windows-125", "iso-8859", "iso8859", "koi8", "mac"))
+
+
+def _put_detected_first(raw: bytes, names: Sequence[str], detected: str) -> Sequence[str]:
+    """Return the labels' encodings, after a Chinese or Japanese one that is very sure.
+
+    A single-byte label fits any bytes; a server's default is no evidence for it.
+    """
+    if detected not in _WIDE or detected in names or not names:
+        return names
+    single = all(map(_is_single_byte, names))
+    sure = _score(raw[:SAMPLE_BYTES], detected) >= _VERY_SURE
+    return [detected, *names] if single and sure else names
+
+
+def _decode_damaged(raw: bytes, labels: Sequence[str], expected: str) -> Decoded | None:
+    """Decode bytes of which single characters are damaged; None if too many are."""
+    sample = raw[:SAMPLE_BYTES]
+    names = [name for name in _known_labels(labels) if name != "utf-8"]
+    if _is_damaged_utf8(sample) or not (names or expected):
+        names.insert(0, "utf-8")
+    for name in (*names, expected, detect_encoding(raw), "utf-8"):
+        if not name:
+            continue
+        text = raw.decode(name, "replace").removeprefix("\ufeff")
+        bad = text.count(_REPLACEMENT)
+        if "\0" not in text and may_replace(bad, len(text)) and _is_common(text, name):
+            return Decoded(text, name, bad)
+    return None
+
+
+def may_replace(bad: int, characters: int) -> bool:
+    """Return True if so few characters of a text are damaged that the rest can be used.
+
+    One bad byte inside a multi-byte character damages up to three.
+    """
+    return 0 < bad <= _MOST_BAD * characters or (0 < bad <= 3 and characters >= 50)
+
+
+def _is_common(text: str, name: str) -> bool:
+    """Return False if a damaged Chinese or Japanese text went out of step with its bytes."""
+    return name not in _WIDE or _share_of_common(text) >= _SURE
+
+
 def detect_encoding(raw: bytes) -> str:
-    """Return what `raw` is encoded in; "" where that cannot be told. Only a sample is looked at."""
+    """Detect the encoding of a sample of the bytes; "" if it cannot be detected."""
     for mark, name in _MARKS:
         if raw.startswith(mark):
             return name
@@ -84,6 +242,8 @@ def detect_encoding(raw: bytes) -> str:
         return wide
     if _is_korean(sample):
         return "cp949"
+    if _is_japanese_euc(sample):
+        return "euc_jp"
     scores = {name: _score(sample, name) for name in _WIDE}
     best = max(scores, key=lambda name: scores[name])  # of equals the first
     if scores[best] >= _SURE:
@@ -91,23 +251,22 @@ def detect_encoding(raw: bytes) -> str:
     return _ask_library(sample)
 
 
-def _webs(label: str) -> str:
-    """Return the encoding that a label means on the web, where subsets are read as their whole."""
-    known = {"gb2312": "gb18030", "gbk": "gb18030", "iso-8859-1": "cp1252", "us-ascii": "utf-8"}
-    known |= {"shift_jis": "cp932", "euc-kr": "cp949", "ks_c_5601-1987": "cp949"}
-    return known.get(label.lower(), label.lower())
-
-
 def _try(raw: bytes, name: str) -> str | None:
     try:
-        text = raw.decode(name)
+        if name == "cp1252":  # in which the web has controls for five bytes without a character
+            text = raw.decode(name, "surrogateescape").translate(_WINDOWS_CONTROLS)
+        else:
+            text = raw.decode(name)
     except (UnicodeDecodeError, LookupError, ValueError):
         return None
     return text.removeprefix("\ufeff") if isinstance(text, str) else None
 
 
+_WINDOWS_CONTROLS = {0xDC00 + byte: byte for byte in (0x81, 0x8D, 0x8F, 0x90, 0x9D)}
+
+
 def _cut(raw: bytes, name: str) -> str | None:
-    """Decode a sample, whose last character may be torn."""
+    """Decode a sample, whose last character may be cut off."""
     try:
         return codecs.getincrementaldecoder(name)("strict").decode(raw, final=False)
     except UnicodeDecodeError:
@@ -119,10 +278,11 @@ def _is_utf8(sample: bytes) -> bool:
 
 
 def _is_damaged_utf8(sample: bytes) -> bool:
-    text = sample.decode("utf-8", "replace")
+    """Return True if nearly all multi-byte characters are valid UTF-8."""
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(sample, final=False)
     wide = sum(character > "\x7f" for character in text)
     bad = text.count(_REPLACEMENT)
-    return bad <= _DAMAGED_RATIO * (wide - bad)
+    return bad <= _BAD_OF_WIDE * (wide - bad) or (bad == 1 and wide > 2)
 
 
 def _detect_utf16(sample: bytes) -> str:
@@ -154,10 +314,24 @@ def _pair(row: int, cell: int, name: str) -> str:
 
 
 def _score(sample: bytes, name: str) -> float:
-    """Return the share of common characters among those beyond ASCII; 0 if it does not decode."""
-    text = _cut(sample, name)
-    wide = [c for c in text or "" if c > "\x7f"]
+    """Return the share of common characters among those beyond ASCII; 0 if it is not `name`."""
+    text = codecs.getincrementaldecoder(name)("replace").decode(sample, final=False)
+    bad = text.count(_REPLACEMENT)
+    return 0.0 if bad > max(1, _MOST_BAD * len(text)) else _share_of_common(text)
+
+
+def _share_of_common(text: str) -> float:
+    wide = [c for c in text if c > "\x7f"]
     return sum(c in _common() for c in wide) / len(wide) if len(wide) >= _FEWEST else 0.0
+
+
+def _is_japanese_euc(sample: bytes) -> bool:
+    """Detect EUC-JP, all of whose bytes would be common in GB 2312: a part of it is kana."""
+    text = _cut(sample, "euc_jp") or ""
+    wide = sum(c > "\x7f" for c in text)
+    return (
+        wide >= _FEWEST and 10 * len(_KANA.findall(text)) >= wide and _share_of_common(text) > _SURE
+    )
 
 
 def _is_korean(sample: bytes) -> bool:

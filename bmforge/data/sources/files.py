@@ -54,6 +54,7 @@ def read_documents(
     *,
     skip_bad: bool = False,
     text_field: str = "text",
+    errors: str = "replace",
     skipped: SkipCount | None = None,
 ) -> Iterator[Document]:
     """Yield every document of `paths`, files in order, directories recursively and sorted.
@@ -65,6 +66,7 @@ def read_documents(
     Args:
         skip_bad: leave out what is damaged, count it, and report the count at the end.
         text_field: the field of a .jsonl line that holds the text.
+        errors: "replace" puts U+FFFD for single bytes that do not decode, "strict" refuses them.
         skipped: the count to add to, for a caller who wants to see it.
 
     Raises:
@@ -73,7 +75,7 @@ def read_documents(
     """
     count = SkipCount() if skipped is None else skipped
     before = count.count
-    options = ReadOptions(text_field)
+    options = ReadOptions(text_field, errors=errors)
     for path in list_files(paths):
         try:
             for record in read_records(path, options):

@@ -25,7 +25,10 @@ _NESTING = re.compile(
     rb"blockquote|main|nav|header|footer|aside|small|big|sub|sup)\b",
     re.I,
 )
-_CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w.:-]{2,40})""", re.I)
+_CHARSET = re.compile(
+    rb"""(?:<meta[^>]{0,200}?charset|<\?xml[^>]{0,80}?encoding)\s*=\s*["']?\s*([\w.:-]{2,40})""",
+    re.I,
+)
 _SPACE = re.compile(r"\s+")
 _DATE = re.compile(r"\d{4}(-\d\d(-\d\d)?)?")
 _DATES = (
@@ -66,9 +69,9 @@ def parse_page(
     depth = _depth(raw)
     if depth > _DEEPEST:
         return Drop("page_too_deep", depth, _DEEPEST, str(where))
-    said = _CHARSET.search(raw[:_HEAD_BYTES])
-    declared = charset or (said[1].decode("ascii", "ignore") if said else "")
-    page = decode(raw, f"page {str(where)!r}", declared)
+    labels = [label.decode("ascii", "ignore") for label in _CHARSET.findall(raw[:_HEAD_BYTES])]
+    decoded = decode(raw, f"page {str(where)!r}", [charset, *labels], errors=options.errors)
+    page = decoded.text
     tree = _parse(page, where)
     if options.html_reader == "trafilatura":
         text = _ask_trafilatura(page, where)
@@ -94,7 +97,7 @@ def parse_page(
     title = _SPACE.sub(" ", tree.title or "").strip()
     if title and title not in text:
         text = f"{title}\n\n{text}"
-    scores = {"link_ratio": _link_ratio(tree)}
+    scores = {"link_ratio": _link_ratio(tree), **decoded.scores()}
     return Document(text, where.source, where.whole(), **known, scores=scores)
 
 

@@ -31,14 +31,14 @@ _KNOWN = {
 def read_text_file(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
     """Yield the whole file as one entry."""
     raw = stream.read()
-    yield Record(where.whole(), len(raw), partial(_parse_text, raw, where))
+    yield Record(where.whole(), len(raw), partial(_parse_text, raw, where, options))
 
 
-def _parse_text(raw: bytes, where: Where) -> Document:
-    text = decode(raw, f"file {str(where)!r}")
-    if not text.strip():
+def _parse_text(raw: bytes, where: Where, options: ReadOptions) -> Document:
+    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors)
+    if not decoded.text.strip():
         raise DataError(f"file {str(where)!r} is empty: remove it from the input")
-    return Document(text, where.source, where.whole())
+    return Document(decoded.text, where.source, where.whole(), scores=decoded.scores())
 
 
 def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -52,7 +52,7 @@ def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
             yield fail(where.place(number), len(raw), error)
         elif raw.strip():
             lines += 1
-            parse = partial(_parse_line, raw, where, number, options.text_field)
+            parse = partial(_parse_line, raw, where, number, options)
             yield Record(where.place(number), len(raw), parse)
         position += len(raw)
         if 0 <= where.end <= position:
@@ -74,14 +74,16 @@ def _each_line(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
             rest = stream.readline(_LONGEST_LINE_BYTES + 1)
 
 
-def _parse_line(raw: bytes, where: Where, number: int, text_field: str) -> Document:
+def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document:
     place = f"{where}:{number}"
+    decoded = decode(raw, place, expected=where.encoding, errors=options.errors)
     try:
-        record: Any = json.loads(decode(raw, place, expected=where.encoding))
+        record: Any = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{place}: the line is not JSON ({error}); {_WAY_OUT}") from error
-    text = find_text(record, text_field, place)
-    return Document(text, where.source, where.place(number), **find_known(record))
+    text = find_text(record, options.text_field, place)
+    known = find_known(record)
+    return Document(text, where.source, where.place(number), scores=decoded.scores(), **known)
 
 
 def find_text(record: Any, field: str, place: str) -> str:

@@ -20,10 +20,12 @@ class ReadOptions:
     Attributes:
         text_field: the field of a table or of .jsonl that holds the text.
         html_reader: what finds the main text of a page, ``resiliparse`` or ``trafilatura``.
+        errors: "replace" puts U+FFFD for single bytes that do not decode, "strict" refuses them.
     """
 
     text_field: str = "text"
     html_reader: str = "resiliparse"
+    errors: str = "replace"
 
 
 @dataclass(frozen=True)

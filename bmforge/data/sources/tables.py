@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
 from bmforge.data.sources.document import Document
-from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding
+from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding, may_replace
 from bmforge.data.sources.lines import find_known, find_text
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError, MissingDependencyError
@@ -18,6 +19,7 @@ __all__ = ["read_arrow", "read_csv", "read_parquet", "read_tsv"]
 
 _LONGEST_FIELD = 1 << 28
 _BATCH_ROWS = 256
+_UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 def read_csv(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -35,7 +37,7 @@ def _read_rows(
 ) -> Iterator[Record]:
     encoding = where.encoding or detect_encoding(stream.peek(SAMPLE_BYTES))  # type: ignore[attr-defined]
     encoding = "utf-8-sig" if encoding in ("", "utf-8") else encoding
-    # A byte that does not decode becomes half a surrogate, and its row alone is refused.
+    # A byte that does not decode becomes half a surrogate, which concerns its row alone.
     lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
     csv.field_size_limit(_LONGEST_FIELD)
     rows = csv.reader((line.replace("\0", "\ufffd") for line in lines), dialect)
@@ -46,7 +48,7 @@ def _read_rows(
         find_text(dict.fromkeys(names, ""), options.text_field, f"{where}:1")
         for row in rows:
             if row:
-                parse = partial(_parse_row, names, row, where, rows.line_num, options.text_field)
+                parse = partial(_parse_row, names, row, where, rows.line_num, options)
                 size = len("".join(row).encode("utf-8", "replace"))
                 yield Record(where.place(rows.line_num), size, parse)
     except csv.Error as error:
@@ -54,14 +56,19 @@ def _read_rows(
 
 
 def _parse_row(
-    names: list[str], row: list[str], where: Where, line: int, text_field: str
+    names: list[str], row: list[str], where: Where, line: int, options: ReadOptions
 ) -> Document:
     place = f"{where}:{line}"
     if len(row) != len(names):
         raise DataError(f"{place}: {len(row)} columns, the first row names {len(names)}")
     record = dict(zip(names, row, strict=True))
-    text = find_text(record, text_field, place)
-    return Document(text, where.source, where.place(line), **find_known(record))
+    text = record.get(options.text_field, "")
+    replaced = len(_UNDECODED.findall(text))
+    if options.errors == "replace" and may_replace(replaced, len(text)):
+        record[options.text_field] = _UNDECODED.sub("\ufffd", text)
+    text = find_text(record, options.text_field, place)
+    scores = {"replaced_characters": replaced} if replaced else {}
+    return Document(text, where.source, where.place(line), scores=scores, **find_known(record))
 
 
 def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:

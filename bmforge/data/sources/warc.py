@@ -195,7 +195,9 @@ def parse_payload(
     if kind in ("text/html", "application/xhtml+xml"):
         return parse_page(body, where, options, charset=charset, url=url)
     if kind == "text/plain":
-        return Document(decode(body, str(where), charset), where.source, where.whole(), url=url)
+        decoded = decode(body, str(where), [charset], errors=options.errors)
+        scores = decoded.scores()
+        return Document(decoded.text, where.source, where.whole(), url=url, scores=scores)
     if kind == "application/pdf":
         return parse_pdf(body, where)
     return Drop("content_type", kind, None, url)

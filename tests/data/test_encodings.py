@@ -1,0 +1,127 @@
+"""Pages with right, wrong and missing labels, whole and damaged, against their source text."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from bmforge.data.sources.encoding import decode
+from bmforge.errors import DataError
+
+pytest.importorskip("resiliparse")
+
+TEXTS = {
+    "german": "Die Fähre fährt früh über das größere Gewässer, und die Möwen hören schön zu. ",
+    "french": "Les élèves étaient très étonnés, déjà, à l'école de Genève où l'été s'achève. ",
+    "russian": "Паром на северные острова уходит в шесть часов утра, и люди работают в порту. ",
+    "greek": "Το πλοίο για τα βόρεια νησιά φεύγει στις έξι το πρωί από το μικρό λιμάνι μας. ",
+    "chinese": "清晨六点，开往北部岛屿的渡轮准时离开码头，乘船的人大多在对岸的小港口工作。",
+    "traditional": "清晨六點，開往北部島嶼的渡輪準時離開碼頭，乘船的人大多在對岸的小港口工作。",
+    "japanese": "北の島々へ向かうフェリーは毎朝六時に出発します。霧が濃いときには船長が待ちます。",
+    "korean": "북쪽 섬으로 가는 배는 아침 여섯 시에 떠나고 사람들은 작은 항구에서 일한다. ",
+}
+# Language, encoding of the bytes, labels that are tried.
+SITUATIONS = [
+    *itertools.product(("german", "french"), ("utf-8",), ("iso-8859-1", "windows-1251", "gbk")),
+    *itertools.product(("russian", "greek"), ("utf-8",), ("iso-8859-1", "windows-1251", "big5")),
+    *itertools.product(("chinese", "japanese", "korean"), ("utf-8",), ("latin1", "gb2312", "sjis")),
+    *(
+        (language, encoding, label)
+        for language, encoding in (
+            ("german", "cp1252"),
+            ("french", "iso-8859-1"),
+            ("russian", "cp1251"),
+            ("russian", "koi8-r"),
+            ("greek", "cp1253"),
+            ("chinese", "gb2312"),
+            ("chinese", "gb18030"),
+            ("traditional", "big5"),
+            ("japanese", "shift_jis"),
+            ("japanese", "euc_jp"),
+            ("japanese", "iso2022_jp"),
+            ("korean", "euc-kr"),
+        )
+        for label in (encoding.replace("_", "-").replace("cp125", "windows-125"), "")
+    ),
+    *((name, "gb18030", "iso-8859-1") for name in ("chinese",)),
+    *((name, "euc_jp", "iso-8859-1") for name in ("japanese",)),
+    *((name, "big5", "windows-1252") for name in ("traditional",)),
+    *((name, "utf-16", "") for name in ("german", "chinese")),
+    *((name, "utf-8-sig", "iso-8859-1") for name in ("german", "chinese")),
+]
+
+
+def page(language: str, times: int = 6) -> str:
+    return f"<html><body><p>{TEXTS[language] * times}</p></body></html>"
+
+
+def is_silently_wrong(text: str, original: str) -> bool:
+    """Return True if a character is there that the original does not have in this order."""
+    rest = iter(original)
+    return not all(character in rest for character in text.replace("\ufffd", ""))
+
+
+@pytest.mark.parametrize(("language", "encoding", "label"), SITUATIONS)
+def test_a_sound_page_is_read_whatever_its_label(language, encoding, label):
+    text = page(language)
+    decoded = decode(text.encode(encoding), "x", [label])
+    assert (decoded.text, decoded.replaced) == (text, 0)
+
+
+def test_there_are_forty_situations():
+    assert len(SITUATIONS) >= 40
+
+
+@pytest.mark.parametrize("label", ["", "utf-8", "iso-8859-1", "windows-1251", "gbk"])
+@pytest.mark.parametrize("language", TEXTS)
+def test_one_bad_byte_costs_one_character(language, label):
+    """For UTF-8, under any label and at any place; strict reading refuses the page by name."""
+    draw = random.Random(f"{language} {label}")
+    raw = page(language).encode()
+    for _ in range(25):
+        at = draw.randrange(len(raw))
+        bad = raw[:at] + bytes([draw.choice((0xFF, 0xFE, 0xC0))]) + raw[at:]
+        decoded = decode(bad, "x", [label])
+        assert 1 <= decoded.replaced <= 4
+        assert not is_silently_wrong(decoded.text, page(language))
+        with pytest.raises(DataError, match="damaged"):
+            decode(bad, "x", [label], errors="strict")
+
+
+@pytest.mark.parametrize(("encoding", "language"), [("gb2312", "chinese"), ("big5", "traditional")])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_bad_byte_in_a_chinese_page_loses_neither_page_nor_sense(encoding, language, labelled):
+    draw = random.Random(encoding)
+    text = page(language)
+    kept = 0
+    for _ in range(100):
+        at = draw.randrange(len(text))
+        raw = text[:at].encode(encoding) + b"\xff" + text[at:].encode(encoding)
+        decoded = decode(raw, "x", [encoding] if labelled else [])
+        assert decoded.replaced
+        assert not is_silently_wrong(decoded.text, page(language))
+        kept += 1
+    assert kept >= 99
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_a_page_that_is_cut_off_inside_a_character_is_kept(language):
+    raw = page(language).encode()
+    wide = [at for at, byte in enumerate(raw) if byte & 0xC0 == 0x80]
+    for at in wide[-20:]:
+        decoded = decode(raw[:at], "x")
+        assert decoded.replaced == 1
+        assert page(language).startswith(decoded.text[:-1])
+
+
+def test_windows_pages_may_have_bytes_without_a_character():
+    raw = "naïve café".encode("latin-1") + b"\x81"
+    assert decode(raw, "x", ["ISO-8859-1"]).text == "naïve café\x81"
+
+
+def test_bytes_that_say_nothing_are_refused():
+    for raw in ("中文".encode("gb18030"), bytes(range(128, 256)), b"\0\0\0\1text"):
+        with pytest.raises(DataError):
+            decode(raw, "x")
