@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from bmforge.serve.errors import RequestError
 from bmforge.serve.openai_types import Message
 from bmforge.serve.settings import ServeConfig
 from bmforge.serve.sleeping import AnyEngine
+from bmforge.tokenizers.chat_messages import normalize_message
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 from bmforge.tokenizers.template_limits import TemplateLimits
 
@@ -88,7 +88,7 @@ class Prompter:
                 "messages",
                 code="unsupported_model",
             )
-        said = [_plain(message) for message in messages]
+        said = [normalize_message(m.model_dump(exclude_none=True)) for m in messages]
         try:
             text = self.template.render(said, add_generation_prompt=True, tools=tools)
             ids = encode_said(text + begin, model, tokenizer)
@@ -115,33 +115,3 @@ class Prompter:
         end, blank = tokenizer.role_id("sep"), tokenizer.sentinel_id(0)
         ids = join_history(said, end, blank, ChatConfig().window)
         return Prompt(ids, (end,))
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it: texts, and arguments as objects."""
-    role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": message.text}
-    if message.name is not None:
-        found["name"] = message.name
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _read_arguments(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    return found
-
-
-def _read_arguments(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -1,7 +1,10 @@
-"""Conversations as text: by the tokenizer's own chat template, or a plain one.
+"""Chat templates: Jinja programs that write conversations as text, as transformers runs them.
 
-A template is a program in a file that came from elsewhere, so it runs in Jinja's sandbox, where it
-can reach nothing but text and lists, and change nothing it is given.
+`ChatTemplate` renders; `find_template` reads the source from a model directory; `chat_turns.py`
+splits a rendered conversation into prompts and answers; `chat_named.py` has templates by name.
+
+A template is a program from an untrusted file. It runs in Jinja's sandbox, where it can only read
+texts and lists.
 """
 
 from __future__ import annotations
@@ -15,32 +18,33 @@ from typing import Any
 from bmforge.errors import ConfigError, DataError, MissingDependencyError
 from bmforge.gguf_header import is_gguf, read_gguf_header
 from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.chat_messages import Message, Tools
 from bmforge.tokenizers.template_limits import TemplateLimits, run_template
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
-__all__ = ["TEMPLATE_FILE", "ChatTemplate", "Message", "find_template", "split_answers"]
+__all__ = ["TEMPLATE_FILE", "ChatTemplate", "Message", "find_template"]
 
 TEMPLATE_FILE = "chat_template.jinja"
-Message = Mapping[str, Any]
-Tools = Sequence[Mapping[str, Any]]
-Render = Callable[[Sequence[Message], bool, Tools | None], str]
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+Render = Callable[[Mapping[str, Any]], str]
 
 
 class ChatTemplate:
-    """Writes conversations.
+    """Renders conversations as text.
 
     Args:
-        source: the template's text; None writes ``Role: text`` and a newline for every message, the
-            end token behind what the assistant says.
-        tokenizer: its begin and end tokens are what the template calls `bos_token` and `eos_token`.
-        limits: of one conversation; None lets a template take what it takes.
+        source: Jinja source; None writes ``Role: text`` and a newline for every message, with the
+            end token after each assistant message.
+        tokenizer: provides the template's `bos_token`, `eos_token` and further special tokens.
+        limits: time and length limits of one rendering (default: none).
 
     Attributes:
-        source: the template's text, of the plain one as well.
+        source: Jinja source, that of the plain template included.
+        variables: names of the variables that the template reads, such as ``tools``.
 
     Raises:
-        ConfigError: the source is no template.
-        MissingDependencyError: there is a source, and jinja2 is not installed.
+        ConfigError: the source is not a valid template.
+        MissingDependencyError: a source is given and jinja2 is not installed.
     """
 
     def __init__(
@@ -49,57 +53,57 @@ class ChatTemplate:
         tokens = tokenizer.special_ids
         self._marks = {
             f"{role}_token": tokenizer.decode([tokens[role]]) if role in tokens else ""
-            for role in ("bos", "eos", "unk", "pad")
+            for role in _ROLES
+            if role in tokens or role in ("bos", "eos", "unk", "pad")
         }
         self._render: Render = self._write_plain
+        self.variables: frozenset[str] = frozenset({"messages", "add_generation_prompt"})
         self.source = _plain_source(self._marks) if source is None else source
         if source is not None:
-            template = _compile(source)
-            self._render = lambda messages, asks, tools: run_template(
-                template,
-                {"messages": messages, "add_generation_prompt": asks, **self._marks}
-                | ({} if tools is None else {"tools": tools}),
-                limits,
-            )
+            template, self.variables = _compile(source)
+            self._render = lambda values: run_template(template, {**self._marks, **values}, limits)
 
     def render(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = False,
         tools: Tools | None = None,
+        **variables: Any,
     ) -> str:
-        """Return the text of a conversation.
+        """Return the text of a conversation, as ``apply_chat_template(..., tokenize=False)``.
 
         Args:
-            messages: each has a `role` and its `content`.
-            add_generation_prompt: end where the assistant begins to speak.
-            tools: functions that the assistant may call, as JSON schemas.
+            messages: conversation; each message has a `role` and its `content`.
+            add_generation_prompt: end the text where the assistant's answer begins.
+            tools: JSON schemas of the functions that the assistant may call.
+            variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            DataError: the template refuses this conversation, or it takes longer than it may.
+            DataError: the template refuses this conversation, or exceeds its limits.
         """
+        values = {"messages": messages, "add_generation_prompt": add_generation_prompt, **variables}
         try:
-            return self._render(messages, add_generation_prompt, tools)
-        except Exception as error:  # a template may raise whatever it likes
+            return self._render(values if tools is None else {**values, "tools": tools})
+        except Exception as error:  # a template may raise any exception
             raise DataError(f"the chat template cannot write this conversation: {error}") from error
 
-    def _write_plain(self, messages: Sequence[Message], asks: bool, tools: Tools | None) -> str:
+    def _write_plain(self, values: Mapping[str, Any]) -> str:
         lines = [self._marks["bos_token"]]
-        for message in messages:
+        for message in values["messages"]:
             end = self._marks["eos_token"] if message["role"] == "assistant" else ""
             lines.append(f"{message['role'].capitalize()}: {message['content']}{end}\n")
-        return "".join([*lines, "Assistant:" if asks else ""])
+        return "".join([*lines, "Assistant:" if values["add_generation_prompt"] else ""])
 
     def end_mark(self) -> str:
-        """Return what is written behind an answer that ends a conversation."""
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "answer"}]
-        return self.render(said).rpartition("answer")[2]
+        """Return the text that the template writes after the last answer."""
+        example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "answer"}]
+        return self.render(example).rpartition("answer")[2]
 
 
 def _plain_source(marks: Mapping[str, str]) -> str:
-    """Return the plain template for others to run: with the marks themselves, not their roles.
+    """Return the plain template as Jinja source.
 
-    Who opens the tokenizer may give a role to another token, or to none.
+    The special tokens are written out, since another library may give their roles to other tokens.
     """
     begin, end = json.dumps(marks["bos_token"]), json.dumps(marks["eos_token"])
     return (
@@ -114,44 +118,51 @@ def _plain_source(marks: Mapping[str, str]) -> str:
 
 
 def find_template(folder: Path) -> str | None:
-    """Return the chat template of a tokenizer's directory or GGUF file; None without one.
+    """Return the source of the chat template of a model directory or GGUF file; None without one.
 
-    It is in ``chat_template.jinja``, or in tokenizer_config.json: one, or several of which the one
-    called "default" is taken.
+    It is read from ``chat_template.jinja``, else from tokenizer_config.json. Of several templates
+    the one named ``default`` is used, and ``tool_use`` for conversations with tools, as
+    transformers does; both are joined into one source.
+
+    Args:
+        folder: model directory, or a GGUF file.
 
     Raises:
-        ConfigError: a file is damaged, or has templates of which none is the default.
+        ConfigError: a file is damaged, or it has several templates and none is the default.
     """
     if is_gguf(folder):
-        found = read_gguf_header(folder).metadata.get("tokenizer.chat_template")
-        return found if isinstance(found, str) and found else None
+        source = read_gguf_header(folder).metadata.get("tokenizer.chat_template")
+        return source if isinstance(source, str) and source else None
     try:
         if (folder / TEMPLATE_FILE).is_file():
             return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
         file = folder / CONFIG_FILE
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        found = config.get("chat_template")
-        if isinstance(found, list):
-            found = {entry["name"]: entry["template"] for entry in found}["default"]
+        source = config.get("chat_template")
+        if isinstance(source, list):
+            named = {entry["name"]: entry["template"] for entry in source}
+            source = named["default"]
+            if "tool_use" in named:
+                source = f"{{% if tools %}}{named['tool_use']}{{% else %}}{source}{{% endif %}}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{str(folder)!r} has a damaged chat template ({type(error).__name__}: {error}). "
             "Correct it, or give one with --template FILE."
         ) from error
-    return found or None
+    return source or None
 
 
-def _compile(source: str) -> Any:
-    """Return a template that runs in the sandbox, with what transformers lets templates use."""
+def _compile(source: str) -> tuple[Any, frozenset[str]]:
+    """Return the compiled template and its variables, with transformers' filters and functions."""
     try:
-        from jinja2 import TemplateError, nodes
+        from jinja2 import TemplateError, meta, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise MissingDependencyError("jinja2", "chat", "the tokenizer's chat template") from error
 
     class Generation(Extension):
-        """``{% generation %}`` marks answers for others; here they are found by their place."""
+        """Ignores ``{% generation %}``: answers are located by rendering with and without them."""
 
         tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -162,8 +173,20 @@ def _compile(source: str) -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
@@ -172,34 +195,10 @@ def _compile(source: str) -> Any:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(source)
+        names = meta.find_undeclared_variables(environment.parse(source))
+        return environment.from_string(source), frozenset(names) - environment.globals.keys()
     except TemplateError as error:
         raise ConfigError(
             f"the chat template is not valid ({error}). Correct it, or give one with --template "
             "FILE."
         ) from error
-
-
-def split_answers(template: ChatTemplate, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-    """Return a conversation's text in pieces, and of each whether the assistant has to write it.
-
-    Raises:
-        DataError: the template writes the beginning of a conversation differently once it goes on.
-    """
-    pieces: list[tuple[str, bool]] = []
-    done = ""
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        upto = template.render(messages[: number + 1])
-        prompts = (template.render(messages[:number], asks) for asks in (True, False))
-        prompt = next((p for p in prompts if upto.startswith(p) and p.startswith(done)), None)
-        if prompt is None:
-            raise DataError(
-                f"the chat template does not write messages 1 to {number + 1} as the beginning of "
-                "the whole conversation, so its answers cannot be told from the rest. Divide the "
-                "conversation, or give another template with --template FILE."
-            )
-        pieces += [(prompt[len(done) :], False), (upto[len(prompt) :], True)]
-        done = upto
-    return pieces

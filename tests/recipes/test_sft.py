@@ -18,16 +18,12 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.models import AutoModel
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import Layout
-from bmforge.recipes.inputs.examples import ExampleConfig
-from bmforge.recipes.sft import (
-    LlamaSFTConfig,
-    encode_conversation,
-    pack_rows,
-    train_sft,
-)
+from bmforge.recipes.inputs.conversation_rows import encode_turns, pack_rows
+from bmforge.recipes.sft import ConversationData, LlamaSFTConfig, train_sft
 from bmforge.testing import run_distributed
 from bmforge.tokenizers import AutoTokenizer
-from bmforge.tokenizers.chat_template import ChatTemplate, find_template, split_answers
+from bmforge.tokenizers.chat_template import ChatTemplate, find_template
+from bmforge.tokenizers.chat_turns import render_answers
 from bmforge.train import read_metrics
 
 # ChatML, as many published models have it.
@@ -96,16 +92,16 @@ def test_templates_write_as_transformers_does(letters: Path) -> None:
 def test_only_answers_are_learned(source: str | None, letters: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(letters)
     template = ChatTemplate(source, tokenizer)
-    pieces = split_answers(template, TALK)
+    turns = render_answers(template, TALK)
     end = "<|im_end|>\n" if source else "</s>\n"
     space = "" if source else " "
     answers = [f"{space}hello{end}", f"{space}ciao{end}"]
-    assert [text for text, learned in pieces if learned] == answers
+    assert [turn.answer for turn in turns] == answers
     assert template.end_mark() == end
-    assert "".join(text for text, _ in pieces) == template.render(TALK)
+    assert turns[-1].prompt + turns[-1].answer == template.render(TALK)
     if source is None:
-        assert pieces[0][0] == "<s>System: be kind\nUser: hi\nAssistant:"
-    ids, labels = encode_conversation(TALK, template, tokenizer)
+        assert turns[0].prompt == "<s>System: be kind\nUser: hi\nAssistant:"
+    ((ids, labels),) = encode_turns(turns, tokenizer)
     assert ids == tokenizer.encode(template.render(TALK))
     learned = [id for id, label in zip(ids, labels, strict=True) if label != -100]
     assert tokenizer.decode(learned) == "".join(answers)
@@ -141,8 +137,8 @@ def test_a_template_that_looks_ahead_is_refused(letters: Path) -> None:
     """One that writes earlier answers otherwise once there are later ones."""
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     template = ChatTemplate(source, AutoTokenizer.from_pretrained(letters))
-    with pytest.raises(DataError, match="as the beginning of the whole conversation"):
-        split_answers(template, TALK)
+    with pytest.raises(DataError, match="cannot be separated from its prompt"):
+        render_answers(template, TALK)
 
 
 def test_packing() -> None:
@@ -199,16 +195,17 @@ def test_published_forms_are_read(is_list: bool, tmp_path: Path) -> None:
     if not is_list:
         write_jsonl(file, list(FORMS.values()))
     found = read_conversations(file)
-    assert [place.partition(", ")[2] for place, _ in found] == [
+    assert [conversation.place.partition(", ")[2] for conversation in found] == [
         f"{'entry' if is_list else 'line'} {n}" for n in range(1, len(FORMS) + 1)
     ]
-    for (_, messages), wanted in zip(found, MEANT.values(), strict=True):
+    for conversation, wanted in zip(found, MEANT.values(), strict=True):
+        messages = conversation.messages
         assert "|".join(f"{m['role']}: {m['content']}" for m in messages) == wanted
 
 
 def sft_config(folder: Path, letters: Path, steps: int, **changes: Any) -> LlamaSFTConfig:
     file = str(write_talks(folder / "talks.jsonl"))
-    data = ExampleConfig(
+    data = ConversationData(
         paths=(file,),
         validation=(file,),
         tokenizer=str(letters),
@@ -246,10 +243,9 @@ def test_conversations_are_learned(tmp_path: Path, letters: Path) -> None:
     model = AutoModel.from_pretrained(tmp_path / "run" / "export")
     template = ChatTemplate(find_template(tmp_path / "run" / "export"), tokenizer)
     total = count = 0
-    for _, messages in read_conversations(config.data.paths[0]):
-        ids, labels = (
-            torch.tensor([part]) for part in encode_conversation(messages, template, tokenizer)
-        )
+    for conversation in read_conversations(config.data.paths[0]):
+        (row,) = encode_turns(render_answers(template, conversation.messages), tokenizer)
+        ids, labels = (torch.tensor([part]) for part in row)
         total += float(model(ids, labels=labels, num_items_in_batch=1.0).loss.detach())
         count += int((labels != -100).sum())
     assert result.evaluation.tokens == count
@@ -276,14 +272,12 @@ def test_the_template_is_exported(where: str, tmp_path: Path) -> None:
         "file": "</s>hi<s>hi<s>",
         "nowhere": "<s>User: hi\nAssistant: hi</s>\n",
     }[where]
-    _, talk = read_conversations(config.data.paths[0])[0]
+    talk = read_conversations(config.data.paths[0])[0].messages
     assert theirs.apply_chat_template(talk, tokenize=False) == want
     source = {"tokenizer": CHATML, "file": ODD, "nowhere": None}[where]
-    learned, _ = encode_conversation(
-        talk,
-        ChatTemplate(source, AutoTokenizer.from_pretrained(letters)),
-        AutoTokenizer.from_pretrained(letters),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(letters)
+    turns = render_answers(ChatTemplate(source, tokenizer), talk)
+    ((learned, _),) = encode_turns(turns, tokenizer)
     assert theirs.apply_chat_template(talk)["input_ids"] == learned
     asked = theirs.apply_chat_template(talk[:1], tokenize=False, add_generation_prompt=True)
     assert want.startswith(asked)
@@ -328,11 +322,11 @@ def test_layouts(world: int, layout: Layout, tmp_path: Path, letters: Path) -> N
     [
         ("{", r"line 2 is not JSON"),
         ('{"text": "a"}', r"line 2 needs 'messages'"),
-        ('{"messages": [{"role": "user"}]}', r"line 2 needs 'messages'"),
+        ('{"messages": [{"role": "user"}]}', "line 2 has a message without the text 'content'"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no message of the assi"),
         ('{"instruction": "a", "input": "b"}', "line 2 needs 'messages'"),
         ('{"instruction": 1, "output": "b"}', "line 2 needs 'messages'"),
-        ('{"conversations": [{"from": "cat", "value": "b"}]}', "line 2: from='cat' is no speaker"),
+        ('{"conversations": [{"from": "cat", "value": "b"}]}', "line 2: from='cat' is unknown"),
     ],
 )
 def test_bad_records(line: str, text: str, tmp_path: Path, letters: Path) -> None:

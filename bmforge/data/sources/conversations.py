@@ -1,68 +1,124 @@
-"""Conversations in files, in the forms in which they are published.
+"""Reads conversations from .jsonl, .json and .parquet files, in all published forms.
 
-Read are messages with `role` and `content`, ShareGPT's `conversations` with `from` and `value`, and
-Alpaca's `instruction`, `input` and `output`: one a line, or all in a list.
-
-Source: github.com/tatsu-lab/stanford_alpaca (fields), github.com/lm-sys/FastChat (ShareGPT's).
+`read_conversations` is the entry point; `conversation_forms.py` turns one record into messages.
+Text files may be in any encoding that `bmforge prepare` detects, and packed (.gz, .zst, ...).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from bmforge.data.sources.text_files import read_text
-from bmforge.errors import DataError
-from bmforge.tokenizers.chat_template import Message
+from bmforge.data.sources.conversation_forms import find_messages, read_tools
+from bmforge.data.sources.encoding import decode
+from bmforge.data.sources.packed import PACKED, open_unpacked
+from bmforge.errors import DataError, MissingDependencyError
+from bmforge.tokenizers.chat_messages import Message
 
-__all__ = ["read_conversations"]
+__all__ = ["Conversation", "find_conversation_files", "read_conversations"]
 
-_SPEAKERS = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-_ALPACA = ("instruction", "input", "output", "system")
+_TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_PARQUET = ".parquet"
 
 
-def read_conversations(path: str | os.PathLike[str]) -> list[tuple[str, list[Message]]]:
-    """Return the conversations of a file, each with its place in it.
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation of a file.
 
     Args:
-        path: of a file with one JSON object a line, or with a JSON list of them.
+        place: file and line, entry or row, for error messages.
+        messages: the messages in OpenAI's form, tool calls with parsed arguments.
+        tools: JSON schemas of the functions that the assistant may call; None without tools.
+        fields: the record's other top-level fields, such as ``documents`` or ``id``.
+    """
+
+    place: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def read_conversations(path: str | os.PathLike[str]) -> list[Conversation]:
+    """Read every conversation of a file, or of all files of a folder.
+
+    Args:
+        path: a file with one JSON object a line, with a JSON list of objects, or a Parquet table;
+            or a folder of such files.
 
     Raises:
-        DataError: an entry is no conversation.
+        DataError: the path does not exist, a file cannot be decoded, or an entry is not a
+            conversation with an answer of the assistant.
+        MissingDependencyError: a Parquet file, and pyarrow is not installed.
     """
-    found = []
-    for place, record in _read_entries(path):
-        messages = _find_messages(record, place)
-        if not any(message["role"] == "assistant" for message in messages):
-            raise DataError(f"{place} has no message of the assistant, so nothing to learn.")
-        found.append((place, messages))
-    return found
+    return [
+        _read_record(place, record)
+        for file in find_conversation_files(path)
+        for place, record in _read_records(file)
+    ]
 
 
-def _read_entries(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
-    """Yield place and contents of a file's entries."""
-    text = read_text(path)
+def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
+    """List the conversation files that a path names: the file itself, or those of a folder.
+
+    Raises:
+        DataError: the path does not exist, or the folder holds no such file.
+    """
+    place = Path(path)
+    if place.is_file():
+        return [place]
+    if not place.exists():
+        raise DataError(f"file not found: {str(path)!r}. Check the path.")
+    files = [
+        file
+        for file in sorted(place.rglob("*"))
+        if file.is_file() and _suffix_of(file) in (*_TEXT_SUFFIXES, _PARQUET)
+    ]
+    if not files:
+        raise DataError(
+            f"the folder {str(path)!r} holds no conversation file (.jsonl, .json or .parquet)."
+        )
+    return files
+
+
+def _suffix_of(file: Path) -> str:
+    """Return the suffix without that of a compression format."""
+    return (file.with_suffix("") if file.suffix in PACKED else file).suffix.lower()
+
+
+def _read_record(place: str, record: Any) -> Conversation:
+    messages, form_fields = find_messages(record, place)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{place} has no message of the assistant, so nothing to learn.")
+    fields = {
+        name: value
+        for name, value in record.items()
+        if name not in form_fields and value not in (None, "", [], {})
+    }
+    return Conversation(place, messages, read_tools(record, place), fields)
+
+
+def _read_records(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the parsed value of every entry of a file."""
+    if _suffix_of(file) == _PARQUET:
+        yield from _read_parquet(file)
+        return
+    try:
+        with open_unpacked(file) as stream:
+            raw = stream.read()
+    except OSError as error:
+        raise DataError(f"cannot read {str(file)!r} ({error}).") from error
+    text = decode(raw, f"file {str(file)!r}")
     if text.lstrip().startswith("["):
-        for number, record in enumerate(_parse(text, repr(str(path))), 1):
-            yield f"{str(path)!r}, entry {number}", record
+        for number, record in enumerate(_parse(text, repr(str(file))), 1):
+            yield f"{str(file)!r}, entry {number}", record
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            place = f"{str(path)!r}, line {number}"
+            place = f"{str(file)!r}, line {number}"
             yield place, _parse(line, place)
 
 
@@ -73,59 +129,23 @@ def _parse(text: str, place: str) -> Any:
         raise DataError(f"{place} is not JSON ({error}).") from error
 
 
-def _find_messages(record: Any, place: str) -> list[Message]:
-    """Return what is said in an entry, whatever form it has."""
-    values = record if isinstance(record, dict) else {}
-    if isinstance(values.get("messages"), list):
-        messages = [_read_turn(turn, place) for turn in values["messages"]]
-    elif isinstance(values.get("conversations"), list):
-        messages = [_read_turn(turn, place) for turn in values["conversations"]]
-        messages = [*_system_of(values), *messages]
-    elif "instruction" in values:
-        messages = _read_alpaca(values, place)
-    else:
-        raise _no_conversation(place)
-    return messages
+def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a Parquet file as dictionaries."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingDependencyError("pyarrow", "data", f"reading {str(file)!r}") from error
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"file {str(file)!r} cannot be read as Parquet ({error}).") from error
+    for number, row in enumerate(rows, 1):
+        yield f"{str(file)!r}, row {number}", _without_nulls(row)
 
 
-def _no_conversation(place: str) -> DataError:
-    return DataError(
-        f"{place} needs 'messages', a list of objects with the texts 'role' and 'content'; or "
-        "'conversations' with 'from' and 'value' (ShareGPT), or the texts 'instruction' and "
-        "'output', and 'input' where there is one (Alpaca)."
-    )
-
-
-def _read_turn(turn: Any, place: str) -> Message:
-    values = turn if isinstance(turn, dict) else {}
-    if all(isinstance(values.get(key), str) for key in ("role", "content")):
-        return values
-    speaker, said = values.get("from"), values.get("value")
-    if not isinstance(speaker, str) or not isinstance(said, str):
-        raise _no_conversation(place)
-    if speaker not in _SPEAKERS:
-        raise DataError(f"{place}: from={speaker!r} is no speaker. Known: {', '.join(_SPEAKERS)}.")
-    return {"role": _SPEAKERS[speaker], "content": said}
-
-
-def _system_of(values: Mapping[str, Any]) -> list[Message]:
-    said = values.get("system")
-    return [{"role": "system", "content": said}] if isinstance(said, str) and said else []
-
-
-def _read_alpaca(values: Mapping[str, Any], place: str) -> list[Message]:
-    """Return an instruction, with its input a line below, and the output; earlier rounds first."""
-    texts = {name: "" if values.get(name) is None else values[name] for name in _ALPACA}
-    history = values.get("history") or []
-    rounds = isinstance(history, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-        for pair in history
-    )
-    if not rounds or "output" not in values or not all(isinstance(t, str) for t in texts.values()):
-        raise _no_conversation(place)
-    asked = "\n".join(text for text in (texts["instruction"], texts["input"]) if text)
-    messages = _system_of(texts)
-    for question, answer in [*history, [asked, texts["output"]]]:
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": answer})
-    return messages
+def _without_nulls(value: Any) -> Any:
+    """Remove null fields: Arrow gives every struct of a column the union of all fields."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,177 @@
+"""Turns one record of a conversation data set into messages, whatever published form it has.
+
+Forms: OpenAI's `messages`; ShareGPT's `conversations` with `from` and `value`, function calls and
+observations included; TRL's `prompt` and `completion`; Alpaca's `instruction`, `input`, `output`
+with `history`; and pairs such as `question` and `answer`.
+
+Sources of the field names: platform.openai.com/docs/guides/fine-tuning, github.com/lm-sys/FastChat,
+huggingface.co/docs/trl/dataset_formats, github.com/tatsu-lab/stanford_alpaca.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bmforge.errors import DataError
+from bmforge.tokenizers.chat_messages import Message, normalize_message, parse_arguments
+
+__all__ = ["find_messages", "read_tools"]
+
+_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+# question field -> answer field, and the field of a further input where the form has one.
+_PAIRS = {
+    "instruction": ("output", "input"),
+    "prompt": ("completion",),
+    "question": ("answer",),
+    "query": ("response",),
+}
+_ALSO = {"output": "response", "completion": "response", "input": "context"}
+
+# Fields that every form reads.
+_SHARED = frozenset({"tools", "functions", "system"})
+
+
+def find_messages(record: Any, place: str) -> tuple[list[Message], frozenset[str]]:
+    """Return the messages of a record, and the names of the fields that were read.
+
+    Args:
+        record: the parsed JSON value or table row.
+        place: file and line, for error messages.
+
+    Raises:
+        DataError: the record has none of the known forms.
+    """
+    values = record if isinstance(record, dict) else {}
+    for name in ("messages", "conversations"):
+        if isinstance(values.get(name), list):
+            messages = [_read_turn(turn, place) for turn in values[name]]
+            return _with_system(values, messages), _SHARED | {name}
+    if {"chosen", "rejected"} <= values.keys():
+        raise DataError(
+            f"{place} is preference data ('chosen' and 'rejected'), which this task does not "
+            "learn from. Write the chosen answers as 'messages' or 'prompt' and 'completion'."
+        )
+    question = next((name for name in _PAIRS if name in values), None)
+    if question is None:
+        raise _unknown_form(place)
+    names = [question, *(_find_name(values, name) for name in _PAIRS[question])]
+    messages = _read_pair(values, names, place)
+    return _with_system(values, messages), _SHARED | {"history", *names}
+
+
+def _find_name(values: Mapping[str, Any], name: str) -> str:
+    """Return a form's field, or the other name under which some data sets have it."""
+    return name if name in values else _ALSO.get(name, name)
+
+
+def _unknown_form(place: str) -> DataError:
+    return DataError(
+        f"{place} needs 'messages', a list of objects with 'role' and 'content' (OpenAI); or "
+        "'conversations' with 'from' and 'value' (ShareGPT); 'prompt' and 'completion'; or "
+        "'instruction', 'input' and 'output' (Alpaca)."
+    )
+
+
+def _read_turn(turn: Any, place: str) -> Message:
+    values = turn if isinstance(turn, dict) else {}
+    if isinstance(values.get("role"), str):
+        return normalize_message(values, place)
+    role, text = values.get("from"), values.get("value")
+    if not isinstance(role, str) or not isinstance(text, str):
+        raise _unknown_form(place)
+    if role not in _ROLES:
+        raise DataError(f"{place}: from={role!r} is unknown (known: {', '.join(_ROLES)}).")
+    rest = {key: value for key, value in values.items() if key not in ("from", "value")}
+    if role == "function_call":
+        rest["tool_calls"], text = _read_calls(text, place), ""
+    return normalize_message({"role": _ROLES[role], "content": text, **rest}, place)
+
+
+def _read_calls(text: str, place: str) -> list[dict[str, Any]]:
+    """Parse the value of ShareGPT's ``function_call``: a JSON object, or a list of them."""
+    calls = parse_arguments(text)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(
+            f"{place}: a function_call needs the JSON object {{'name': ..., 'arguments': ...}}."
+        )
+    return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
+
+
+def _with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Put the record's ``system`` field before the messages, unless they begin with one."""
+    text = values.get("system")
+    has_own = bool(messages) and messages[0]["role"] == "system"
+    if not isinstance(text, str) or not text or has_own:
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _read_pair(values: Mapping[str, Any], names: Sequence[str], place: str) -> list[Message]:
+    """Read a question and an answer, each a text or a list of messages; earlier rounds first.
+
+    Args:
+        values: the record.
+        names: fields of the question, of the answer, and of a further input of the question.
+        place: file and line, for error messages.
+    """
+    asked, answer, more = (values.get(name) for name in (*names, "")[:3])
+    if isinstance(asked, list) and isinstance(answer, list):
+        return [_read_turn(turn, place) for turn in (*asked, *answer)]
+    more, history = more or "", values.get("history") or []
+    is_history = isinstance(history, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in history
+    )
+    if not is_history or not all(isinstance(text, str) for text in (asked, answer, more)):
+        raise _unknown_form(place)
+    asked = "\n".join(text for text in (asked, more) if text)
+    messages: list[Message] = []
+    for user, assistant in [*history, [asked, answer]]:
+        messages.append({"role": "user", "content": user})
+        messages.append({"role": "assistant", "content": assistant})
+    return messages
+
+
+def read_tools(values: Mapping[str, Any], place: str) -> list[dict[str, Any]] | None:
+    """Return a record's ``tools`` (or OpenAI's older ``functions``) as OpenAI's tool objects.
+
+    Args:
+        values: the record; its tools are a list, or a JSON text of one.
+        place: file and line, for error messages.
+
+    Raises:
+        DataError: the field is neither.
+    """
+    tools = values.get("tools") or values.get("functions")
+    if not tools:
+        return None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"{place}: 'tools' is not JSON ({error}).") from error
+        if not tools:
+            return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{place}: 'tools' must be a list of JSON schemas of functions.")
+    # Templates and OpenAI's protocol expect the schema under "function".
+    return [
+        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
+        for tool in tools
+    ]

@@ -1,0 +1,259 @@
+"""Training rows of conversations: token ids with labels on answers, packed for decoders.
+
+`encode_turns` gives the rows of one conversation; `pack_rows` puts several into one row;
+`PackedConversations` and `open_answers` are what the `conversations` task reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.load.order import derive_key, permute
+from bmforge.data.load.packing import reset_positions
+from bmforge.data.sources.conversations import Conversation
+from bmforge.data.tasks.rows import AnswerRows, Pair, encode_answers, fill_prompt
+from bmforge.errors import DataError
+from bmforge.infer.openbmb.chat import join_history
+from bmforge.logging import get_logger
+from bmforge.models.traits import Traits
+from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.chat_template import ChatTemplate
+from bmforge.tokenizers.chat_turns import AnswerChoice, AnswerText, check_fields, render_answers
+
+__all__ = [
+    "EncodedRow",
+    "PackedConversations",
+    "encode_turns",
+    "open_answers",
+    "pack_rows",
+    "render_conversation",
+]
+
+_OPEN_ROWS = 64
+
+
+class EncodedRow(NamedTuple):
+    """Token ids of one training row, and its labels: -100 where nothing is learned."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+def render_conversation(
+    conversation: Conversation,
+    template: ChatTemplate,
+    answers: AnswerChoice = "all",
+    ignore: Sequence[str] = (),
+) -> list[AnswerText]:
+    """Render the answers of a conversation, each as the end of a conversation.
+
+    Args:
+        conversation: messages, tools and further fields, which must be variables of the template.
+        template: the model's chat template.
+        answers: learn all answers, or the last one alone.
+        ignore: names of fields that are left out.
+
+    Raises:
+        DataError: a field that the template does not read and `ignore` does not name, or see
+            `render_answers`.
+    """
+    fields = {k: v for k, v in conversation.fields.items() if k not in ignore}
+    # TRL's data sets put template variables such as enable_thinking into this field.
+    variables = dict(fields.pop("chat_template_kwargs", {})) | fields
+    unknown = [name for name in variables if name not in template.variables]
+    tools = None if "tools" in ignore else conversation.tools
+    if tools and "tools" not in template.variables:
+        unknown.append("tools")
+    if unknown:
+        raise DataError(
+            f"{conversation.place} has the fields {', '.join(unknown)}, which the chat template "
+            f"does not read (it reads {', '.join(sorted(template.variables))}). Leave them out "
+            f"with --data.ignore {' '.join(unknown)}."
+        )
+    messages = [
+        {key: value for key, value in message.items() if key not in ignore}
+        for message in conversation.messages
+    ]
+    try:
+        check_fields(template, messages)
+        return render_answers(template, messages, tools, variables, answers)
+    except DataError as error:
+        raise DataError(f"{conversation.place}: {error}") from error
+
+
+def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[EncodedRow]:
+    """Encode rendered answers; answers of which one continues the other share a row.
+
+    The ids of a row are those of the whole rendered text, as ``apply_chat_template`` gives them. If
+    the tokenizer merges across the boundary between prompt and answer, the prompt keeps the ids
+    that it has in generation, and the answer is encoded by itself.
+
+    Args:
+        turns: answers of one conversation in order.
+        tokenizer: the model's tokenizer.
+    """
+    rows: list[EncodedRow] = []
+    for turn in turns:
+        prompt = tokenizer.encode(turn.prompt)
+        ids = tokenizer.encode(turn.prompt + turn.answer)
+        if ids[: len(prompt)] != prompt:
+            ids = prompt + tokenizer.encode(turn.answer)
+        labels = [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
+        labels[:1] = [IGNORE_INDEX]  # nothing predicts the first token
+        previous = rows[-1] if rows else None
+        if previous is not None and ids[: len(previous.ids)] == previous.ids:
+            rows[-1] = EncodedRow(ids, previous.labels + labels[len(previous.ids) :])
+        else:
+            rows.append(EncodedRow(ids, labels))
+    return rows
+
+
+def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
+    """Assign texts to rows: in shuffled order, each to the first row with enough space.
+
+    Args:
+        lengths: tokens of each text, at most `width`.
+        width: tokens of a row.
+        seed: random seed of the order.
+
+    Returns:
+        The indices of the texts in each row.
+    """
+    count = len(lengths)
+    order = permute(np.arange(count), max(count, 1), derive_key("pack", seed)).tolist()
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, list[int]]] = []
+    for number in order:
+        length = lengths[number]
+        index = next((i for i, (space, _) in enumerate(open_rows) if space >= length), None)
+        if index is None:
+            rows.append([])
+            open_rows = [*open_rows, (width, rows[-1])][-_OPEN_ROWS:]
+            index = len(open_rows) - 1
+        space, row = open_rows[index]
+        row.append(number)
+        open_rows[index] = (space - length, row)
+    return rows
+
+
+class PackedConversations:
+    """Conversations packed into rows of one width; an `ExampleSource` for decoders.
+
+    Each conversation of a row has positions of its own and attends to itself alone.
+
+    Args:
+        rows: encoded conversations; longer ones than `width` are truncated at the end.
+        width: tokens of a packed row.
+        seed: random seed of the packing.
+    """
+
+    def __init__(self, rows: Sequence[EncodedRow], width: int, seed: int) -> None:
+        cut = [EncodedRow(row.ids[:width], row.labels[:width]) for row in rows]
+        self._texts = [row for row in cut if any(label != IGNORE_INDEX for label in row.labels)]
+        self._width = width
+        self._rows = pack_rows([len(row.ids) for row in self._texts], width, seed)
+        names = ("input_ids", "position_ids", "document_ids")
+        self.columns: Mapping[str, tuple[int, int]] = {
+            **dict.fromkeys(names, (width, 0)),
+            "labels": (width, IGNORE_INDEX),
+        }
+        plain = [tuple(row) for row in self._texts]
+        self.fingerprint = fingerprint_of(plain, self._rows)
+        self._report([len(row.ids) > width for row in rows], len(rows) - len(self._texts))
+
+    def _report(self, is_cut: Sequence[bool], without_answer: int) -> None:
+        log = get_logger()
+        if any(is_cut):
+            log.warning(
+                "%d of %d examples are longer than data.seq_len=%d and were truncated",
+                sum(is_cut),
+                len(is_cut),
+                self._width,
+            )
+        if without_answer:
+            log.warning("%d examples have no answer to learn and were left out", without_answer)
+        tokens = sum(len(row.ids) for row in self._texts)
+        learned = sum(label != IGNORE_INDEX for row in self._texts for label in row.labels)
+        log.info(
+            "%d examples in %d rows of %d tokens: %d tokens, %d of them learned, %.1f%% padding",
+            len(self._texts),
+            len(self._rows),
+            self._width,
+            tokens,
+            learned,
+            100 * (1 - tokens / max(1, len(self._rows) * self._width)),
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
+        """Return packed row `index`; `seed` has no effect. Padding is a document of its own."""
+        texts = [self._texts[number] for number in self._rows[index]]
+        starts = np.zeros((1, self._width), dtype=np.bool_)
+        for end in np.cumsum([len(text.ids) for text in texts]).tolist():
+            starts[0, end : end + 1] = True
+        positions, documents = reset_positions(starts)
+        return {
+            "input_ids": [id for text in texts for id in text.ids],
+            "position_ids": positions[0].tolist(),
+            "document_ids": documents[0].tolist(),
+            "labels": [label for text in texts for label in text.labels],
+        }
+
+
+def open_answers(
+    conversations: Sequence[Conversation],
+    render: Callable[[Conversation], Sequence[AnswerText]],
+    end: str,
+    tokenizer: Any,
+    traits: Traits,
+    config: Any,
+) -> AnswerRows:
+    """Return conversations for an encoder-decoder: one row per answer.
+
+    Args:
+        conversations: data of the run.
+        render: gives the answers of a conversation by the chat template.
+        end: end mark of the template, which the decoder's own end token replaces.
+        tokenizer: the model's tokenizer.
+        traits: how the family writes answers.
+        config: the run's config.
+    """
+    longest = config.data.seq_len
+    pairs: list[Pair] = []
+    for conversation in conversations:
+        if traits.objective == "dialogues":
+            pairs += _encode_dialogue(conversation, tokenizer, longest)
+            continue
+        turns = render(conversation)
+        texts = [turn.answer.removesuffix(end).strip() for turn in turns]
+        answers = encode_answers(texts, tokenizer, traits.answer_sentinel)
+        for turn, answer in zip(turns, answers, strict=True):
+            prompt = fill_prompt(turn.prompt, "", tokenizer, longest, traits.sentinel)
+            pairs.append(Pair(prompt, answer))
+    cut = sum(len(pair.answer) > longest for pair in pairs)
+    if cut:
+        get_logger().warning(
+            "%d of %d answers are longer than data.seq_len=%d and were truncated",
+            cut,
+            len(pairs),
+            longest,
+        )
+    get_logger().info("%d examples, one per answer", len(pairs))
+    return AnswerRows([Pair(p, a[:longest]) for p, a in pairs], config, reads_apart=True)
+
+
+def _encode_dialogue(conversation: Conversation, tokenizer: Any, width: int) -> Iterator[Pair]:
+    """Yield the answers of a conversation in EVA's form, which has no chat template."""
+    texts = [tokenizer.encode(message["content"]) for message in conversation.messages]
+    end, blank = tokenizer.sep_id, tokenizer.sentinel_id(0)
+    for number, message in enumerate(conversation.messages):
+        if number and message["role"] == "assistant":
+            history = join_history(texts[:number], end, blank, width)
+            yield Pair(history, [*texts[number], end])

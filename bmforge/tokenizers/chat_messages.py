@@ -1,0 +1,90 @@
+"""Messages of conversations in the one form that chat templates get, in training and in serving."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bmforge.errors import DataError
+
+__all__ = ["THOUGHT_FIELDS", "Message", "Tools", "normalize_message", "parse_arguments"]
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+# Names under which data sets and servers keep an assistant's reasoning.
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+def normalize_message(values: Mapping[str, Any], place: str = "a message") -> Message:
+    """Return a message as templates expect it.
+
+    Content parts of text are joined, a null content becomes an empty text, the arguments of tool
+    calls become objects (transformers' templates write them with ``tojson``), OpenAI's
+    ``developer`` becomes ``system``, and null fields are removed.
+
+    Args:
+        values: a message in OpenAI's form.
+        place: file and line, for error messages.
+
+    Raises:
+        DataError: the content is not text, or a tool call has no function name.
+    """
+    message = {key: value for key, value in values.items() if value is not None}
+    if message["role"] == "developer":
+        message["role"] = "system"
+    calls = message.pop("tool_calls", None) or []
+    if message.pop("function_call", None):  # OpenAI's form before tools
+        calls = [*calls, {"type": "function", "function": values["function_call"]}]
+    if "content" not in message and not (calls or _has_thought(message)):
+        raise DataError(f"{place} has a message without the text 'content'; it needs 'messages'.")
+    message["content"] = _join_parts(message.get("content", ""), place)
+    if calls:
+        message["tool_calls"] = [_normalize_call(call, place) for call in calls]
+    return message
+
+
+def _has_thought(message: Message) -> bool:
+    return any(message.get(name) for name in THOUGHT_FIELDS)
+
+
+def _join_parts(content: Any, place: str) -> str:
+    """Return a content as text; OpenAI's list of text parts is joined."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise DataError(
+                f"{place} has content of type {kind!r} (needed is a text, or parts of type 'text')."
+            )
+    return "".join(texts)
+
+
+def _normalize_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{place} has a tool call without the name of a function.")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = parse_arguments(arguments)
+    outer = {key: value for key, value in call.items() if value is not None and "function" in call}
+    return {
+        **outer,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def parse_arguments(text: str) -> Any:
+    """Parse JSON arguments of a function call; text that is not JSON stays a text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,180 @@
+"""Splits conversations into prompts and answers, to learn the answers alone.
+
+Every answer is rendered as if it were the last message: hybrid templates (Qwen3, GLM) write the
+last answer with its thoughts and earlier answers without them, and the model always writes a last
+one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bmforge.errors import DataError
+from bmforge.tokenizers.chat_messages import THOUGHT_FIELDS, Message, Tools
+from bmforge.tokenizers.chat_template import ChatTemplate
+
+__all__ = ["AnswerChoice", "AnswerText", "check_fields", "render_answers"]
+
+AnswerChoice = Literal["all", "last"]
+_OPEN, _CLOSE = "<think>", "</think>"
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "weight")
+
+
+@dataclass(frozen=True)
+class AnswerText:
+    """One assistant message with the conversation before it, as text.
+
+    Args:
+        number: index of the message in the conversation.
+        prompt: text up to the answer; ends with the template's generation prompt where the
+            rendered answer begins with it.
+        answer: text that the assistant writes, end mark included.
+    """
+
+    number: int
+    prompt: str
+    answer: str
+
+
+def render_answers(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
+    answers: AnswerChoice = "all",
+) -> list[AnswerText]:
+    """Render each assistant message, with the messages before it, as the end of a conversation.
+
+    Messages with ``weight`` 0 are left out.
+
+    Args:
+        template: the model's chat template.
+        messages: conversation.
+        tools: JSON schemas of functions that the assistant may call.
+        variables: further variables of the template.
+        answers: learn all answers, or the last one alone.
+
+    Raises:
+        DataError: the template refuses the conversation, or leaves out a part of an answer.
+    """
+    numbers = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+    chosen = [n for n in numbers if _weight_of(messages[n], n) > 0]
+    if answers == "last":
+        chosen = [n for n in numbers[-1:] if n in chosen]
+    return [_render_answer(template, messages, n, tools, variables or {}) for n in chosen]
+
+
+def _weight_of(message: Message, number: int) -> float:
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"message {number + 1} has weight={weight!r} (allowed: 0 and 1).")
+    return float(weight)
+
+
+def _render_answer(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    number: int,
+    tools: Tools | None,
+    variables: Mapping[str, Any],
+) -> AnswerText:
+    before, message = messages[:number], messages[number]
+    whole = template.render(messages[: number + 1], tools=tools, **variables)
+    prompt = template.render(before, add_generation_prompt=True, tools=tools, **variables)
+    plain = _render_history(template, before, tools, variables)
+    if whole.startswith(prompt):
+        start = prompt
+    elif whole.startswith(plain):
+        # The generation prompt opens something that this answer does not have (DeepSeek-R1 opens a
+        # thought): learn from the first character on in which the two differ.
+        start = _common_start(prompt, whole)
+    else:
+        raise DataError(
+            f"the chat template does not write messages 1 to {number} as the beginning of messages "
+            f"1 to {number + 1}, so the answer cannot be separated from its prompt. Give another "
+            "template with --template."
+        )
+    answer = whole[len(start) :]
+    missing = _find_missing(message, answer)
+    if missing == "thoughts" and _CLOSE in template.source + prompt:
+        return AnswerText(number, prompt, _write_thoughts(message, prompt, answer))
+    if missing:
+        raise DataError(
+            f"the chat template leaves the {missing} of message {number + 1} out, so it cannot be "
+            "learned. Give another template with --template, or remove that part from the data."
+        )
+    return AnswerText(number, start, answer)
+
+
+def _render_history(
+    template: ChatTemplate, before: Sequence[Message], tools: Tools | None, variables: Any
+) -> str:
+    """Render the messages before an answer; a template may refuse to write none."""
+    if not before:
+        return ""
+    return template.render(before, tools=tools, **variables)
+
+
+def _common_start(prompt: str, whole: str) -> str:
+    """Return the longest common beginning, without a special token that was begun only."""
+    length = next(
+        (n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b),
+        min(len(prompt), len(whole)),
+    )
+    start = whole[:length]
+    cut = start.rfind("<")
+    # "<|im_start|>" whole is kept; a "<" that is not closed may be half of two different tokens.
+    return start if cut < 0 or ">" in start[cut:] else start[:cut]
+
+
+def _find_missing(message: Message, answer: str) -> str | None:
+    """Name the part of an assistant message that its rendered text does not contain."""
+    thought, text = split_thought(message)
+    if thought and thought not in answer:
+        return "thoughts"
+    if text and text not in answer:
+        return "content"
+    names = (call["function"]["name"] for call in message.get("tool_calls", ()))
+    return "tool calls" if any(name not in answer for name in names) else None
+
+
+def split_thought(message: Message) -> tuple[str, str]:
+    """Return an assistant message's thoughts and the text after them, both stripped."""
+    content = message["content"]
+    thought = next((message[name] for name in THOUGHT_FIELDS if message.get(name)), "")
+    if _CLOSE in content:
+        own, _, content = content.partition(_CLOSE)
+        thought = thought or own.rpartition(_OPEN)[2]
+    return thought.strip(), content.strip()
+
+
+def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
+    """Write an answer with its thoughts for a template that strips them from every answer.
+
+    DeepSeek-R1's template removes all up to ``</think>``, although its generation prompt asks the
+    model for thoughts. The model has to write thoughts, content and the template's end mark.
+    """
+    thought, text = split_thought(message)
+    end = answer.rpartition(text)[2] if text else answer[len(answer.rstrip()) :]
+    opens = "" if prompt.rstrip().endswith(_OPEN) else f"{_OPEN}\n"
+    return f"{opens}{thought}\n{_CLOSE}\n\n{text}{end}"
+
+
+def check_fields(template: ChatTemplate, messages: Sequence[Message]) -> None:
+    """Raise `DataError` for a field of a message that the template does not read.
+
+    Thoughts are checked where they are rendered.
+    """
+    for number, message in enumerate(messages, 1):
+        for name in message:
+            if name in _MESSAGE_FIELDS or name in THOUGHT_FIELDS:
+                continue
+            if not re.search(rf"\b{re.escape(name)}\b", template.source):
+                raise DataError(
+                    f"message {number} has the field {name!r}, which the chat template does not "
+                    f"read (read are {', '.join(_MESSAGE_FIELDS)}). Remove it, or leave it out "
+                    f"with --data.ignore {name}."
+                )

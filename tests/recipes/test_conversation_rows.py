@@ -1,0 +1,300 @@
+"""Rows of conversations against transformers' `apply_chat_template`, by template traits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from chat_traits import TEMPLATES, write_bpe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bmforge.data.sources.conversations import Conversation, read_conversations
+from bmforge.errors import DataError
+from bmforge.recipes.inputs.conversation_rows import encode_turns, render_conversation
+from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.chat_named import NAMED_TEMPLATES
+from bmforge.tokenizers.chat_template import ChatTemplate, find_template
+from bmforge.tokenizers.chat_turns import split_thought
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"city": "北京"}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
+TEXTS = st.sampled_from(["hi", "What is a list?", "你好，世界。", "1 < 2\n\nand more", "'quoted'"])
+THOUGHTS = st.sampled_from([None, "add them", "first\nthen"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bpe(tmp_path_factory.mktemp("bpe"))
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Conversation:
+    """Draw one to three rounds, some with thoughts, some with a call of a function."""
+    messages: list[dict[str, Any]] = []
+    if draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(TEXTS)})
+    has_thoughts, has_tools = draw(st.booleans()), draw(st.booleans())
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(TEXTS)})
+        if has_tools and draw(st.booleans()):
+            messages.append({"role": "assistant", "content": "", "tool_calls": [CALL]})
+            messages.append({"role": "tool", "content": draw(TEXTS)})
+        thought = draw(THOUGHTS) if has_thoughts else None
+        answer = draw(TEXTS)
+        if thought is not None:
+            answer = f"<think>\n{thought}\n</think>\n\n{answer}"
+        messages.append({"role": "assistant", "content": answer})
+    return Conversation("line 1", messages, [TOOL] if has_tools else None)
+
+
+def check_rows(name: str, conversation: Conversation, folder: Path) -> None:
+    """Compare the rows of a conversation with transformers' ids of it, cut after each answer."""
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    source = TEMPLATES[name]
+    template = ChatTemplate(source, tokenizer)
+    ignore = () if "tools" in template.variables else ("tools",)
+    turns = render_conversation(conversation, template, ignore=ignore)
+    rows = encode_turns(turns, tokenizer)
+    messages, tools = conversation.messages, None if ignore else conversation.tools
+
+    def ids_of(count: int, asks: bool) -> list[int]:
+        return list(
+            theirs.apply_chat_template(
+                messages[:count],
+                tools=tools,
+                chat_template=source,
+                add_generation_prompt=asks,
+                return_dict=False,
+            )
+        )
+
+    answers = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+    assert [turn.number for turn in turns] == answers
+    learned = 0
+    for turn in turns:
+        prompt = ids_of(turn.number, True)
+        whole = tokenizer.encode(turn.prompt + turn.answer)
+        thought, text = split_thought(messages[turn.number])
+        if name != "thoughts stripped, prompt opens one" or not thought:
+            assert whole == ids_of(turn.number + 1, False)
+        if name != "thoughts stripped, prompt opens one" or thought:
+            assert whole[: len(prompt)] == prompt == tokenizer.encode(turn.prompt)
+        assert thought in turn.answer
+        assert text in turn.answer
+        row = next(row for row in rows if row.ids[: len(whole)] == whole)
+        start = len(tokenizer.encode(turn.prompt))
+        assert row.labels[start : len(whole)] == whole[start:]
+        learned += len(whole) - start
+    assert sum(label != -100 for row in rows for label in row.labels) == learned
+    assert all(label in (id, -100) for row in rows for id, label in zip(*row, strict=True))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(conversation=conversations())
+@settings(max_examples=8, deadline=None)
+def test_rows_equal_transformers(name: str, conversation: Conversation, folder: Path) -> None:
+    check_rows(name, conversation, folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(conversation=conversations())
+@settings(max_examples=300, deadline=None)
+def test_many_rows_equal_transformers(name: str, conversation: Conversation, folder: Path) -> None:
+    check_rows(name, conversation, folder)
+
+
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+def test_named_templates_render_several_turns(name: str, folder: Path) -> None:
+    """transformers writes the same text, and every answer is separated from its prompt."""
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = ChatTemplate(NAMED_TEMPLATES[name], tokenizer)
+    messages = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "bye"},
+        {"role": "assistant", "content": "ciao"},
+    ]
+    turns = render_conversation(Conversation("line 1", messages), template)
+    want = theirs.apply_chat_template(messages, chat_template=template.source, tokenize=False)
+    assert turns[-1].prompt + turns[-1].answer == want
+    assert ["hello" in turns[0].answer, "ciao" in turns[1].answer] == [True, True]
+    assert "be kind" in turns[0].prompt
+    assert len(encode_turns(turns, tokenizer)) == 1
+
+
+def test_lost_parts_are_refused(folder: Path) -> None:
+    """What a template leaves out is refused, not silently unlearned."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = ChatTemplate(None, tokenizer)
+    hi = {"role": "user", "content": "hi"}
+    cases = [
+        ({"content": "2", "reasoning_content": "add"}, None, "thoughts of message 2"),
+        ({"content": "", "tool_calls": [CALL]}, None, "tool calls of message 2"),
+        ({"content": "2", "train": False}, None, "the field 'train'"),
+        ({"content": "2", "weight": 0.5}, None, "weight=0.5"),
+        ({"content": "2"}, [TOOL], "--data.ignore tools"),
+    ]
+    for message, tools, text in cases:
+        conversation = Conversation("line 1", [hi, {"role": "assistant", **message}], tools)
+        with pytest.raises(DataError, match=text):
+            render_conversation(conversation, plain)
+    unknown = Conversation("line 1", [hi, {"role": "assistant", "content": "2"}], None, {"a": 1})
+    with pytest.raises(DataError, match=r"line 1 has the fields a, .*--data.ignore a"):
+        render_conversation(unknown, plain)
+    assert render_conversation(unknown, plain, ignore=("a",))
+
+
+def test_template_variables_reach_the_template(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = ChatTemplate(TEMPLATES["thoughts of the last answer alone"], tokenizer)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "2"}]
+    for fields in (
+        {"enable_thinking": False},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ):
+        (turn,) = render_conversation(Conversation("line 1", messages, None, fields), template)
+        assert turn.prompt.endswith("<think>\n\n</think>\n\n")
+
+
+def test_weights_and_the_last_answer(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = ChatTemplate(TEMPLATES["plain ChatML"], tokenizer)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "wrong", "weight": 0},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "right", "weight": 1},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "last"},
+    ]
+    conversation = Conversation("line 1", messages)
+    for answers, want in (
+        ("all", "right<|im_end|>\nlast<|im_end|>\n"),
+        ("last", "last<|im_end|>\n"),
+    ):
+        (row,) = encode_turns(render_conversation(conversation, template, answers), tokenizer)
+        assert tokenizer.decode([label for label in row.labels if label != -100]) == want
+
+
+RECORDS: dict[str, tuple[dict[str, Any], str]] = {
+    "parts": (
+        {"messages": [
+            {"role": "user", "content": [
+                {"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "yo"}]},
+        ]},
+        "user:hi assistant:yo",
+    ),
+    "prompt and completion": ({"prompt": "hi", "completion": "yo"}, "user:hi assistant:yo"),
+    "messages as prompt": (
+        {"prompt": [{"role": "user", "content": "hi"}],
+         "completion": [{"role": "assistant", "content": "yo"}]},
+        "user:hi assistant:yo",
+    ),
+    "question and answer": ({"question": "hi", "answer": "yo"}, "user:hi assistant:yo"),
+    "dolly": (
+        {"instruction": "hi", "context": "x", "response": "yo"}, "user:hi\nx assistant:yo",
+    ),
+    "calls": (
+        {"messages": [
+            {"role": "developer", "content": "be"},
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "1", "type": "function",
+                 "function": {"name": "f", "arguments": "{\"a\": 1}"}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "x"},
+            {"role": "assistant", "content": "yo"},
+        ], "functions": [{"name": "f"}]},
+        "system:be user:hi assistant:f{'a': 1} tool:x assistant:yo",
+    ),
+    "ShareGPT's calls": (
+        {"system": "be", "tools": "[{\"name\": \"f\"}]", "conversations": [
+            {"from": "human", "value": "hi"},
+            {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {\"a\": 1}}"},
+            {"from": "observation", "value": "x"},
+            {"from": "gpt", "value": "yo"},
+        ]},
+        "system:be user:hi assistant:f{'a': 1} tool:x assistant:yo",
+    ),
+}  # fmt: skip
+
+
+def describe(conversation: Conversation) -> str:
+    """Write a conversation in one line."""
+    return " ".join(
+        f"{m['role']}:{m['content']}"
+        + "".join(f"{c['function']['name']}{c['function']['arguments']}" for c in m["tool_calls"])
+        if "tool_calls" in m
+        else f"{m['role']}:{m['content']}"
+        for m in conversation.messages
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "gb18030"])
+@pytest.mark.parametrize("name", RECORDS)
+def test_forms_and_encodings(name: str, encoding: str, tmp_path: Path) -> None:
+    record, want = RECORDS[name]
+    filler = {
+        "prompt": "请用中文回答这个问题，谢谢。" * 4,
+        "completion": "好的，我们现在就开始学习。" * 4,
+    }
+    lines = "\n".join(json.dumps(r, ensure_ascii=False) for r in (record, filler))
+    (tmp_path / "a.jsonl").write_bytes(lines.encode(encoding))
+    found, other = read_conversations(tmp_path / "a.jsonl")
+    assert describe(found) == want
+    assert other.messages[0]["content"] == filler["prompt"]
+    if "f{" in want:
+        assert found.tools == [{"type": "function", "function": {"name": "f"}}] or found.tools == [
+            {"name": "f"}
+        ]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_parquet_and_folders(name: str, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    record, want = RECORDS[name]
+    table = pyarrow.Table.from_pylist([record, record])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.json").write_text(json.dumps([record]))
+    (tmp_path / "notes.txt").write_text("not read")
+    assert [describe(c) for c in read_conversations(tmp_path)] == [want] * 3
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"file not found: .*nofile.jsonl"):
+        read_conversations(tmp_path / "nofile.jsonl")
+    with pytest.raises(DataError, match="holds no conversation file"):
+        read_conversations(tmp_path)
+    (tmp_path / "dpo.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
+    with pytest.raises(DataError, match="preference data"):
+        read_conversations(tmp_path / "dpo.jsonl")
+
+
+def test_several_templates_are_joined(folder: Path, tmp_path: Path) -> None:
+    """With tools transformers renders by the template named tool_use."""
+    write_bpe(tmp_path / "several")
+    file = tmp_path / "several" / "tokenizer_config.json"
+    named = {"default": TEMPLATES["no end mark"], "tool_use": TEMPLATES["plain ChatML"]}
+    config = json.loads(file.read_text())
+    config["chat_template"] = [{"name": n, "template": t} for n, t in named.items()]
+    file.write_text(json.dumps(config))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "several")
+    template = ChatTemplate(
+        find_template(tmp_path / "several"), AutoTokenizer.from_pretrained(folder)
+    )
+    for tools in (None, [TOOL]):
+        messages = [{"role": "user", "content": "hi"}]
+        want = theirs.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        assert template.render(messages, True, tools) == want
