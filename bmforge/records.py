@@ -145,6 +145,7 @@ class LaidOut:
         mesh: of all axes.
         layout: that it was laid out as.
         precision: in which blocks compute.
+        master_weights: trained parameters are fp32, whatever they were before.
         prefetch: how many units ahead parameters are gathered.
         pipeline: what runs the stages, where a pipeline cuts the model, and
         whole: the whole model on meta, as it was before.
@@ -155,6 +156,7 @@ class LaidOut:
     mesh: DeviceMesh | None = None
     layout: Any = None
     precision: str | None = None
+    master_weights: bool = True
     prefetch: int = 1
     pipeline: Any = None
     whole: Any = None

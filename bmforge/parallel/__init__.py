@@ -35,6 +35,7 @@ from bmforge.parallel.layout import (
     rows_agree,
     sum_over_axes,
 )
+from bmforge.parallel.master_weights import is_half, master_weight_problems, upcast_trained_
 from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipeline.model import pipeline_of, run_step
 from bmforge.parallel.planner.hardware import Cluster, find_device
@@ -67,8 +68,10 @@ __all__ = [
     "find_device",
     "gradient_ranks",
     "init_distributed",
+    "is_half",
     "leave_out_balance",
     "left_gradient",
+    "master_weight_problems",
     "mesh_of",
     "parallelize",
     "pipeline_of",
@@ -81,4 +84,5 @@ __all__ = [
     "run_step",
     "shutdown_distributed",
     "sum_over_axes",
+    "upcast_trained_",
 ]

@@ -16,6 +16,7 @@ from bmforge.parallel.context.divide import context_problems
 from bmforge.parallel.distributed import World
 from bmforge.parallel.expert import expert_problems
 from bmforge.parallel.layout import Layout
+from bmforge.parallel.master_weights import master_weight_problems
 from bmforge.parallel.parameters import parameter_problems
 from bmforge.parallel.pipeline.schedules import problems as schedule_problems
 from bmforge.parallel.pipeline.schedules import smallest_schedule
@@ -75,11 +76,16 @@ def find_division(
     layout: Layout,
     rules: Rules | None,
     world: World,
-    precision: str,
+    half: tuple[str, bool],
     need_blocks: bool,
     prefetch: int,
 ) -> Division:
-    """Find the units, or raise everything that does not fit in one `ConfigError`."""
+    """Find the units, or raise everything that does not fit in one `ConfigError`.
+
+    Args:
+        half: precision that blocks compute in; whether trained 16-bit parameters get fp32 masters.
+    """
+    precision, master_weights = half
     problems = layout.problems(world.size)
     rules = _rules_of(model, rules)
     units = _find_units(model, rules, problems)
@@ -90,7 +96,9 @@ def find_division(
         problems.append("recompute and compile work on repeated blocks, and the model has none")
     is_sharded = world.size > layout.tp * layout.pp or dtype is not None
     if is_sharded:
-        problems += [*_split_ties(model, units), *parameter_problems(model, units)]
+        problems += [*_split_ties(model, units), *parameter_problems(model, units, master_weights)]
+    if master_weights:
+        problems += master_weight_problems(model, precision)
     styles, stacks = _check_blocks(model, layout, rules, problems)
     cutting, stage_ranks = plan_pipeline(model, layout, rules, problems)
     problems += expert_problems(model, layout.ep)

@@ -27,6 +27,7 @@ from bmforge.parallel.expert import (
     share_statistics_,
 )
 from bmforge.parallel.layout import Layout, build_mesh
+from bmforge.parallel.master_weights import upcast_trained_
 from bmforge.parallel.parameters import lay_straight_
 from bmforge.parallel.pipeline.model import PipelinedModel
 from bmforge.parallel.pipeline.stages import drop_the_rest_
@@ -46,6 +47,7 @@ def parallelize(
     *,
     mesh: DeviceMesh | None = None,
     precision: str = "fp32",
+    master_weights: bool = True,
     recompute: bool = False,
     compile: bool = False,
     prefetch: int = 1,
@@ -64,6 +66,8 @@ def parallelize(
         rules: name globs; None asks the model, then looks for repeated blocks.
         mesh: the layout's mesh when it has been built already.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters and fp32 gradient reduction.
+        master_weights: upcast trained 16-bit parameters to fp32, so that the optimizer loses no
+            small update (default: on). Off trains them, and the optimizer's states, in 16 bits.
         recompute: recompute blocks in backward.
         compile: compile every block with `torch.compile`.
         prefetch: how many units ahead parameters are gathered.
@@ -78,7 +82,10 @@ def parallelize(
     _check_wrapping(offload_activations, compile)
     world = init_distributed()
     need_blocks = recompute or compile or offload_activations
-    division = find_division(model, layout, rules, world, precision, need_blocks, prefetch)
+    half = (precision, master_weights)
+    division = find_division(model, layout, rules, world, half, need_blocks, prefetch)
+    if master_weights:
+        upcast_trained_(model, precision)
     mesh = build_mesh(layout, world.device) if mesh is None else _check_mesh(mesh, layout)
     start_alike_(model, mesh)
     if division.is_sharded:
@@ -120,6 +127,7 @@ def parallelize(
             splits=not (division.is_sharded or recompute or compile or offload_activations),
         )
     record.units, record.precision = division.units, precision
+    record.master_weights = master_weights
     return model
 
 

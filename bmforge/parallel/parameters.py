@@ -1,25 +1,35 @@
-"""What ZeRO needs of any module's parameters: a first dim, one dtype per unit, plain memory."""
+"""Checks whether the parameters of a module can be sharded: one dtype per unit, plain memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
+from bmforge.parallel.master_weights import is_half
 from bmforge.records import Unit
 
-__all__ = ["lay_straight_", "parameter_problems"]
+__all__ = ["lay_straight_", "parameter_problems", "scalars_of"]
 
 
-def parameter_problems(model: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Return everything that keeps a model's parameters from being sharded."""
+def parameter_problems(
+    model: nn.Module, units: Sequence[Unit], master_weights: bool = False
+) -> list[str]:
+    """Return everything that keeps a model's parameters from being sharded.
+
+    Args:
+        model: not yet sharded.
+        units: modules whose parameters are gathered together.
+        master_weights: trained 16-bit parameters are upcast to fp32 before they are sharded.
+    """
     named = dict(model.named_parameters())
-    found = [
-        f"parameter {name} is a scalar, which has no dim to shard: make it a vector of one element"
-        for name, parameter in named.items()
-        if parameter.dim() == 0
-    ]
-    return [*found, *_mixed_units(named, units), *_shared_memory(named)]
+    return [*_mixed_units(named, units, master_weights), *_shared_memory(named)]
+
+
+def scalars_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters without dims, which stay whole on every process."""
+    return [parameter for parameter in model.parameters() if parameter.dim() == 0]
 
 
 def lay_straight_(model: nn.Module) -> None:
@@ -29,15 +39,19 @@ def lay_straight_(model: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-def _mixed_units(named: dict[str, nn.Parameter], units: Sequence[Unit]) -> Iterator[str]:
+def _mixed_units(
+    named: dict[str, nn.Parameter], units: Sequence[Unit], master_weights: bool
+) -> Iterator[str]:
     """Yield the units whose trained parameters have several dtypes, the root's included."""
     inside = [unit.name for unit in units if unit.is_gathered]
     examples: dict[str, dict[str, str]] = {}
     for name, parameter in named.items():
         around = (unit for unit in inside if name.startswith(f"{unit}."))
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.dim():
             seen = examples.setdefault(max(around, key=len, default=""), {})
-            seen.setdefault(str(parameter.dtype).removeprefix("torch."), name)
+            upcast = master_weights and is_half(parameter)
+            dtype = torch.float32 if upcast else parameter.dtype
+            seen.setdefault(str(dtype).removeprefix("torch."), name)
     for unit, seen in examples.items():
         if len(seen) > 1:
             which = ", ".join(f"{dtype} ({name})" for dtype, name in seen.items())

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -20,7 +21,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakIdKeyDictionary
 
+from bmforge.parallel.parameters import scalars_of
 from bmforge.records import swap_
 
 __all__ = [
@@ -60,9 +63,10 @@ def apply_zero_(
     if dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     used = _sharding_mesh(mesh, zero)
-    ignored = set()
+    _average_scalar_gradients_(model, used)
+    ignored = set(scalars_of(model))
     if expert_mesh is not None:
-        ignored = _shard_experts_(experts, expert_mesh, policy)
+        ignored |= _shard_experts_(experts, expert_mesh, policy)
     settings = {"mesh": used, "mp_policy": policy, "ignored_params": ignored}
     for module in (*units, model):
         fully_shard(module, reshard_after_forward=False, **settings)
@@ -75,6 +79,30 @@ def apply_zero_(
     if callable(getattr(model, "encode", None)):  # runs the model without its forward
         register_fsdp_forward_method(model, "encode")
     _set_prefetch_(units, experts, prefetch)
+
+
+def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Average the gradients of scalar parameters over a mesh, as they are computed.
+
+    FSDP2 shards a dim and a scalar has none, so scalars stay whole on every process. A tensor hook
+    sees the gradient of one backward pass, before it is added to that of earlier micro-batches.
+    Materializing a model that is on meta replaces its parameters, so hooks are attached in forward.
+    """
+    hooked = WeakIdKeyDictionary()
+
+    def average(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        for axis in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(axis))
+        return total / mesh.size()
+
+    def attach(module: nn.Module, args: Any) -> None:
+        for parameter in scalars_of(module):
+            if parameter.requires_grad and parameter not in hooked:
+                hooked[parameter] = parameter.register_hook(average)
+
+    if mesh.size() > 1 and scalars_of(model):
+        model.register_forward_pre_hook(attach)
 
 
 class _OneBuffer:

@@ -56,6 +56,7 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
         config.layout,
         mesh=mesh,
         precision=config.train.precision,
+        master_weights=config.train.master_weights,
         recompute=config.recompute and not streams,  # what streams is recomputed anyway
         compile=config.compile,
         prefetch=config.prefetch,

@@ -131,7 +131,7 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
         sizes = sizes.replace(raw=read_config_file(directory))
     model = start.family.from_config(sizes, device="meta")
     mesh = build_mesh(layout, world.device)
-    parallelize(model, layout, mesh=mesh, precision=config.precision)
+    parallelize(model, layout, mesh=mesh, precision=config.precision, master_weights=False)
     load_weights_(model, directory, device=world.device)
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     longest = _length_in_run(directory) or min(sizes.max_seq_len, _LONGEST)

@@ -21,6 +21,8 @@ class TrainConfig:
         steps: optimizer steps in all.
         seed: of dropout; weights and sample order have their own.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters; as the model is laid out.
+        master_weights: upcast trained 16-bit parameters to fp32 (default: on); off trains them in
+            16 bits, which loses updates below 1/256 of a bf16 weight.
         grad_clip: largest gradient norm; None does not clip.
         spike_sigmas: skip a step whose loss is so many standard deviations above the recent mean;
             None skips non-finite steps only.
@@ -37,6 +39,7 @@ class TrainConfig:
     steps: int = 1000
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    master_weights: bool = True
     grad_clip: float | None = 1.0
     spike_sigmas: float | None = None
     eval_every_steps: int | None = None

@@ -1,4 +1,4 @@
-"""What a model computes in, and loss scaling for float16, where small gradients would become zero.
+"""Checks the precision of a model, and scales the loss of fp16 runs so that no gradient underflows.
 
 The scaler does not look for an overflow. The caller finds one in the gradient norm, which was
 all-reduced, so every process takes the same decision and the scale is the same everywhere.
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.parallel import left_gradient
+from bmforge.parallel import is_half, left_gradient, master_weight_problems, upcast_trained_
 from bmforge.records import laid_out
 from bmforge.shards import local_tensor
 
-__all__ = ["LossScaler", "check_precision"]
+__all__ = ["LossScaler", "check_precision", "ensure_master_weights_"]
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
@@ -129,3 +129,32 @@ def check_precision(model: nn.Module, precision: str) -> None:
             f"layout, precision={precision!r}) before it is trained, or set "
             f"train.precision={given or 'fp32'!r}."
         )
+
+
+def ensure_master_weights_(model: nn.Module, precision: str, master_weights: bool) -> None:
+    """Upcast the trained 16-bit parameters of a model that `parallelize` has not seen.
+
+    Args:
+        model: to be trained.
+        precision: precision of the training loop.
+        master_weights: False leaves 16-bit parameters as they are.
+
+    Raises:
+        ConfigError: a parameter cannot be upcast: it is sharded already, or next to frozen 16-bit
+            parameters in fp32 precision.
+    """
+    record = laid_out(model)
+    if not master_weights or (record is not None and not record.master_weights):
+        return
+    problems = master_weight_problems(model, precision)
+    if record is not None and record.mesh is not None:
+        problems = [
+            f"parameter {name} is trained and {p.dtype}, but was frozen when the model was "
+            "parallelized: set requires_grad before parallelize, which then upcasts it, or pass "
+            "master_weights=False to both"
+            for name, p in model.named_parameters()
+            if p.requires_grad and is_half(p)
+        ][:1]
+    if problems:
+        raise ConfigError(f"cannot train {type(model).__name__}: {'; '.join(problems)}.")
+    upcast_trained_(model, precision)

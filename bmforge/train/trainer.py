@@ -45,7 +45,7 @@ from bmforge.train.evaluate import EvalResult
 from bmforge.train.objective import Objective, causal_lm, count_labels, count_tokens
 from bmforge.train.offload.states import StateOffload
 from bmforge.train.optim.build import build_optimizers, clip_grad_norm_
-from bmforge.train.precision import LossScaler, check_precision
+from bmforge.train.precision import LossScaler, check_precision, ensure_master_weights_
 from bmforge.train.profile import trace_steps
 from bmforge.train.report.metrics import (
     MetricsWriter,
@@ -118,6 +118,7 @@ class Trainer:
         self.objective, self.evaluator, self.callbacks = objective, evaluator, tuple(callbacks)
         self.run_dir = None if run_dir is None else Path(run_dir)
         check_precision(model, config.precision)
+        ensure_master_weights_(model, config.precision, config.master_weights)
         self.device = next(model.parameters()).device
         is_offloaded = offload is not None and offload.is_on
         self.optimizers = build_optimizers(model, config.optim, offloaded=is_offloaded)
