@@ -1,8 +1,12 @@
-"""Programs written for the old tools run here with their import lines changed and nothing else.
+"""The APIs of the old OpenBMB tools, so that programs written for them run with changed imports.
 
-`bmtrain/` has the names of BMTrain, `model_center/` those of ModelCenter, `bminf/` those of BMInf,
-`opendelta/` those of OpenDelta, and `cpm_pretrain/` runs CPM-Pretrain's scripts. All are thin:
-every name is a few lines over the engine. Start at docs/migrating.md, then `bmtrain/__init__.py`.
+`bmtrain/`, `model_center/`, `bminf/`, `opendelta/`, `openprompt/`, `bmcook/` and `cpm_pretrain/`
+define the names of those tools over bmforge's engine. `upstream.py` resolves their original module
+paths. Start at docs/migrating.md, then `bmtrain/__init__.py`.
 """
 
-__all__ = ["bminf", "bmtrain", "cpm_pretrain", "model_center", "opendelta"]
+from bmforge.compat.upstream import install
+
+install()
+
+__all__ = ["bmcook", "bminf", "bmtrain", "cpm_pretrain", "model_center", "opendelta", "openprompt"]

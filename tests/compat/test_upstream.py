@@ -1,0 +1,61 @@
+"""Module paths of the old packages: each resolves, or names its replacement."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from bmforge.compat.names import PAGES
+from bmforge.compat.upstream import UpstreamFinder, install, module_paths
+
+
+@pytest.mark.parametrize("package", PAGES)
+def test_every_module_path_resolves_or_says_what_replaces_it(package: str) -> None:
+    assert len(module_paths(package)) >= 9
+    for path in sorted(module_paths(package)):
+        try:
+            module = importlib.import_module(f"bmforge.compat.{package}.{path}")
+        except ModuleNotFoundError as error:  # a subclass of ImportError
+            raise AssertionError(f"{package}.{path}") from error
+        except ImportError as error:
+            assert "is gone. Use " in str(error)
+            continue
+        with pytest.raises((ImportError, AttributeError), match="no_such_name"):
+            _ = module.no_such_name
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "home"),
+    [
+        ("openprompt.plms.seq2seq", "T5TokenizerWrapper", "openprompt.plms"),
+        ("openprompt.prompts.manual_template", "ManualTemplate", "openprompt.prompts"),
+        ("opendelta.delta_models.adapter", "AdapterModel", "opendelta.delta_models"),
+        ("opendelta.basemodel", "DeltaBase", "opendelta.basemodel"),
+        ("model_center.layer.linear", "Linear", "model_center.layer"),
+        ("model_center.model.config.bert_config", "BertConfig", "model_center.model"),
+        ("model_center.tokenizer.bert_tokenizer", "BertTokenizer", "model_center.tokenizer"),
+        ("bmtrain.loss.cross_entropy", "FusedCrossEntropy", "bmtrain.loss"),
+        ("bmtrain.optim.adam_offload", "AdamOffloadOptimizer", "bmtrain.optim"),
+        ("bmtrain.lr_scheduler.noam", "Noam", "bmtrain.lr_scheduler"),
+        ("bmcook.utils.config", "ConfigParser", "bmcook"),
+    ],
+)
+def test_a_class_is_the_same_by_both_paths(path: str, name: str, home: str) -> None:
+    by_old_path = getattr(importlib.import_module(f"bmforge.compat.{path}"), name)
+    assert by_old_path is getattr(importlib.import_module(f"bmforge.compat.{home}"), name)
+
+
+def test_a_removed_name_is_an_import_error_with_advice() -> None:
+    with pytest.raises(ImportError, match=r"loss\._function is gone\. Use torch\.isfinite"):
+        importlib.import_module("bmforge.compat.bmtrain.loss._function")
+    with pytest.raises(ImportError, match=r"has no counterpart in bmforge\. See docs/"):
+        exec("from bmforge.compat.bmtrain.nn.linear import never_there")
+
+
+def test_other_module_paths_stay_unknown() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("bmforge.compat.bmtrain.never_there")
+    install()
+    assert sum(isinstance(finder, UpstreamFinder) for finder in sys.meta_path) == 1
