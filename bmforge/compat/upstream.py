@@ -75,8 +75,7 @@ class _UpstreamLoader(Loader):
             setattr(module, name, value)
             return value
 
-        module.__getattr__ = lookup  # type: ignore[method-assign]
-        module.__all__ = []
+        vars(module).update(__getattr__=lookup, __all__=[])
 
 
 def find_name(package: str, inside: str, name: str) -> Any:

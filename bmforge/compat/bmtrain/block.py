@@ -5,7 +5,7 @@ The sharding is torch's `fully_shard`, the recomputing torch's `checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Self
 
@@ -144,12 +144,21 @@ class Block(Facade):
         self._module._load_from_state_dict(*args, **kwargs)
 
 
+def _without_profiling(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # The profiling executor of TorchScript saves other tensors for backward in its first call than
+    # in later ones, so recomputation would not find the tensors that the first call saved.
+    with torch.jit.optimized_execution(False):
+        return forward(*args, **kwargs)
+
+
 def _run(recomputes: bool, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run a module's own forward; what gathering hangs on its outputs must outlive `x += y`."""
     if not recomputes:
         return _no_views(forward(*args, **kwargs))
     # Stopping early would leave a forward that counts its runs at its end one short.
-    out = checkpoint(forward, *args, use_reentrant=False, early_stop=False, **kwargs)
+    out = checkpoint(
+        _without_profiling, forward, *args, use_reentrant=False, early_stop=False, **kwargs
+    )
     return _no_views(out)
 
 

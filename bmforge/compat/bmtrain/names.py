@@ -8,7 +8,7 @@ NAMES = read_names("""
 # Start
 init_distributed | changed | any launcher or none; a process group of the program is adopted
 init.init_distributed init.is_initialized is_initialized rank world_size global_var.rank | same
-config global_var.config | changed | read-only; groups of torch; no streams and events
+config global_var.config | changed | read-only; groups of torch; every stream is the current one
 global_var.world_size init.topology init.topology.get_group_id init.topology.get_group_rank | same
 global_var.ConfigMap | gone | bmt.config
 synchronize synchronize.synchronize | same

@@ -287,6 +287,7 @@ def mark_(param: nn.Parameter, origin: Origin, **changes: Any) -> None:
     own.group = origin.group
     own.gather = _Method(gather, param)
     own.gather_all = own.tp_gather = _Method(gather_all, param)
+    own.__deepcopy__ = _DeepCopy(gather, param)
 
 
 class _Method:
@@ -310,6 +311,29 @@ class _Method:
     def __reduce__(self) -> Any:
         """Copy without the parameter."""
         return _Method, (self._function,)
+
+
+class _DeepCopy(_Method):
+    """`copy.deepcopy` of a distributed parameter: the copy is distributed alike, gradient included.
+
+    torch's own drops the attributes on one process and keeps those of the original on several.
+    """
+
+    def __call__(self, memo: dict[int, Any]) -> Tensor:
+        param = None if self._param is None else self._param()
+        origin = origin_of(param)
+        if not isinstance(param, nn.Parameter) or origin is None:
+            raise ConfigError("only a distributed parameter itself can be copied.")
+        copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+        if param.grad is not None:
+            copy.grad = param.grad.detach().clone()
+        mark_(copy, origin)
+        memo[id(param)] = copy
+        return copy
+
+    def __reduce__(self) -> Any:
+        """Pickle without the parameter."""
+        return _DeepCopy, (self._function,)
 
 
 __getattr__ = missing_names("bmtrain", NAMES, __all__, "parameter")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from bmforge.compat.bmtrain.streams import STREAM_KEYS, current_stream, new_event
 from bmforge.device import fork_random
 from bmforge.errors import ConfigError, DistributedError, suggest
 from bmforge.host_tuning import tuned_host
@@ -105,6 +106,10 @@ class Topology:
         }[name]
 
 
+# BMTrain's `config` before `init_distributed`; programs log with `bmt.rank()` while they import.
+_BEFORE_INIT = {"rank": 0, "local_rank": 0, "world_size": 1}
+
+
 class Config(Mapping[str, Any]):
     """The one object: a read-only mapping for programs, meshes and small switches for the package.
 
@@ -135,16 +140,19 @@ class Config(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return self.is_ready
+        if not self.is_ready and key in _BEFORE_INIT:
+            return _BEFORE_INIT[key]
+        if key in STREAM_KEYS:
+            return current_stream(self.device if self.is_ready else None)
+        if key == "load_event":
+            return new_event(self.device if self.is_ready else None)
         self.need(f"config[{key!r}]")
         if key == "save_thread":
             return self.saving
         if key == "finish_save":
             return self.saving is None or not self.saving.is_alive()
         if key not in self._values:
-            raise KeyError(
-                f"config has no {key!r}: streams and events are torch's own business here."
-                + suggest(key, self._values)
-            )
+            raise KeyError(f"config has no key {key!r}.{suggest(key, self._values)}")
         return self._values[key]
 
     def __setitem__(self, key: str, value: object) -> None:
@@ -267,6 +275,7 @@ def init_distributed(
         "loss_scale_factor": loss_scale_factor,
         "loss_scale_steps": loss_scale_steps,
         "save_param_to_cpu": True,
+        "gradient_inspect": False,
     }
     topology = Topology(world.rank, pipes, tp_size, world.size)
     config.join(world, {**_describe(topology), **switches}, layout)
@@ -313,14 +322,12 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this process's number among all."""
-    config.need("rank()")
+    """Return the rank of this process; 0 before `init_distributed`, as in BMTrain."""
     return int(config["rank"])
 
 
 def world_size() -> int:
-    """Return the number of processes."""
-    config.need("world_size()")
+    """Return the number of processes; 1 before `init_distributed`, as in BMTrain."""
     return int(config["world_size"])
 
 
