@@ -150,7 +150,7 @@ def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded 
         return Decoded(as_utf8, "utf-8")
     detected = detect_encoding(raw)
     is_damaged = as_utf8 is None and _is_damaged_utf8(raw[:SAMPLE_BYTES])
-    is_long = sum(byte & 0xC0 == 0x80 for byte in raw[:SAMPLE_BYTES]) >= 2 * _FEWEST
+    is_long = is_damaged and sum(byte & 0xC0 == 0x80 for byte in raw[:SAMPLE_BYTES]) >= 2 * _FEWEST
     for name in _put_detected_first(raw, names, detected):
         text = _try(raw, name)
         is_unlikely = is_damaged and (is_long or _is_single_byte(name))
@@ -179,7 +179,7 @@ def _is_surely_utf8(text: str, raw: bytes, names: Sequence[str]) -> bool:
     """
     if text.isascii():
         return not any(name == "hz" for name in names)
-    wide = sum(character > "\x7f" for character in text)
+    wide = len(text) - len(text.encode("ascii", "ignore"))
     return wide >= _FEWEST or all(name == "utf-8" or _is_single_byte(name) for name in names)
 
 

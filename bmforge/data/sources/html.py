@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.sources.document import Document, primary_subtag
 from bmforge.data.sources.encoding import decode
+from bmforge.data.sources.main_text import find_main_text, unwrap_ruby
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError, MissingDependencyError
 
@@ -71,20 +72,10 @@ def parse_page(
         return Drop("page_too_deep", depth, _DEEPEST, str(where))
     labels = [label.decode("ascii", "ignore") for label in _CHARSET.findall(raw[:_HEAD_BYTES])]
     decoded = decode(raw, f"page {str(where)!r}", [charset, *labels], errors=options.errors)
-    page = decoded.text
+    page = unwrap_ruby(decoded.text)
     tree = _parse(page, where)
-    if options.html_reader == "trafilatura":
-        text = _ask_trafilatura(page, where)
-    else:
-        from resiliparse.extract.html2text import extract_plain_text
-
-        text = extract_plain_text(
-            tree,
-            preserve_formatting=True,
-            main_content=True,
-            alt_texts=False,
-            comments=False,
-        )
+    main = find_main_text(tree, page, options.html_reader)
+    text = main.text
     if not text.strip():
         return Drop("no_main_text", 0, 1, cut_excerpt(_SPACE.sub(" ", tree.title or str(where))))
     known = {
@@ -97,7 +88,9 @@ def parse_page(
     title = _SPACE.sub(" ", tree.title or "").strip()
     if title and title not in text:
         text = f"{title}\n\n{text}"
-    scores = {"link_ratio": _link_ratio(tree), **decoded.scores()}
+    scores = {"link_ratio": main.link_ratio, **decoded.scores()}
+    if main.lost_ratio:
+        scores["lost_ratio"] = main.lost_ratio
     return Document(text, where.source, where.whole(), **known, scores=scores)
 
 
@@ -120,14 +113,6 @@ def _parse(page: str, where: Where) -> Any:
         raise DataError(f"page {str(where)!r} cannot be parsed ({error})") from error
 
 
-def _ask_trafilatura(page: str, where: Where) -> str:
-    try:
-        import trafilatura
-    except ImportError as error:
-        raise MissingDependencyError("trafilatura", "data", f"reading {where}") from error
-    return trafilatura.extract(page, include_comments=False) or ""
-
-
 def _find(tree: Any, wanted: tuple[tuple[str, str], ...]) -> str:
     """Return the first attribute that is there, "" if none is."""
     for selector, attribute in wanted:
@@ -141,12 +126,3 @@ def _find(tree: Any, wanted: tuple[tuple[str, str], ...]) -> str:
 def _date(said: str) -> str:
     found = _DATE.match(said)
     return found[0] if found else ""
-
-
-def _link_ratio(tree: Any) -> float:
-    """Return the share of a page's text that stands in links."""
-    if tree.body is None:
-        return 0.0
-    whole = len(_SPACE.sub("", tree.body.text))
-    links = sum(len(_SPACE.sub("", a.text)) for a in tree.body.query_selector_all("a"))
-    return round(min(links / whole, 1.0), 4) if whole else 0.0

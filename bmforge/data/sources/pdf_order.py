@@ -1,12 +1,14 @@
-"""Lines of a page in reading order, where a PDF draws them in another one.
+"""Sorts the lines of a PDF page into reading order.
 
-Most PDF are drawn as they are read. Where lines go up the page again and again, places decide: the
-page is cut at its widest gaps, between columns first, then between blocks.
+Most files draw lines in reading order, and that order is kept. Positions decide where lines go up
+the page again and again, or where two columns of prose are drawn row by row, as OCR programs do.
+The page is then cut at its widest gaps, between columns first, then between blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 __all__ = ["PlacedLine", "order_lines"]
@@ -15,6 +17,11 @@ _LOOK_BACK = 8  # lines, for one in the same column
 _UPWARD = 0.1  # of a page's lines may stand above the one before, in its column
 _HEAD_GAP = 1.5  # of the usual gap between rows: so far off, a single line is a head or a foot
 _GUTTER = 0.8  # of a line's height: no gap between words is so wide for the whole page
+
+
+_ROWS = 4  # least rows of two columns
+_FULL = 0.6  # of a column's lines reach so far, in prose; cells of a table are shorter
+_PROSE = 18  # characters of a line of prose, on average
 
 
 class PlacedLine(NamedTuple):
@@ -28,9 +35,41 @@ class PlacedLine(NamedTuple):
 
 
 def order_lines(lines: Sequence[PlacedLine]) -> list[PlacedLine]:
-    """Return the lines as drawn, or by their places if they cannot be meant to be read so."""
+    """Return the lines as drawn, or by position if the order of drawing is not for reading."""
     upward = sum(_goes_up(lines, at) for at in range(1, len(lines)))
-    return list(lines) if upward <= max(2, _UPWARD * len(lines)) else _cut_page(list(lines))
+    if upward > max(2, _UPWARD * len(lines)) or _is_drawn_by_rows(lines):
+        return _cut_page(list(lines))
+    return list(lines)
+
+
+def _is_drawn_by_rows(lines: Sequence[PlacedLine]) -> bool:
+    """Return True if two columns of prose are drawn alternately: left, right, left, right.
+
+    A table is drawn so as well. Its cells are short, or do not reach the end of their column.
+    """
+    pairs = [
+        (one, other)
+        for one, other in pairwise(lines)
+        if other.left > one.right and _share_row(one, other)
+    ]
+    if len(pairs) < _ROWS or 3 * len(pairs) < len(lines):
+        return False
+    sides = [one for one, _ in pairs], [other for _, other in pairs]
+    if max(line.right for line in sides[0]) > min(line.left for line in sides[1]):
+        return False
+    return all(map(_is_prose, sides))
+
+
+def _share_row(first: PlacedLine, second: PlacedLine) -> bool:
+    common = min(first.top, second.top) - max(first.bottom, second.bottom)
+    return common > 0.5 * min(first.top - first.bottom, second.top - second.bottom)
+
+
+def _is_prose(column: Sequence[PlacedLine]) -> bool:
+    left, right = min(line.left for line in column), max(line.right for line in column)
+    full = sum(line.right - line.left >= 0.75 * (right - left) for line in column)
+    letters = sum(len(line.text) for line in column)
+    return full >= _FULL * len(column) and letters >= _PROSE * len(column)
 
 
 def _goes_up(lines: Sequence[PlacedLine], at: int) -> bool:

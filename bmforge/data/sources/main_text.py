@@ -1,0 +1,261 @@
+"""Finds the main text of a web page, and checks it against the text that a visitor sees.
+
+A reader (resiliparse or trafilatura) decides which blocks are main text. Both lose some: a list
+close to the body, a page without an article element. So the lines of the visible text are compared
+with the reader's. A lost sentence between two lines that the reader kept is restored. If much text
+before or after them is lost, the lines that the other reader keeps are taken as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bmforge.data.clean.characters import HAN, SENTENCE_ENDS
+from bmforge.errors import MissingDependencyError
+
+__all__ = ["MainText", "find_main_text", "unwrap_ruby"]
+
+_SPACE = re.compile(r"\s+")
+_BULLET = re.compile(r"^\s*(?:•|\d{1,3}\.)\s+")
+_EAST_ASIAN = re.compile(f"[{HAN}\u3040-\u30ff]")
+_SHORTEST = 25  # characters of a sentence; 10 in Chinese and Japanese
+_SHORTEST_EAST_ASIAN = 10
+_MOST_LINKED = 0.5  # share of a line's characters in links
+_MUCH = 0.1  # share of the sentences' characters that is lost before the other reader is asked
+_ENDS = (*SENTENCE_ENDS, ":", "：", "…")
+_CLOSING = "\"'”’»」』）)]"
+# What is visible and no main text on nearly every page, by element, role, and class or id.
+_SKIPPED_WORDS = (
+    "newsletter subscribe cookie consent sidebar breadcrumb share-buttons sharing social related "
+    "recommend advert promo banner popup modal comment footer navbar pagination copyright"
+)
+_SKIPPED = [
+    *("nav", "footer", "aside", "form", "button", "select", "dialog", "menu", "iframe"),
+    *("body > header", "figure > figcaption.credit"),
+    *(f'[role="{role}"]' for role in ("navigation", "contentinfo", "banner", "search", "dialog")),
+    *(f'[{name}*="{word}" i]' for word in _SKIPPED_WORDS.split() for name in ("class", "id")),
+]
+_LINK_BEGIN, _LINK_END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode: no page has them
+_LINK_MARK = re.compile(f"([{_LINK_BEGIN}{_LINK_END}])")
+_LINK_TAG = re.compile(r"<a\b(?=[\s>])|</a\s*>", re.I)
+_RUBY = re.compile(r"<ruby\b[^>]*>(.{0,5000}?)</ruby\s*>", re.I | re.S)
+_READING = re.compile(
+    r"<(?:rp|rt|rtc)\b[^>]*>.*?(?:</(?:rp|rt|rtc)\s*>|(?=<(?:rp|rt|rtc|rb)\b)|$)", re.I | re.S
+)
+_TAG = re.compile("<[^>]*>")
+_MOST_SEARCHES = 2000  # of lines that no line of the reader equals: each reads the whole text
+
+
+@dataclass(frozen=True)
+class MainText:
+    """Main text of a page.
+
+    Attributes:
+        lost_ratio: share of the characters of visible sentences that are not in the text.
+        link_ratio: share of the characters of the whole page that are links.
+    """
+
+    text: str
+    lost_ratio: float
+    link_ratio: float
+
+
+def unwrap_ruby(page: str) -> str:
+    """Replace each ruby element by its base text, without the readings above it."""
+    if "<ruby" not in page and "<RUBY" not in page:
+        return page
+    return _RUBY.sub(lambda ruby: _TAG.sub("", _READING.sub("", ruby[1])), page)
+
+
+def find_main_text(tree: Any, page: str, reader: str) -> MainText:
+    """Return the main text of a page.
+
+    Args:
+        tree: resiliparse's tree of the page.
+        page: the HTML.
+        reader: the reader whose result is checked, ``resiliparse`` or ``trafilatura``.
+
+    Raises:
+        MissingDependencyError: trafilatura was asked for and is not installed.
+    """
+    readers: dict[str, Callable[[], str]] = {
+        "resiliparse": lambda: _plain_text(tree, main_content=True),
+        "trafilatura": lambda: _trafilatura_text(page),
+    }
+    text = readers.pop(reader)()
+    lines, link_ratio = _visible_lines(page)
+    kept = _lines_in(lines, text)
+    chosen = _restore(lines, kept)
+    if _lost_ratio(lines, chosen) > _MUCH and (other := _ask(readers.popitem()[1])):
+        also = _restore(lines, _lines_in(lines, other))
+        chosen = [one or two for one, two in zip(chosen, also, strict=True)]
+    lost = _lost_ratio(lines, chosen)
+    return MainText(text if chosen == kept else _join(lines, chosen), lost, link_ratio)
+
+
+def _plain_text(tree: Any, *, main_content: bool, skip: list[str] | None = None) -> str:
+    from resiliparse.extract.html2text import extract_plain_text
+
+    text: str = extract_plain_text(
+        tree,
+        preserve_formatting=True,
+        main_content=main_content,
+        alt_texts=False,
+        comments=False,
+        skip_elements=skip or [],
+    )
+    return text
+
+
+def _trafilatura_text(page: str) -> str:
+    try:
+        import trafilatura
+    except ImportError as error:
+        raise MissingDependencyError("trafilatura", "data", "reading pages with it") from error
+    return trafilatura.extract(page, include_comments=False) or ""
+
+
+def _ask(reader: Callable[[], str]) -> str:
+    """Return the other reader's text; "" if it is not installed, as nobody asked for it."""
+    try:
+        return reader()
+    except MissingDependencyError:
+        return ""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the visible text.
+
+    Attributes:
+        raw: the line with its indentation and bullet.
+        plain: its characters without spaces and bullet.
+        is_item: it is an item of a list.
+        is_linked: half of its characters or more are links.
+        is_sentence: it is long, ends as a sentence does and is not linked.
+    """
+
+    raw: str
+    plain: str
+    is_item: bool
+    is_linked: bool
+    is_sentence: bool
+
+
+def _visible_lines(page: str) -> tuple[list[_Line], float]:
+    """Return the lines that a visitor sees, without navigation and such, and the share of links.
+
+    Characters that mark the begin and end of links go into the page before it is parsed.
+    """
+    from resiliparse.parse.html import HTMLTree
+
+    tree = HTMLTree.parse(_LINK_TAG.sub(_mark_link, page))
+    lines = []
+    for raw, linked in _split_links(_plain_text(tree, main_content=False, skip=_SKIPPED)):
+        lines.append(_make_line(raw, linked))
+    sizes = [(len(_SPACE.sub("", raw)), n) for raw, n in _split_links(_body_text(tree))]
+    whole = sum(size for size, _ in sizes)
+    return lines, round(min(sum(n for _, n in sizes) / whole, 1.0), 4) if whole else 0.0
+
+
+def _body_text(tree: Any) -> str:
+    return "" if tree.body is None else tree.body.text
+
+
+def _mark_link(tag: re.Match[str]) -> str:
+    return f"{tag[0]}{_LINK_END}" if tag[0][1] == "/" else f"{_LINK_BEGIN}{tag[0]}"
+
+
+def _split_links(marked: str) -> Iterator[tuple[str, int]]:
+    """Yield each line without marks, and how many of its characters are in links."""
+    inside = False
+    for line in marked.split("\n"):
+        if not inside and _LINK_BEGIN not in line:
+            yield line.replace(_LINK_END, ""), 0
+            continue
+        linked, plain = 0, []
+        for part in _LINK_MARK.split(line):
+            if part in (_LINK_BEGIN, _LINK_END):
+                inside = part == _LINK_BEGIN
+                continue
+            linked += len(_SPACE.sub("", part)) if inside else 0
+            plain.append(part)
+        yield "".join(plain), linked
+
+
+def _make_line(raw: str, linked: int) -> _Line:
+    content = _BULLET.sub("", raw)
+    plain = _SPACE.sub("", content)
+    is_linked = linked > 0 and linked >= _MOST_LINKED * len(plain)
+    shortest = _SHORTEST_EAST_ASIAN if _EAST_ASIAN.search(content) else _SHORTEST
+    ends = content.rstrip().rstrip(_CLOSING).endswith(_ENDS)
+    is_sentence = len(plain) >= shortest and ends and not is_linked
+    return _Line(raw, plain, content != raw, is_linked, is_sentence)
+
+
+def _lines_in(lines: list[_Line], text: str) -> list[bool]:
+    """Return for each visible line whether a reader's text has it."""
+    known = {_SPACE.sub("", _BULLET.sub("", line)) for line in text.split("\n")}
+    joined, searches, found = _SPACE.sub("", text), 0, []
+    for line in lines:
+        is_known = bool(line.plain) and line.plain in known
+        if line.is_sentence and not is_known and searches < _MOST_SEARCHES:
+            searches += 1
+            is_known = line.plain in joined
+        found.append(is_known)
+    return found
+
+
+def _restore(lines: list[_Line], kept: list[bool]) -> list[bool]:
+    """Add lost sentences and lists between the first and the last line that a reader kept."""
+    places = [at for at, line in enumerate(lines) if kept[at] and line.is_sentence]
+    chosen = list(kept)
+    if not places:
+        return chosen
+    first, last = places[0], places[-1]
+    for at in range(first, last):
+        chosen[at] = chosen[at] or lines[at].is_sentence
+    for begin, end in _item_runs(lines, first, last + 1):
+        run = lines[begin:end]
+        if 2 * sum(line.is_linked for line in run) < len(run):
+            chosen[begin:end] = [True] * (end - begin)
+    return chosen
+
+
+def _item_runs(lines: list[_Line], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the begin and end of each list, in which blank lines may stand."""
+    at = begin
+    while at < end:
+        if not lines[at].is_item:
+            at += 1
+            continue
+        start = at
+        while at < end and (lines[at].is_item or not lines[at].plain):
+            at += 1
+        yield start, at
+
+
+def _lost_ratio(lines: list[_Line], chosen: list[bool]) -> float:
+    sentences = [
+        (len(line.plain), kept)
+        for line, kept in zip(lines, chosen, strict=True)
+        if line.is_sentence
+    ]
+    lost = sum(size for size, kept in sentences if not kept)
+    return round(lost / max(sum(size for size, _ in sentences), 1), 4)
+
+
+def _join(lines: list[_Line], chosen: list[bool]) -> str:
+    """Join the chosen lines; where a blank line was between two of them, one stays."""
+    parts: list[str] = []
+    is_apart = False
+    for line, is_chosen in zip(lines, chosen, strict=True):
+        if is_chosen and line.plain:
+            parts += ["", line.raw] if is_apart and parts else [line.raw]
+            is_apart = False
+        else:
+            is_apart = is_apart or not line.plain
+    return "\n".join(parts)
