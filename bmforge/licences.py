@@ -74,32 +74,147 @@ _ALIASES = {
 _GNU = re.compile(r"(a|l)?gpl-?v?(2\.0|2\.1|3\.0|2|3)(\+|-or-later|-only)?")
 _COMMONS = re.compile(
     r"(?:https?://)?(?:www\.)?creativecommons\.org/"
-    r"(?:licenses/([a-z-]+)/(\d\.\d)|publicdomain/(zero|mark)/1\.0)(?:/|$)"
+    r"(?:licenses/([a-z-]+)/(\d\.\d)(?:/(?:[a-z]{2}|igo|scotland))?|publicdomain/(zero|mark)/1\.0)"
+    r"(?:/|/(?:deed|legalcode)(?:[.-][a-z]{2}(?:[-_][a-z]{2,4})?)?)?(?:[?#]\S*)?"
 )
-_NAMED_COMMONS = re.compile(r"cc[- ](by(?:[- ](?:nc|sa|nd)){0,2})[- ](\d\.\d)(?: .*|-.*)?")
+# What may follow the version: a port to a country's law. All else may take rights away.
+_PORT = (
+    r"unported|international|intl|generic|igo|universal|public domain dedication|licen[cs]e|deed|"
+    r"germany|deutschland|france|japan|spain|italy|austria|switzerland|china|china mainland|taiwan|"
+    r"hong kong|united states|us|uk|england and wales|scotland|canada|australia|brazil|poland|"
+    r"netherlands|de|fr|jp|es|it|at|ch|cn|tw|hk|ca|au|br|pl|nl"
+)
+_NAMED_COMMONS = re.compile(
+    rf"cc[- ](by(?:[- ](?:nc|sa|nd)){{0,2}})[- ](\d\.\d)(?:[- ,(]+(?:{_PORT})\)?){{0,2}}"
+)
+_OPERATOR = re.compile(r"\s*(\(|\)|(?<=[\s)])(?:and|or|with)(?=[\s(]))\s*", re.I)
+_EXCEPTION = re.compile(r"[a-z0-9.-]*exception[a-z0-9.-]*", re.I)
+_MOST_ALTERNATIVES = 4096
 
 
 def find_licence(said: str) -> Licence | None:
-    """Return the licence that a source names, or None for what is not known.
+    """Return the licence that a source names, or None if it is unknown.
+
+    An expression such as ``CC-BY-4.0 AND CC-BY-NC-4.0`` gives a licence with the terms of both; of
+    ``MIT OR GPL-3.0-only`` the one that restricts less counts. A part that is unknown makes the
+    expression unknown, unless OR leaves a choice.
 
     Args:
-        said: an SPDX id in any case, a common name, or the address of the licence's text.
+        said: an SPDX expression or id in any case, a common name, or the address of the text.
     """
+    parts = _choose_parts(said)
+    if parts is None or (len(parts) == 1 and not _is_expression(said)):
+        return parts[0] if parts else None
+    terms = {term: clause for part in parts for term, clause in part.terms.items()}
+    return Licence(_normalize(said), parts[0].url, terms)
+
+
+def _choose_parts(said: str) -> tuple[Licence, ...] | None:
+    """Return the licences that apply together, of the alternative that restricts least."""
+    return min(_alternatives(said), key=_restriction, default=None)
+
+
+def _alternatives(said: str) -> list[tuple[Licence, ...]]:
+    """Return the known choices that a source leaves, each as licences that apply together."""
+    known = _find_one(said)
+    if known is not None:
+        return [(known,)]
+    return _parse_expression(said) if _is_expression(said) else []
+
+
+def _restriction(parts: tuple[Licence, ...]) -> tuple[int, int]:
+    terms = {term for part in parts for term in part.terms}
+    return len(terms & set(RESTRICTS)), len(terms)
+
+
+def _is_expression(said: str) -> bool:
+    return _find_one(said) is None and _OPERATOR.search(said) is not None
+
+
+def _normalize(said: str) -> str:
+    """Write an expression with the ids of SPDX."""
+    parts = []
+    for part in _OPERATOR.split(" ".join(said.split())):
+        known = _find_one(part) if part else None
+        parts.append(
+            known.id if known else part.upper() if _OPERATOR.fullmatch(f" {part} ") else part
+        )
+    joined = " ".join(part for part in parts if part)
+    return joined.replace("( ", "(").replace(" )", ")")
+
+
+def _parse_expression(said: str) -> list[tuple[Licence, ...]]:
+    """Return the alternatives of an expression, each as the licences that apply together.
+
+    Source: SPDX specification 2.3, annex D: WITH binds before AND, AND before OR. An alternative
+    with an unknown licence is left out; text that is no expression has no alternative.
+    """
+    tokens = [token for token in _OPERATOR.split(" ".join(said.split())) if token]
+    tokens = [
+        token.upper() if token.upper() in ("AND", "OR", "WITH") else token for token in tokens
+    ]
+    try:
+        alternatives, rest = _parse_or(tokens)
+    except (IndexError, ValueError, RecursionError):
+        return []
+    return alternatives if not rest else []
+
+
+Alternatives = list[tuple[Licence, ...]]
+
+
+def _parse_or(tokens: list[str]) -> tuple[Alternatives, list[str]]:
+    alternatives, tokens = _parse_and(tokens)
+    while tokens and tokens[0] == "OR":
+        more, tokens = _parse_and(tokens[1:])
+        alternatives = [*alternatives, *more]
+    return alternatives, tokens
+
+
+def _parse_and(tokens: list[str]) -> tuple[Alternatives, list[str]]:
+    alternatives, tokens = _parse_operand(tokens)
+    while tokens and tokens[0] == "AND":
+        more, tokens = _parse_operand(tokens[1:])
+        alternatives = [(*one, *other) for one in alternatives for other in more]
+        if len(alternatives) > _MOST_ALTERNATIVES:
+            raise ValueError("too many alternatives")
+    return alternatives, tokens
+
+
+def _parse_operand(tokens: list[str]) -> tuple[Alternatives, list[str]]:
+    first, tokens = tokens[0], tokens[1:]
+    if first == "(":
+        alternatives, tokens = _parse_or(tokens)
+        if tokens[0] != ")":
+            raise ValueError("a bracket is not closed")
+        return alternatives, tokens[1:]
+    if first in (")", "AND", "OR", "WITH"):
+        raise ValueError("an operand is missing")
+    known = _find_one(first)
+    if tokens and tokens[0] == "WITH":  # an exception gives rights, it takes none
+        if not _EXCEPTION.fullmatch(tokens[1]):
+            raise ValueError("no exception follows WITH")
+        tokens = tokens[2:]
+    return [(known,)] if known else [], tokens
+
+
+def _find_one(said: str) -> Licence | None:
+    """Return the licence of one id, name or address."""
     text = " ".join(said.strip().lower().split())
     if text in _BY_ID:
         return _BY_ID[text]
     if text in _ALIASES:
         return LICENCES[_ALIASES[text]]
-    if found := _COMMONS.match(text):
-        if found[3]:
-            return LICENCES["CC0-1.0" if found[3] == "zero" else "CC-PDDC"]
-        return LICENCES.get(f"CC-{found[1].upper()}-{found[2]}")
-    if found := _NAMED_COMMONS.fullmatch(text):
-        return LICENCES.get(f"CC-{found[1].replace(' ', '-').upper()}-{found[2]}")
-    if found := _GNU.fullmatch(text.replace(" ", "-")):
-        version = found[2] if "." in found[2] else f"{found[2]}.0"
-        ending = "or-later" if found[3] in ("+", "-or-later") else "only"
-        return LICENCES.get(f"{(found[1] or '').upper()}GPL-{version}-{ending}")
+    if address := _COMMONS.fullmatch(text):
+        if address[3]:
+            return LICENCES["CC0-1.0" if address[3] == "zero" else "CC-PDDC"]
+        return LICENCES.get(f"CC-{address[1].upper()}-{address[2]}")
+    if name := _NAMED_COMMONS.fullmatch(text):
+        return LICENCES.get(f"CC-{name[1].replace(' ', '-').upper()}-{name[2]}")
+    if gnu := _GNU.fullmatch(text.replace(" ", "-")):
+        version = gnu[2] if "." in gnu[2] else f"{gnu[2]}.0"
+        ending = "or-later" if gnu[3] in ("+", "-or-later") else "only"
+        return LICENCES.get(f"{(gnu[1] or '').upper()}GPL-{version}-{ending}")
     return _find_by_address(text)
 
 
@@ -138,9 +253,14 @@ def check_licence(said: str, name: str) -> str:
 
 
 def obeys(said: str, policy: str) -> bool:
-    """Tell whether a policy of `POLICIES` allows what a source says of its licence."""
-    found = find_licence(said)
-    return found is not None and not POLICIES[policy] & set(found.terms)
+    """Return True if a policy of `POLICIES` allows the licence that a source names.
+
+    Of a choice between licences, one that is allowed is enough.
+    """
+    refused = POLICIES[policy]
+    return any(
+        all(not refused & set(part.terms) for part in parts) for parts in _alternatives(said)
+    )
 
 
 def merge_licences(licences: Iterable[str], handed_on: str = "") -> list[Conflict]:
@@ -154,7 +274,7 @@ def merge_licences(licences: Iterable[str], handed_on: str = "") -> list[Conflic
         handed_on: the licence under which what is made of all is to be handed on: it must ask for
             what restricts the parts.
     """
-    known = {one.id: one for one in map(find_licence, licences) if one is not None}
+    known = {one.id: one for said in licences for one in _choose_parts(said) or ()}
     found = []
     for first, second in combinations(sorted(known), 2):
         conflict = _compare(known[first], known[second])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 
 from bmforge.errors import ConfigError
@@ -149,3 +152,84 @@ def test_an_unknown_id_names_the_nearest() -> None:
     assert check_licence("cc-by-4.0", "licence") == "CC-BY-4.0"
     with pytest.raises(ConfigError, match=r"licence='CC-BY-4'.*Did you mean 'CC-BY-4\.0'"):
         check_licence("CC-BY-4", "licence")
+
+
+IDS = (
+    "MIT",
+    "Apache-2.0",
+    "CC-BY-4.0",
+    "CC-BY-SA-4.0",
+    "CC-BY-NC-4.0",
+    "CC-BY-NC-ND-4.0",
+    "GPL-2.0+",
+)
+UNKNOWN_IDS = ("LicenseRef-mine", "Foo-1.0")
+
+
+def make_expression(draw: random.Random, depth: int) -> tuple[str, Callable[[str], bool]]:
+    """Return an expression, and whether a policy allows it, told without the parser."""
+    if depth == 0 or draw.random() < 0.3:
+        id = draw.choice((*IDS, *UNKNOWN_IDS))
+        return id, lambda policy: obeys(id, policy)
+    parts = [make_expression(draw, depth - 1) for _ in range(draw.randrange(2, 4))]
+    word, judge = draw.choice((("AND", all), ("OR", any)))
+    text = f" {word} ".join(f"({one})" if " " in one else one for one, _ in parts)
+    return text, lambda policy: judge(allowed(policy) for _, allowed in parts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_expression_allows_what_its_parts_allow(seed):
+    draw = random.Random(seed)
+    for _ in range(10):
+        text, allowed = make_expression(draw, 3)
+        for policy in ("commercial", "known"):
+            if policy == "known" and any(id in text for id in UNKNOWN_IDS):
+                continue
+            assert obeys(text, policy) == allowed(policy), (text, policy)
+
+
+def test_and_binds_before_or_and_an_exception_takes_nothing():
+    assert obeys("MIT OR CC-BY-4.0 AND CC-BY-NC-4.0", "commercial")
+    assert not obeys("(MIT OR CC-BY-4.0) AND CC-BY-NC-4.0", "commercial")
+    assert obeys("GPL-2.0-only WITH Classpath-exception-2.0", "commercial")
+    assert licence_name("mit and  cc by 4.0") == "MIT AND CC-BY-4.0"
+
+
+FREE = ("CC-BY-4.0", "CC BY 4.0", "CC BY-SA 3.0", "MIT", "CC0-1.0", "Apache 2.0", "cc-by-sa-4.0")
+LIMITS = (
+    *("{} AND CC-BY-NC-4.0", "{} and CC-BY-NC-SA-3.0", "CC-BY-NC-4.0 AND {}", "{} NC", "{}-NC"),
+    *("{} (non-commercial use only)", "{} (text), CC BY-NC 4.0 (images)", "{} NonCommercial"),
+    *("{} except figures, no commercial use", "{}, images: all rights reserved", "{} ND"),
+    *("{} AND LicenseRef-non-commercial", "{} for research only", "{}; not for profit"),
+    *(
+        "{} WITH restrictions",
+        "{} / CC BY-NC 4.0",
+        "{} unless stated otherwise",
+        "{}, academic use",
+    ),
+    *("not {}", "({}", "{})", "{} AND", "AND {}", "{} AND (CC-BY-NC-4.0 OR CC-BY-NC-SA-4.0)"),
+    *("{} with a clause against commercial use", "{} (except Germany)", "{} OR", "{} NC Germany"),
+)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_licence_with_an_addition_is_never_allowed_for_commerce(limit):
+    for free in FREE:
+        assert not obeys(limit.format(free), "commercial"), limit.format(free)
+    assert len(LIMITS) * len(FREE) >= 190
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://creativecommons.org/licenses/by/4.0/",
+        "http://creativecommons.org/licenses/by/4.0/deed.de",
+        "https://creativecommons.org/licenses/by/4.0/legalcode",
+        "https://www.creativecommons.org/licenses/by/3.0/us/",
+        "CC BY 4.0 International",
+        "CC-BY-SA-3.0-DE",
+        "CC BY-SA 3.0 Unported",
+    ],
+)
+def test_ports_and_deeds_are_the_licence_itself(address):
+    assert obeys(address, "commercial")
