@@ -44,11 +44,11 @@ def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
     """Return some of the places at which members begin, with their numbers from 1 on.
 
     Args:
-        places: of each member, and its size.
+        places: of each member, -1 where no cut is possible, and its size.
     """
     cuts, held = [], 0
     for number, (place, size) in enumerate(places, 1):
-        if held and held + size > every_bytes:
+        if place >= 0 and held and held + size > every_bytes:
             cuts.append((place, number))
             held = 0
         held += size

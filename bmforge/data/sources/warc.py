@@ -1,8 +1,9 @@
-"""Web archives: WARC and WET, plain or packed record by record, and the older ARC."""
+"""Reads web archives: WARC and WET, plain, packed record by record or as a whole, and ARC."""
 
 from __future__ import annotations
 
 import io
+import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,15 +14,21 @@ from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.encoding import decode
 from bmforge.data.sources.html import parse_page
+from bmforge.data.sources.lines import find_known, find_text
 from bmforge.data.sources.pdf import parse_pdf
 from bmforge.data.sources.record import ReadOptions, Record, Where, fail
 from bmforge.errors import DataError, MissingDependencyError
 
 __all__ = ["list_records", "read_arc", "read_warc"]
 
-_LARGEST_BYTES = 1 << 28
+_LARGEST_BYTES = 1 << 26  # of a record, and of a body when unpacked
 _CHUNK_BYTES = 1 << 20
 _MEMBER = b"\x1f\x8b\x08"
+_READ_TYPES = ("response", "resource", "conversion")
+# Records that describe other records, or the crawl.
+_OTHER_TYPES = ("warcinfo", "request", "metadata", "revisit", "continuation")
+_JSON_TYPES = ("application/json", "application/ld+json", "application/x-ndjson")
+_BINARY_TYPES = ("image/", "video/", "audio/", "font/")
 
 
 def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -33,13 +40,23 @@ def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
         if error:
             said = DataError(f"{where}, record {number}: {error}")
             yield fail(where.place(number), len(raw), said)
-        elif _kind(raw) in ("response", "resource", "conversion"):
+        elif (kind := _kind(raw)) in _READ_TYPES:
             parse = partial(_parse_record, raw, where, number, options)
             yield Record(where.place(number), len(raw), parse)
+        elif kind not in _OTHER_TYPES:
+            drop = Drop("warc_type", kind, None, f"{where}, record {number}")
+            yield Record(where.place(number), len(raw), partial(_return, drop))
+
+
+def _return(drop: Drop) -> Drop:
+    return drop
 
 
 def list_records(stream: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Yield where each record begins in the stream, and its length as unpacked."""
+    """Yield where each record begins in the stream, and its length as unpacked.
+
+    A record that begins inside a packed member has no position of its own: -1.
+    """
     yield from ((at, len(raw)) for at, raw, _ in _parts(stream))
 
 
@@ -75,35 +92,60 @@ def _kind(raw: bytes) -> str:
     return _header(raw[: raw.find(b"\r\n\r\n") + 2].split(b"\r\n"), b"warc-type")
 
 
+class _MemberReader(io.RawIOBase):
+    """Unpacks one gzip member of a stream, and remembers the packed bytes in case of damage."""
+
+    def __init__(self, stream: BinaryIO, packed: bytes) -> None:
+        super().__init__()
+        self._stream, self._packed = stream, packed
+        self._unpacker = zlib.decompressobj(31)
+        self.tried = bytearray(packed)
+
+    def readable(self) -> bool:
+        """Return True: this stream is for reading."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` with unpacked bytes; 0 is the end of the member."""
+        while not self._unpacker.eof:
+            data = self._unpacker.decompress(self._packed, len(buffer))
+            self._packed = self._unpacker.unconsumed_tail
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+            if not self._packed and not self._unpacker.eof:
+                self._packed = self._stream.read(_CHUNK_BYTES)
+                if not self._packed:
+                    raise EOFError("it is cut off")
+                self.tried += self._packed
+                del self.tried[:-_LARGEST_BYTES]
+        return 0
+
+    def rest(self) -> bytes:
+        """Return the bytes that were read from the stream and follow the member."""
+        return self._unpacker.unused_data
+
+
 def _members(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
-    """Yield what each packed member holds; behind a damaged one, the next is looked for."""
-    held = b""
+    """Yield the records of each packed member; after a damaged one, the next is searched for."""
+    packed = b""
     while True:
-        held = held or stream.read(_CHUNK_BYTES)
-        if not held:
+        packed = (packed or stream.read(_CHUNK_BYTES)).lstrip(b"\0")
+        if not packed:
             return
-        at = _place(stream, held)
-        unpack, parts, size = zlib.decompressobj(31), [], 0
-        tried = bytearray(held)
+        at = _place(stream, packed)
+        member = _MemberReader(stream, packed)
         try:
-            while not unpack.eof:
-                parts.append(unpack.decompress(held, _LARGEST_BYTES - size + 1))
-                size += len(parts[-1])
-                if size > _LARGEST_BYTES:
-                    raise zlib.error(f"it unpacks to more than {_LARGEST_BYTES} bytes")
-                held = unpack.unconsumed_tail
-                if not unpack.eof and not held:
-                    held = stream.read(_CHUNK_BYTES)
-                    tried += held
-                    del tried[:-_LARGEST_BYTES]
-                    if not held:
-                        yield at, b"", "it is cut off"
-                        return
-            held = unpack.unused_data
-            yield at, b"".join(parts), ""
+            for _, raw, error in _plain_records(io.BufferedReader(member)):  # type: ignore[arg-type]
+                yield at, raw, error
+                at = -1
+            packed = member.rest()
+        except EOFError as error:
+            yield at, b"", str(error)
+            return
         except zlib.error as error:
-            yield at, b"".join(parts), str(error)
-            held = _find_next(stream, bytes(tried[1:]))
+            yield at, b"", str(error)
+            packed = _find_next(stream, bytes(member.tried[1:]))
 
 
 def _find_next(stream: BinaryIO, held: bytes) -> bytes:
@@ -140,17 +182,22 @@ def _plain_records(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
         line = b""
         if not 0 <= length <= _LARGEST_BYTES:
             yield at, raw, f"its length is {said!r}"
+            while length > 0 and (skipped := stream.read(min(length, _CHUNK_BYTES))):
+                length -= len(skipped)
             continue
         body = stream.read(length)
         raw += body
-        end = stream.readline(_CHUNK_BYTES), stream.readline(_CHUNK_BYTES)
         if len(body) < length:
             yield at, raw, "it is cut off"
-        elif any(one.strip() for one in end):
-            yield at, raw, "its length is wrong"
-            line = next((one for one in end if one.startswith(b"WARC/")), b"")
-        else:
-            yield at, raw, ""
+            continue
+        after = stream.readline(_CHUNK_BYTES)
+        if not after.strip():
+            after = stream.readline(_CHUNK_BYTES)
+        is_next = not after.strip() or after.startswith(
+            b"WARC/"
+        )  # some writers leave no blank line
+        line = after if after.startswith(b"WARC/") else b""
+        yield at, raw, "" if is_next else "its length is wrong"
 
 
 def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document | Drop:
@@ -173,7 +220,10 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
             if status != 200:
                 return Drop("http_status", status, 200, url)
             kind, charset = (record.http_content_type or ""), (record.http_charset or "")
-            body = record.reader.read()
+            # Bodies are unpacked here; a small one may grow without bound.
+            body = record.reader.read(_LARGEST_BYTES + 1)
+            if len(body) > _LARGEST_BYTES:
+                return Drop("page_too_large", len(body), _LARGEST_BYTES, url)
         else:
             body = record.reader.read()
             if len(body) != stated:
@@ -192,15 +242,41 @@ def parse_payload(
     body: bytes, kind: str, charset: str, url: str, where: Where, options: ReadOptions
 ) -> Document | Drop:
     """Return the document of what a server sent, by its type."""
-    if kind in ("text/html", "application/xhtml+xml"):
+    kind = kind.partition(";")[0].strip().lower()
+    if kind.startswith(_BINARY_TYPES):
+        return Drop("content_type", kind, None, url)
+    if kind in ("text/html", "application/xhtml+xml") or _looks_like_page(body):
         return parse_page(body, where, options, charset=charset, url=url)
-    if kind == "text/plain":
+    if kind == "application/pdf" or body.startswith(b"%PDF-"):
+        return parse_pdf(body, where)
+    if kind in _JSON_TYPES:
+        return _parse_json(body, charset, url, where, options)
+    if kind.startswith("text/") and kind not in ("text/css", "text/javascript"):
         decoded = decode(body, str(where), [charset], errors=options.errors)
         scores = decoded.scores()
         return Document(decoded.text, where.source, where.whole(), url=url, scores=scores)
-    if kind == "application/pdf":
-        return parse_pdf(body, where)
     return Drop("content_type", kind, None, url)
+
+
+def _looks_like_page(body: bytes) -> bool:
+    """Return True for HTML that a server sent under another type, or under none."""
+    return (
+        body[:200].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html"))
+    )
+
+
+def _parse_json(
+    body: bytes, charset: str, url: str, where: Where, options: ReadOptions
+) -> Document | Drop:
+    """Return the text field of a JSON object that a server sent."""
+    decoded = decode(body, str(where), [charset], errors=options.errors)
+    try:
+        record = json.loads(decoded.text)
+        text = find_text(record, options.text_field, str(where))
+    except (ValueError, RecursionError, DataError):
+        return Drop("no_text_field", options.text_field, None, url)
+    known = {"url": url, **find_known(record)}
+    return Document(text, where.source, where.whole(), scores=decoded.scores(), **known)
 
 
 def read_arc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
