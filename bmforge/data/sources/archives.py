@@ -1,4 +1,4 @@
-"""Archives: the members of .zip and .tar, each read as what it is; nothing is written anywhere."""
+"""Lists the members of .zip and .tar archives and opens each in memory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.sources.record import ReadOptions, Record, Where, fail
+from bmforge.data.sources.record import ReadOptions, Record, Where, fail, show_name
 from bmforge.errors import DataError
 
-__all__ = ["UNREADABLE", "Member", "drop_member", "tar_members", "zip_members"]
+__all__ = ["UNREADABLE", "Member", "drop_member", "open_zip", "tar_members", "zip_members"]
 
 _MOST_MEMBERS = 1_000_000
-_LARGEST_BYTES = 1 << 30
-_HIGHEST_RATIO = 500  # of unpacked to packed, for what is large
-_LARGE_BYTES = 1 << 26
+_HIGHEST_RATIO = 100  # of unpacked to packed bytes, for large members
+_LARGE_BYTES = 1 << 25
 # What the standard library raises where an archive or a member of it is damaged or of another kind.
 UNREADABLE = (
     zipfile.BadZipFile,
@@ -36,12 +36,21 @@ UNREADABLE = (
 Member = tuple[str, "BinaryIO | Record"]
 
 
+def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
+    """Open a zip archive.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        return zipfile.ZipFile(stream)
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise DataError(f"file {str(where)!r} cannot be read as zip ({error})") from error
+
+
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
     """Yield name and stream of each file of a zip archive, or the record that says why not."""
-    try:
-        archive = zipfile.ZipFile(stream)
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise DataError(f"file {str(where)!r} cannot be read as zip ({error})") from error
+    archive = open_zip(stream, where)
     for count, member in enumerate(archive.infolist()):
         if 0 <= where.end <= count:  # of a part
             return
@@ -50,16 +59,17 @@ def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
         if count >= _MOST_MEMBERS:
             yield "", drop_member(where, "archive_members", count, _MOST_MEMBERS)
             return
-        ratio = member.file_size / max(member.compress_size, 1)
+        name, size = member.filename, member.file_size
+        inside = replace(where, inside=_join(where, name))
+        ratio = size / max(member.compress_size, 1)
         if member.flag_bits & 1:
-            yield member.filename, drop_member(where, "archive_encrypted", member.filename)
-        elif member.file_size > _LARGEST_BYTES:
-            size = member.file_size
-            yield member.filename, drop_member(where, "archive_size", size, _LARGEST_BYTES)
-        elif member.file_size > _LARGE_BYTES and ratio > _HIGHEST_RATIO:
-            yield member.filename, drop_member(where, "archive_ratio", ratio, _HIGHEST_RATIO)
+            yield name, drop_member(inside, "archive_encrypted", name, None, size)
+        elif size > where.budget_bytes:
+            yield name, drop_member(inside, "archive_size", size, where.budget_bytes, size)
+        elif size > _LARGE_BYTES and ratio > _HIGHEST_RATIO:
+            yield name, drop_member(inside, "archive_ratio", ratio, _HIGHEST_RATIO, size)
         else:
-            yield member.filename, _open(partial(archive.open, member), where, member.filename)
+            yield name, _open(partial(archive.open, member), inside)
 
 
 def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
@@ -72,35 +82,39 @@ def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
                 if count >= _MOST_MEMBERS:
                     yield "", drop_member(where, "archive_members", count, _MOST_MEMBERS)
                     return
-                if member.islnk() or member.issym():
-                    yield member.name, drop_member(where, "archive_link", member.name)
-                elif member.isfile() and member.size > _LARGEST_BYTES:
-                    yield (
-                        member.name,
-                        drop_member(where, "archive_size", member.size, _LARGEST_BYTES),
-                    )
+                name, size = member.name, member.size
+                inside = replace(where, inside=_join(where, name))
+                if member.isfile() and size > where.budget_bytes:
+                    yield name, drop_member(inside, "archive_size", size, where.budget_bytes, size)
                 elif member.isfile():
-                    opener = partial(archive.extractfile, member)
-                    yield member.name, _open(opener, where, member.name)
+                    yield name, _open(partial(archive.extractfile, member), inside)
+                elif not member.isdir():
+                    rule = "archive_link" if member.islnk() or member.issym() else "archive_special"
+                    yield name, drop_member(inside, rule, name)
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"file {str(where)!r} cannot be read on as tar ({error})") from error
 
 
-def _open(opener: Callable[[], object], where: Where, name: str) -> BinaryIO | Record:
-    """Return what a member holds, in memory; it may not be larger than it says."""
+def _join(where: Where, name: str) -> str:
+    return f"{where.inside}/{show_name(name)}" if where.inside else show_name(name)
+
+
+def _open(opener: Callable[[], object], inside: Where) -> BinaryIO | Record:
+    """Return the content of a member, in memory; it may not be larger than it says."""
     try:
         with opener() as member:  # type: ignore[attr-defined]
-            raw = member.read(_LARGEST_BYTES + 1)
+            raw = member.read(inside.budget_bytes + 1)
     except UNREADABLE as error:
-        place = where.place(name)
-        return fail(place, 0, DataError(f"{where.source}:{place} cannot be read ({error})"))
-    if len(raw) > _LARGEST_BYTES:
-        return drop_member(where, "archive_size", len(raw), _LARGEST_BYTES)
+        return fail(inside.whole(), 0, DataError(f"{inside} cannot be read ({error})"))
+    if len(raw) > inside.budget_bytes:
+        return drop_member(inside, "archive_size", len(raw), inside.budget_bytes, len(raw))
     return io.BufferedReader(io.BytesIO(raw))  # type: ignore[arg-type]
 
 
-def drop_member(where: Where, rule: str, value: float | str, bound: float | None = None) -> Record:
-    """Return the record of a member that is not read."""
-    return Record(where.whole(), 0, lambda: Drop(rule, value, bound, str(where)))
+def drop_member(
+    where: Where, rule: str, value: float | str, bound: float | None = None, size_bytes: int = 0
+) -> Record:
+    """Return the record of a member that is not read, with its size."""
+    return Record(where.whole(), size_bytes, lambda: Drop(rule, value, bound, str(where)))

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding
 from bmforge.data.sources.kinds import SOURCES, kind_of
-from bmforge.data.sources.lines import is_cut_by_bytes, read_jsonl
+from bmforge.data.sources.lines import is_cut_by_bytes, is_json_lines, read_jsonl
 from bmforge.data.sources.member_cuts import MEMBERS, find_members, read_members
 from bmforge.data.sources.packed import inner_name, packing_of, unpack
 from bmforge.data.sources.record import ReadOptions, Record, Where
@@ -23,6 +23,7 @@ __all__ = ["LineCutter", "Parts", "find_parts", "how_to_cut", "read_part"]
 
 _HEAD_BYTES = 1024
 _CHUNK_BYTES = 1 << 20
+_LINES = ("jsonl", "json")
 _MOST_PARTS = 16  # of a packed file: each unpacks what is before it
 Cuts = tuple[tuple[int, int], ...]
 
@@ -46,23 +47,27 @@ def how_to_cut(path: Path) -> str:
     """Return how a file may be cut: at ``"lines"``, as ``"packed"`` lines, at ``"rows"``,
     at ``"members"``, or ""."""
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
+        head = file.read(SAMPLE_BYTES)
         packing, kind = packing_of(head, path.name), kind_of(head, path.name)
-        if kind == "jsonl" and not packing:
+        if kind == "json" and not packing and not is_json_lines(head):
+            return ""
+        if kind in _LINES and not packing:
             return "lines" if is_cut_by_bytes(head) else ""
         if kind == "parquet" and not packing:
             return "rows"
         if kind in MEMBERS and packing in ("", SOURCES[kind].unpacks):
             return "members"
-        if kind != "jsonl":
+        if kind not in _LINES:
             return ""
         file.seek(0)
         try:
-            inner = unpack(file, packing, str(path)).read(_HEAD_BYTES)
+            inner = unpack(file, packing, str(path)).read(SAMPLE_BYTES)
         except (OSError, EOFError, zlib.error):
             return ""
     name = inner_name(path.name)
-    lines = kind_of(inner, name) == "jsonl" and not packing_of(inner, name)
+    kind = kind_of(inner, name)
+    lines = kind == "jsonl" or (kind == "json" and is_json_lines(inner))
+    lines = lines and not packing_of(inner, name)
     return "packed" if lines and is_cut_by_bytes(inner) else ""
 
 

@@ -16,7 +16,7 @@ from bmforge.data.sources.cuts import read_part
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.kinds import SOURCES, kind_of, read_stream
 from bmforge.data.sources.packed import PACKED
-from bmforge.data.sources.record import ReadOptions, Record, Where
+from bmforge.data.sources.record import ReadOptions, Record, Where, show_name
 from bmforge.errors import BmforgeError, DataError
 from bmforge.logging import get_logger
 
@@ -33,6 +33,9 @@ __all__ = [
 _SUFFIXES = tuple(suffix for source in SOURCES.values() for suffix in source.suffixes)
 _HEAD_BYTES = 1024
 _KEPT_MESSAGES = 5
+_LEAST_BUDGET = 1 << 25
+_MOST_BUDGET = 1 << 30
+_HIGHEST_RATIO = 100
 
 
 @dataclass
@@ -188,7 +191,10 @@ def read_records(
             if begin:
                 yield from read_part(stream, path, options, begin, end, line)
                 return
-            yield from read_stream(stream, path.name, Where(str(path), end=end), options)
+            # One small file may not fill the memory: in one piece it is unpacked up to this size.
+            budget = min(max(_LEAST_BUDGET, _HIGHEST_RATIO * path.stat().st_size), _MOST_BUDGET)
+            where = Where(show_name(str(path)), end=end, budget_bytes=budget)
+            yield from read_stream(stream, path.name, where, options)
     except BmforgeError:
         raise
     except Exception as error:  # a parser may stumble over a damaged file in any way

@@ -1,4 +1,4 @@
-"""The table of what is read, and how a stream's kind is told: by its first bytes, then its name."""
+"""Table of the kinds of files that are read; detects a kind by first bytes, then by name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,33 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
-from bmforge.data.sources.archives import Member, drop_member, tar_members, zip_members
-from bmforge.data.sources.books import read_docx, read_epub
+from bmforge.data.sources.archives import (
+    Member,
+    drop_member,
+    open_zip,
+    tar_members,
+    zip_members,
+)
+from bmforge.data.sources.books import read_epub
 from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding
 from bmforge.data.sources.html import read_html
-from bmforge.data.sources.lines import read_jsonl, read_text_file
+from bmforge.data.sources.lines import (
+    read_json,
+    read_jsonl,
+    read_notebook,
+    read_subtitles,
+    read_text_file,
+)
+from bmforge.data.sources.office import (
+    office_kind,
+    read_docx,
+    read_open_document,
+    read_pptx,
+    read_xlsx,
+)
 from bmforge.data.sources.packed import inner_name, packing_of, unpack
 from bmforge.data.sources.pdf import read_pdf
-from bmforge.data.sources.record import Reader, ReadOptions, Record, Where, fail
+from bmforge.data.sources.record import Reader, ReadOptions, Record, Where, fail, show_name
 from bmforge.data.sources.tables import read_arrow, read_csv, read_parquet, read_tsv
 from bmforge.data.sources.warc import read_arc, read_warc
 from bmforge.errors import BmforgeError, DataError
@@ -23,6 +42,7 @@ from bmforge.errors import BmforgeError, DataError
 __all__ = ["SOURCES", "Source", "kind_of", "read_stream"]
 
 _HEAD_BYTES = 1024
+_COUNT_BYTES = 1 << 20
 _DEEPEST = 4  # archives in archives
 _TAR_MAGIC = 257, b"ustar"
 
@@ -47,8 +67,19 @@ class Source:
     unpacks: str = ""
 
 
+_CODE = (
+    "py pyi js mjs jsx ts tsx java kt kts scala c h cc cpp cxx hpp hh cs go rs rb php pl pm lua r "
+    "jl m swift dart hs ml mli ex exs erl clj lisp el sh bash zsh ps1 bat sql css scss cu cuh f90 "
+    "f95 pas vb asm cmake mk gradle proto graphql tf nix yaml yml toml ini cfg"
+)
+CODE_SUFFIXES = tuple(f".{name}" for name in _CODE.split())
+
 SOURCES: dict[str, Source] = {
-    "text": Source((".txt", ".md"), read=read_text_file),
+    "text": Source((".txt", ".md", ".markdown", ".rst", ".tex"), read=read_text_file),
+    "code": Source(CODE_SUFFIXES, read=read_text_file),
+    "subtitles": Source((".srt", ".vtt"), read=read_subtitles),
+    "notebook": Source((".ipynb",), read=read_notebook),
+    "json": Source((".json",), read=read_json),
     "jsonl": Source((".jsonl", ".ndjson"), read=read_jsonl),
     "csv": Source((".csv",), read=read_csv),
     "tsv": Source((".tsv",), read=read_tsv),
@@ -60,10 +91,14 @@ SOURCES: dict[str, Source] = {
     "arc": Source((".arc",), (b"filedesc:",), read_arc),
     "epub": Source((".epub",), read=read_epub),
     "docx": Source((".docx",), read=read_docx),
+    "pptx": Source((".pptx",), read=read_pptx),
+    "xlsx": Source((".xlsx",), read=read_xlsx),
+    "odf": Source((".odt", ".ods", ".odp"), read=read_open_document),
     "zip": Source((".zip",), (b"PK\x03\x04", b"PK\x05\x06"), members=zip_members, in_memory=True),
     "tar": Source((".tar",), members=tar_members),
 }
 _BY_SUFFIX = {suffix: kind for kind, source in SOURCES.items() for suffix in source.suffixes}
+_ZIP_KINDS = ("epub", "docx", "pptx", "xlsx", "odf")
 _PAGES = (b"<!doctype html", b"<html")
 
 
@@ -75,7 +110,7 @@ def kind_of(head: bytes, name: str) -> str:
         name: of the file or member, with what says that it is packed or without.
     """
     said = _BY_SUFFIX.get(PurePosixPath(inner_name(name)).suffix, "")
-    if said in ("epub", "docx"):  # both are zip files
+    if said in _ZIP_KINDS and head.startswith(b"PK"):
         return said
     for kind, source in SOURCES.items():
         if head.startswith(source.magic):
@@ -107,15 +142,24 @@ def read_stream(
         if depth >= _DEEPEST:
             yield drop_member(where, "archive_depth", depth, _DEEPEST)
             return
-        inner = unpack(stream, packing, str(where))
+        budget = where.budget_bytes if depth else 0
+        inner = unpack(stream, packing, str(where), budget)
         yield from read_stream(inner, inner_name(name), where, options, depth + 1)
         return
     if kind == "":
-        yield drop_member(where, "unknown_kind", PurePosixPath(name).suffix)
+        suffix, size = PurePosixPath(name).suffix, _count_bytes(stream)
+        yield drop_member(where, "unknown_kind", suffix, None, size)
         return
+    if SOURCES[kind].in_memory and not (depth == 0 and stream.seekable()):
+        raw = stream.read(where.budget_bytes + 1)
+        if len(raw) > where.budget_bytes:
+            yield drop_member(where, "archive_size", len(raw), where.budget_bytes, len(raw))
+            return
+        stream = io.BufferedReader(io.BytesIO(raw))  # type: ignore[arg-type]
+    if kind == "zip" and (office := office_kind(open_zip(stream, where))):
+        kind = office
+        stream.seek(0)
     source = SOURCES[kind]
-    if source.in_memory and not (depth == 0 and stream.seekable()):
-        stream = io.BufferedReader(io.BytesIO(stream.read()))  # type: ignore[arg-type]
     if source.read is not None:
         if kind in ("jsonl", "csv", "tsv") and not where.encoding:
             found = detect_encoding(_peek(stream, SAMPLE_BYTES))
@@ -125,14 +169,23 @@ def read_stream(
     if depth >= _DEEPEST:
         yield drop_member(where, "archive_depth", depth, _DEEPEST)
         return
+    yield from _read_members(stream, source, where, options, depth)
+
+
+def _read_members(
+    stream: BinaryIO, source: Source, where: Where, options: ReadOptions, depth: int
+) -> Iterator[Record]:
+    """Yield the entries of each member of an archive; a damaged member costs itself alone."""
     assert source.members is not None
-    for member, inside in source.members(stream, where, options):
-        if isinstance(inside, Record):
-            yield inside
+    for member, content in source.members(stream, where, options):
+        if isinstance(content, Record):
+            yield content
             continue
-        place = Where(where.source, f"{where.inside}/{member}" if where.inside else member)
+        shown = show_name(member)
+        inside = f"{where.inside}/{shown}" if where.inside else shown
+        place = Where(where.source, inside, budget_bytes=where.budget_bytes)
         try:
-            yield from read_stream(inside, member, place, options, depth + 1)
+            yield from read_stream(content, member, place, options, depth + 1)
         except DataError as error:
             yield fail(place.whole(), 0, error)
         except BmforgeError:
@@ -140,6 +193,14 @@ def read_stream(
         except Exception as error:  # a parser may stumble over a damaged member in any way
             said = DataError(f"{place} cannot be read ({type(error).__name__}: {error})")
             yield fail(place.whole(), 0, said)
+
+
+def _count_bytes(stream: BinaryIO) -> int:
+    """Return how many bytes are left in a stream."""
+    count = 0
+    while chunk := stream.read(_COUNT_BYTES):
+        count += len(chunk)
+    return count
 
 
 def _peek(stream: BinaryIO, size: int) -> bytes:

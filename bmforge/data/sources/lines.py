@@ -1,23 +1,41 @@
-"""Text files, one document each, and .jsonl files, one document a line."""
+"""Reads text files and notebooks, one document each, and JSON, one document per line or object."""
 
 from __future__ import annotations
 
 import codecs
 import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
+from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.encoding import decode
 from bmforge.data.sources.record import ReadOptions, Record, Where, fail
 from bmforge.errors import DataError
 
-__all__ = ["find_known", "find_text", "is_cut_by_bytes", "read_jsonl", "read_text_file"]
+__all__ = [
+    "find_known",
+    "find_text",
+    "is_cut_by_bytes",
+    "is_json_lines",
+    "read_json",
+    "read_jsonl",
+    "read_notebook",
+    "read_subtitles",
+    "read_text_file",
+]
 
 _WAY_OUT = "mend the line, or leave such lines out with skip_bad=True (--skip-bad)"
 _LONGEST_LINE_BYTES = 1 << 28
+_LARGEST_JSON_BYTES = 1 << 28
+_SAMPLE_BYTES = 1 << 16
+# Numbers, times, settings and markup of .srt and .vtt.
+_CUE = re.compile(r"\d+|WEBVTT.*|(?:NOTE|STYLE|REGION|Kind:|Language:).*|.*-->.*")
+_CUE_MARKUP = re.compile(r"</?[a-zA-Z][^>]{0,60}>|\{\\[^}]{0,60}\}|<\d[\d:.]{4,12}>")
 # Fields by which data sets say what else is known of a text.
 _KNOWN = {
     "url": ("url",),
@@ -39,6 +57,81 @@ def _parse_text(raw: bytes, where: Where, options: ReadOptions) -> Document:
     if not decoded.text.strip():
         raise DataError(f"file {str(where)!r} is empty: remove it from the input")
     return Document(decoded.text, where.source, where.whole(), scores=decoded.scores())
+
+
+def read_subtitles(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
+    """Yield the whole file as one entry: the spoken lines, without numbers and times."""
+    raw = stream.read()
+    yield Record(where.whole(), len(raw), partial(_parse_subtitles, raw, where, options))
+
+
+def _parse_subtitles(raw: bytes, where: Where, options: ReadOptions) -> Document:
+    whole = _parse_text(raw, where, options)
+    lines = (_CUE_MARKUP.sub("", line).strip() for line in whole.text.splitlines())
+    text = "\n".join(line for line in lines if line and not _CUE.fullmatch(line))
+    return replace(whole, text=text, id="")
+
+
+def read_notebook(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
+    """Yield the whole notebook as one entry: the sources of its cells, without outputs."""
+    raw = stream.read(_LARGEST_JSON_BYTES + 1)
+    yield Record(where.whole(), len(raw), partial(_parse_notebook, raw, where, options))
+
+
+def _parse_notebook(raw: bytes, where: Where, options: ReadOptions) -> Document:
+    whole = _parse_text(raw, where, options)
+    try:
+        cells = json.loads(whole.text)["cells"]
+        sources = (cell["source"] for cell in cells if cell["cell_type"] != "raw")
+        texts = [source if isinstance(source, str) else "".join(source) for source in sources]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"file {str(where)!r} is no notebook ({error})") from error
+    text = "\n\n".join(text for text in texts if text.strip())
+    return Document(text, where.source, where.whole(), scores=whole.scores)
+
+
+def is_json_lines(sample: bytes) -> bool:
+    """Return True if a .json file holds an object on each line, as many data sets have it."""
+    first, newline, _ = sample.lstrip(b"\xef\xbb\xbf \t\r\n").partition(b"\n")
+    if not first.startswith(b"{"):
+        return False
+    if not newline:  # one long line, or one object
+        return len(sample) >= _SAMPLE_BYTES
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
+    """Yield one entry per line, per element of a list, or the one object of a .json file."""
+    if is_json_lines(stream.peek(_SAMPLE_BYTES)[:_SAMPLE_BYTES]):  # type: ignore[attr-defined]
+        yield from read_jsonl(stream, where, options)
+        return
+    raw = stream.read(_LARGEST_JSON_BYTES + 1)
+    if len(raw) > _LARGEST_JSON_BYTES:
+        drop = Drop("json_too_large", len(raw), _LARGEST_JSON_BYTES, str(where))
+        yield Record(where.whole(), len(raw), lambda: drop)
+        return
+    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors)
+    try:
+        loaded = json.loads(decoded.text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"file {str(where)!r} is not JSON ({error}); {_WAY_OUT}") from error
+    records = loaded if isinstance(loaded, list) else [loaded]
+    for number, record in enumerate(records, 1):
+        parse = partial(_parse_object, record, where, number, options, decoded.scores())
+        yield Record(where.place(number), len(raw) // len(records), parse)
+
+
+def _parse_object(
+    record: Any, where: Where, number: int, options: ReadOptions, scores: Mapping[str, float]
+) -> Document:
+    if isinstance(record, str):
+        return Document(record, where.source, where.place(number), scores=scores)
+    text = find_text(record, options.text_field, f"{where}:{number}")
+    known = find_known(record)
+    return Document(text, where.source, where.place(number), scores=scores, **known)
 
 
 def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:

@@ -1,4 +1,4 @@
-"""Packed streams, unpacked on the way: gz, bz2, xz and zst, by their first bytes."""
+"""Unpacks gz, bz2, xz and zst streams while they are read."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MAGIC = {
     ".zst": b"\x28\xb5\x2f\xfd",
 }
 _CHUNK_BYTES = 1 << 20
-_HIGHEST_RATIO = 500  # of unpacked to packed, for what is large; text stays far below
-_LARGE_BYTES = 1 << 28
+_HIGHEST_RATIO = 100  # of unpacked to packed bytes, for large streams; text stays far below
+_LARGE_BYTES = 1 << 25
 
 
 def inner_name(name: str) -> str:
@@ -43,8 +43,11 @@ def packing_of(head: bytes, name: str) -> str:
     return next((suffix for suffix in PACKED if name.lower().endswith(suffix)), "")
 
 
-def unpack(stream: BinaryIO, packing: str, name: str) -> BinaryIO:
-    """Return the unpacked form of a stream; a bomb is an `OSError` where it shows."""
+def unpack(stream: BinaryIO, packing: str, name: str, most_bytes: int = 0) -> BinaryIO:
+    """Return the unpacked form of a stream.
+
+    Reading raises `OSError` where more comes out than text has, or than `most_bytes` (0: no bound).
+    """
     raw: Any
     if packing == ".gz":
         raw = gzip.GzipFile(fileobj=stream)
@@ -54,7 +57,7 @@ def unpack(stream: BinaryIO, packing: str, name: str) -> BinaryIO:
         raw = lzma.LZMAFile(stream)  # noqa: SIM115
     else:
         raw = _ZstdReader(stream, name)
-    return io.BufferedReader(_Guarded(raw, stream), _CHUNK_BYTES)  # type: ignore[return-value]
+    return io.BufferedReader(_Guarded(raw, stream, most_bytes), _CHUNK_BYTES)  # type: ignore[return-value]
 
 
 def open_unpacked(path: Path) -> BinaryIO:
@@ -65,11 +68,12 @@ def open_unpacked(path: Path) -> BinaryIO:
 
 
 class _Guarded(io.RawIOBase):
-    """Reads from an unpacking stream as long as what comes out is in proportion."""
+    """Reads from an unpacking stream as long as its output is in proportion to its input."""
 
-    def __init__(self, unpacked: Any, packed: BinaryIO) -> None:
+    def __init__(self, unpacked: Any, packed: BinaryIO, most_bytes: int) -> None:
         super().__init__()
         self._unpacked, self._packed, self._count_bytes = unpacked, packed, 0
+        self._most_bytes = most_bytes
 
     def readable(self) -> bool:
         """Return True: this stream is for reading."""
@@ -90,6 +94,8 @@ class _Guarded(io.RawIOBase):
         allowed = max(_LARGE_BYTES, _HIGHEST_RATIO * self._packed.tell())
         if self._count_bytes > allowed:
             raise OSError(f"it unpacks to over {_HIGHEST_RATIO} times its size: a bomb")
+        if 0 < self._most_bytes < self._count_bytes:
+            raise OSError(f"it unpacks to over {self._most_bytes} bytes inside its archive: a bomb")
         return len(data)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
 from bmforge.errors import DataError
 
-__all__ = ["Reader", "ReadOptions", "Record", "Where", "fail"]
+__all__ = ["Reader", "ReadOptions", "Record", "Where", "fail", "show_name"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Where:
         end: one past the last byte to read, the last row of Parquet, -1 for all.
         line: the number of the first line or row.
         encoding: what the whole of it looks like, where that is not UTF-8; "" is not known.
+        budget_bytes: how much of it may be in memory at once when unpacked.
     """
 
     source: str
@@ -45,6 +46,7 @@ class Where:
     end: int = -1
     line: int = 1
     encoding: str = ""
+    budget_bytes: int = 1 << 28
 
     def place(self, number: int | str) -> str:
         """Return the place of an entry, as a document keeps it."""
@@ -74,6 +76,11 @@ class Record:
 
 
 Reader = Callable[[BinaryIO, Where, ReadOptions], Iterator[Record]]
+
+
+def show_name(name: str) -> str:
+    r"""Return a file name with bytes that are not UTF-8 as ``\xe9``, so that it can be written."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def fail(place: str, size_bytes: int, error: DataError) -> Record:
