@@ -7,7 +7,6 @@ statistics of one block are in memory at a time, and each block sees the errors 
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bmforge.compress.batches import prepare_batches
 from bmforge.compress.block_calls import BlockCall, record_calls
 from bmforge.compress.matrices import Matrix, find_matrices, watch_inputs
 from bmforge.errors import ConfigError
@@ -27,8 +27,6 @@ __all__ = [
     "Statistic",
     "by_block",
     "calibrate_blocks",
-    "check_batches",
-    "prepare_batch",
 ]
 
 
@@ -105,7 +103,7 @@ def calibrate_blocks(
     Memory: the hidden states of all batches, what one batch makes in a block, and the statistics
         of one block, or with `size` of a part of it.
     """
-    prepared = [prepare_batch(model, batch) for batch in check_batches(batches)]
+    prepared = prepare_batches(model, batches)
     blocks = find_repeated_blocks(model)
     matrices = by_block(find_matrices(model, where), blocks)
     show = _Show(visit, gather, size)
@@ -119,34 +117,6 @@ def calibrate_blocks(
             _calibrate_stack(model, stack, blocks, matrices, prepared, show, bar)
         for _ in bar:
             pass
-
-
-def check_batches(batches: Sequence[Any] | None) -> Sequence[Any]:
-    """Return batches that hold something.
-
-    Raises:
-        ConfigError: there are none, or one is empty.
-    """
-    if not batches:
-        raise ConfigError(
-            "no calibration texts were given: pass batches, some dozens of the model's inputs like "
-            "those it is for."
-        )
-    for number, batch in enumerate(batches):
-        tensors = [batch] if isinstance(batch, Tensor) else list(batch.values())
-        if not tensors or any(t.numel() == 0 for t in tensors if isinstance(t, Tensor)):
-            raise ConfigError(f"batch {number} of the calibration texts is empty: leave it out.")
-    return batches
-
-
-def prepare_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a batch as the model's arguments, on its device, without a cache of keys."""
-    found = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-    device = next(model.parameters()).device
-    found = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in found.items()}
-    if "use_cache" in inspect.signature(type(model).forward).parameters:
-        found["use_cache"] = False
-    return found
 
 
 def by_block(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.compress.calibrate import check_batches, prepare_batch
+from bmforge.compress.batches import prepare_batches
 from bmforge.compress.matrices import Matrix, find_matrices
 from bmforge.compress.rounding import round_matrix
 from bmforge.errors import ConfigError
@@ -69,27 +69,37 @@ def measure_sensitivity(
     Memory: one matrix twice; without labels the outputs of one batch.
     Compute: a forward pass per batch, module and scheme.
     """
-    prepared = [prepare_batch(model, batch) for batch in check_batches(batches)]
+    prepared = prepare_batches(model, batches)
     groups: dict[str, list[Matrix]] = {}
     for matrix in find_matrices(model, where):
         groups.setdefault(matrix.owner, []).append(matrix)
     trials = {name: _fitting(members, schemes) for name, members in groups.items()}
     added = {(name, scheme): 0.0 for name, found in trials.items() for scheme in found}
+    tokens = [_count_tokens(batch) for batch in prepared]
     with evaluating(model):
-        for batch in track(prepared, "sensitivity"):
+        for number, batch in enumerate(track(prepared, "sensitivity")):
+            weight = tokens[number] / sum(tokens)
             measure = _measurer(model, batch, loss)
             base = measure()
             for name, scheme in added:
                 kept = [matrix.read().clone() for matrix in groups[name]]
                 for matrix in groups[name]:
                     matrix.write_(round_matrix(matrix.read(), PRESETS[scheme]))
-                added[name, scheme] += (measure() - base) / len(prepared)
+                added[name, scheme] += (measure() - base) * weight
                 for matrix, old in zip(groups[name], kept, strict=True):
                     matrix.write_(old)
     return [
         Sensitivity(name, scheme, found, *_size(groups[name], PRESETS[scheme]))
         for (name, scheme), found in added.items()
     ]
+
+
+def _count_tokens(batch: Mapping[str, Any]) -> int:
+    """Return how many tokens of a batch count in its mean loss."""
+    labels = batch.get("labels")
+    if labels is not None:
+        return int((labels != -100).sum())
+    return next(int(t.shape[:2].numel()) for t in batch.values() if isinstance(t, Tensor))
 
 
 def _fitting(members: Sequence[Matrix], schemes: Sequence[str]) -> list[str]:

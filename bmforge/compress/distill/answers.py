@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.compress.calibrate import prepare_batch
+from bmforge.compress.batches import prepare_batch
 from bmforge.compress.distill.capture import Recorder, take_prediction
 from bmforge.errors import CheckpointError, ConfigError, DataError
 from bmforge.files import partial_name, read_json, replace_file

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.compress.calibrate import prepare_batch
+from bmforge.compress.batches import prepare_batches
 from bmforge.errors import ConfigError
 from bmforge.nn import MLP
 from bmforge.surgery import evaluating
@@ -25,54 +25,50 @@ def collect_inputs(
     batches: Iterable[Any],
     max_tokens: int,
 ) -> dict[str, Tensor]:
-    """Return what goes into modules while batches run: name -> tokens; padding is left out.
+    """Return the input tokens of some modules, padding left out: module name -> tokens.
 
     Args:
-        model: any.
-        names: of modules that take hidden states.
-        batches: arguments of its forward, or token ids alone; `attention_mask` tells padding.
-        max_tokens: so many are kept of each.
+        model: any model.
+        names: names of modules whose first argument is hidden states.
+        batches: arguments of its forward, or token ids alone; `attention_mask` marks padding.
+        max_tokens: number of tokens that are collected for each module.
 
     Shape:
         returns (M, D) each
 
     Raises:
-        ConfigError: there are no batches, or no token in them.
+        ConfigError: there are no batches, or a module receives no token.
     """
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    tokens: dict[str, list[Tensor]] = {name: [] for name in names}
     counts = dict.fromkeys(names, 0)
-    mask: list[Tensor | None] = [None]
 
-    def keep(name: str, args: tuple[Any, ...]) -> None:
+    def collect(name: str, args: tuple[Any, ...]) -> None:
         x: Tensor = args[0].detach()
-        shown = mask[0]
-        fits = shown is not None and shown.shape == x.shape[:-1]
-        tokens = x[shown.bool()] if fits and shown is not None else x.flatten(0, -2)
-        tokens = tokens[: max_tokens - counts[name]]
-        counts[name] += tokens.shape[0]
-        found[name].append(tokens.clone())
+        part = x.flatten(0, -2)[: max_tokens - counts[name]]
+        counts[name] += part.shape[0]
+        tokens[name].append(part.clone())
 
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, name=name: keep(name, args)  # type: ignore[misc]
+            lambda module, args, name=name: collect(name, args)  # type: ignore[misc]
         )
         for name in names
     ]
     try:
         with evaluating(model):
-            for batch in batches:
-                given = prepare_batch(model, batch)
-                given.pop("labels", None)
-                mask[0] = given.get("attention_mask")
-                model(**given)
+            for batch in prepare_batches(model, list(batches)):
+                model(**batch)
                 if all(count >= max_tokens for count in counts.values()):
                     break
     finally:
         for hook in hooks:
             hook.remove()
-    if any(not count for count in counts.values()):
-        raise ConfigError("the batches hold no tokens to look at: give some calibration batches.")
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    if empty := [name for name, count in counts.items() if not count]:
+        raise ConfigError(
+            f"the calibration batches bring no token to {empty[0]}. Pass more batches, or leave "
+            "that layer out of `where`."
+        )
+    return {name: torch.cat(parts) for name, parts in tokens.items()}
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.compress.calibrate import check_batches
 from bmforge.compress.moefy.activity import collect_inputs, each_activity, sum_groups
 from bmforge.compress.moefy.cluster import group_at_random, group_rows, order_of
 from bmforge.compress.moefy.coactivation import count_together, group_together
@@ -98,7 +97,7 @@ def moefy(
     undo = _use_relu_(model) if config.relu else None
     try:
         names = [f"{name}.mlp" for name in shares]
-        inputs = collect_inputs(model, names, check_batches(batches), config.max_tokens)
+        inputs = collect_inputs(model, names, batches, config.max_tokens)
         splits: dict[str, _Split] = {}
         for name, per_token in track(list(shares.items()), "experts"):
             mlp = model.get_submodule(f"{name}.mlp")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bmforge.compress.calibrate import check_batches
+from bmforge.compress.batches import check_batches
 from bmforge.compress.prune.calibrated import prune_by_texts_
 from bmforge.compress.prune.config import PruneConfig
 from bmforge.compress.prune.plan import Kept, Plan

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from bmforge.compress.calibrate import check_batches, prepare_batch
+from bmforge.compress.batches import prepare_batches
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn import Block, MoESpec
@@ -61,9 +61,9 @@ def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size")
         raise ConfigError(f"by={by!r} needs batches to measure on; by='size' needs none.")
     probes = _Probes(blocks, by == "taylor")
     with probes.attached(model):
-        for batch in check_batches(batches):
-            probes.run(model, prepare_batch(model, batch))
-    return scores | probes.scores(model, len(batches), by)
+        for batch in prepare_batches(model, batches):
+            probes.run(model, batch)
+    return scores | probes.scores(by)
 
 
 def _sizes(model: Any, blocks: Mapping[str, Block]) -> Scores:
@@ -143,6 +143,7 @@ class _Probes:
     def __init__(self, blocks: Mapping[str, Block], wants_gradient: bool) -> None:
         self.blocks, self.wants_gradient = blocks, wants_gradient
         self.seen: dict[tuple[str, str], Tensor] = {}
+        self.counts: dict[tuple[str, str], int] = {}
         self.scales: list[tuple[tuple[str, str], Tensor]] = []
 
     @contextmanager
@@ -190,15 +191,18 @@ class _Probes:
             keys, torch.autograd.grad(loss, scales, allow_unused=True), strict=True
         ):
             if grad is not None:
-                self._add(key, grad.float().square())
+                self._add(key, grad.float().square(), 1)
         self.scales.clear()
 
-    def _add(self, key: tuple[str, str], value: Tensor) -> None:
-        self.seen[key] = self.seen[key] + value if key in self.seen else value
+    def _add(self, key: tuple[str, str], total: Tensor, count: int) -> None:
+        """Add a sum over `count` tokens, or the value of one batch, to a score."""
+        self.seen[key] = self.seen[key] + total if key in self.seen else total
+        self.counts[key] = self.counts.get(key, 0) + count
 
     def _thin(self, key: tuple[str, str], x: Tensor) -> Tensor:
         if not self.wants_gradient:
-            self._add(key, x.detach().float().square().flatten(0, -2).sum(0))
+            squares = x.detach().float().square().flatten(0, -2)
+            self._add(key, squares.sum(0), squares.shape[0])
             return x
         scale = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device, requires_grad=True)
         self.scales.append((key, scale))
@@ -206,24 +210,26 @@ class _Probes:
 
     def _share(self, key: tuple[str, str], before: Tensor, after: Tensor) -> Tensor:
         if not self.wants_gradient:
-            added = (after - before).float().norm(dim=-1).mean()
-            turn = 1 - torch.cosine_similarity(before.float(), after.float(), -1).mean()
+            added = (after - before).float().norm(dim=-1).sum()
+            count = before.shape[:-1].numel()
+            turn = (1 - torch.cosine_similarity(before.float(), after.float(), -1)).sum()
             # Side by side, a half is what it adds: nothing before it has a direction.
             turn = turn if before.any() else added
-            self._add((key[0], f"{key[1]}.turn"), turn.view(1))
-            self._add((key[0], f"{key[1]}.size"), added.view(1))
+            self._add((key[0], f"{key[1]}.turn"), turn.view(1), count)
+            self._add((key[0], f"{key[1]}.size"), added.view(1), count)
             if key[1] == "block":
-                self._add(("", "hidden"), after.detach().float().abs().flatten(0, -2).mean(0))
+                sizes = after.detach().float().abs().flatten(0, -2).sum(0)
+                self._add(("", "hidden"), sizes, count)
             return after
         scale = torch.ones(1, dtype=after.dtype, device=after.device, requires_grad=True)
         self.scales.append((key, scale))
         return before + scale * (after - before)
 
-    def scores(self, model: Any, batches: int, by: By) -> Scores:
-        """Return what was seen, per unit."""
+    def scores(self, by: By) -> Scores:
+        """Return the importance of each unit: the mean over tokens, or batches of gradients."""
         found: Scores = {}
         for (name, what), total in self.seen.items():
-            mean = total / batches
+            mean = total / self.counts[name, what]
             if what.endswith(".thin"):
                 found |= self._unit_scores(name, what, mean)
             elif what in ("hidden",) or self.wants_gradient:

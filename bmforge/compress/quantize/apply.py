@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from bmforge.compress.calibrate import check_batches
+from bmforge.compress.batches import check_batches
 from bmforge.compress.matrices import Matrix, find_matrices
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.gptq import quantize_gptq_
