@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 
 __all__ = ["BlockCall", "record_calls"]
@@ -38,6 +39,22 @@ class BlockCall:
             kwargs[self.slot] = x
         out = block(*args, **kwargs)
         return out if self.take is None else out[self.take]
+
+    def widened(self) -> BlockCall:
+        """Return the same call with its 16-bit arguments in fp32."""
+        args = tuple(_widen(value) for value in self.args)
+        kwargs = {name: _widen(value) for name, value in self.kwargs.items()}
+        return BlockCall(args, kwargs, self.slot, self.take)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(wide_dtype(value.dtype))
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(_widen(item) for item in value)
+    if type(value) is dict:
+        return {name: _widen(item) for name, item in value.items()}
+    return value
 
 
 class _EnoughError(Exception):

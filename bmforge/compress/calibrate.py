@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bmforge.compress.batches import prepare_batches
 from bmforge.compress.block_calls import BlockCall, record_calls
 from bmforge.compress.matrices import Matrix, find_matrices, watch_inputs
+from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.logging import track
 from bmforge.surgery import evaluating, find_repeated_blocks
@@ -67,6 +68,11 @@ class BlockRun:
             if count is not None and number >= count:
                 return
             yield call.run(self.block, x)
+
+    def run_wide(self) -> Iterator[Tensor]:
+        """Yield the outputs of the block with all its inputs in fp32, batch by batch."""
+        for call, x in zip(self.calls, self.inputs, strict=True):
+            yield call.widened().run(self.block, x.to(wide_dtype(x.dtype)))
 
 
 @torch.no_grad()

@@ -28,10 +28,20 @@ class InputNorms:
         self.tokens += x.shape[0]
 
     @property
+    def is_dead(self) -> bool:
+        """Whether all inputs were zero."""
+        return self.squares is not None and not bool(self.squares.any())
+
+    @property
     def norms(self) -> Tensor:
-        """The 2-norm of every column over all tokens."""
+        """The 2-norm of every column over all tokens.
+
+        Columns that were always 0 count a millionth of the largest, so that of their weights the
+        smallest are pruned first.
+        """
         assert self.squares is not None
-        return self.squares.sqrt()
+        norms = self.squares.sqrt()
+        return norms.clamp(min=float(norms.max()) * 1e-6)
 
 
 class InputSizes:
@@ -42,6 +52,12 @@ class InputSizes:
         self._sums: Tensor | None = None
         self._rows: list[Tensor] = []
         self.tokens = 0
+
+    @property
+    def is_dead(self) -> Tensor:
+        """Columns that no token has excited: (columns,), bool."""
+        assert self.largest is not None
+        return self.largest == 0
 
     def add(self, x: Tensor) -> None:
         """Count inputs."""
@@ -80,6 +96,11 @@ class Hessian:
         self.products: Tensor | None = None
         self.tokens = 0
         self._factor: Tensor | None = None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether all inputs were zero, so that no weight matters more than another."""
+        return self.products is not None and not bool(self.products.diagonal().any())
 
     @staticmethod
     def size_bytes(matrix: Matrix) -> int:

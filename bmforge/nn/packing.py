@@ -51,7 +51,10 @@ class QuantSpec:
     Args:
         bits: 8 or 4, of every value.
         group_size: so many columns of a row share a scale; 0 is the whole row.
-        symmetric: zero stays zero; otherwise every group has a minimum as well.
+        symmetric: the zero point is 0; otherwise every group has a minimum as well. With
+            `scale_dtype` "float32" the minimum is minus an integer zero point times the scale, as
+            in AWQ, GPTQ and compressed-tensors, and a weight of 0 stays exactly 0; with "float16"
+            it is any number, as in GGUF's Q4_1.
         activations: "int8" quantises what goes in, by groups of the same columns of every token;
             "float" takes it as it is, which is more exact and slower.
         outlier_ratio: share of the input columns, those with most of the error, that is kept in 16
@@ -119,8 +122,10 @@ PRESETS: Mapping[str, QuantSpec] = {
     "int8-dynamic": QuantSpec(8, 0, scale_dtype="float32"),
     "int4": QuantSpec(4, 32),
     "int4-128": QuantSpec(4, 128),
+    "int4-asym": QuantSpec(4, 128, symmetric=False, scale_dtype="float32"),
 }
-"""Scheme -> what it is. "int8" and "int4" hold what GGUF's Q8_0 and Q4_0 hold."""
+"""Scheme name -> its QuantSpec. "int8" and "int4" hold what GGUF's Q8_0 and Q4_0 hold; "int4-asym"
+is compressed-tensors' W4A16_ASYM."""
 
 
 def find_preset(scheme: str | QuantSpec) -> QuantSpec:
@@ -171,11 +176,17 @@ def packed_shapes(rows: int, columns: int, spec: QuantSpec) -> dict[str, tuple[i
     return {"packed": packed, "scales": scales} | ({} if spec.symmetric else {"minima": scales})
 
 
-def quantize_groups(matrix: Tensor, spec: QuantSpec) -> Integers:
-    """Return the integers of a matrix, its scales and minima.
+def quantize_groups(matrix: Tensor, spec: QuantSpec, range_ratio: float = 1.0) -> Integers:
+    """Round a matrix to the integers, scales and minima of a scheme.
 
     Symmetric groups are rounded as GGUF's Q8_0 and Q4_0 are (4 bits have one value more below zero
-    than above, so the scale takes the sign of the largest), others as its Q4_1.
+    than above, so the scale takes the sign of the largest), asymmetric ones as its Q4_1 or, with
+    scales in fp32, to integer zero points.
+
+    Args:
+        matrix: weights.
+        spec: scheme.
+        range_ratio: ratio of each group's range that the integers cover; values beyond are clipped.
 
     Shape:
         matrix: (rows, columns), any float dtype
@@ -187,11 +198,15 @@ def quantize_groups(matrix: Tensor, spec: QuantSpec) -> Integers:
     """
     rows, columns = matrix.shape
     groups = matrix.detach().float().view(rows, -1, spec.group_of(columns))
-    quantize = _quantize_symmetric if spec.symmetric else _quantize_asymmetric
-    values, scales, minima = quantize(groups, spec.bits)
-    kept = narrow_scales(scales, spec)
-    least = None if minima is None else narrow_scales(minima, spec)
-    return Integers(values.view(rows, columns), kept, least)
+    minima: Tensor | None = None
+    if spec.symmetric:
+        values, scales = _quantize_symmetric(groups, spec.bits, range_ratio)
+    elif spec.scale_dtype == "float32":
+        values, scales, minima = _quantize_zero_points(groups, spec.bits, range_ratio)
+    else:
+        values, scales, minima = _quantize_minima(groups, spec.bits, range_ratio)
+    stored = None if minima is None else narrow_scales(minima, spec)
+    return Integers(values.view(rows, columns), narrow_scales(scales, spec), stored)
 
 
 def narrow_scales(scales: Tensor, spec: QuantSpec) -> Tensor:
@@ -209,23 +224,23 @@ def narrow_scales(scales: Tensor, spec: QuantSpec) -> Tensor:
     return kept
 
 
-def _quantize_symmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, None]:
+def _quantize_symmetric(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, Tensor]:
     if bits == 8:
-        scales = groups.abs().amax(-1) / 127
+        scales = groups.abs().amax(-1) * ratio / 127
         scaled = groups * _inverse(scales)[..., None]
         size = scaled.abs()
         rounded = size.floor()
         rounded += ((size - rounded) * 2).floor_()  # halves go away from zero
-        return (rounded * scaled.sign()).to(torch.int8), scales, None
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+        return (rounded * scaled.sign()).clamp_(-127, 127).to(torch.int8), scales
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0] * ratio
     scales = largest / -8
     scaled = groups.double() * _inverse(scales)[..., None].double() + 8.5
-    return (scaled.trunc_().clamp_(0, 15) - 8).to(torch.int8), scales, None
+    return (scaled.trunc_().clamp_(0, 15) - 8).to(torch.int8), scales
 
 
-def _quantize_asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_minima(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, Tensor, Tensor]:
     """Values go from 0 to 15, or from -128 to 127 with the minimum moved as much."""
-    low, high = groups.amin(-1), groups.amax(-1)
+    low, high = groups.amin(-1) * ratio, groups.amax(-1) * ratio
     steps = (1 << bits) - 1
     scales = (high - low) / steps
     values = ((groups - low[..., None]) * _inverse(scales)[..., None] + 0.5).trunc_()
@@ -233,6 +248,25 @@ def _quantize_asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Ten
     if bits == 4:
         return values.to(torch.int8), scales, low
     return (values - 128).to(torch.int8), scales, low + 128 * scales
+
+
+def _quantize_zero_points(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Likewise, with the minimum a multiple of the scale, so that 0 is one of the values.
+
+    Scales have 16 bits of mantissa, so that their product with a zero point is exact in fp32.
+    """
+    low, high = groups.amin(-1).clamp(max=0) * ratio, groups.amax(-1).clamp(min=0) * ratio
+    steps, middle = (1 << bits) - 1, 0 if bits == 4 else 128
+    scales = _shorten_mantissa((high - low) / steps)
+    inverse = _inverse(scales)
+    zeros = (low * -inverse).round_().clamp_(0, steps)
+    values = (groups * inverse[..., None]).round_().add_(zeros[..., None]).clamp_(0, steps)
+    return (values - middle).to(torch.int8), scales, (middle - zeros) * scales
+
+
+def _shorten_mantissa(values: Tensor) -> Tensor:
+    """Round fp32 numbers to 16 bits of mantissa, the leading one included."""
+    return ((values.contiguous().view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
 
 
 def _inverse(scales: Tensor) -> Tensor:

@@ -402,9 +402,9 @@ def test_what_cannot_be_pruned() -> None:
     with pytest.raises(ConfigError, match=r"groups of 4; they do not fit .*down_proj"):
         prune(odd, PruneConfig(pattern="2:4"))
     assert all((m.read() != 0).all() for m in find_matrices(odd))
-    with pytest.raises(ConfigError, match="no calibration texts"):
+    with pytest.raises(ConfigError, match="no calibration batches"):
         prune(gpt2(), PruneConfig(method="wanda"))
-    with pytest.raises(ConfigError, match="batch 1 of the calibration texts is empty"):
+    with pytest.raises(ConfigError, match="calibration batch 1 is empty"):
         prune(gpt2(), PruneConfig(method="wanda"), batches=[texts()[0], texts()[0][:0]])
     with pytest.raises(ConfigError, match="have no effect with method='magnitude'"):
         prune(gpt2(), batches=texts())

@@ -350,7 +350,7 @@ def test_settings_that_contradict_each_other(fields: Any, words: str) -> None:
 
 
 def test_what_cannot_be_quantised() -> None:
-    with pytest.raises(ConfigError, match="no calibration texts"):
+    with pytest.raises(ConfigError, match="no calibration batches"):
         quantize(llama(), "int4", method="gptq")
     with pytest.raises(ConfigError, match="have no effect with method='absmax'"):
         quantize(llama(), "int4", batches=texts())

@@ -19,6 +19,7 @@ from bmforge.compress.prune.config import PruneConfig
 from bmforge.compress.prune.masks import keep_2_of_4, keep_largest
 from bmforge.compress.prune.select import mask_matrix
 from bmforge.compress.statistics import Hessian, InputNorms
+from bmforge.logging import get_logger
 
 __all__ = ["prune_by_texts_", "prune_sparsegpt"]
 
@@ -30,14 +31,18 @@ def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any
         ConfigError: as `calibrate_blocks` does; a Hessian that is not positive.
     """
 
+    without_inputs: list[str] = []
+
     def visit(run: BlockRun) -> None:
         for matrix in run.matrices:
-            values, found = matrix.read(), run.statistics.pop(matrix.name, None)
-            if config.method == "wanda" or found is None:
-                scores = values.abs() * (1 if found is None else found.norms)
-                new = values.masked_fill(~mask_matrix(scores, config, config.sparsity), 0)
+            values, inputs = matrix.read(), run.statistics.pop(matrix.name, None)
+            if inputs is None or inputs.is_dead:
+                without_inputs.append(matrix.name)
+                new = _mask_by_scores(values, values.abs(), config)
+            elif config.method == "wanda":
+                new = _mask_by_scores(values, values.abs() * inputs.norms, config)
             else:
-                new = prune_sparsegpt(values, found, config, matrix.name)
+                new = prune_sparsegpt(values, inputs, config, matrix.name)
             matrix.write_(new)
 
     is_wanda = config.method == "wanda"
@@ -51,6 +56,16 @@ def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any
         title="prune",
         size=None if is_wanda else Hessian.size_bytes,
     )
+    if without_inputs:
+        get_logger().warning(
+            "%s: the calibration batches bring %d of the matrices no input other than 0 (%s); "
+            "their weights are pruned by magnitude",
+            *(config.method, len(without_inputs), ", ".join(without_inputs[:3])),
+        )
+
+
+def _mask_by_scores(values: Tensor, scores: Tensor, config: PruneConfig) -> Tensor:
+    return values.masked_fill(~mask_matrix(scores, config, config.sparsity), 0)
 
 
 @dataclass

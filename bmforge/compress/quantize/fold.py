@@ -8,6 +8,8 @@ too, an activation between), the block says so when it is run, and the scale is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun
 from bmforge.compress.matrices import Matrix
+from bmforge.device import wide_dtype
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
 
@@ -23,7 +26,7 @@ __all__ = ["Fold", "find_folds", "fold_"]
 
 # Last parts of names: whose rows make the columns of which.
 _PAIRS = (("v_proj", "o_proj"), ("up_proj", "down_proj"))
-_CLOSE = 1e-3
+_TOLERANCE = 1e-3  # of the largest output
 
 
 @dataclass
@@ -130,20 +133,40 @@ def _find_pairs(run: BlockRun, linear: dict[str, Matrix]) -> list[Fold]:
 
 @torch.no_grad()
 def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
-    """Put a scale in where that leaves the block what it is; tell whether it does.
+    """Apply scales to a block if that leaves its output unchanged; return True if they were.
+
+    Whether the output is unchanged is computed in fp32: in bf16 the rounding of the scaled weights
+    alone exceeds every useful tolerance.
 
     Shape:
         scales: (columns,), above 0
     """
     if bool((scales == 1).all()):
         return True
-    before = next(run.run(1))
-    kept = [tensor.clone() for tensor in fold.tensors()]
+    with _widened(run.block):
+        before = next(run.run_wide())
+        fold.scale_(scales)
+        change = (next(run.run_wide()) - before).abs().max()
+    if not bool(change <= _TOLERANCE * before.abs().max()):
+        return False
+    originals = [tensor.clone() for tensor in fold.tensors()]
     fold.scale_(scales)
-    after = next(run.run(1))
-    off = (after - before).abs().max()
-    if bool(off <= _CLOSE * before.abs().max()):
+    if all(bool(tensor.isfinite().all()) for tensor in fold.tensors()):
         return True
-    for tensor, old in zip(fold.tensors(), kept, strict=True):
-        tensor.copy_(old)
+    for tensor, original in zip(fold.tensors(), originals, strict=True):
+        tensor.copy_(original)
     return False
+
+
+@contextmanager
+def _widened(block: nn.Module) -> Iterator[None]:
+    """Replace the values of a block's 16-bit tensors by fp32 copies inside the context."""
+    tensors = [*block.parameters(), *block.buffers()]
+    originals = [(t, t.data) for t in tensors if t.is_floating_point()]
+    try:
+        for tensor, data in originals:
+            tensor.data = data.to(wide_dtype(data.dtype), copy=True)
+        yield
+    finally:
+        for tensor, data in originals:
+            tensor.data = data

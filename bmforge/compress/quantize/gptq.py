@@ -53,10 +53,14 @@ def quantize_gptq_(
     integers: dict[str, Integers] = {}
     waiting: list[Matrix] = []
     tokens = _Tokens()
+    dead: list[str] = []
 
     def settle(matrix: Matrix, found: Hessian | None) -> Integers:
         spec = specs[matrix.owner]
         if not tokens.are_enough(matrix, found) or found is None:
+            return quantize_groups(matrix.read(), spec)
+        if found.is_dead:
+            dead.append(matrix.name)
             return quantize_groups(matrix.read(), spec)
         return round_gptq(
             matrix.read(),
@@ -102,6 +106,12 @@ def quantize_gptq_(
             f"{error} The model is quantised up to {done[-1]}: open it anew before another try."
         ) from error
     remember_(model, specs)
+    if dead:
+        get_logger().warning(
+            "gptq: the calibration batches bring %d of the matrices no input other than 0 (%s); "
+            "their weights are rounded to nearest",
+            *(len(dead), ", ".join(dead[:3])),
+        )
 
 
 def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
@@ -148,10 +158,14 @@ class _Tokens:
 
 
 class _Round:
-    """Settles columns: each becomes an integer times its group's scale."""
+    """Rounds column after column to integers times the scale of their group.
+
+    A weight that is 0 stays 0: it was pruned, and error compensation would fill it again.
+    """
 
     def __init__(self, matrix: Tensor, spec: QuantSpec) -> None:
         self.matrix, self.spec = matrix, spec
+        self.is_pruned = matrix == 0
         self.group = spec.group_of(matrix.shape[1])
         self.values = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
         self.scales: list[Tensor] = []
@@ -167,6 +181,8 @@ class _Round:
         least = self.minima[-1].to(column.dtype) if self.minima else torch.zeros_like(scale)
         inverse = torch.where(scale == 0, 0.0, 1 / scale)
         low, high = _RANGES[self.spec.bits, self.spec.symmetric]
+        # Of a minimum that is no multiple of the scale no integer is 0; the nearest is taken.
+        column = column.masked_fill(self.is_pruned[:, number], 0)
         integers = ((column - least) * inverse).round().clamp(low, high)
         self.values[:, number] = integers.to(torch.int8)
         return integers * scale + least

@@ -1,7 +1,7 @@
-"""SmoothQuant and AWQ: columns that matter are made larger before they are rounded.
+"""SmoothQuant and AWQ: scale the input channels of layers before their weights are rounded.
 
-Source: Xiao et al., "SmoothQuant" (2022), equation 4; Lin et al., "AWQ" (2023), the search over
-powers of the mean size of activations, without clipping.
+Source: Xiao et al., "SmoothQuant" (2022), equation 4; Lin et al., "AWQ" (2023): the search over
+powers of the mean size of activations, then the search for each group's clipping range.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks
+from bmforge.compress.matrices import Matrix
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.fold import Fold, find_folds, fold_
 from bmforge.compress.quantize.place import remember_, store_block_
 from bmforge.compress.rounding import round_matrix
 from bmforge.compress.statistics import InputSizes
 from bmforge.logging import get_logger
-from bmforge.nn.packing import QuantSpec
+from bmforge.nn.packing import Integers, QuantSpec, quantize_groups
 
-__all__ = ["awq_scales", "quantize_scaled_", "smooth_scales"]
+__all__ = ["awq_scales", "quantize_clipped", "quantize_scaled_", "smooth_scales"]
 
 _SMALLEST = 1e-5
+# Ratios of each group's range that AWQ's second search tries; those above 1 help symmetric 4-bit
+# groups, which have one value more below zero than above.
+_RANGE_RATIOS = (1.0, 1.14, 1.07, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+_DAMP = 0.01  # share of the mean of the diagonal
+_LARGEST_SCALE_RATIO = 8.0
 
 
 def quantize_scaled_(
@@ -32,69 +38,167 @@ def quantize_scaled_(
     specs: Mapping[str, QuantSpec],
     batches: Sequence[Any],
 ) -> None:
-    """Scale and round the blocks of a model, each on the quantised ones before.
+    """Quantize a model in place, block by block, by SmoothQuant or AWQ.
 
-    Layers whose inputs come from nothing that could take a scale are only rounded.
+    Each block is calibrated on the outputs of the quantized blocks before it. Layers without a norm
+    or linear layer before them that could take the inverse scale are rounded without scaling.
 
     Args:
-        model: in memory.
-        config: the method and its numbers.
-        specs: name of a module -> how it is rounded.
-        batches: texts.
+        model: model in memory, not parallelized.
+        config: method and its hyperparameters.
+        specs: module name -> its scheme.
+        batches: calibration batches.
     """
-    scaled: list[str] = []
+    scaled: set[str] = set()
 
     def visit(run: BlockRun) -> None:
+        scales: dict[str, Tensor] = {}
         for fold in find_folds(run):
-            found: InputSizes | None = run.statistics.get(fold.targets[0].name)
-            if found is None:
+            inputs: InputSizes | None = run.statistics.get(fold.targets[0].name)
+            if inputs is None:
                 continue
             if config.method == "smooth":
-                scales = smooth_scales(fold, found, config.strength)
+                found = smooth_scales(fold, inputs, config.strength)
             else:
-                scales = awq_scales(fold, found, specs, config.grid)
-            if fold_(run, fold, fold.settle(scales)):
-                scaled.extend(matrix.name for matrix in fold.targets)
+                found = awq_scales(fold, inputs, specs, config.grid)
+            if fold_(run, fold, settled := fold.settle(found)):
+                scales |= {matrix.name: settled for matrix in fold.targets}
+        scaled.update(scales)
+        integers = None
+        if config.method == "awq" and not any(specs[m.owner].outlier_ratio for m in run.matrices):
+            integers = _clip_block(run, specs, scales)
         run.statistics.clear()
-        store_block_(model, run.matrices, specs)
+        store_block_(model, run.matrices, specs, integers)
 
     calibrate_blocks(
-        model, batches, visit, lambda _: InputSizes(), where=tuple(specs), title="quantise"
+        model, batches, visit, lambda _: InputSizes(), where=tuple(specs), title="quantize"
     )
     remember_(model, specs)
-    get_logger().info(
-        "%s: what goes into %d of %d layers was scaled", config.method, len(scaled), len(specs)
+    log = get_logger().info if scaled else get_logger().warning
+    log(
+        "%s: scaled the inputs of %d of %d layers; the others are rounded without scaling",
+        *(config.method, len(scaled), len(specs)),
     )
 
 
-def smooth_scales(fold: Fold, found: InputSizes, strength: float) -> Tensor:
-    """Return by how much columns of weights grow: ``max|x|^strength / max|w|^(1 - strength)``.
+def _clip_block(
+    run: BlockRun, specs: Mapping[str, QuantSpec], scales: Mapping[str, Tensor]
+) -> dict[str, Integers]:
+    """Return the integers of a block's matrices, each group clipped where that lowers its error.
+
+    Args:
+        run: block whose inputs were measured before it was scaled.
+        specs: module name -> its scheme.
+        scales: matrix name -> scales that its columns were multiplied by since.
+    """
+    integers = {}
+    for matrix in run.matrices:
+        inputs: InputSizes | None = run.statistics.get(matrix.name)
+        spec = specs[matrix.owner]
+        # 8 bits resolve the whole range finely enough; clipping would only fit the calibration.
+        if inputs is None or inputs.largest is None or spec.bits == 8:
+            integers[matrix.name] = quantize_groups(matrix.read(), spec)
+            continue
+        x = inputs.sample()
+        if matrix.name in scales:
+            x = x / scales[matrix.name]
+        integers[matrix.name] = quantize_clipped(matrix.read(), spec, x)
+    return integers
+
+
+@torch.no_grad()
+def quantize_clipped(matrix: Tensor, spec: QuantSpec, x: Tensor) -> Integers:
+    """Round a matrix with that clipping range of each group whose products with inputs err least.
+
+    Shape:
+        matrix: (rows, columns); x: (tokens, columns)
+    """
+    rows, columns = matrix.shape
+    group = spec.group_of(columns)
+    wide = matrix.to(x.dtype)
+    grouped = x.unflatten(1, (-1, group)).transpose(0, 1)
+    products = grouped.transpose(1, 2) @ grouped  # (groups, group, group)
+    # Channels that calibration hardly excites count a little, as in GPTQ's damping.
+    diagonal = products.diagonal(dim1=1, dim2=2)
+    diagonal += _DAMP * diagonal.mean()
+    best, least = quantize_groups(matrix, spec), wide.new_full((rows, columns // group), torch.inf)
+    for ratio in _RANGE_RATIOS:
+        trial = quantize_groups(matrix, spec, ratio)
+        values = trial.values.to(x.dtype).unflatten(1, (-1, group)) * trial.scales[..., None]
+        if trial.minima is not None:
+            values += trial.minima[..., None]
+        off = (values - wide.unflatten(1, (-1, group))).transpose(0, 1)  # (groups, rows, group)
+        error = ((off @ products) * off).sum(-1).t()
+        is_better = error < least
+        least = torch.where(is_better, error, least)
+        best = _merge(best, trial, is_better, group)
+    return best
+
+
+def _merge(first: Integers, second: Integers, takes_second: Tensor, group: int) -> Integers:
+    """Return the groups of the second matrix where `takes_second`, else those of the first."""
+    minima = None
+    if first.minima is not None and second.minima is not None:
+        minima = torch.where(takes_second, second.minima, first.minima)
+    by_column = takes_second.repeat_interleave(group, 1)
+    values = torch.where(by_column, second.values, first.values)
+    return Integers(values, torch.where(takes_second, second.scales, first.scales), minima)
+
+
+def smooth_scales(fold: Fold, inputs: InputSizes, strength: float) -> Tensor:
+    """Return SmoothQuant's scales: ``max|x|^strength / max|w|^(1 - strength)`` for every channel.
+
+    A channel that no calibration token has excited keeps its weights: its scale is 1.
 
     Shape:
         returns (columns,)
     """
-    assert found.largest is not None
-    weights = [matrix.read().abs().amax(0).to(found.largest.dtype) for matrix in fold.targets]
+    assert inputs.largest is not None
+    weights = [matrix.read().abs().amax(0).to(inputs.largest.dtype) for matrix in fold.targets]
     largest = torch.stack(weights).amax(0).clamp(min=_SMALLEST)
-    return (found.largest.pow(strength) / largest.pow(1 - strength)).clamp(min=_SMALLEST)
+    scales = (inputs.largest.pow(strength) / largest.pow(1 - strength)).clamp(min=_SMALLEST)
+    return _bound(scales, inputs.is_dead)
 
 
-def awq_scales(fold: Fold, found: InputSizes, specs: Mapping[str, QuantSpec], grid: int) -> Tensor:
-    """Return the power of the mean sizes of inputs whose rounded products err least.
+def awq_scales(fold: Fold, inputs: InputSizes, specs: Mapping[str, QuantSpec], grid: int) -> Tensor:
+    """Return the power of the inputs' mean sizes whose rounded products err least.
+
+    A channel that no calibration token has excited keeps its weights: its scale is 1.
 
     Shape:
         returns (columns,)
     """
-    means, x = found.means, found.sample()
+    means, x, is_dead = inputs.means, inputs.sample(), inputs.is_dead
     best, least = torch.ones_like(means), float("inf")
+    if bool(is_dead.all()):
+        return best
     for number in range(grid):
-        scales = means.pow(number / grid).clamp(min=1e-4)
-        scales = fold.settle(scales / (scales.max() * scales.min()).sqrt())
-        error = 0.0
-        for matrix in fold.targets:
-            plain = matrix.read().to(x.dtype)
-            rounded = round_matrix(plain * scales, specs[matrix.owner]) / scales
-            error += float((x @ (rounded - plain).t()).square().sum())
+        scales = means.pow(number / grid)
+        live = scales[~is_dead]
+        scales = _bound(scales / (live.max() * live.min()).sqrt(), is_dead)
+        scales = fold.settle(scales)
+        error = sum(
+            _product_error(matrix, specs[matrix.owner], x, scales) for matrix in fold.targets
+        )
         if error < least:
             best, least = scales, error
     return best
+
+
+def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
+    """Return scales within a factor of their median, 1 for dead channels.
+
+    A feature that calibration excited only faintly would otherwise be divided out of existence.
+    """
+    if bool(is_dead.all()):
+        return torch.ones_like(scales)
+    middle = scales[~is_dead].median()
+    bounded = scales.clamp(middle / _LARGEST_SCALE_RATIO, middle * _LARGEST_SCALE_RATIO)
+    return torch.where(is_dead, 1.0, bounded)
+
+
+def _product_error(matrix: Matrix, spec: QuantSpec, x: Tensor, scales: Tensor) -> float:
+    """Return the squared error of a matrix's products when its scaled columns are rounded."""
+    plain = matrix.read().to(x.dtype)
+    rounded = round_matrix(plain * scales, spec) / scales
+    return float((x @ (rounded - plain).t()).square().sum())
