@@ -1,9 +1,9 @@
-"""How far a student's predictions are from a teacher's best answers, which were kept before.
+"""Distillation loss against a teacher's stored top-k predictions.
 
-Of every token there are the teacher's k most likely answers and how likely the rest is together.
-The loss is KL over k + 1 outcomes, those and the rest as one; with k the whole vocabulary it is
-that of `linear_distillation`. Full logits never exist: some tokens go through the head at a time,
-and once more in backward.
+For every token the file has the teacher's k most likely tokens with their log-probabilities, and
+the log-probability of all other tokens together. The loss is the KL divergence over these k + 1
+outcomes; with k equal to the vocabulary size it equals `linear_distillation`. Full logits never
+exist: the head runs over chunks of tokens, and recomputes each chunk in backward.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from bmforge.nn.distillation import HeadInput
 
 __all__ = ["Answers", "compare_answers", "linear_answers", "pick_answers"]
 
-# Logits in flight.
+# Upper bound on the logits that exist at a time.
 _CHUNK_ELEMENTS = 1 << 23
 
 
 class Answers(NamedTuple):
-    """What a teacher answers at M tokens.
+    """A teacher's top-k predictions for M tokens.
 
     Shape:
-        ids: (M, k), its most likely tokens; log_probs: (M, k), of these; rest: (M,), the logarithm
-        of what all others have together, -inf where there are none
+        ids: (M, k), most likely tokens; log_probs: (M, k), their log-probabilities; rest: (M,),
+        log-probability of all other tokens together, -inf if there are none
     """
 
     ids: Tensor
@@ -39,21 +39,21 @@ class Answers(NamedTuple):
     rest: Tensor
 
 
-def make_logits(given: HeadInput) -> Tensor:
-    """Return the logits of a few tokens, (M, V), in fp32 or wider."""
-    found = F.linear(given.hidden, given.weight, given.bias)
-    for low, rows in given.added:
-        found = found + F.linear(low, rows)
-    return found.to(wide_dtype(found.dtype))
+def make_logits(head: HeadInput) -> Tensor:
+    """Compute the logits of a few tokens, (M, V), in fp32 or wider."""
+    logits = F.linear(head.hidden, head.weight, head.bias)
+    for low, rows in head.added:
+        logits = logits + F.linear(low, rows)
+    return logits.to(wide_dtype(logits.dtype))
 
 
 def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> Answers:
-    """Return the most likely answers.
+    """Return the top-k predictions of a teacher.
 
     Args:
-        logits: of all tokens of the vocabulary.
-        count: k.
-        temperature: T, which logits are divided by.
+        logits: logits over the whole vocabulary.
+        count: number k of predictions per token.
+        temperature: divisor T of the logits.
 
     Shape:
         logits: (M, V)
@@ -65,30 +65,30 @@ def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> Answer
 
 
 def compare_answers(logits: Tensor, answers: Answers, temperature: float = 1.0) -> Tensor:
-    """Return KL(teacher || student) over the answers and the rest as one, times T^2, per token.
+    """KL(teacher || student) * T^2 per token, all tokens outside the top k being one outcome.
 
     Shape:
         logits: (M, V); returns (M,)
     """
     scaled = logits / temperature
     whole = torch.logsumexp(scaled, -1, keepdim=True)
-    mine = scaled.gather(-1, answers.ids) - whole
-    given = answers.log_probs.to(mine)
-    known = _share(given, mine).sum(-1)
-    rest = answers.rest.to(mine)
+    log_probs = scaled.gather(-1, answers.ids) - whole
+    targets = answers.log_probs.to(log_probs)
+    top_loss = _kl_terms(targets, log_probs).sum(-1)
+    rest = answers.rest.to(log_probs)
     has_rest = rest > -torch.inf
     others = scaled.scatter(-1, answers.ids, -torch.inf)
-    # Where nothing is left over no gradient may come of the logarithm of nothing.
+    # Without any other token, logsumexp would have the gradient of log(0); the `where` removes it.
     others = torch.where(has_rest[:, None], others, torch.zeros_like(others))
     mass = torch.logsumexp(others, -1) - whole[:, 0]
-    left = _share(rest.masked_fill(~has_rest, 0), mass).masked_fill(~has_rest, 0)
-    return (known + left) * temperature**2
+    rest_loss = _kl_terms(rest.masked_fill(~has_rest, 0), mass).masked_fill(~has_rest, 0)
+    return (top_loss + rest_loss) * temperature**2
 
 
-def _share(theirs: Tensor, mine: Tensor) -> Tensor:
-    """Return p (log p - log q); what the teacher rules out counts nothing."""
-    share = theirs.exp()
-    return (share * (theirs - mine)).masked_fill(share == 0, 0)
+def _kl_terms(target: Tensor, predicted: Tensor) -> Tensor:
+    """Return p (log p - log q) from log-probabilities; terms with p = 0 are 0."""
+    probability = target.exp()
+    return (probability * (target - predicted)).masked_fill(probability == 0, 0)
 
 
 def linear_answers(
@@ -102,33 +102,33 @@ def linear_answers(
     """Return the mean of `compare_answers` over tokens with a label, without full logits.
 
     Args:
-        student: what its head makes logits of; it gets the gradients.
-        answers: of the same tokens.
-        labels: rows with -100 count nothing; the rest is not looked at.
-        temperature: the one that the answers were taken at.
-        num_items: what the sum over rows is divided by; None divides by the number of labels.
+        student: hidden states and head weights of the student, which receive gradients.
+        answers: the teacher's predictions for the same tokens.
+        labels: target tokens; positions with -100 are ignored, the other values are not used.
+        temperature: temperature that the teacher's predictions were computed with.
+        num_items: divisor of the summed loss; None divides by the number of labels.
 
     Shape:
         labels: (M,); returns a scalar in fp32 or wider
 
     Raises:
-        ShapeError: the answers are of other tokens.
+        ShapeError: the teacher's predictions are for another number of tokens.
     """
     if answers.ids.shape[0] != student.hidden.shape[0]:
         raise ShapeError(
-            f"the student predicts {student.hidden.shape[0]} tokens, and there are answers of "
-            f"{answers.ids.shape[0]}. Give both the same batch."
+            f"the student predicts {student.hidden.shape[0]} tokens; the stored predictions are "
+            f"for {answers.ids.shape[0]}. Give both the same batch."
         )
-    kept = labels != IGNORE_INDEX
+    is_counted = labels != IGNORE_INDEX
     if num_items is None:
-        num_items = kept.sum().clamp(min=1)
+        num_items = is_counted.sum().clamp(min=1)
 
     def part(start: int, stop: int) -> Tensor:
         added = tuple((low[start:stop], rows) for low, rows in student.added)
-        few = HeadInput(student.hidden[start:stop], student.weight, student.bias, added)
-        theirs = Answers(*(tensor[start:stop] for tensor in answers))
-        found = compare_answers(make_logits(few), theirs, temperature)
-        return found.masked_fill(~kept[start:stop], 0).sum()
+        chunk = HeadInput(student.hidden[start:stop], student.weight, student.bias, added)
+        targets = Answers(*(tensor[start:stop] for tensor in answers))
+        losses = compare_answers(make_logits(chunk), targets, temperature)
+        return losses.masked_fill(~is_counted[start:stop], 0).sum()
 
     step = max(1, _CHUNK_ELEMENTS // student.weight.shape[0])
     count = student.hidden.shape[0]

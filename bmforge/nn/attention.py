@@ -1,8 +1,8 @@
-"""Multi-head attention: to itself or to a memory, with grouped keys and values, positions, a cache.
+"""Multi-head attention with grouped-query heads, rotary positions, cross-attention and a KV cache.
 
-The kernel is `host_attention` on a CPU, where it can be compiled, and otherwise
-`F.scaled_dot_product_attention`; a trained bias on the scores goes through `biased_attention`.
-Masks are boolean, True where a query may look.
+Three kernels compute it: `host_attention` on a CPU with a compiler, `biased_attention` for a
+trained bias on the scores, and otherwise `F.scaled_dot_product_attention`. Masks are boolean, True
+where a query attends.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
 
 __all__ = ["Attention", "AttentionSpec", "KeyValueCache", "RunBlocks", "build_mask", "mix_values"]
 
-# As `mix_values`.
+# Signature of `mix_values`.
 Mix = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Everything in which attentions of different families differ.
+    """Hyperparameters of an attention layer.
 
     Args:
-        num_heads: N.
-        num_kv_heads: K, divides N.
-        head_dim: H.
+        num_heads: number N of query heads.
+        num_kv_heads: number K of key-value heads, which divides N.
+        head_dim: width H of a head.
         qkv_bias: biases on q, k, v.
         out_bias: bias on o.
         scale: factor on the scores; None is 1/sqrt(H).
-        dropout: of the attention weights, in training.
-        causal: a token sees none after it, unless a mask says otherwise.
-        window: a token sees only so many, itself included; None sees all.
-        global_tokens: the window reaches to both sides, half of it to each, and some tokens see all
-            and are seen by all, with projections of their own; see `window.py`.
-        rope_interleaved: rotary pairs are neighbours instead of halves.
-        qk_norm_eps: norm q and k per head with this epsilon; None leaves them.
-        in_scale: factor on what goes into q, k and v, and
-        out_scale: on what goes into o: 1/sqrt(width) in Tensor Programs' parametrisation (Yang et
-            al. 2022); the block applies both.
+        dropout: dropout probability of the attention weights in training.
+        causal: a token attends only to earlier tokens and itself, unless a mask overrides this.
+        window: number of tokens that a token attends to, itself included; None is no limit.
+        global_tokens: bidirectional window, half of it to each side, with global tokens that attend
+            to all tokens through their own projections (Longformer); see `window.py`.
+        rope_interleaved: rotary pairs are adjacent dims instead of the two halves of a head.
+        qk_norm_eps: epsilon of the per-head RMS norm of q and k; None is no norm.
+        in_scale: factor on the input of q, k and v, applied by the block.
+        out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
+            al., "Tensor Programs V", 2022).
     """
 
     num_heads: int
@@ -71,7 +71,7 @@ class AttentionSpec:
 
 
 class RunBlocks(Protocol):
-    """Runs blocks one after the other, as `models.stack.run_layers` does."""
+    """Runs all blocks of a stack in one call, in place of `models.stack.run_layers`."""
 
     def __call__(
         self,
@@ -81,21 +81,21 @@ class RunBlocks(Protocol):
         biases: Mapping[int, Tensor],
         inputs: dict[str, Any],
     ) -> Tensor | None:
-        """Return what comes out of the last; None where they must go one by one."""
+        """Return the output of the last block, or None if the caller must run them one by one."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return what nobody changes the blocks in, from one call to the next."""
+        """Return a context manager within which the blocks do not change between calls."""
 
 
 class KeyValueCache(Protocol):
-    """What attention needs of a cache: hand over new keys and values, get all of them back."""
+    """KV cache as attention uses it: append new keys and values, get those of all tokens back."""
 
-    # Tokens of the model's own in front of those that `length` counts; set before the first ones.
+    # Number of prefix tokens before those that `length` counts; set before the first tokens.
     extra_length: int
-    # What runs all blocks of a call in another way than one by one; None where nothing does.
+    # Optional runner of all blocks in one call.
     step: RunBlocks | None
     # A cache may also have `attend(layer, window, mix, query, key, value)`, which stores keys and
-    # values and mixes them itself, for tokens of several sequences in one row.
+    # values and computes attention itself, for a row that packs tokens of several sequences.
 
     @property
     def length(self) -> int:
@@ -107,10 +107,10 @@ class KeyValueCache(Protocol):
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a memory, made once per layer."""
+        """Return the keys and values of cross-attention, computed by `make` once per layer."""
 
     def skip(self, tokens: int) -> None:
-        """Count new tokens that no layer here stores, as none of them has attention."""
+        """Advance the length when no layer of this stage has attention to store tokens for."""
 
 
 def mix_values(
@@ -124,18 +124,19 @@ def mix_values(
     dropout: float,
     prefix: Pair | None = None,
 ) -> Tensor:
-    """Weigh the values by what queries and keys have in common.
+    """Compute attention: ``softmax(scale * q k^T + bias) v``.
 
     Args:
-        query: of the tokens that ask.
-        key: of those that are asked.
-        value: of the same.
-        mask: True where a query may look; None is all, or
-        causal: up to itself, where there are several queries.
-        bias: added to the scores.
+        query: queries.
+        key: keys, of N heads or fewer (grouped-query attention).
+        value: values, of as many heads as the keys.
+        mask: boolean, True where a query attends; None attends to all keys or, with `causal`, to
+            those up to the query.
+        causal: causal attention if there is no mask and more than one query.
+        bias: bias on the scores.
         scale: factor on the scores; None is 1/sqrt(H).
-        dropout: of the weights.
-        prefix: keys and values that stand before those of all rows, and that all queries see.
+        dropout: dropout probability of the attention weights.
+        prefix: keys and values of a prefix that every query of every sequence attends to.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
@@ -180,25 +181,25 @@ def build_mask(
     window: int | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the mask for T new tokens after `past` cached ones, or None where none is needed.
+    """Build the mask for T new tokens after `past` cached ones, or None if none is needed.
 
-    None means plain causal attention, or all of it when `causal` is off.
+    None means causal attention, or attention to all tokens when `causal` is off.
 
     Args:
         batch: (B, T).
-        device: where the mask lives.
-        past: number of cached tokens in front.
+        device: device of the mask.
+        past: number of cached tokens.
         attention_mask: 1 for real tokens, 0 for padding.
-        document_ids: packed rows: a token sees only tokens of its own document.
-        causal: a token sees none after it.
-        window: causal only; a token sees only so many, itself included.
-        prefix_lengths: causal only; every token sees the first so many.
+        document_ids: document of each token in packed sequences; tokens attend within a document.
+        causal: a token attends only to earlier tokens and itself.
+        window: number of tokens that a token attends to, itself included; needs `causal`.
+        prefix_lengths: length of the prefix that every token attends to; needs `causal`.
 
     Shape:
         attention_mask: (B, past + T)
         document_ids: (B, T), only without a past
         prefix_lengths: (B,)
-        returns: (B or 1, 1, T or 1, past + T), True where a query may look
+        returns: (B or 1, 1, T or 1, past + T), True where a query attends
     """
     _, length = batch
     narrow = window is not None and past + length > window
@@ -216,36 +217,36 @@ def build_mask(
         mask = mask | (key < prefix_lengths[:, None, None, None])
     if attention_mask is not None:
         seen = attention_mask[:, None, None, :].bool()
-        # A padding query has nothing to look at; looking at itself keeps its softmax finite.
+        # A padding query has no key; attending to itself keeps its softmax finite.
         mask = mask & seen | (key == query)[None, None] if causal else seen
     if document_ids is not None:
         mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-    # As above: what has nothing at all to look at, such as a row of padding, looks at everything.
+    # A query without any key (a sequence of padding) attends to all keys, for the same reason.
     return mask if causal else mask | ~mask.any(-1, keepdim=True)
 
 
 def _check_mask_shapes(
     batch: tuple[int, int], past: int, attention_mask: Tensor | None, document_ids: Tensor | None
 ) -> None:
-    """Refuse masks that would broadcast to a wrong meaning."""
-    rows, length = batch
-    wanted = {"attention_mask": (rows, past + length), "document_ids": (rows, length)}
+    """Raise `ShapeError` for masks that would broadcast to a wrong meaning."""
+    batch_size, length = batch
+    shapes = {"attention_mask": (batch_size, past + length), "document_ids": (batch_size, length)}
     for name, tensor in (("attention_mask", attention_mask), ("document_ids", document_ids)):
-        if tensor is not None and tuple(tensor.shape) != wanted[name]:
+        if tensor is not None and tuple(tensor.shape) != shapes[name]:
             raise ShapeError(
                 f"{name} is {tuple(tensor.shape)}; with {length} new and {past} cached tokens "
-                f"it must be {wanted[name]}."
+                f"it must be {shapes[name]}."
             )
     if document_ids is not None and past:
         raise ShapeError("document_ids belong to training rows; they cannot be used with a cache.")
 
 
 class Attention(nn.Module):
-    """Attention over N query and K key-value heads of width H.
+    """Multi-head attention with N query heads and K key-value heads of width H.
 
     Args:
-        hidden_size: D.
-        spec: the heads and everything else.
+        hidden_size: width D of the hidden states.
+        spec: the other hyperparameters.
 
     Attributes:
         enter: what `x`, and
@@ -298,12 +299,13 @@ class Attention(nn.Module):
         """Attend from every token to those that `mask` allows.
 
         Args:
-            x: the tokens that ask.
-            mask: boolean; None is plain causal, or everything where the spec is not causal.
+            x: hidden states of the queries.
+            mask: boolean; None is causal attention, or full attention where the spec is not causal.
             rope: cos and sin of `rope_table`.
-            cache: keys and values of earlier tokens, which this call extends; with `memory`, of it.
-            bias: added to the scores.
-            memory: attend to these instead of to `x`.
+            cache: KV cache of earlier tokens, extended by this call; with `memory`, its cached keys
+                and values.
+            bias: bias on the scores.
+            memory: encoder output for cross-attention; None is self-attention.
 
         Shape:
             mask: (B or 1, 1, T or 1, S); bias: (B or 1, N, T, S); memory: (B, S, D)
@@ -333,28 +335,33 @@ class Attention(nn.Module):
         return self.o_proj(self.thin_dims(self.thin(mixed.transpose(1, 2).flatten(2))))
 
     def pick_heads(self, bias: Tensor) -> Tensor:
-        """Return this layer's part of a bias that several layers share: that of the first heads.
+        """Return this layer's heads of a bias that several layers share: the first `num_heads`.
 
-        Of heads that are cut over processes it is the part of those here.
+        With tensor parallelism it returns the heads of this rank.
 
         Shape:
-            bias: (B or 1, heads, T, S), of the heads here or of all heads of the widest layer
+            bias: (B or 1, heads, T, S), heads of this rank or all heads of the widest layer
         """
-        number, count = self.head_share
-        here = self.num_heads // count
-        return bias if bias.shape[1] == here else bias.narrow(1, number * here, here)
+        rank, size = self.head_share
+        local_heads = self.num_heads // size
+        return (
+            bias
+            if bias.shape[1] == local_heads
+            else bias.narrow(1, rank * local_heads, local_heads)
+        )
 
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """Weigh the values: (B, N, T, H)."""
+        """Compute attention with the layer's dropout, scale and prefix: (B, N, T, H)."""
         dropout = self.dropout if self.training else 0.0
-        given = (query, key, value, mask, bias, self.causal, self.scale, dropout)
-        # Without one as before: a program's own `mix` need not know of prefixes.
+        arguments = (query, key, value, mask, bias, self.causal, self.scale, dropout)
+        # Without a prefix `mix` gets no such argument: a user's own `mix` need not support
+        # prefixes.
         prefix = self.prefix
         if prefix is None or getattr(prefix, "share", 1) == 0:
-            return self.mix(*given)
-        return self.mix(*given, prefix())
+            return self.mix(*arguments)
+        return self.mix(*arguments, prefix())
 
     def _keys_and_values(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None
@@ -366,10 +373,10 @@ class Attention(nn.Module):
         return key, self._heads(self.v_proj(x), None)
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Split (B, T, heads * H) into (B, heads, T, H), normed per head where there is a norm."""
+        """Split (B, T, heads * H) into (B, heads, T, H) and apply the optional norm per head."""
         x = x.unflatten(-1, (-1, self.head_dim))
         return (x if norm is None else norm(x)).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """Show what is not visible in the projections."""
+        """Show the hyperparameters that the projections do not show."""
         return f"head_dim={self.head_dim}, scale={self.scale}, dropout={self.dropout}"

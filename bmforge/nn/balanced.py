@@ -1,10 +1,12 @@
-"""Giving every expert the same number of tokens: which token goes where, so that all fit best.
+"""Balanced assignment of tokens to experts by an auction.
 
-It is the linear assignment of tokens to places, E experts having M / E places each. Tokens bid for
-experts; an expert that is full keeps its highest bids, and its price is the lowest of them.
+Solves the linear assignment problem with E experts of M / E slots each: maximize the sum of
+affinities. Tokens bid for experts; a full expert keeps its highest bids, and its price is the
+lowest of them.
 
-Source: Bertsekas and Castañon, "The auction algorithm for the transportation problem" (1989), all
-free tokens bidding at once; used for experts by Lewis et al., "BASE layers" (2021).
+Source: Bertsekas and Castañon, "The auction algorithm for the transportation problem" (1989), in
+the variant where all unassigned tokens bid at once; used for experts by Lewis et al., "BASE layers"
+(2021).
 """
 
 from __future__ import annotations
@@ -14,20 +16,20 @@ from torch import Tensor
 
 __all__ = ["assign_balanced"]
 
-# Steps of the bids, as parts of the affinities' range: large ones first, which settle prices in few
-# rounds. A token is at last no further than the smallest from what suits it best at those prices.
+# Bid increments as fractions of the affinities' range. Large ones settle prices in few rounds; with
+# the smallest, each token's affinity less price is within it of the best at the final prices.
 _FIRST_STEP, _LAST_STEP, _SHRINK = 0.25, 1e-4, 5.0
 
 
 def assign_balanced(affinity: Tensor) -> Tensor:
-    """Return an expert for every token: the sum of affinities is the largest with even loads.
+    """Assign every token to an expert so that loads are even and the sum of affinities is maximal.
 
-    Where E does not divide M, the experts that most tokens like best get one token more. The sum
-    falls short of the largest by at most 1e-4 of the affinities' range per token (measured: 2e-9).
-    Values that are not finite count as the smallest that is.
+    If E does not divide M, the experts that most tokens prefer get one more token. The sum is below
+    the maximum by at most 1e-4 of the affinities' range per token (measured: 2e-9). Values that are
+    not finite count as the smallest finite value.
 
     Args:
-        affinity: how well every expert suits every token.
+        affinity: affinity of every token for every expert, such as router logits.
 
     Shape:
         affinity: (M, E) -> (M,), integers
@@ -50,7 +52,7 @@ def _assign_balanced(affinity: Tensor) -> Tensor:
     affinity = affinity.where(finite, lowest)
     span = (highest - lowest).clamp(min=torch.finfo(torch.float32).tiny)
     places = _count_places(affinity)
-    # An expert without a place is out of reach.
+    # An expert without a slot has an infinite price.
     prices = torch.where(places > 0, 0.0, torch.inf).to(affinity)
     step = _FIRST_STEP
     while True:
@@ -66,7 +68,7 @@ def _(affinity: Tensor) -> Tensor:
 
 
 def _count_places(affinity: Tensor) -> Tensor:
-    """Return how many tokens every expert gets, (E,)."""
+    """Return the number of slots of every expert, (E,)."""
     tokens, experts = affinity.shape
     places = torch.full((experts,), tokens // experts, device=affinity.device)
     liked = torch.bincount(affinity.argmax(1), minlength=experts)
@@ -75,7 +77,7 @@ def _count_places(affinity: Tensor) -> Tensor:
 
 
 def _run_auction(affinity: Tensor, prices: Tensor, places: Tensor, step: Tensor) -> Tensor:
-    """Return the owner of every token, (M,); `prices` (E,) go up to where all have one."""
+    """Return the expert of every token, (M,); raises `prices` (E,) in place until all have one."""
     tokens, experts = affinity.shape
     numbers = torch.arange(tokens, device=affinity.device)
     owners = torch.full_like(numbers, -1)
@@ -84,10 +86,10 @@ def _run_auction(affinity: Tensor, prices: Tensor, places: Tensor, step: Tensor)
         free = (owners < 0).nonzero()[:, 0]
         if not len(free):
             return owners
-        (best, second), (wanted, _) = (t.unbind(1) for t in (affinity[free] - prices).topk(2, 1))
-        # With no second expert in reach any bid wins, and there is nobody to bid against.
+        (best, second), (preferred, _) = (t.unbind(1) for t in (affinity[free] - prices).topk(2, 1))
+        # Without a second expert in reach there is no competing bid, and any margin wins.
         margin = torch.where(second.isfinite(), best - second, 0.0)
-        owners[free], bids[free] = wanted, prices[wanted] + margin + step
+        owners[free], bids[free] = preferred, prices[preferred] + margin + step
         order = bids.argsort(descending=True, stable=True)
         order = order[owners[order].sort(stable=True).indices]
         by_expert = owners[order]

@@ -1,7 +1,7 @@
-"""Attention with a bias on the scores that is itself trained (T5 and its relatives).
+"""Attention with a trained bias on the scores (T5 and its relatives).
 
-Torch's fused kernels refuse a bias that wants a gradient, and its fallback keeps B x N x T x S
-weights for backward. Here scores exist one tile at a time, and backward makes them again.
+Torch's fused kernels refuse a bias that requires a gradient, and its fallback stores B x N x T x S
+weights for backward. Here one tile of scores exists at a time, and backward recomputes the tiles.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["biased_attention"]
 
-# Scores in flight. On a CPU 1 MiB of fp32 per thread stays in its cache; an accelerator wants
-# large products.
+# Scores per tile. On a CPU 1 MiB of fp32 per thread fits into the L2 cache; an accelerator needs
+# large matrix products.
 _HOST_TILE_ELEMENTS = 1 << 18
 _TILE_ELEMENTS = 1 << 26
 
@@ -36,13 +36,13 @@ def biased_attention(
 
     Args:
         query: queries.
-        key: keys, of as many heads.
-        value: values, of as many heads.
-        bias: added to the scaled scores; may want a gradient, and be -inf where a query may not
-            look (not in a whole row).
-        mask: boolean, True where a query may look.
-        scale: None is 1/sqrt(H).
-        dropout: probability of dropping a weight.
+        key: keys of N heads.
+        value: values of N heads.
+        bias: bias on the scaled scores, with or without a gradient; -inf masks a key, but not all
+            keys of a query.
+        mask: boolean, True where a query attends.
+        scale: factor on the scores; None is 1/sqrt(H).
+        dropout: dropout probability of the attention weights.
 
     Shape:
         query: (B, N, T, H); key, value: (B, N, S, H); bias: (B or 1, N, T, S);
@@ -61,7 +61,7 @@ def biased_attention(
 
 
 class _Tile(NamedTuple):
-    """Which scores: slices of rows, heads and query tokens. Either one row or all heads."""
+    """One tile of scores: sequences, heads and query tokens (one sequence or all heads)."""
 
     rows: slice
     heads: slice
@@ -70,37 +70,37 @@ class _Tile(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Rows, heads and tokens."""
+        """Number of sequences, heads and tokens."""
         return tuple(part.stop - part.start for part in self[:3])
 
     def cut(self, flat: Tensor) -> Tensor:
-        """This tile of (B * N, T or S, ...), all tokens of it."""
+        """Return this tile's (rows * heads, T or S, ...) of a (B * N, T or S, ...) tensor."""
         first = self.rows.start * self.num_heads + self.heads.start
         rows, heads, _ = self.size
         return flat[first : first + rows * heads]
 
     def cut_shared(self, tensor: Tensor) -> Tensor:
-        """This tile of (B or 1, N or 1, T or 1, S), as (rows * heads, tokens or 1, S)."""
+        """Return this tile of (B or 1, N or 1, T or 1, S), as (rows * heads, tokens or 1, S)."""
         tensor = tensor[:, :, self.tokens] if tensor.shape[2] > 1 else tensor
         tensor = tensor[:, self.heads] if tensor.shape[1] > 1 else tensor
         tensor = tensor[self.rows] if tensor.shape[0] > 1 else tensor
         return tensor.expand(*self.size[:2], *tensor.shape[2:]).flatten(0, 1)
 
     def put(self, target: Tensor, part: Tensor, tokens: slice, first: bool) -> None:
-        """Write (rows * heads, T, ...) into this tile's place in (B or 1, N, T, ...), or add it.
+        """Write (rows * heads, T, ...) into this tile of (B or 1, N, T, ...); add unless `first`.
 
-        Summed over rows where the target has one row for all.
+        A target with batch size 1 gets the sum over the tile's sequences.
         """
-        place = target[self.rows if target.shape[0] > 1 else slice(None), self.heads, tokens]
-        part = part.unflatten(0, (-1, place.shape[1]))
-        part = part if part.shape[0] == place.shape[0] else part.sum(0, keepdim=True)
-        place.copy_(part) if first else place.add_(part)
+        region = target[self.rows if target.shape[0] > 1 else slice(None), self.heads, tokens]
+        part = part.unflatten(0, (-1, region.shape[1]))
+        part = part if part.shape[0] == region.shape[0] else part.sum(0, keepdim=True)
+        region.copy_(part) if first else region.add_(part)
 
 
 def _tiles(query: Tensor, key: Tensor) -> Iterator[_Tile]:
-    """Cut the scores into tiles that are not too large: several rows, some heads or some tokens.
+    """Split the scores into tiles of bounded size: several sequences, some heads or some tokens.
 
-    Heads come first, so that a tile's bias is used for all rows while it is at hand.
+    The loop over heads is outermost, so that a head's bias stays in the cache for all sequences.
     """
     batch, num_heads, length, _ = query.shape
     limit = _TILE_ELEMENTS
@@ -122,12 +122,12 @@ def _tiles(query: Tensor, key: Tensor) -> Iterator[_Tile]:
 
 
 def _flatten(*tensors: Tensor) -> list[Tensor]:
-    """Bring (B, N, T, H) into (B * N, T, H): products of neighbouring rows are faster."""
+    """Flatten (B, N, T, H) to (B * N, T, H), contiguous, for faster batched products."""
     return [tensor.contiguous().flatten(0, 1) for tensor in tensors]
 
 
 class _BiasedAttention(torch.autograd.Function):
-    """Keeps its inputs and, with dropout, what was kept; weights are made again in backward."""
+    """Saves its inputs and the dropout mask; backward recomputes the attention weights."""
 
     @staticmethod
     def forward(
@@ -141,27 +141,30 @@ class _BiasedAttention(torch.autograd.Function):
         dropout: float,
     ) -> Tensor:
         out = torch.empty_like(query)
-        kept: Tensor | None = None
+        keep_mask: Tensor | None = None
         if dropout:
             shape = (*query.shape[:3], key.shape[2])
-            kept = torch.empty(shape, dtype=torch.bool, device=query.device).bernoulli_(1 - dropout)
+            keep_mask = torch.empty(shape, dtype=torch.bool, device=query.device).bernoulli_(
+                1 - dropout
+            )
         q, k, v = _flatten(query, key, value)
         for tile in _tiles(query, key):
             weights = _make_weights(tile, q, k, bias, hidden, scale)
-            if kept is not None:
-                weights.mul_(tile.cut_shared(kept)).div_(1 - dropout)
+            if keep_mask is not None:
+                weights.mul_(tile.cut_shared(keep_mask)).div_(1 - dropout)
             tile.put(out, torch.bmm(weights, tile.cut(v)), tile.tokens, first=True)
-        ctx.save_for_backward(query, key, value, bias, hidden, kept)
+        ctx.save_for_backward(query, key, value, bias, hidden, keep_mask)
         ctx.scale, ctx.dropout = scale, dropout
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, bias, hidden, kept = ctx.saved_tensors
+        query, key, value, bias, hidden, keep_mask = ctx.saved_tensors
         out = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
         grad_query, grad_key, grad_value = out
-        # Sums over rows; in half precision they would lose what single rows add.
+        # The bias gradient is a sum over sequences, accumulated in fp32: in half precision it loses
+        # terms.
         wide = torch.promote_types(bias.dtype, torch.float32)
         grad_bias = bias.new_empty(bias.shape, dtype=wide)
         q, k, v, grad_out = _flatten(query, key, value, grads[0])
@@ -170,16 +173,18 @@ class _BiasedAttention(torch.autograd.Function):
             weights = _make_weights(tile, q, k, bias, hidden, ctx.scale)
             grad, tokens = tile.cut(grad_out)[:, tile.tokens], tile.tokens
             scores = torch.bmm(grad, tile.cut(v).transpose(1, 2))
-            used = weights
-            if kept is not None:
-                factor = tile.cut_shared(kept).to(weights.dtype).div_(1 - ctx.dropout)
-                used = weights * factor
+            dropped_weights = weights
+            if keep_mask is not None:
+                factor = tile.cut_shared(keep_mask).to(weights.dtype).div_(1 - ctx.dropout)
+                dropped_weights = weights * factor
                 scores.mul_(factor)
             first = tokens.start == 0
-            tile.put(grad_value, torch.bmm(used.transpose(1, 2), grad), everything, first)
+            tile.put(
+                grad_value, torch.bmm(dropped_weights.transpose(1, 2), grad), everything, first
+            )
             scores = torch._softmax_backward_data(scores, weights, -1, weights.dtype)
-            alone = tile.rows.start == 0 or bias.shape[0] > 1
-            tile.put(grad_bias, scores, tokens, alone)
+            is_first_row = tile.rows.start == 0 or bias.shape[0] > 1
+            tile.put(grad_bias, scores, tokens, is_first_row)
             if ctx.scale != 1.0:
                 scores.mul_(ctx.scale)
             tile.put(grad_query, torch.bmm(scores, tile.cut(k)), tokens, first=True)
@@ -191,7 +196,7 @@ class _BiasedAttention(torch.autograd.Function):
 def _make_weights(
     tile: _Tile, query: Tensor, key: Tensor, bias: Tensor, hidden: Tensor | None, scale: float
 ) -> Tensor:
-    """Softmax of one tile of scores, (rows * heads, tokens, S), from flat queries and keys."""
+    """Recompute the attention weights of one tile, (rows * heads, tokens, S), from flat inputs."""
     keys = tile.cut(key).transpose(1, 2)
     queries = tile.cut(query)[:, tile.tokens]
     scores = torch.baddbmm(tile.cut_shared(bias), queries, keys, alpha=scale)

@@ -1,4 +1,4 @@
-"""The one transformer block; families differ in the data of its `BlockSpec`, not in subclasses."""
+"""The transformer block. Families differ in the data of their `BlockSpec`, not in subclasses."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Everything in which blocks of different families differ.
+    """Hyperparameters of a transformer block.
 
     Args:
-        hidden_size: D.
-        attn: self-attention; None in a layer that lost it to pruning, its norm with it.
-        mlp: feed-forward part, of one MLP or of experts; None likewise.
-        cross_attn: attention to a memory, in decoders of encoder-decoders.
+        hidden_size: width D of the hidden states.
+        attn: self-attention; None if pruning removed it and its norm.
+        mlp: feed-forward sublayer, an MLP or a mixture of experts; None if pruned.
+        cross_attn: attention to the encoder's output, in decoders of encoder-decoder models.
         norm: kind, epsilon and bias of the norms.
-        norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": one norm
-            (`attn_norm`), and attention and MLP side by side.
-        residual_dropout: dropout on what a part adds to the residual.
-        residual_scale: factor on what a part adds to the residual.
-        sum_scale: factor on the residual after a part was added.
-        guards_half: a residual in fp16 that leaves its range stays at the range's end.
-        layer_drop: how often training leaves the whole block out (Fan et al., "LayerDrop", 2019).
+        norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": attention and
+            MLP read the same norm (`attn_norm`) and are added together (GPT-J).
+        residual_dropout: dropout probability of a sublayer's output.
+        residual_scale: factor on a sublayer's output.
+        sum_scale: factor on the residual stream after each addition.
+        guards_half: clamp an fp16 residual to the range of fp16.
+        layer_drop: probability of skipping the block in training (Fan et al., "LayerDrop", 2019).
     """
 
     hidden_size: int
@@ -57,12 +57,12 @@ class BlockSpec:
 
 
 class Block(nn.Module):
-    """Attention, attention to a memory where there is one, and MLP, each with its norm.
+    """Self-attention, optional cross-attention and MLP, each with a norm and a residual connection.
 
     Args:
-        spec: the block's data.
-        layer_index: its place in the stack, which names its part of a cache until layers that lack
-            attention make it another.
+        spec: hyperparameters.
+        layer_index: index in the stack and in the KV cache (until layers without attention shift
+            the latter).
 
     Attributes:
         agree: what is drawn for whole rows goes through it: processes that share them draw alike; a
@@ -122,12 +122,12 @@ class Block(nn.Module):
 
         Args:
             x: hidden states.
-            mask: as in `Attention.forward`, for the self-attention.
-            rope: as there.
-            cache: as there.
-            bias: as there.
-            memory: what `cross_attn` attends to, (B, S, D).
-            memory_mask: which of it, (B, 1, 1, S); None is all.
+            mask: mask of the self-attention, see `Attention.forward`.
+            rope: cos and sin of `rope_table`.
+            cache: KV cache.
+            bias: bias on the scores of the self-attention.
+            memory: encoder output that `cross_attn` attends to, (B, S, D).
+            memory_mask: True for tokens of `memory` that count, (B, 1, 1, S); None is all.
         """
 
         router_logits: list[Tensor] = []
@@ -161,7 +161,7 @@ class Block(nn.Module):
         memory: Tensor | None,
         memory_mask: Tensor | None,
     ) -> Tensor:
-        """Run the parts one after the other."""
+        """Run the sublayers one after the other."""
         if self.attn is not None:
             added = self._add(x, self.attn_norm, attend, self.attn_scales)
             x = _weigh(self.attn_share, x, added)
@@ -183,22 +183,22 @@ class Block(nn.Module):
         part: Callable[[Tensor], Tensor],
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
-        """Add one part to the residual, its norm before it or after the sum."""
+        """Add one sublayer to the residual stream, with its norm before it or after the sum."""
         into, out = scales
         if self.norm_place == "post":
             return norm(_times(x + self._shrink(part(_times(x, into)), out), self.sum_scale))
 
-        again = hold_weights(norm)
+        norm_again = hold_weights(norm)
 
-        def enter() -> Tensor:
-            return _times(again(x), into)
+        def make_input() -> Tensor:
+            return _times(norm_again(x), into)
 
-        # `enter` runs again in backward, so its `x` must stay what it is.
-        added = x + self._shrink(call_and_drop(part, _times(norm(x), into), enter), out)
+        # `make_input` runs again in backward, so its `x` must not change in between.
+        added = x + self._shrink(call_and_drop(part, _times(norm(x), into), make_input), out)
         return self._guard(_times(added, self.sum_scale))
 
     def _guard(self, x: Tensor) -> Tensor:
-        """Keep fp16 finite: a wide residual that a layout narrows on its way in, and its sums."""
+        """Clamp an fp16 residual, which overflows as a sum or when cast from a wider dtype."""
         if not self.guards_half or x.dtype != torch.float16:
             return x
         limit = torch.finfo(x.dtype).max
@@ -224,14 +224,14 @@ class Block(nn.Module):
         return _times(x + added, self.sum_scale)
 
     def _keep_or_drop(self, before: Tensor, after: Tensor) -> Tensor:
-        """Leave the block out at random; it is computed all the same, as other processes wait."""
+        """Skip the block at random; it is computed nevertheless, as other ranks wait for it."""
         if not self.layer_drop or not self.training:
             return after
-        drawn = self.agree(torch.rand((), device=before.device))
-        return torch.where(drawn < self.layer_drop, before, after)
+        sample = self.agree(torch.rand((), device=before.device))
+        return torch.where(sample < self.layer_drop, before, after)
 
     def _shrink(self, x: Tensor, out_scale: float) -> Tensor:
-        """Dropout and scale, each only where there is one."""
+        """Apply residual dropout and residual scale if configured."""
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
         return _times(x, self.scale * out_scale)
 
@@ -249,8 +249,8 @@ def _times(x: Tensor, factor: float) -> Tensor:
 
 
 def _scales(part: AttentionSpec | MLPSpec | MoESpec | None) -> tuple[float, float]:
-    """Factors on what goes into a part's first projections and into its last one."""
+    """Return the factors on the input of a sublayer's first projections and of its last one."""
     if part is None:
         return 1.0, 1.0
-    # The last projection is linear: the factor waits until after it, where the tensor is smaller.
+    # The last projection is linear, so its factor is applied to its output, the smaller tensor.
     return part.in_scale, part.out_scale

@@ -1,4 +1,4 @@
-"""Experts that all tokens of a call share: no sorting, no copies, one product after the other."""
+"""Mixture of experts when all tokens of a call use the same experts: no sorting and no copies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["run_chosen", "takes_chosen"]
 
 
 def takes_chosen(experts: Any, kind: type) -> bool:
-    """Tell whether `run_chosen` computes what these experts do, in the best way there is.
+    """Return True if `run_shared_experts` is the right path for these experts.
 
-    Backward would make a gradient of all experts for each; a layout, streaming, storage forms and
-    parts beside have ways of their own.
+    It is for inference only: backward would make a full-size gradient for every expert. Layouts,
+    streaming, quantized storage and adapters have their own code paths.
     """
     plain = type(experts) is kind and not wrappers_of(experts)
     plain = plain and not any(True for _ in beside_parts(experts))
@@ -26,24 +26,24 @@ def takes_chosen(experts: Any, kind: type) -> bool:
 
 
 def run_chosen(experts: Any, x: Tensor, chosen: Tensor) -> Tensor:
-    """Return the sum of what some experts make of all tokens.
+    """Run the same experts on all tokens and sum their outputs.
 
     Args:
-        experts: plain ones.
-        x: the tokens.
-        chosen: numbers of the experts.
+        experts: unwrapped `Experts`.
+        x: hidden states of the tokens.
+        chosen: indices of the experts.
 
     Shape:
         x: (M, D); chosen: (k,); returns (M, D)
     """
     out = x.new_zeros(x.shape[0], experts.down_proj.shape[1])
-    for number in chosen.tolist():
-        inner = _project(experts, "up", x, number)
+    for expert in chosen.tolist():
+        inner = _project(experts, "up", x, expert)
         if experts.gate_proj is not None:
-            inner = experts.activation(_project(experts, "gate", x, number)) * inner
+            inner = experts.activation(_project(experts, "gate", x, expert)) * inner
         else:
             inner = experts.activation(inner)
-        out.addmm_(inner, experts.down_proj[number].t())
+        out.addmm_(inner, experts.down_proj[expert].t())
     return out
 
 

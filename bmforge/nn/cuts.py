@@ -1,7 +1,4 @@
-"""What a layout may put into a block: functions that stand where something is cut over processes.
-
-Every default here does nothing, which is right for one process. `parallel` sets others.
-"""
+"""Hooks for a parallel layout: identity by default, collectives when `parallel` sets them."""
 
 from __future__ import annotations
 
@@ -14,17 +11,17 @@ from torch import Tensor
 __all__ = ["Pass", "PickTokens", "Rows", "TokenCut", "TokenShare", "VocabCut", "pass_on"]
 
 Pass = Callable[[Tensor], Tensor]
-# (tokens (M, D), labels (M,), what their summed loss is divided by) -> those of this process
+# (tokens (M, D), labels (M,), divisor of the summed loss) -> those of this rank
 PickTokens = Callable[[Tensor, Tensor, float | Tensor], tuple[Tensor, Tensor, float | Tensor]]
 
 
 def pass_on(x: Tensor) -> Tensor:
-    """Return `x` itself: what tokens go through where nothing is cut."""
+    """Return `x` unchanged: the default for one process."""
     return x
 
 
 class Rows(Protocol):
-    """What a head multiplies by: a tensor (V, D), or what makes some rows of it when sliced."""
+    """Weight of a head: a tensor (V, D), or an object that yields rows of it when sliced."""
 
     @property
     def shape(self) -> torch.Size:
@@ -33,17 +30,17 @@ class Rows(Protocol):
     def __getitem__(self, rows: slice) -> Tensor: ...
 
     def detach(self) -> Rows:
-        """Return the same without a graph."""
+        """Return the same without the autograd graph."""
 
 
 class VocabCut(Protocol):
-    """How a head's rows, one per token of the vocabulary, are divided over processes.
+    """Sharding of a head's weight over the vocabulary.
 
     Attributes:
-        rows: how many there are over all processes.
-        first: the first row here, numbered over all processes.
-        width: the largest number of rows that a process holds.
-        is_last: whether the last row is here.
+        rows: vocabulary size over all ranks.
+        first: index of this rank's first row in the whole weight.
+        width: largest number of rows on a rank.
+        is_last: this rank has the last row.
     """
 
     rows: int
@@ -52,29 +49,29 @@ class VocabCut(Protocol):
     is_last: bool
 
     def enter(self, x: Tensor) -> Tensor:
-        """Pass on what every process has; its gradient is summed over them."""
+        """Return `x`, which is the same on every rank; its gradient is summed over the ranks."""
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Return the logits of all rows, (..., V), from those here."""
+        """All-gather the logits: (..., V) from this rank's rows."""
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Sum over the processes, in place."""
+        """Sum over the ranks, in place."""
 
     def max_(self, values: Tensor) -> Tensor:
-        """Take the maximum over the processes, in place."""
+        """Take the maximum over the ranks, in place."""
 
 
 class TokenShare(Protocol):
-    """One process's tokens of rows that are divided over processes."""
+    """Sharding of sequences over ranks (context parallelism): this rank's tokens."""
 
     def enter(
         self, x: Tensor, masks: dict[Any, Any], inputs: dict[str, Any]
     ) -> tuple[Tensor, dict[Any, Any], dict[str, Any]]:
-        """Cut what goes into a stack of blocks: hidden states, masks and further arguments."""
+        """Select this rank's part of a stack's inputs: hidden states, masks, other arguments."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all tokens, (B, T, ...), from those of this process."""
+        """All-gather the tokens: (B, T, ...) from those of this rank."""
 
 
-# Length of the rows -> this process's share; None where they are not divided.
+# Sequence length -> this rank's share; None where sequences are not sharded.
 TokenCut = Callable[[int], TokenShare | None]

@@ -1,7 +1,7 @@
-"""How far a student's predictions are from a teacher's, straight from hidden states.
+"""Distillation loss (KL divergence between teacher and student) straight from hidden states.
 
-As in `losses.py` the full logits of neither exist: some tokens, and on a CPU some columns, of both
-heads go through at a time, and the student's gradient is taken while they are at hand.
+As in `losses.py` the full logits of neither model exist: both heads run over chunks of tokens (on a
+CPU also of columns), and the student's gradient is computed while a chunk's logits are in memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ __all__ = ["HeadInput", "linear_distillation"]
 
 
 class HeadInput(NamedTuple):
-    """What a head makes logits of: ``hidden @ weight.T + bias`` and the products that are added.
-
+    """Inputs of a head: logits are ``hidden @ weight.T + bias`` plus the low-rank products `added`.
     Shape:
         hidden: (M, D); weight: (V, D); bias: (V,); added: (M, R) and (V, R) each
     """
@@ -34,14 +33,14 @@ class HeadInput(NamedTuple):
     added: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def detach(self) -> HeadInput:
-        """Return the same without a graph."""
+        """Return the same without the autograd graph."""
         bias = None if self.bias is None else self.bias.detach()
         added = tuple((low.detach(), rows.detach()) for low, rows in self.added)
         return HeadInput(self.hidden.detach(), self.weight.detach(), bias, added)
 
 
 class _Teaching(NamedTuple):
-    """What of a distillation wants no gradient."""
+    """The arguments of a distillation that need no gradient."""
 
     teacher: HeadInput
     temperature: float
@@ -49,7 +48,7 @@ class _Teaching(NamedTuple):
 
 
 class _LinearDistillation(TiledLoss):
-    """Sum over tokens of KL(teacher || student) times the temperature's square and `scale`."""
+    """Sum over tokens of KL(teacher || student) * T^2 * `scale`."""
 
     @staticmethod
     def forward(
@@ -57,7 +56,7 @@ class _LinearDistillation(TiledLoss):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        kept: Tensor,
+        is_counted: Tensor,
         scale: Tensor,
         teaching: _Teaching,
         *added: Tensor,
@@ -66,92 +65,96 @@ class _LinearDistillation(TiledLoss):
         columns, wide = weight.shape[0], scale.dtype
         tiling = find_tiling(hidden, weight, vocab)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
-        mine = TiledLogits(head, tiling)
+        student_logits = TiledLogits(head, tiling)
         flat = tuple(itertools.chain.from_iterable(teacher.added))
         no_grads = (False,) * (6 + len(flat))
-        theirs = TiledLogits(
+        teacher_logits = TiledLogits(
             TiledHead(teacher.hidden, teacher.weight, teacher.bias, flat, no_grads, wide), tiling
         )
         total = torch.zeros_like(scale)
         for start, count in split_chunks(hidden.shape[0], tiling.tokens):
             tokens = slice(start, start + count)
-            pair = _Pair(kept[tokens], vocab, wide, temperature)
+            pair = _Pair(is_counted[tokens], vocab, wide, temperature)
             for first, size in split_chunks(columns, tiling.columns):
-                made = theirs.make(tokens, first, size)
-                pair.add_(mine.make(tokens, first, size), made, first)
+                teacher_tile = teacher_logits.make(tokens, first, size)
+                pair.add_(student_logits.make(tokens, first, size), teacher_tile, first)
             total += pair.finish()
             if not any(ctx.needs_input_grad):
                 continue
             for first, size in split_chunks(columns, tiling.columns):
-                tile, other = (one.again(tokens, first, size) for one in (mine, theirs))
-                pair.differentiate_(tile, other, first, is_exponential=tiling.keeps)
-                head.collect_(mine.narrow(tile, scale), tokens, slice(first, first + size))
+                tile, teacher_tile = (
+                    logits.again(tokens, first, size) for logits in (student_logits, teacher_logits)
+                )
+                pair.differentiate_(tile, teacher_tile, first, is_exponential=tiling.keeps)
+                head.collect_(
+                    student_logits.narrow(tile, scale), tokens, slice(first, first + size)
+                )
             head.finish_tokens_(tokens)
         TiledLoss.keep_(ctx, head, scale, (hidden, weight, bias, *added))
         return total * scale
 
 
 class _Pair:
-    """Loss and gradient of some tokens, whose logits of both heads come tile by tile.
+    """Loss and gradient of some tokens, from tiles of the logits of both heads.
 
-    With z of the teacher, y of the student, both over the temperature, and p the teacher's
-    softmax, the loss is ``sum p (z - y) - logsumexp z + logsumexp y``; sums run along as in
-    `losses._Softmax`.
+    With z the teacher's and y the student's logits, divided by the temperature, and p the teacher's
+    softmax, the loss is ``sum p (z - y) - logsumexp z + logsumexp y``, accumulated with running
+    maxima as in `losses._Softmax`.
     """
 
     def __init__(
-        self, kept: Tensor, vocab: VocabCut | None, wide: torch.dtype, temperature: float
+        self, is_counted: Tensor, vocab: VocabCut | None, wide: torch.dtype, temperature: float
     ) -> None:
-        self._vocab, self._kept, self._temperature = vocab, kept[:, None], temperature
-        shape = {"size": (2, *self._kept.shape), "dtype": wide, "device": kept.device}
-        # Of the student and of the teacher.
+        self._vocab, self._kept, self._temperature = vocab, is_counted[:, None], temperature
+        shape = {"size": (2, *self._kept.shape), "dtype": wide, "device": is_counted.device}
+        # Index 0 is the student, 1 the teacher.
         self._top = torch.full(fill_value=torch.finfo(wide).min, **shape)
         self._mass = torch.zeros(**shape)
         self._cross = torch.zeros_like(self._mass[0])
         self._tops: dict[int, Tensor] = {}
 
-    def add_(self, mine: Tensor, theirs: Tensor, first: int) -> None:
-        """Count a tile, the columns from `first` on; both become exponentials."""
-        mine.div_(self._temperature)
-        theirs.div_(self._temperature)
-        gap = theirs - mine
-        top = torch.stack((mine.amax(-1, keepdim=True), theirs.amax(-1, keepdim=True)))
+    def add_(self, student: Tensor, teacher: Tensor, first: int) -> None:
+        """Add a tile, the columns from `first` on; turns both into exponentials in place."""
+        student.div_(self._temperature)
+        teacher.div_(self._temperature)
+        gap = teacher - student
+        top = torch.stack((student.amax(-1, keepdim=True), teacher.amax(-1, keepdim=True)))
         top = torch.maximum(self._top, top)
-        mine.sub_(top[0]).exp_()
-        theirs.sub_(top[1]).exp_()
-        # What the teacher rules out counts nothing, even where the student does as well (-inf).
-        gap.mul_(theirs).masked_fill_(theirs == 0, 0)
+        student.sub_(top[0]).exp_()
+        teacher.sub_(top[1]).exp_()
+        # A term with p = 0 is 0, also where both logits are -inf and their difference is NaN.
+        gap.mul_(teacher).masked_fill_(teacher == 0, 0)
         before = (self._top - top).exp_()
-        sums = torch.stack((mine.sum(-1, keepdim=True), theirs.sum(-1, keepdim=True)))
+        sums = torch.stack((student.sum(-1, keepdim=True), teacher.sum(-1, keepdim=True)))
         self._mass = self._mass * before + sums
         self._cross = self._cross * before[1] + gap.sum(-1, keepdim=True)
         self._top = self._tops[first] = top
 
     def finish(self) -> Tensor:
-        """Return the summed loss of all tiles, on all processes."""
+        """Return the summed loss over all tiles and ranks."""
         if self._vocab is not None:
             top = self._vocab.max_(self._top.clone())
             change = (self._top - top).exp_()
             sums = torch.cat((self._mass * change, (self._cross * change[1])[None]))
             sums = self._vocab.sum_(sums)
             self._mass, self._cross, self._top = sums[:2], sums[2], top
-        mine, theirs = (self._mass.log() + self._top).unbind()
-        found = self._cross / self._mass[1] + (mine - theirs)
-        return found.where(self._kept, 0).sum() * self._temperature**2
+        student, teacher = (self._mass.log() + self._top).unbind()
+        loss = self._cross / self._mass[1] + (student - teacher)
+        return loss.where(self._kept, 0).sum() * self._temperature**2
 
     def differentiate_(
-        self, mine: Tensor, theirs: Tensor, first: int, is_exponential: bool
+        self, student: Tensor, teacher: Tensor, first: int, is_exponential: bool
     ) -> None:
-        """Turn the student's tile into the gradient of its logits."""
-        share = self._kept * self._temperature / self._mass
+        """Turn the student's tile into the gradient of its logits, in place."""
+        weight = self._kept * self._temperature / self._mass
         for tile, top, whole, part in zip(
-            (mine, theirs), self._tops[first], self._top, share, strict=True
+            (student, teacher), self._tops[first], self._top, weight, strict=True
         ):
             if is_exponential:
                 tile.mul_((top - whole).exp_().mul_(part))
             else:
                 tile.div_(self._temperature).sub_(whole).exp_().mul_(part)
-        mine.sub_(theirs)
+        student.sub_(teacher)
 
 
 def linear_distillation(
@@ -163,22 +166,22 @@ def linear_distillation(
     num_items: float | Tensor | None = None,
     vocab: VocabCut | None = None,
 ) -> Tensor:
-    """KL(teacher || student) of next-token predictions, times T^2, without any full logits.
+    """Return KL(teacher || student) of next-token predictions, times T^2, without full logits.
 
     Args:
-        student: what its head makes logits of; it gets the gradients.
-        teacher: what the teacher's head does, of the same tokens and the same vocabulary, cut over
-            processes alike.
-        labels: rows with -100 count nothing; the rest is not looked at.
-        temperature: T, which both logits are divided by.
-        num_items: what the sum over rows is divided by; None divides by the number of labels.
-        vocab: how the rows of both heads are divided over processes, as in `linear_cross_entropy`.
+        student: hidden states and head weights of the student, which receive gradients.
+        teacher: hidden states and head weights of the teacher, for the same tokens and vocabulary,
+            with the same sharding.
+        labels: target tokens; positions with -100 are ignored, the other values are not used.
+        temperature: divisor T of both models' logits.
+        num_items: divisor of the summed loss; None divides by the number of labels.
+        vocab: sharding of both heads over the vocabulary, see `linear_cross_entropy`.
 
     Shape:
         labels: (M,); returns a scalar in fp32 or wider
 
     Raises:
-        ShapeError: the heads have other rows, or the hidden states are of other tokens.
+        ShapeError: the heads differ in vocabulary size, or the models in the number of tokens.
         ConfigError: the temperature is not above 0.
 
     Memory: some logits of both heads, and one gradient the size of the student's weight in fp32.
@@ -194,21 +197,22 @@ def linear_distillation(
     scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
     teaching = _Teaching(teacher.detach(), temperature, vocab)
     flat = itertools.chain.from_iterable(added)
-    kept = labels != IGNORE_INDEX
-    return _LinearDistillation.apply(hidden, weight, bias, kept, scale, teaching, *flat)
+    is_counted = labels != IGNORE_INDEX
+    return _LinearDistillation.apply(hidden, weight, bias, is_counted, scale, teaching, *flat)
 
 
 def _check(student: HeadInput, teacher: HeadInput, temperature: float) -> None:
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature} must be above 0.")
-    mine, theirs = student.weight.shape[0], teacher.weight.shape[0]
-    if mine != theirs:
+    student_size, teacher_size = student.weight.shape[0], teacher.weight.shape[0]
+    if student_size != teacher_size:
         raise ShapeError(
-            f"the student's head has {mine} rows, the teacher's {theirs}. They must predict the "
-            "same vocabulary."
+            f"the student's head has {student_size} rows, the teacher's "
+            f"{teacher_size}. They must predict the same vocabulary."
         )
-    mine, theirs = student.hidden.shape[0], teacher.hidden.shape[0]
-    if mine != theirs:
+    student_size, teacher_size = student.hidden.shape[0], teacher.hidden.shape[0]
+    if student_size != teacher_size:
         raise ShapeError(
-            f"the student predicts {mine} tokens, the teacher {theirs}. Give both the same batch."
+            f"the student predicts {student_size} tokens, the teacher "
+            f"{teacher_size}. Give both the same batch."
         )

@@ -1,7 +1,7 @@
-"""Drawing a tensor by its name, so that every layout draws the same.
+"""Random initialization of a tensor by its name, with the same result on every layout.
 
-A weight is drawn in blocks of rows, each from a generator seeded by (seed, parameter name, block
-number). A rank draws only the blocks that its rows touch, on the CPU, and copies its part.
+A weight is sampled in blocks of rows, each from a generator seeded by (seed, parameter name, block
+index). A rank samples only the blocks that its shard overlaps, on the CPU, and copies its part.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from bmforge.shards import local_box, local_tensor
 
 __all__ = ["draw_normal_", "draw_tensor_", "fill_"]
 
-# Fixed for ever: another block size would draw other weights.
+# Part of the format: another block size gives other weights.
 _BLOCK_ELEMENTS = 1 << 16
 
 
 def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: int) -> None:
-    """Fill this process's part of a part's tensor.
+    """Initialize this rank's shard of an adapter's tensor.
 
     Args:
-        tensor: what is filled.
-        name: its whole name, which decides what is drawn.
-        note: what its part says of it.
-        std: of what it is derived from, where it is derived.
-        seed: decides the rest.
+        tensor: tensor to fill.
+        name: full parameter name, which seeds the generator.
+        note: the adapter's description of the tensor.
+        std: standard deviation of the tensor from which a derived one is computed.
+        seed: random seed of the initialization.
     """
     draw = note.draw
     if isinstance(draw, Derived):
@@ -47,7 +47,7 @@ def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: 
 
 @torch.no_grad()
 def fill_(tensor: Tensor, value: float) -> None:
-    """Fill this process's part of a tensor with one number."""
+    """Fill this rank's shard of a tensor with one number."""
     local_tensor(tensor).fill_(value)
 
 
@@ -57,44 +57,44 @@ def draw_normal_(
     name: str,
     std: float,
     seed: int,
-    made: Derived | None = None,
+    derived: Derived | None = None,
 ) -> None:
-    """Draw this process's part of a tensor from N(0, std^2).
+    """Sample this rank's shard of a tensor from N(0, std^2).
 
     Args:
-        tensor: what is filled.
-        name: decides with `seed` what is drawn.
+        tensor: tensor to fill.
+        name: parameter name, which seeds the generator together with `seed`.
         std: standard deviation.
-        seed: likewise.
-        made: how what is drawn, of another shape, becomes the tensor; None keeps it as it is.
+        seed: random seed of the initialization.
+        made: computes the tensor from samples of another shape; None is the samples themselves.
     """
     box = local_box(tensor)
     if box.numel == 0:
         return
-    target, shape = local_tensor(tensor), tuple(tensor.shape) if made is None else made.shape
-    each = 1 if made is None else made.rows_each
+    target, shape = local_tensor(tensor), tuple(tensor.shape) if derived is None else derived.shape
+    rows_each = 1 if derived is None else derived.rows_each
     rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
-    step = max(1, rows // each)
+    step = max(1, rows // rows_each)
     first, last = box.offsets[0], box.offsets[0] + box.lengths[0]
     for entry in range(first // step * step, last, step):
-        stop = min((entry + step) * each, shape[0])
+        stop = min((entry + step) * rows_each, shape[0])
         blocks = [
             _draw_block(name, std, seed, shape, rows, block)
-            for block in range(entry * each // rows, (stop - 1) // rows + 1)
+            for block in range(entry * rows_each // rows, (stop - 1) // rows + 1)
         ]
-        behind = entry * each % rows
-        drawn = (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[behind:]
-        drawn = drawn[: stop - entry * each]
-        drawn = drawn if made is None else made.turn(drawn)
-        low, high = max(entry, first), min(entry + drawn.shape[0], last)
-        piece = drawn[(slice(low - entry, high - entry), *box.slices[1:])]
-        target[low - first : high - first].copy_(piece)
+        offset = entry * rows_each % rows
+        sample = (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[offset:]
+        sample = sample[: stop - entry * rows_each]
+        sample = sample if derived is None else derived.turn(sample)
+        low, high = max(entry, first), min(entry + sample.shape[0], last)
+        part = sample[(slice(low - entry, high - entry), *box.slices[1:])]
+        target[low - first : high - first].copy_(part)
 
 
 def _draw_block(
     name: str, std: float, seed: int, shape: tuple[int, ...], rows: int, block: int
 ) -> Tensor:
-    """Return the rows of one block."""
+    """Sample the rows of one block."""
     count = min(rows, shape[0] - block * rows)
     return torch.empty(count, *shape[1:]).normal_(0.0, std, generator=_generator(seed, name, block))
 

@@ -1,8 +1,7 @@
-"""Products and sums in the place of a tensor that nobody else has seen yet.
+"""In-place mul and add into a temporary operand when autograd and tracing are off.
 
-Large results come from the system page by page: faulting one in costs several times what computing
-it does. Where nothing follows torch's operations and no gradient will ask, the first operand's
-memory takes the result, with the same bits.
+Large results come from the operating system page by page: a page fault costs several times what the
+arithmetic does. The result overwrites the first operand's memory, with the same bits.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from bmforge.nn.products import is_watched
 __all__ = ["add_fresh", "multiply_fresh"]
 
 
-# Below that memory costs less than asking.
+# Below this size the check costs more than the memory.
 _FEWEST_NUMBERS = 1 << 14
 
 
 def multiply_fresh(fresh: Tensor, other: Tensor, made_of: Tensor | None = None) -> Tensor:
-    """Return ``fresh * other``.
+    """Return ``fresh * other``, in the memory of `fresh` where possible.
 
     Args:
-        fresh: made a moment ago and known to the caller alone, who forgets it.
-        other: what broadcasts with it.
-        made_of: which a function of somebody else's made it of, and may have returned as it was.
+        fresh: temporary tensor that only the caller has and does not use again.
+        other: tensor that broadcasts to it.
+        made_of: input of the function that returned `fresh`; that function may have returned it.
     """
     if not _may_overwrite(fresh, other):
         return fresh * other
@@ -35,7 +34,7 @@ def multiply_fresh(fresh: Tensor, other: Tensor, made_of: Tensor | None = None) 
 
 
 def add_fresh(fresh: Tensor, other: Tensor) -> Tensor:
-    """Return ``fresh + other``; see `multiply_fresh`."""
+    """Return ``fresh + other``, in the memory of `fresh` where possible; see `multiply_fresh`."""
     return fresh.add_(other) if _may_overwrite(fresh, other) else fresh + other
 
 

@@ -1,8 +1,8 @@
-"""One product per group of rows: what a layer of experts is made of.
+"""Grouped matrix multiplication: one matrix per group of rows, as experts need it.
 
-Rows that belong to the same expert lie together, and ``ends[e]`` says where expert e's rows end.
-The groups' sizes are data, so a compiled graph must not see the loop over them: it is an operator
-of its own, with its gradient registered. Where the device has a grouped kernel, that is used.
+The rows of an expert are adjacent, and ``ends[e]`` is the end of expert e's rows. The group sizes
+are data-dependent, so the loop over groups is a custom operator with a registered gradient, which
+`torch.compile` does not look into. Where the device has a grouped kernel, that is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["grouped_linear", "take_rows"]
 
-# A grouped kernel wants rows that begin on 16 bytes.
+# The grouped kernel requires rows aligned to 16 bytes.
 _ALIGNED_ELEMENTS = 8
 
 
@@ -24,9 +24,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply every group of rows by its own matrix: ``x[group e] @ weight[e].T``.
 
     Args:
-        x: rows, sorted by group.
+        x: rows sorted by group.
         weight: one matrix per group.
-        ends: where each group ends; not decreasing, the last is S.
+        ends: end of each group's rows, non-decreasing; the last is S.
 
     Shape:
         x: (S, D); weight: (E, F, D); ends: (E,), integers; returns (S, F)
@@ -37,7 +37,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether torch's grouped product is faster than the loop, and can be compiled.
+    """Return True if torch's grouped product is faster than the loop and can be compiled.
 
     On a CPU it is itself a loop (torch 2.13), and only bf16 has a shape rule.
     """
@@ -66,7 +66,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     schema="(Tensor grad, Tensor x, Tensor ends) -> Tensor",
 )
 def _grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Gradient of the matrices, ``grad[group e].T @ x[group e]``: (E, F, D)."""
+    """Return the gradient of the matrices, ``grad[group e].T @ x[group e]``: (E, F, D)."""
     out = grad.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
     sizes = _sizes(ends)
     for left, right, target in zip(grad.split(sizes), x.split(sizes), out.unbind(), strict=True):
@@ -75,7 +75,7 @@ def _grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _sizes(ends: Tensor) -> list[int]:
-    """Return how many rows every group has."""
+    """Return the number of rows of every group."""
     borders = [0, *ends.tolist()]
     return [end - start for start, end in itertools.pairwise(borders)]
 
@@ -108,27 +108,27 @@ _grouped_linear.register_autograd(_grouped_linear_backward, setup_context=_keep)
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, x: Tensor, index: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
         ctx.rows = x.shape[0]
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        grad = grads[0].index_select(0, places)
+        (positions,) = ctx.saved_tensors
+        grad = grads[0].index_select(0, positions)
         if grad.shape[0] != ctx.rows:
             grad = grad.unflatten(0, (ctx.rows, -1)).sum(1)
         return grad, None, None
 
 
 def take_rows(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-    """Return ``x[index]`` where every row of x is taken equally often.
+    """Return ``x[index]`` where every row of x is taken the same number of times.
 
-    Knowing where each row went (`places`), the gradient is a gather as well: always summed in the
-    same order, and several times faster than the scatter that plain indexing makes of it.
+    Given the position of each copy (`places`), the gradient is a gather too: summed in a fixed
+    order, and several times faster than the scatter-add of plain indexing.
 
     Shape:
-        x: (M, D); index, places: (M * k,), row m's copies at ``places[m * k : m * k + k]``
+        x: (M, D); index, places: (M * k,), the copies of row m at ``places[m * k : m * k + k]``
     """
     return _TakeRows.apply(x, index, places)

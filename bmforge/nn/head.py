@@ -1,4 +1,4 @@
-"""The head of a language model: a linear layer that can give its loss without its logits."""
+"""The head of a language model: a linear layer that can compute its loss without the logits."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from bmforge.nn.products import multiply_dense
 
 __all__ = ["LMHead", "Measure"]
 
-# (what makes logits, labels (M,), what the sum is divided by, how the rows are divided) -> loss
+# (head inputs, labels (M,), divisor of the sum, sharding of the vocabulary) -> loss
 Measure = Callable[[HeadInput, Tensor, float | Tensor | None, VocabCut | None], Tensor]
 
 
 class LMHead(nn.Linear):
-    """Hidden states to a score for every token of the vocabulary, or to the loss.
+    """Maps hidden states to logits over the vocabulary or, with labels, to the loss.
 
     Attributes:
-        vocab: how the rows are divided over processes; None where they are all here.
-        pick_tokens: which tokens' loss is computed here; None computes that of all.
-        measure: what makes the loss; None takes the cross-entropy.
+        vocab: sharding over the vocabulary; None is unsharded.
+        pick_tokens: selects the tokens whose loss this rank computes; None computes all.
+        measure: loss function; None is the cross-entropy.
 
     Shape:
         x: (..., D) -> (..., V), or a scalar with labels
@@ -39,22 +39,22 @@ class LMHead(nn.Linear):
     vocab: VocabCut | None = None
     pick_tokens: PickTokens | None = None
     measure: Measure | None = None
-    # Low-rank parts beside it go into the loss as well, where no hook could add them.
+    # Low-rank adapters take part in the fused loss too, where a forward hook could not add them.
     asks_parts = True
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Return the rows that are here; those kept in another form as numbers of `dtype`."""
+        """Return this rank's rows of the weight; quantized ones are dequantized to `dtype`."""
         return self.weight
 
     def sliced(self, dtype: torch.dtype) -> Rows:
-        """Return the same for a loss, which takes some rows at a time."""
+        """Return the weight for a loss that slices some rows at a time."""
         return self.matrix(dtype)
 
     def score(self, x: Tensor) -> Tensor:
-        """Return the logits of the rows that are here, parts beside left out."""
+        """Return the logits of this rank's rows, without adapters."""
         matrix = self.matrix(x.dtype)
-        found = multiply_dense(x, matrix, self.bias)
-        return F.linear(x, matrix, self.bias) if found is None else found
+        logits = multiply_dense(x, matrix, self.bias)
+        return F.linear(x, matrix, self.bias) if logits is None else logits
 
     def forward(
         self,
@@ -65,14 +65,14 @@ class LMHead(nn.Linear):
         shift: bool = False,
         more_rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits of the whole vocabulary or, with labels, their cross-entropy.
+        """Return the logits of the whole vocabulary or, with labels, the cross-entropy.
 
         Args:
             x: hidden states.
-            labels: tokens to predict, -100 for none.
-            num_items: what the summed loss is divided by; None takes the mean.
-            shift: position t predicts label t + 1, as in transformers; else its own.
-            more_rows: further rows of the head, for tokens from V on.
+            labels: target tokens, -100 to ignore a position.
+            num_items: divisor of the summed loss; None takes the mean.
+            shift: position t predicts label t + 1, as in transformers; else label t.
+            more_rows: additional rows of the head, for token ids from V on.
 
         Shape:
             labels: (...), with `shift` (B, T); more_rows: (E, D)
@@ -84,7 +84,8 @@ class LMHead(nn.Linear):
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         x, labels = x.flatten(0, -2), labels.flatten()
         if vocab is not None:
-            # Of all processes' rows, so that all refuse alike and none waits for the others.
+            # Checked against the whole vocabulary, so that all ranks raise and none waits for the
+            # others.
             check_classes(labels, vocab.rows + (0 if more_rows is None else more_rows.shape[0]))
         if self.pick_tokens is not None:
             if num_items is None:
@@ -98,8 +99,8 @@ class LMHead(nn.Linear):
         weight = self.matrix(x.dtype)
         if more_rows is not None:
             if vocab is not None:
-                # They follow the last row of all; elsewhere none of them, which keeps their
-                # gradient's sum over the processes alive.
+                # They follow the last row of the last rank. The other ranks take an empty slice,
+                # which keeps the gradient's all-reduce in their graphs.
                 more_rows = vocab.enter(more_rows)[: None if vocab.is_last else 0]
             weight = torch.cat((weight, more_rows))
             bias = None if bias is None else F.pad(bias, (0, more_rows.shape[0]))
@@ -119,38 +120,40 @@ class LMHead(nn.Linear):
         return logits if more_rows is None else torch.cat((logits, F.linear(x, more_rows)), -1)
 
     def _whole_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the bias of the rows that are here, with what parts beside add to it."""
+        """Return the bias of this rank's rows, bias adapters included."""
         bias = self.bias
         for shift in self._shifts():
             bias = shift.to(dtype) if bias is None else bias + shift.to(bias.dtype)
         return bias
 
     def _shifts(self) -> list[Tensor]:
-        """Return the biases that parts beside add, (V,) each."""
-        found = [part for _, part in beside_parts(self) if isinstance(part, Shift) and part.share]
-        return [part() * part.share if part.share != 1 else part() for part in found]
+        """Return the biases of attached bias adapters, (V,) each."""
+        adapters = [
+            part for _, part in beside_parts(self) if isinstance(part, Shift) and part.share
+        ]
+        return [part() * part.share if part.share != 1 else part() for part in adapters]
 
     def _added(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the low-rank parts' own hidden states and rows: (..., R) and (V, R) of each.
+        """Return each low-rank adapter's hidden states, (..., R), and rows, (V, R).
 
         Raises:
-            ConfigError: a part of another kind, which could not be in the loss.
+            ConfigError: an adapter of another kind, which the fused loss does not support.
         """
-        found = []
+        factors = []
         for name, part in beside_parts(self):
             if isinstance(part, Shift) or part.share == 0:
                 continue
             if not isinstance(part, LowRank):
                 raise ConfigError(
-                    f"{name!r} beside a language model's head is a {type(part).__name__}: the loss "
-                    "is made inside the head, which takes low-rank parts and biases only."
+                    f"adapter {name!r} of a language model's head is a {type(part).__name__}, but its "
+                    "fused loss supports low-rank and bias adapters only. Target other layers."
                 )
             low, up = part.factors(x)
             low = low if part.share == 1 else low * part.share
-            found.append((low.to(x.dtype), up.to(x.dtype)))  # parts may be kept in a wider one
-        return found
+            factors.append((low.to(x.dtype), up.to(x.dtype)))  # adapters may be wider
+        return factors
 
 
 def _lengthen(up: Tensor, weight: Tensor) -> Tensor:
-    """Give `up` rows of zeros for what the head was given beyond its own."""
+    """Pad `up` with zero rows for the additional rows of the head."""
     return F.pad(up, (0, 0, 0, weight.shape[0] - up.shape[0]))

@@ -1,7 +1,8 @@
-"""Attention over whole sequences on a CPU, by a kernel of our own, forward and backward.
+"""Attention over whole sequences on a CPU by a kernel of this project, forward and backward.
 
-Torch's CPU kernel multiplies its tiles through a BLAS, whose calls cost as much as small tiles do;
-with dropout it keeps all weights. This one sums in registers; see `kernels/attention.cpp`.
+Torch's CPU kernel multiplies its tiles through BLAS, whose call overhead is as large as a small
+tile; with dropout it stores all weights. This kernel accumulates in registers; see
+`kernels/attention.cpp`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ __all__ = ["host_attention", "takes_host_attention"]
 
 _FOLDER = Path(__file__).with_name("kernels")
 _SOURCES = ("floats.hpp", "attention.cpp")
-# Sums need not have the same bits on every processor, so a product and a sum may be one operation.
+# Results need not have the same bits on every processor, so fused multiply-add is allowed.
 _FLAGS = "-march=native -ffp-contract=fast"
 _DTYPES = (torch.float32, torch.bfloat16)
 _VECTOR = 16
-# Below it a call of torch's kernel costs no more.
+# With fewer queries torch's kernel is as fast.
 _FEWEST_QUERIES = 16
 
 
@@ -49,11 +50,13 @@ class _Mask(ctypes.Structure):
 
 
 def takes_host_attention(query: Tensor, mask: Tensor | None = None) -> bool:
-    """Tell whether `host_attention` can take these: of a kind it knows, and the kernel is there."""
-    plain = type(query) is Tensor or torch.compiler.is_compiling()
-    known = plain and query.is_cpu and query.dtype in _DTYPES and query.shape[-1] % _VECTOR == 0
-    shared = mask is None or mask.shape[1] == 1
-    return known and shared and query.shape[2] >= _FEWEST_QUERIES and _is_loaded()
+    """Return True if `host_attention` supports these inputs and the kernel could be compiled."""
+    is_plain = type(query) is Tensor or torch.compiler.is_compiling()
+    is_supported = (
+        is_plain and query.is_cpu and query.dtype in _DTYPES and query.shape[-1] % _VECTOR == 0
+    )
+    is_shared = mask is None or mask.shape[1] == 1
+    return is_supported and is_shared and query.shape[2] >= _FEWEST_QUERIES and _is_loaded()
 
 
 def host_attention(
@@ -65,21 +68,21 @@ def host_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return ``softmax(scale * q k^T) v``; arithmetic is fp32, also of bf16 tensors.
+    """Return ``softmax(scale * q k^T) v``, computed in fp32, also for bf16 tensors.
 
     Args:
-        query: queries, fp32 or bf16, on the host.
-        key: keys of as many heads, or of fewer that several query heads share.
-        value: of the same.
-        mask: boolean, True where a query may look; a query that sees nothing gets zeros.
-        causal: the query at t sees keys up to t.
-        scale: None is 1/sqrt(H).
-        dropout: probability of dropping a weight; what is kept is drawn from torch's generator, by
-            one number a call.
+        query: queries, fp32 or bf16, on the CPU.
+        key: keys of N heads or fewer (grouped-query attention).
+        value: values of as many heads as the keys.
+        mask: boolean, True where a query attends; a query without keys yields zeros.
+        causal: the query at t attends to keys up to t.
+        scale: factor on the scores; None is 1/sqrt(H).
+        dropout: dropout probability of the weights; the kernel's seed is one number per call from
+            torch's generator.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H), H a multiple of 16;
-        mask: (B or 1, 1, T or 1, S); returns (B, N, T, H), which lies in memory as (B, T, N, H)
+        mask: (B or 1, 1, T or 1, S); returns (B, N, T, H), stored in the order (B, T, N, H)
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
@@ -136,8 +139,8 @@ def _attend_backward(
     grads = _empty_like(query), _empty_like(key), _empty_like(value)
     kernel, scratch = _load(), _make_scratch(shape, backward=True)
     arrays = _arrays(query, key, value, out, grad)
-    places = _at(sums), _describe_mask(mask), *_arrays(*grads), _at(scratch)
-    kernel.attention_backward(shape, *arrays, *places)
+    outputs = _at(sums), _describe_mask(mask), *_arrays(*grads), _at(scratch)
+    kernel.attention_backward(shape, *arrays, *outputs)
     return grads
 
 
@@ -161,12 +164,12 @@ _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _with_rows(*tensors: Tensor) -> list[Tensor]:
-    """Let each token's numbers lie side by side, as the kernel reads them."""
+    """Make the last dim contiguous, as the kernel requires."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Room for (B, N, T, H) in the order (B, T, N, H), which the next product reads."""
+    """Allocate (B, N, T, H) in the order (B, T, N, H), which `o_proj` reads without a copy."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
@@ -206,13 +209,13 @@ def _is_loaded() -> bool:
 
 def _load() -> ctypes.CDLL:
     library = _kernel()
-    assert library is not None  # whoever comes here has asked `takes_host_attention`
+    assert library is not None  # callers check `takes_host_attention` first
     return library
 
 
 @cache
 def _kernel() -> ctypes.CDLL | None:
-    """Return the kernel for this processor; None where there is no compiler."""
+    """Return the kernel compiled for this processor; None without a compiler."""
     return _compile(_FLAGS)
 
 
@@ -221,12 +224,12 @@ def _compile(flags: str) -> ctypes.CDLL | None:
     if library is None:
         return None
     shape, array, mask = (ctypes.POINTER(kind) for kind in (_Shape, _Array, _Mask))
-    room = ctypes.c_void_p
+    pointer = ctypes.c_void_p
     four: list[Any] = [array] * 4  # query, key, value, output
     library.attention_scratch.argtypes = [shape, ctypes.c_int]
     library.attention_scratch.restype = ctypes.c_int64
-    library.attention_forward.argtypes = [shape, *four, room, mask, room]
+    library.attention_forward.argtypes = [shape, *four, pointer, mask, pointer]
     library.attention_forward.restype = None
-    library.attention_backward.argtypes = [shape, *four, array, room, mask, *four[:3], room]
+    library.attention_backward.argtypes = [shape, *four, array, pointer, mask, *four[:3], pointer]
     library.attention_backward.restype = None
     return library

@@ -1,4 +1,4 @@
-"""The linear layer that blocks are made of."""
+"""The linear layer of the blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Linear"]
 
 
 class Linear(nn.Linear):
-    """``x @ weight.T + bias``: on a CPU without gradients the fastest way, elsewhere torch's.
+    """``x @ weight.T + bias``: on a CPU without gradients by the fastest kernel, else by torch.
 
     Shape:
         x: (..., columns) -> (..., rows)
@@ -19,5 +19,5 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product."""
-        found = multiply_dense(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias) if found is None else found
+        product = multiply_dense(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias) if product is None else product

@@ -39,17 +39,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """Everything in which MLPs of different families differ.
+    """Hyperparameters of an MLP.
 
     Args:
-        intermediate_size: F.
+        intermediate_size: width F of the hidden layer.
         activation: a name in `ACTIVATIONS`.
-        gated: add `gate_proj` (SwiGLU and its relatives; Shazeer 2020).
+        gated: gated linear unit with a `gate_proj` (SwiGLU and its relatives; Shazeer 2020).
         bias: biases on all projections.
-        dropout: after the activation.
-        in_scale: factor on what goes into gate and up, and
-        out_scale: on what goes into down; as in `AttentionSpec`.
-        widens_half: from the activation on, fp16 is computed in fp32, and comes out in it.
+        dropout: dropout probability after the activation.
+        in_scale: factor on the input of gate and up, applied by the block; see `AttentionSpec`.
+        out_scale: factor on the input of down, applied by the block.
+        widens_half: compute in fp32 from the activation on if the input is fp16; the output is
+            fp32.
     """
 
     intermediate_size: int
@@ -66,18 +67,18 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     """Return an activation function by its name.
 
     Raises:
-        ConfigError: no such activation; the nearest known name is given.
+        ConfigError: unknown activation; the message names the nearest one.
     """
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"activation={name!r} is unknown.{suggest(name, ACTIVATIONS)} "
-            f"Known: {', '.join(sorted(ACTIVATIONS))}."
+            f"unknown activation: activation={name!r} (known: {', '.join(sorted(ACTIVATIONS))})."
+            f"{suggest(name, ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
 
 
 class WideLinear(Linear):
-    """Computes in the dtype of what goes in."""
+    """Linear layer that casts its weight to the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dtype == x.dtype:
@@ -90,8 +91,8 @@ class MLP(nn.Module):
     """``down(act(up(x)))``, or gated ``down(act(gate(x)) * up(x))``.
 
     Args:
-        hidden_size: D.
-        spec: the rest.
+        hidden_size: width D of the hidden states.
+        spec: the other hyperparameters.
 
     Attributes:
         enter: what `x` goes through first; a layout that cuts the projections puts its own here.
@@ -126,7 +127,7 @@ class MLP(nn.Module):
                 return self.activation(up)
             return multiply_fresh(self.activation(gate), up, made_of=gate)
 
-        if self.thin is not pass_on:  # it sees weights that backward may not see again
+        if self.thin is not pass_on:  # a gate's values may differ when backward recomputes
             return self.down_proj(self.thin(self._drop(inner())))
         if self.dropout and self.training:
             return self.down_proj(self._drop(inner()))

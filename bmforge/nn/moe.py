@@ -1,12 +1,12 @@
-"""A feed-forward part made of experts, of which a router picks some for every token.
+"""Mixture of experts: a feed-forward layer in which a router selects some experts per token.
 
-Tokens are sorted by expert, each expert works on its rows at once, and the results go back. Without
-a capacity no token is dropped.
+Tokens are sorted by expert, each expert processes its rows in one product, and the results are
+scattered back. Without a capacity no token is dropped.
 
 Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
-experts" (2024); the shared expert with its own gate: Qwen team, "Qwen1.5-MoE" (2024); balanced
-choice: Lewis et al., "BASE layers" (2021), as CPM-2 has it; capacity: Lepikhin et al., "GShard"
-(2020); experts that are the features of an MLP: Zhang et al., "MoEfication" (2022).
+experts" (2024); shared expert with its own gate: Qwen team, "Qwen1.5-MoE" (2024); balanced
+assignment: Lewis et al., "BASE layers" (2021), as in CPM-2; capacity: Lepikhin et al., "GShard"
+(2020); experts as slices of an MLP: Zhang et al., "MoEfication" (2022).
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ __all__ = [
     "load_balancing_loss",
 ]
 
-# (tokens (M, D), their experts (M, k), number of experts, experts' work) -> (M, k, D)
+# (tokens (M, D), their experts (M, k), number of experts, function of the experts) -> (M, k, D)
 RunExperts = Callable[[Tensor, Tensor], Tensor]
 Dispatch = Callable[[Tensor, Tensor, int, RunExperts], Tensor]
 
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Everything in which layers of experts differ.
+    """Hyperparameters of a mixture of experts.
 
     Args:
-        num_experts: E.
-        experts_per_token: k, how many work on a token.
-        intermediate_size: F of one expert.
+        num_experts: number E of experts.
+        experts_per_token: number k of experts per token.
+        intermediate_size: hidden width F of one expert.
         activation: a name in `nn.mlp.ACTIVATIONS`.
         gated: experts have a `gate_proj`.
-        normalize_weights: the k weights of a token sum to 1; else they are what the softmax over
-            all experts gave them.
-        shared_size: F of an expert that works on every token; 0 for none.
-        shared_gate: the shared expert's output is weighed by a sigmoid of the token.
-        choice: "top_k": by the router's softmax, whose values weigh the experts; "balanced": one
-            expert, not weighed (the router gets no gradient), which is in training such that all
-            have equally many of all tokens, otherwise the one the router likes best; "per_call":
-            the same k for all tokens of a call, those that suit them best together.
-        capacity_factor: in training an expert takes at most this times its even share of a
-            process's tokens, see `limit_loads`; None takes all.
-        in_scale: factor on what goes into router and experts, and
-        out_scale: on what goes into their last projections; as in `AttentionSpec`.
-        weighs: the chosen experts' results are weighed; else they are added up as they are, and
-            the router gets no gradient.
+        normalize_weights: normalize the k weights of a token to sum 1; else use the softmax over
+            all experts.
+        shared_size: hidden width F of a shared expert that processes every token; 0 is none.
+        shared_gate: multiply the shared expert's output by a sigmoid gate of the token.
+        choice: "top_k": the k largest router logits, weighted by their softmax; "balanced": one
+            unweighted expert (the router gets no gradient), assigned evenly over the tokens in
+            training and by argmax otherwise; "per_call": the same k experts for all tokens of a
+            call, with the largest sum of sigmoids.
+        capacity_factor: in training an expert takes at most this factor times its even share of a
+            rank's tokens, see `limit_loads`; None is no limit.
+        in_scale: factor on the input of router and experts; see `AttentionSpec`.
+        out_scale: factor on the input of the experts' last projections.
+        weighs: weight the selected experts' outputs; else sum them, and the router gets no
+            gradient.
         bias: experts have biases on gate and up, and their sum has one.
         router: "linear", or "two_layer" (`router.py`).
-        split: the experts, and before them the shared one, are an MLP's features side by side,
-            and files have that MLP.
+        split: the shared expert and the experts are slices of one MLP's hidden features, and
+            checkpoints contain that MLP.
     """
 
     num_experts: int
@@ -98,18 +98,18 @@ class MoESpec:
     split: bool = False
 
     def __post_init__(self) -> None:
-        """Check the counts."""
+        """Check that the values are consistent."""
         if self.choice == "per_call" and (self.weighs or self.capacity_factor is not None):
             raise ConfigError(
-                "choice='per_call' adds up what the same experts make of all tokens: it needs "
-                "weighs=False and no capacity_factor."
+                "choice='per_call' sums the outputs of the same experts for all tokens. Set "
+                "weighs=False and leave out capacity_factor."
             )
         if self.split and self.weighs:
-            raise ConfigError("split=True: an MLP's features are added up; set weighs=False.")
+            raise ConfigError("split=True sums the features of one MLP. Set weighs=False.")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
-                f"experts_per_token={self.experts_per_token} must be from 1 to "
-                f"num_experts={self.num_experts}."
+                f"experts_per_token={self.experts_per_token} is out of range (1 to "
+                f"num_experts={self.num_experts})."
             )
         if self.choice == "balanced" and self.experts_per_token != 1:
             raise ConfigError(
@@ -119,7 +119,7 @@ class MoESpec:
             return
         if not (self.capacity_factor > 0 and math.isfinite(self.capacity_factor)):
             raise ConfigError(
-                f"capacity_factor={self.capacity_factor} must be above 0, or None to drop no token."
+                f"capacity_factor={self.capacity_factor} must be above 0, or None for no limit."
             )
         if self.choice == "balanced":
             raise ConfigError(
@@ -129,13 +129,13 @@ class MoESpec:
 
 
 def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts) -> Tensor:
-    """Bring tokens to experts that are all here, and what they made back.
+    """Route tokens to experts that are all on this rank, and their outputs back.
 
     Args:
-        x: the tokens.
-        index: which experts work on each; E stands for none, whose result is what `run` says.
-        num_experts: E.
-        run: the experts' work on rows sorted by expert; also given where each expert's rows end.
+        x: hidden states of the tokens.
+        index: experts of each token; E is no expert, whose output `run` defines.
+        num_experts: number E of experts.
+        run: computes the experts on rows sorted by expert, given the end of each expert's rows.
 
     Shape:
         x: (M, D); index: (M, k); run: (M * k, D), (E,) -> (M * k, D); returns (M, k, D)
@@ -151,9 +151,9 @@ def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts
 
 
 def limit_loads(index: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Let every expert take `capacity` tokens; return `index` with E, no expert, for the others.
+    """Limit every expert to `capacity` tokens: return `index` with E (no expert) for the others.
 
-    First choices come before second ones, and of those the tokens that stand first.
+    First choices take precedence over second ones, and earlier tokens over later ones.
 
     Shape:
         index: (M, k) -> (M, k)
@@ -169,13 +169,13 @@ def limit_loads(index: Tensor, num_experts: int, capacity: int) -> Tensor:
 
 
 def _run_limited(run: RunExperts, x: Tensor, ends: Tensor) -> Tensor:
-    """Run experts on the rows that one of them took; the rest, sorted last, are zeros."""
-    kept = int(ends[-1])
-    return F.pad(run(x[:kept], ends), (0, 0, 0, x.shape[0] - kept))
+    """Run experts on the rows that have one; the other rows, sorted last, become zeros."""
+    count = int(ends[-1])
+    return F.pad(run(x[:count], ends), (0, 0, 0, x.shape[0] - count))
 
 
 def _add_biases(x: Tensor, biases: Tensor | None, ends: Tensor) -> Tensor:
-    """Add to rows, sorted by expert, the bias of theirs, (E, F)."""
+    """Add each row's expert bias, from (E, F), to rows sorted by expert."""
     if biases is None:
         return x
     numbers = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
@@ -183,17 +183,17 @@ def _add_biases(x: Tensor, biases: Tensor | None, ends: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """E feed-forward parts with stacked weights, each working on its own rows.
+    """E feed-forward experts with stacked weights, each applied to its own rows.
 
     Args:
-        hidden_size: D.
-        spec: the rest.
+        hidden_size: width D of the hidden states.
+        spec: hyperparameters.
 
     Shape:
         x: (S, D), sorted by expert; ends: (E,) -> (S, D)
     """
 
-    # Parts beside it go into each of its products, where one hook around all could not add them.
+    # Adapters take part in each of its products, where one forward hook could not add them.
     asks_parts = True
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
@@ -213,12 +213,12 @@ class Experts(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(wide)) if wide and spec.gated else None
 
     def keep_biases_of_(self, plain: Experts) -> None:
-        """Take the biases of the experts that a storage form stands for."""
+        """Copy the biases of the experts that this quantized layer replaces."""
         self.register_parameter("up_bias", plain.up_bias)
         self.register_parameter("gate_bias", plain.gate_bias)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Apply every expert to its rows."""
+        """Apply each expert to its rows."""
         up = _add_biases(self.product("up_proj", x, ends), self.up_bias, ends)
         gate = self.product("gate_proj", x, ends) if self.has_gate() else None
         gate = gate if gate is None else _add_biases(gate, self.gate_bias, ends)
@@ -231,7 +231,7 @@ class Experts(nn.Module):
         return call_and_drop(lambda h: self.product("down_proj", h, ends), inner(), inner)
 
     def product(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply the rows of every expert by its matrix of that name, parts beside it included.
+        """Multiply each expert's rows by its matrix `key`, with attached adapters added.
 
         Shape:
             x: (S, in) -> (S, out)
@@ -242,16 +242,16 @@ class Experts(nn.Module):
         return out
 
     def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
-        """Return (E, out, in) of every stack, by its name."""
+        """Return (E, out, in) of every stacked weight by name."""
         stacks = {key: getattr(self, key) for key in ("gate_proj", "up_proj", "down_proj")}
         return {key: tuple(s.shape) for key, s in stacks.items() if s is not None}
 
     def has_gate(self) -> bool:
-        """Tell whether there is a `gate_proj`."""
+        """Return True if the experts have a `gate_proj`."""
         return self.gate_proj is not None
 
     def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """The same of the matrices alone; a storage form puts its own here."""
+        """Multiply without adapters; quantized layers override this."""
         return grouped_linear(x, getattr(self, key), ends)
 
     def extra_repr(self) -> str:
@@ -261,18 +261,18 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, experts and, where there is one, an expert for all tokens.
+    """Router, experts and an optional shared expert.
 
     Args:
-        hidden_size: D.
-        spec: the rest.
+        hidden_size: width D of the hidden states.
+        spec: hyperparameters.
 
     Attributes:
-        dispatch: brings tokens to experts and back, and
-        assign: gives all experts equally many tokens, and
-        enter: what goes to the experts goes through it first, and
-        leave: what they made goes through it last; a layout puts its own here.
-        capacity_factor: see `MoESpec`; may be set later.
+        dispatch: routes tokens to experts and back; an expert-parallel layout replaces it.
+        assign: balanced assignment of tokens to experts; a layout replaces it.
+        enter: applied to the experts' input; a layout replaces it.
+        leave: applied to the experts' output; a layout replaces it.
+        capacity_factor: see `MoESpec`; may be changed later.
 
     Shape:
         x: (..., D) -> (..., D), and the router's logits (M, E), M the number of tokens
@@ -300,7 +300,7 @@ class MoE(nn.Module):
                 self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts' weighed sum and the router's logits."""
+        """Return the weighted sum of the experts' outputs and the router logits."""
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
         out = self.leave(self._mix(tokens, *self._route(logits)))
@@ -314,7 +314,7 @@ class MoE(nn.Module):
         return out.view_as(x), logits
 
     def _mix(self, tokens: Tensor, weights: Tensor | None, index: Tensor) -> Tensor:
-        """Let experts work, and add up what they make of every token."""
+        """Run the selected experts and combine their outputs per token."""
         run: RunExperts = self.experts
         alike = not self.weighs and (self.choice == "per_call" or index.shape[0] == 1)
         if alike and self.dispatch is dispatch_locally and takes_chosen(run, Experts):
@@ -329,7 +329,7 @@ class MoE(nn.Module):
         return parts.squeeze(1) if parts.shape[1] == 1 else parts.sum(1)
 
     def _route(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Pick k experts for every token: their weights, if any, and numbers, (M, k) each."""
+        """Select k experts per token: weights, (M, k) or None, and indices, (M, k)."""
         if self.choice == "balanced":
             index = self.assign(logits) if self.training else logits.argmax(-1)
             return None, index.unsqueeze(-1)
@@ -350,16 +350,16 @@ def load_balancing_loss(
     experts_per_token: int,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """Return how unevenly tokens go to experts: k for an even load, up to E for one expert alone.
+    """Return the load balancing loss: k for an even load, up to E if one expert takes all.
 
-    ``E * sum over e of (C[e] / N) * (P[e] / N)``, where over the tokens of all layers together C
-    counts those that expert e works on, P sums its probabilities, and N counts tokens. A product
-    of means is not the mean of products: where a step's tokens come in several parts, C and N must
-    be of all of them (`count_loads`, `balance_loads`); the loss is linear in P.
+    ``E * sum over e of (C[e] / N) * (P[e] / N)``, summed over the tokens of all layers: C counts
+    the tokens routed to expert e, P sums its probabilities, and N counts tokens. A product of means
+    is not the mean of products: if a step's tokens come in micro-batches, C and N must be those of
+    the whole step (`count_loads`, `balance_loads`); the loss is linear in P.
 
     Args:
-        router_logits: of every layer with experts.
-        experts_per_token: k.
+        router_logits: router logits of every layer with experts.
+        experts_per_token: number k of experts per token.
         attention_mask: 1 for tokens that count, 0 for padding.
 
     Shape:
@@ -391,7 +391,7 @@ def count_loads(
 
 
 def balance_loads(loads: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
-    """Return the balance of C, P and N; 0 where there are no tokens.
+    """Return the loss from C, P and N of `load_balancing_loss`; 0 without tokens.
 
     Shape:
         loads, sums: (E,); tokens: (1,); returns a scalar

@@ -1,4 +1,4 @@
-"""Normalisation layers, chosen by a word."""
+"""Normalization layers and their specification."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NormKind = Literal["layer", "rms"]
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Which norm a family has.
+    """Kind and parameters of a norm.
 
     Args:
         kind: "layer" or "rms".
-        eps: added to the variance.
-        bias: of a layer norm.
-        affine: a layer norm has a weight (and a bias) at all.
+        eps: epsilon added to the variance.
+        bias: a layer norm has a bias.
+        affine: a layer norm has a weight (and a bias).
     """
 
     kind: NormKind = "layer"
@@ -40,8 +40,8 @@ class RMSNorm(nn.Module):
         x: (..., D) -> (..., D)
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). As in Llama, the
-    normalised value is rounded before the weight is applied: to the weight's dtype, so that a wide
-    residual goes into narrow projections.
+    normalized value is cast to the weight's dtype before it is multiplied, so that a wide residual
+    enters narrow projections.
     """
 
     def __init__(self, hidden_size: int, eps: float) -> None:
@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim."""
+        """Normalize the last dim."""
         if takes_host_rms_norm(x, self.weight):
             return host_rms_norm(x, self.weight, self.eps)
         wide = x.to(wide_dtype(x.dtype))
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(spec: NormSpec, hidden_size: int) -> nn.Module:
-    """Return the norm that `spec` describes for D = `hidden_size` features."""
+    """Build the norm that `spec` describes, for D = `hidden_size` features."""
     if spec.kind == "rms":
         return RMSNorm(hidden_size, spec.eps)
     return nn.LayerNorm(hidden_size, spec.eps, spec.affine, spec.bias)

@@ -1,8 +1,8 @@
-"""Rotary position embedding with the scaling kinds in use.
+"""Rotary position embeddings (RoPE) and their scaling kinds.
 
-Nothing is stored: the frequencies are a function of the config and the table of cosines a function
-of the positions, so there is no buffer to lose when a model is built on meta, sharded or cut into
-stages.
+Nothing is stored: frequencies are a function of the config, and cosines a function of the
+positions. So there is no buffer to initialize when a model is built on the meta device, sharded or
+split into pipeline stages.
 
 Source: Su et al., "RoFormer" (2021). Scalings: linear (kaiokendev 2023), dynamic NTK (bloc97,
 emozilla 2023), YaRN (Peng et al. 2023), llama3 (Meta 2024), longrope (Ding et al. 2024).
@@ -34,26 +34,26 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """What a rotary embedding needs to know.
+    """Parameters of a rotary position embedding.
 
     Args:
-        rotary_dim: how many of a head's dims are turned (an even number).
+        rotary_dim: number of head dims that are rotated (even).
         theta: base of the frequencies.
         kind: scaling kind.
-        factor: how many times longer the context became.
-        max_seq_len: the longest context of the model as configured.
-        original_seq_len: the longest context before scaling (yarn, llama3, longrope).
-        low_freq_factor: llama3.
-        high_freq_factor: llama3.
-        beta_fast: yarn.
-        beta_slow: yarn.
-        truncate: yarn, round the correction range to whole dims.
-        attention_factor: factor on cos and sin; None takes the kind's own rule.
-        mscale: yarn.
-        mscale_all_dim: yarn.
-        short_factor: longrope, one number per frequency, up to the original length.
-        long_factor: longrope, one number per frequency, beyond it.
-        interleaved: pairs are neighbours (GPT-J) instead of halves (Llama).
+        factor: ratio of the extended to the original context length.
+        max_seq_len: maximum sequence length of the model as configured.
+        original_seq_len: maximum sequence length before scaling (yarn, llama3, longrope).
+        low_freq_factor: parameter of llama3.
+        high_freq_factor: parameter of llama3.
+        beta_fast: parameter of yarn.
+        beta_slow: parameter of yarn.
+        truncate: yarn: round the correction range to whole dims.
+        attention_factor: factor on cos and sin; None is the kind's own rule.
+        mscale: parameter of yarn.
+        mscale_all_dim: parameter of yarn.
+        short_factor: longrope: one divisor per frequency, up to the original length.
+        long_factor: longrope: one divisor per frequency, beyond the original length.
+        interleaved: pairs are adjacent dims (GPT-J) instead of halves (Llama).
     """
 
     rotary_dim: int
@@ -75,16 +75,20 @@ class RopeSpec:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        """Check what would otherwise give wrong numbers silently."""
+        """Check the values that would otherwise silently give wrong results."""
         kinds = get_args(RopeKind)
         if self.kind not in kinds:
             raise ConfigError(
-                f"rotary kind {self.kind!r} is unknown.{suggest(self.kind, kinds)} Known: {kinds}."
+                f"unknown rotary kind {self.kind!r} (known: {kinds}).{suggest(self.kind, kinds)}"
             )
         if self.rotary_dim % 2:
-            raise ConfigError(f"rotary_dim={self.rotary_dim} is odd; dims are turned in pairs.")
+            raise ConfigError(
+                f"rotary_dim={self.rotary_dim} is odd, but dims are rotated in pairs."
+            )
         if self.kind in ("yarn", "llama3", "longrope") and not self.original_seq_len:
-            raise ConfigError(f"rotary kind {self.kind!r} needs original_seq_len (was not given).")
+            raise ConfigError(
+                f"rotary kind {self.kind!r} needs original_seq_len, which is not set."
+            )
         for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
             if len(getattr(self, name)) != self.rotary_dim // 2:
                 raise ConfigError(
@@ -94,12 +98,12 @@ class RopeSpec:
 
 
 def rope_frequencies(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, float]:
-    """Return the turning speed of every pair and the factor on cos and sin.
+    """Return the frequency of every pair and the factor on cos and sin.
 
     Args:
-        spec: the embedding.
-        positions: token positions; only the device and, for dynamic and longrope, the largest
-            matter.
+        spec: parameters of the embedding.
+        positions: token positions; only their device and, for dynamic and longrope, their
+            maximum matter.
 
     Shape:
         returns (rotary_dim / 2,) in fp32
@@ -184,7 +188,7 @@ def _longrope(spec: RopeSpec, plain: Tensor, positions: Tensor) -> tuple[Tensor,
 
 
 def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin for `positions`, to be applied by `apply_rope`.
+    """Return cos and sin for `positions`, for use with `apply_rope`.
 
     Shape:
         positions: (B or 1, T), integers
@@ -202,7 +206,7 @@ def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[T
 def narrow_rope(
     table: tuple[Tensor, Tensor], width: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the table for heads of `width` dims: the first pairs where not all have a place.
+    """Return the table for heads of `width` dims: its first pairs if the head is narrower.
 
     Shape:
         table: two tensors (B or 1, 1, T, rotary_dim); returns the same, at most `width` wide
@@ -221,19 +225,19 @@ def narrow_rope(
 
 
 def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Turn the first rotary_dim dims of every head by its position's angles.
+    """Rotate the first rotary_dim dims of every head by the angles of its position.
 
     Shape:
         x: (B, heads, T, H) -> same
     """
     cos, sin = table
     width = cos.shape[-1]
-    turned, rest = x[..., :width], x[..., width:]
+    rotated, rest = x[..., :width], x[..., width:]
     if interleaved:
-        even, odd = turned[..., 0::2], turned[..., 1::2]
+        even, odd = rotated[..., 0::2], rotated[..., 1::2]
         swapped = torch.stack((-odd, even), dim=-1).flatten(-2)
     else:
-        first, second = turned.chunk(2, dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
         swapped = torch.cat((-second, first), dim=-1)
-    turned = add_fresh(turned * cos, multiply_fresh(swapped, sin))
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+    rotated = add_fresh(rotated * cos, multiply_fresh(swapped, sin))
+    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)

@@ -1,4 +1,4 @@
-"""Relative positions as a trained bias on the scores: T5's buckets of distances."""
+"""Relative position bias on attention scores (T5's buckets of distances)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["RelativeBias", "find_buckets"]
 def find_buckets(
     distance: Tensor, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """Return the bucket of every distance: exact when short, logarithmically wider when long.
+    """Return the bucket of every distance: exact for short ones, logarithmically wider beyond.
 
     Args:
         distance: key position minus query position.
-        bidirectional: later keys get buckets of their own; else they all share bucket 0.
-        num_buckets: how many there are; a half goes to each side when bidirectional.
-        max_distance: from here on, all share the last bucket of their side.
+        bidirectional: later keys have their own buckets; else they all share bucket 0.
+        num_buckets: number of buckets; half of them for each side if bidirectional.
+        max_distance: distance from which on all keys share the last bucket of their side.
 
     Shape:
         distance: any, integers -> same
@@ -32,26 +32,26 @@ def find_buckets(
     first = (distance > 0).long() * side if bidirectional else torch.zeros_like(distance)
     length = distance.abs() if bidirectional else (-distance).clamp(min=0)
     exact = side // 2
-    # One division by a constant after the other, as in the original: another order moves borders.
+    # Two divisions in the original's order: combining them moves bucket borders by rounding.
     steps = torch.log(length.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = (exact + (steps * (side - exact)).long()).clamp(max=side - 1)
     return first + torch.where(length < exact, length, far)
 
 
 class RelativeBias(nn.Module):
-    """A trained number per head and bucket of distances, added to attention scores.
+    """Trained bias per head and bucket of distances, added to attention scores.
 
     Args:
-        num_heads: N.
-        num_buckets: rows of `weight`.
+        num_heads: number N of heads.
+        num_buckets: number of buckets, rows of `weight`.
         max_distance: see `find_buckets`.
-        causal: for decoders: no buckets for later keys, and -inf there, so that the bias is the
-            causal mask as well.
+        causal: decoder: no buckets for later keys, which get -inf, so that the bias is the causal
+            mask too.
 
     Shape:
         returns (1, N, T, S)
 
-    Memory: N x T x S elements, made once for all layers that share it.
+    Memory: N x T x S elements, computed once for all layers that share it.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads))
 
     def forward(self, query_length: int, key_length: int, offset: int = 0) -> Tensor:
-        """Return the bias of T queries, the first at position `offset`, to S keys from 0 on."""
-        # A row is the next one, moved by one: all of them are windows on one vector per head.
+        """Return the bias of T queries, starting at position `offset`, to S keys from 0 on."""
+        # Each row is the previous one shifted by one: all are windows of one vector per head.
         first, last = 1 - offset - query_length, key_length - offset
         distance = torch.arange(first, last, device=self.weight.device)
         buckets = find_buckets(distance, not self.causal, self.num_buckets, self.max_distance)

@@ -1,8 +1,8 @@
-"""Dropping what is cheap to make again: outputs of norms and activations that projections keep.
+"""Selective recomputation: norm and activation outputs are recomputed in backward, not stored.
 
-A projection keeps its input for its weight's gradient. Where that input is a norm or an activation
-of something that is kept anyway, backward makes it again: on GPT-2 shapes such inputs are
-about a third of the stored activations. The values are the same bits.
+A projection saves its input for its weight's gradient. If that input is a norm or an activation of
+a tensor that is saved anyway, it is dropped and recomputed in backward, with the same bits: about a
+third of the stored activations on GPT-2 shapes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["call_and_drop", "hold_weights"]
 
 
 class _Dropped(NamedTuple):
-    """What is kept in a tensor's place: how to make it again."""
+    """Saved in place of a tensor: the function that recomputes it."""
 
     make: Callable[[], Tensor]
     shape: torch.Size
 
 
 class _Pack:
-    """Replaces one tensor by its recipe and leaves the others to the call around this one."""
+    """Saved-tensor hook that replaces one tensor by its recipe; others go to the enclosing hook."""
 
     def __init__(self, value: Tensor, make: Callable[[], Tensor], outer: _Pack | None) -> None:
-        # The address stands for the tensor, so that this hook does not keep it alive.
+        # The address identifies the tensor, so that this hook does not keep it alive.
         self.address, self.count, self.make, self.outer = (
             value.data_ptr(),
             value.numel(),
@@ -43,32 +43,33 @@ class _Pack:
         return tensor if self.outer is None else self.outer(tensor)
 
 
-def _unpack(kept: Any) -> Tensor:
-    if not isinstance(kept, _Dropped):
-        return kept
+def _unpack(saved: Any) -> Tensor:
+    if not isinstance(saved, _Dropped):
+        return saved
     with torch.no_grad():
-        return kept.make().view(kept.shape)
+        return saved.make().view(saved.shape)
 
 
 def hold_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return what calls a module with the weights that it has now, whatever it has by then.
+    """Return a function that calls a module with the weights that it has now.
 
-    Who swaps a model's parameters for one call (`torch.func.functional_call`, averaged weights) has
-    put the others back before backward makes the module's output again.
+    `torch.func.functional_call` and averaged weights swap a model's parameters for one call only:
+    when backward recomputes the module's output, the others are back.
 
     Args:
+        module: module whose children have no parameters.
         module: without children that have parameters.
     """
     own = module._parameters
-    held = dict(own)
+    weights = dict(own)
 
     def run(x: Tensor) -> Tensor:
-        now = dict(own)
-        own.update(held)
+        current = dict(own)
+        own.update(weights)
         try:
             return module(x)
         finally:
-            own.update(now)
+            own.update(current)
 
     return run
 
@@ -76,16 +77,16 @@ def hold_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
 def call_and_drop(
     function: Callable[[Tensor], Tensor], value: Tensor, make: Callable[[], Tensor]
 ) -> Tensor:
-    """Return ``function(value)``; what it keeps of `value` for backward is made again by `make`.
+    """Return ``function(value)``; backward recomputes `value` by `make` if the function saved it.
 
-    Does nothing special where that cannot help: without gradients, under `torch.compile` (which
-    decides for itself), for tensor subclasses, and inside other people's saved-tensor hooks
-    (recompute keeps nothing here anyway, and hooks of autograd do not nest).
+    It calls the function only, where recomputation cannot help: without gradients, under
+    `torch.compile` (which decides itself), for tensor subclasses, and inside other saved-tensor
+    hooks (activation checkpointing saves nothing here, and autograd's hooks do not nest).
 
     Args:
-        function: uses `value`; may itself call this function.
-        value: contiguous; alive during the call.
-        make: returns the same values again, without randomness.
+        function: uses `value`; may call `call_and_drop` itself.
+        value: contiguous tensor, alive during the call.
+        make: deterministic function that returns the same values.
     """
     plain = type(value) is Tensor and value.is_contiguous()
     if not plain or not value.requires_grad or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""What tells, for every token, which experts suit it."""
+"""Routers of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ RouterKind = Literal["linear", "two_layer"]
 class TwoLayerRouter(nn.Module):
     """``second(tanh(first(x / |x|)))``, without biases.
 
-    Args:
-        hidden_size: D.
+    hidden_size: width D of the hidden states.
+    num_experts: number E of experts.
         num_experts: E.
 
     Shape:
         x: (M, D) -> (M, E)
 
-    Source: Zhang et al., "MoEfication" (2022), as in BMCook: it begins as the similarity of a token
-        to each expert's mean row (`first`), passed on as it is (`second` is the identity).
+    Source: Zhang et al., "MoEfication" (2022), as in BMCook: it is initialized to the similarity of
+        a token to each expert's mean row (`first`), and `second` to the identity.
     """
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:
@@ -33,12 +33,12 @@ class TwoLayerRouter(nn.Module):
         self.second = nn.Linear(num_experts, num_experts, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return how well each expert suits each token."""
+        """Return the router logits."""
         return self.second(torch.tanh(self.first(F.normalize(x, dim=-1))))
 
 
 def build_router(kind: RouterKind, hidden_size: int, num_experts: int) -> nn.Module:
-    """Return a router of a kind, (M, D) -> (M, E)."""
+    """Build a router of the given kind, (M, D) -> (M, E)."""
     if kind == "two_layer":
         return TwoLayerRouter(hidden_size, num_experts)
     return nn.Linear(hidden_size, num_experts, bias=False)

@@ -1,8 +1,8 @@
-"""Segments: positions within one, relations between them, and who sees whom (CPM-Ant, CPM-Bee).
+"""Segments of CPM-Ant and CPM-Bee: relative position bias, segment relations and masks.
 
-A text is cut into segments. Two tokens of the same one are as far apart as they are, in T5's
-buckets; two of different ones stand in a relation, whatever their distance. Both are rows of one
-table of trained biases. What describes tokens comes for all S keys; the T queries are the last.
+A text is split into segments. Two tokens of one segment have a bias by their distance, in T5's
+buckets; tokens of different segments have a bias by the segments' relation. Both biases are rows of
+one trained table. Per-token inputs cover all S keys; the T queries are the last of them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ __all__ = [
 ]
 
 _OTHER_SAMPLE = 1
-# Far enough apart for neighbouring sub ids to differ in every pair of dims but the slowest.
+# Distance at which adjacent sub ids differ in all pairs of dims but the slowest.
 _SUB_SPACING = 16
 
 
 class BucketBias(nn.Module):
-    """A trained number per head and row of a table, to be added to attention scores.
+    """Trained table of biases per head, added to attention scores.
 
     Args:
-        num_heads: N.
+        num_heads: number N of heads.
         num_rows: rows of the table.
 
     Shape:
         rows: (B or 1, T, S), integers; returns (B or 1, N, T, S)
 
-    Memory: the result, made once for all layers.
+    Memory: the result, computed once for all layers.
     """
 
     def __init__(self, num_heads: int, num_rows: int) -> None:
@@ -47,7 +47,7 @@ class BucketBias(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_rows, num_heads))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Look the biases up."""
+        """Look up the biases."""
         return F.embedding(rows, self.weight).permute(0, 3, 1, 2).contiguous()
 
     def extra_repr(self) -> str:
@@ -59,13 +59,13 @@ class BucketBias(nn.Module):
 def find_distances(
     length: int, device: torch.device, past: int = 0, position: Tensor | None = None
 ) -> Tensor:
-    """Return how far every key is behind (or, below 0, before) every query.
+    """Return key position minus query position for all pairs.
 
     Args:
-        length: T.
-        device: of the result.
-        past: number of keys before the first query's own.
-        position: of all keys; None counts them.
+        length: number T of queries.
+        device: device of the result.
+        past: number of keys before the first query.
+        position: positions of all keys; None is 0, 1, 2, ...
 
     Shape:
         position: (B, past + T); returns (B or 1, T, past + T)
@@ -78,27 +78,27 @@ def find_distances(
 def segment_rows(
     segment: Tensor, distance: Tensor, num_segments: int, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """Return the rows of CPM-Ant's table: buckets, then a row for every pair of segment kinds.
+    """Return row indices of CPM-Ant's bias table: buckets, then one row per pair of segment types.
 
     Args:
-        segment: kind of segment of every key.
-        distance: see `find_distances`.
-        num_segments: kinds there are.
-        num_buckets: of distances within one kind.
+        segment: segment type of every key.
+        distance: key position minus query position, see `find_distances`.
+        num_segments: number of segment types.
+        num_buckets: number of buckets of distances within one type.
         max_distance: see `find_buckets`.
 
     Shape:
         segment: (B, S); distance: (B or 1, T, S); returns (B, T, S)
     """
-    mine, other = segment[:, -distance.shape[1] :, None].long(), segment[:, None, :].long()
+    query, key = segment[:, -distance.shape[1] :, None].long(), segment[:, None, :].long()
     near = find_buckets(distance, True, num_buckets, max_distance)
-    return torch.where(mine == other, near, num_buckets + mine * num_segments + other)
+    return torch.where(query == key, near, num_buckets + query * num_segments + key)
 
 
 def relation_rows(
     relation: Tensor, distance: Tensor, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """Return the rows of CPM-Bee's table: buckets, then a row for every relation from 1 on.
+    """Return row indices of CPM-Bee's bias table: buckets, then one row per relation from 1 on.
 
     Shape:
         relation: (B or 1, T, S), 0 within a segment; distance: (B or 1, T, S); returns (B, T, S)
@@ -110,14 +110,14 @@ def relation_rows(
 def find_relations(
     segment: Tensor, num_segments: Tensor, offset: Tensor, relations: Tensor, together: Tensor
 ) -> Tensor:
-    """Look up how the segment of every query is related to that of every key.
+    """Look up the relation of every query's segment to every key's segment.
 
     Args:
-        segment: number of every key's segment in its sample.
-        num_segments: how many segments that sample has.
-        offset: where that sample's relations begin in `relations`.
-        relations: a (n, n) table per sample, one after the other.
-        together: whether query and key are of one sample and span; else the relation is 1.
+        segment: index of every key's segment in its sample.
+        num_segments: number of segments in the key's sample.
+        offset: start of the sample's relation table in `relations`.
+        relations: concatenated (n, n) relation tables of the samples.
+        together: True if query and key are in the same sample and span; else the relation is 1.
 
     Shape:
         segment, num_segments, offset: (B, S); relations: (B, R); together: (B, T, S);
@@ -126,22 +126,23 @@ def find_relations(
     _, length, width = together.shape
     start = segment[:, -length:] * num_segments[:, -length:] + offset[:, -length:]
     index = (start[:, :, None] + segment[:, None, :]).long() * together
-    found = relations.long().gather(1, index.flatten(1)).unflatten(1, (length, width))
-    return torch.where(together, found, _OTHER_SAMPLE)
+    related = relations.long().gather(1, index.flatten(1)).unflatten(1, (length, width))
+    return torch.where(together, related, _OTHER_SAMPLE)
 
 
 def see_context(
     context: Tensor, distance: Tensor, allowed: Tensor | None, real: Tensor | None
 ) -> Tensor:
-    """Return which keys every query sees: all context, and what is written up to itself.
+    """Return the mask in which queries see all context, and answer tokens up to themselves.
 
-    Context sees context alone. Every token sees itself, padding too, so that no softmax is empty.
+    Context attends to context only. Every token, padding too, attends to itself, so that no softmax
+    is empty.
 
     Args:
-        context: which tokens are given rather than written.
+        context: True for given (not predicted) tokens.
         distance: see `find_distances`.
-        allowed: more that must hold of a pair, such as being of one span.
-        real: which tokens are no padding.
+        allowed: further condition on a pair, such as being in the same span.
+        real: True for tokens that are no padding.
 
     Shape:
         context, real: (B, S) boolean; distance: (B or 1, T, S); allowed: (B, T, S);
@@ -156,7 +157,7 @@ def see_context(
 
 
 def turn_by_sub(x: Tensor, sub: Tensor) -> Tensor:
-    """Turn embeddings by their sub ids, so that one row of a table stands for many tokens.
+    """Rotate embeddings by their sub ids, so that one row of the table encodes many tokens.
 
     Shape:
         x: (B, T, D); sub: (B, T), integers, 0 leaves as it is; returns (B, T, D)

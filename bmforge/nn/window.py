@@ -1,12 +1,13 @@
-"""Sliding-window attention with global tokens, at a cost linear in the length.
+"""Sliding-window attention with global tokens, with cost linear in the length (Longformer).
 
-Every token sees those within reach to both sides and the global ones; a global token sees all, with
-projections of its own. Queries are cut into blocks; a block's keys are an overlapping view of the
-sequence, so that one call of the fused kernel serves all blocks and nothing grows with T^2.
+Every token attends to those within reach on both sides and to the global tokens; a global token
+attends to all, through its own projections. Queries are split into blocks; a block's keys are an
+overlapping view of the sequence, so one call of the fused kernel computes all blocks, and nothing
+grows with T^2.
 
-Source: Beltagy, Peters and Cohan, "Longformer: The Long-Document Transformer" (2020). Where its
-authors' code and transformers' compute the band's diagonals, blocks compute a little more than the
-band and mask it, which dense kernels do faster.
+Source: Beltagy, Peters and Cohan, "Longformer: The Long-Document Transformer" (2020). The authors'
+code and transformers compute the band's diagonals; blocks compute slightly more than the band and
+mask it, which is faster with dense kernels.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ __all__ = ["WindowAttention"]
 
 
 class WindowAttention(Attention):
-    """Attention within a window, and of and to global tokens.
+    """Sliding-window attention with global tokens.
 
     Args:
-        hidden_size: D.
-        spec: the heads and everything else.
+        hidden_size: width D of the hidden states.
+        spec: hyperparameters.
 
     Attributes:
-        pick_own: what goes into the last projection goes through it; a layout that divides tokens
-            picks those whose results are wanted here.
+        pick_own: applied before the last projection; a layout that shards tokens selects those
+            of its rank.
 
     Shape:
         x: (B, T, D) -> (B, T, D)
 
-    Memory: linear in T; keys and values of blocks are views, or made again in backward.
+    Memory: linear in T; keys and values of blocks are views, or recomputed in backward.
     """
 
     def __init__(self, hidden_size: int, spec: AttentionSpec) -> None:
@@ -59,21 +60,23 @@ class WindowAttention(Attention):
         bias: Tensor | None = None,
         memory: Tensor | None = None,
     ) -> Tensor:
-        """Attend as `mask` says.
+        """Attend within the window and to global tokens.
 
         Args:
-            x: the tokens.
-            mask: of `build_window_mask`.
-            rope: must be None, as all that follow: an encoder with a window has none of them.
-            cache: see `rope`.
-            bias: see `rope`.
-            memory: see `rope`.
+            x: hidden states.
+            mask: result of `build_window_mask`.
+            rope: must be None: windowed encoders have no rotary positions.
+            cache: must be None.
+            bias: must be None.
+            memory: must be None.
 
         Raises:
-            ConfigError: an argument that must be None.
+            ConfigError: rope, cache, bias or memory is not None.
         """
         if not (rope is None and cache is None and bias is None and memory is None):
-            raise ConfigError("attention with global tokens takes no rope, cache, bias or memory.")
+            raise ConfigError(
+                "attention with global tokens supports no rope, cache, bias or memory."
+            )
         x = self.enter(x)
         query, key, value = self.thin_query(self.q_proj(x)), self.k_proj(x), self.v_proj(x)
         if mask.block:
@@ -89,12 +92,12 @@ class WindowAttention(Attention):
     def _mix_whole(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None
     ) -> Tensor:
-        """Weigh the values of whole rows: (B, T, D)."""
+        """Attend over whole sequences: (B, T, D)."""
         query, key, value = (self._heads(t, None) for t in (query, key, value))
         return self._mix(query, key, value, allowed, None).transpose(1, 2).flatten(2)
 
     def _mix_blocks(self, query: Tensor, key: Tensor, value: Tensor, mask: WindowMask) -> Tensor:
-        """Weigh the values, block by block: (B, T, D)."""
+        """Attend block by block: (B, T, D)."""
         rows, length, _ = query.shape
         rest = -length % mask.block
         blocks = F.pad(query, (0, 0, 0, rest)).flatten(0, 1).unflatten(0, (-1, mask.block))
@@ -106,24 +109,26 @@ class WindowAttention(Attention):
         if mask.chosen is None:
             mixed = mix(self._in_reach(key, mask), self._in_reach(value, mask))
         else:
-            # Beside copies of the global tokens the blocks are no views; backward copies again.
+            # With copies of the global tokens the blocks are no views; backward copies them again.
             def keys() -> Tensor:
                 return self._with_globals(key, mask)
 
             def values() -> Tensor:
                 return self._with_globals(value, mask)
 
-            made = values()
+            block_values = values()
             mixed = call_and_drop(
-                lambda near: call_and_drop(lambda far: mix(near, far), made, values), keys(), keys
+                lambda near: call_and_drop(lambda far: mix(near, far), block_values, values),
+                keys(),
+                keys,
             )
         return mixed.transpose(1, 2).reshape(rows, length + rest, -1)[:, :length]
 
     def _in_reach(self, x: Tensor, mask: WindowMask) -> Tensor:
-        """View (B, T, D) as what each block reaches: (B * blocks, N, block + 2 * reach, H).
+        """View (B, T, D) as each block's keys: (B * blocks, N, block + 2 * reach, H).
 
-        Rows lie behind one another, so the first block of a row reaches into the row before;
-        `allowed` says no there.
+        Sequences are concatenated, so the first block of one reaches into the previous one;
+        `allowed` masks these keys.
         """
         rest = -x.shape[1] % mask.block
         x = F.pad(x, (0, 0, 0, rest)) if rest else x
@@ -132,7 +137,7 @@ class WindowAttention(Attention):
         return blocks.unflatten(1, (-1, self.head_dim)).movedim(-1, 2)
 
     def _with_globals(self, x: Tensor, mask: WindowMask) -> Tensor:
-        """Put the global tokens in front of what each block reaches."""
+        """Prepend the global tokens to each block's keys."""
         assert mask.chosen is not None
         near = self._in_reach(x, mask)
         first = self._heads(_take(x, mask.chosen), None)
@@ -140,7 +145,7 @@ class WindowAttention(Attention):
         return torch.cat((first, near), dim=2)
 
     def _put_globals(self, mixed: Tensor, x: Tensor, mask: WindowMask) -> Tensor:
-        """Overwrite the global tokens' rows with attention to everything."""
+        """Overwrite the output of the global tokens with attention to all tokens."""
         assert mask.chosen is not None
         assert mask.is_chosen is not None
         query = self.thin_query(self.q_global_proj(_take(x, mask.chosen)))
@@ -153,16 +158,15 @@ class WindowAttention(Attention):
         else:
             keys, values = self.k_global_proj(x), self.v_global_proj(x)
             out = self._mix_whole(query, keys, values, mask.seen_by_chosen)
-        # Places that hold no global token get back what is there.
+        # Slots of `chosen` without a global token keep their output.
         out = torch.where(mask.is_chosen[..., None], out, _take(mixed, mask.chosen))
         return mixed.scatter(1, mask.chosen[..., None].expand_as(out), out.to(mixed.dtype))
 
     def _see_all_at_once(self, query: Tensor, x: Tensor, mask: WindowMask) -> Tensor:
-        """Attention of G tokens to all, without projecting all: (B, G, N * H).
+        """Attention of G global tokens to all, without projecting all tokens: (B, G, N * H).
 
-        The products with a projection's weight are taken on the side of the few: ``q (W x + b) =
-        (q W) x + q b`` and ``p (W x + b) = W (p x) + b sum(p)``. T x D x G N products instead of
-        T x D x D.
+        The projections move to the side of the few tokens: ``q (W x + b) = (q W) x + q b`` and
+        ``p (W x + b) = W (p x) + b sum(p)``. T x D x G x N products instead of T x D x D.
         """
         assert mask.seen_by_chosen is not None
         query = query.unflatten(-1, (-1, self.head_dim))
@@ -189,13 +193,11 @@ class WindowAttention(Attention):
 
 
 def _is_plain(proj: nn.Linear) -> bool:
-    """Tell whether a projection's weight and bias are all that it does: not where it is stored
-    otherwise, cut over processes, or has something beside it.
-    """
+    """Return True for a plain projection: neither quantized nor sharded, and without adapters."""
     is_own = type(proj) is Linear and type(proj.weight) is nn.Parameter
     return is_own and not (proj._forward_hooks or proj._forward_pre_hooks)
 
 
-def _take(x: Tensor, places: Tensor) -> Tensor:
-    """Pick tokens of every row: (B, T, D), (B, G) -> (B, G, D)."""
-    return x.gather(1, places[..., None].expand(-1, -1, x.shape[2]))
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Gather tokens of every sequence: (B, T, D), (B, G) -> (B, G, D)."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))

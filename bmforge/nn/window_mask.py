@@ -1,6 +1,6 @@
-"""Who sees whom in sliding-window attention with global tokens; made once for all layers.
+"""Masks of sliding-window attention with global tokens, built once for all layers.
 
-Attention itself is in `window.py`.
+The attention itself is in `window.py`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from bmforge.errors import ShapeError
 
 __all__ = ["WindowMask", "build_window_mask"]
 
-# Blocks as long as the reach do half as much work again as the band has; smaller ones waste less,
-# but copy more beside global tokens, and their products become too small to be fast.
+# Blocks as long as the reach compute 1.5 times the band. Smaller ones compute less, but copy the
+# global tokens more often, and their products are too small to be fast.
 _SMALLEST_BLOCK = 64
 
 
 class WindowMask(NamedTuple):
-    """What all layers of one window share.
+    """Mask of all layers with the same window.
 
     Args:
-        reach: how far a token sees to each side.
-        block: queries in a block; 0 where the rows are too short for blocks.
-        allowed: who sees whom: in blocks (B * blocks, 1, block, G + block + 2 * reach), global
-            tokens first; else (B, 1, T, T).
+        reach: number of tokens that a token sees on each side.
+        block: queries per block; 0 if the sequences are too short for blocks.
+        allowed: True where a query attends: (B * blocks, 1, block, G + block + 2 * reach) with the
+            global tokens first, or without blocks (B, 1, T, T).
         real: 1 for tokens, 0 for padding, (B, T); None without padding.
-        chosen: places of the global tokens, (B, G); a row that has fewer has other places there.
-        is_chosen: which of those places are global tokens, (B, G).
-        seen_by_chosen: what they see, (B, 1, G, T).
+        chosen: positions of the global tokens, (B, G), padded with other positions.
+        is_chosen: True for entries of `chosen` that are global tokens, (B, G).
+        seen_by_chosen: keys that the global tokens attend to, (B, 1, G, T).
     """
 
     reach: int
@@ -53,38 +53,40 @@ def build_window_mask(
     document_ids: Tensor | None = None,
     max_global_tokens: int | None = None,
 ) -> WindowMask:
-    """Return the mask of layers whose tokens see `window` / 2 tokens to each side.
+    """Build the mask of layers whose tokens see `window` / 2 tokens on each side.
 
     Args:
         batch: (B, T).
-        device: where the mask lives.
-        window: even.
+        device: device of the mask.
+        window: window size (even).
         attention_mask: 1 for tokens, 0 for padding.
-        global_mask: 1 for global tokens; padding is none.
-        document_ids: packed rows: a token sees only tokens of its own document.
-        max_global_tokens: no row has more global tokens; None counts them. A compiled graph cannot
-            count and takes T, at a cost that is no longer linear.
+        global_mask: 1 for global tokens; padding is never global.
+        document_ids: document of each token in packed sequences; tokens attend within a document.
+        max_global_tokens: maximum number of global tokens per sequence; None counts them. A
+            compiled graph cannot count and uses T, whose cost is quadratic.
 
     Shape:
         attention_mask, global_mask, document_ids: (B, T)
 
     Raises:
-        ShapeError: a mask of another shape, or more global tokens than `max_global_tokens`.
+        ShapeError: a mask has another shape, or there are more than `max_global_tokens`.
     """
-    given = {
+    masks = {
         "attention_mask": attention_mask,
         "global_attention_mask": global_mask,
         "document_ids": document_ids,
     }
-    for name, tensor in given.items():
+    for name, tensor in masks.items():
         if tensor is not None and tuple(tensor.shape) != batch:
-            raise ShapeError(f"{name} is {tuple(tensor.shape)}; it must be {batch}, as the input.")
+            raise ShapeError(
+                f"{name} is {tuple(tensor.shape)}; it must be {batch}, like input_ids."
+            )
     real = None if attention_mask is None else attention_mask > 0
     chosen = is_chosen = seen = None
     near = torch.ones(batch, dtype=torch.bool, device=device) if real is None else real
     if global_mask is not None:
         is_global = (global_mask > 0) & near
-        # One place at least: all processes of a layout must use the same weights.
+        # At least one, so that all ranks of a layout use the same weights (and gather them).
         count = max(1, _count_globals(is_global, max_global_tokens))
         chosen = is_global.int().argsort(dim=1, descending=True, stable=True)[:, :count]
         is_chosen = is_global.gather(1, chosen)
@@ -92,13 +94,13 @@ def build_window_mask(
     reach = window // 2
     block = max(_SMALLEST_BLOCK, reach)
     block = 0 if batch[1] <= block + 2 * reach else block
-    pieces = _Pieces(reach, block, real, near, chosen, is_chosen, document_ids)
-    allowed = _allow_in_blocks(pieces) if block else _allow_whole(pieces)
+    inputs = _MaskInputs(reach, block, real, near, chosen, is_chosen, document_ids)
+    allowed = _allow_in_blocks(inputs) if block else _allow_whole(inputs)
     return WindowMask(reach, block, allowed, real, chosen, is_chosen, seen)
 
 
-class _Pieces(NamedTuple):
-    """Arguments of the two forms of `allowed`."""
+class _MaskInputs(NamedTuple):
+    """Inputs of the two forms of `allowed`."""
 
     reach: int
     block: int
@@ -110,49 +112,49 @@ class _Pieces(NamedTuple):
 
 
 def _count_globals(is_global: Tensor, limit: int | None) -> int:
-    """Return how many global tokens a row has at most."""
+    """Return the largest number of global tokens in a sequence."""
     length = is_global.shape[1]
     if torch.compiler.is_compiling():
         return length if limit is None else min(limit, length)
     count = int(is_global.sum(1).max())
     if limit is not None and count > limit:
-        raise ShapeError(f"a row has {count} global tokens, more than max_global_tokens={limit}.")
+        raise ShapeError(f"a sequence has {count} global tokens (max_global_tokens={limit}).")
     return count if limit is None else min(limit, length)
 
 
 def _seen_by_chosen(
     near: Tensor, chosen: Tensor, is_chosen: Tensor, documents: Tensor | None
 ) -> Tensor:
-    """What global tokens see; a place that holds none sees everything, so that nothing is NaN."""
+    """Keys that global tokens attend to; unused slots attend to all, which avoids NaN."""
     seen = near[:, None, :]
     if documents is not None:
         seen = seen & (documents.gather(1, chosen)[:, :, None] == documents[:, None, :])
     return (seen | ~is_chosen[:, :, None])[:, None]
 
 
-def _allow_whole(p: _Pieces) -> Tensor:
-    """Who sees whom in rows that are short: (B, 1, T, T)."""
-    place = torch.arange(p.near.shape[1], device=p.near.device)
-    allowed = ((place[:, None] - place).abs() <= p.reach)[None]
+def _allow_whole(p: _MaskInputs) -> Tensor:
+    """Build the mask of short sequences: (B, 1, T, T)."""
+    position = torch.arange(p.near.shape[1], device=p.near.device)
+    allowed = ((position[:, None] - position).abs() <= p.reach)[None]
     if p.chosen is not None and p.is_chosen is not None:
         is_global = torch.zeros_like(p.near).scatter(1, p.chosen, p.is_chosen)
         allowed = allowed | is_global[:, None, :]
     allowed = allowed & p.near[:, None, :]
     if p.documents is not None:
         allowed = allowed & (p.documents[:, :, None] == p.documents[:, None, :])
-    # Padding has nothing to look at; looking at itself keeps its softmax finite.
-    allowed = allowed if p.real is None else allowed | (place[:, None] == place)
+    # A padding query has no key; attending to itself keeps its softmax finite.
+    allowed = allowed if p.real is None else allowed | (position[:, None] == position)
     return allowed[:, None]
 
 
-def _allow_in_blocks(p: _Pieces) -> Tensor:
-    """Who sees whom, block by block: (B * blocks, 1, block, G + block + 2 * reach)."""
+def _allow_in_blocks(p: _MaskInputs) -> Tensor:
+    """Build the mask block by block: (B * blocks, 1, block, G + block + 2 * reach)."""
     length = p.near.shape[1]
     rest = -length % p.block
     span = p.block + 2 * p.reach
 
     def cut(flags: Tensor, fill: int) -> tuple[Tensor, Tensor]:
-        """Per block, its own values (B, blocks, block) and those in reach (B, blocks, span)."""
+        """Return each block's own values, (B, blocks, block), and keys, (B, blocks, span)."""
         own = F.pad(flags, (0, rest), value=fill)
         wide = F.pad(own, (p.reach, p.reach), value=fill)
         return own.unflatten(1, (-1, p.block)), wide.unfold(1, span, p.block)
@@ -168,12 +170,12 @@ def _allow_in_blocks(p: _Pieces) -> Tensor:
         own, reached = cut(p.documents, -1)
         allowed = allowed & (own[..., None] == reached[:, :, None, :])
     is_real, _ = cut(torch.ones_like(near) if p.real is None else p.real, 0)
-    # As above, for the rest of the last block as well.
+    # Padding attends to itself here too, and so does the padding of the last block.
     allowed = allowed | ((key == query) & ~is_real[..., None])
     if p.chosen is not None and p.is_chosen is not None:
         first = p.is_chosen[:, None, None, :].expand(*allowed.shape[:3], -1)
         if p.documents is not None:
-            theirs = p.documents.gather(1, p.chosen)[:, None, None, :]
-            first = first & (cut(p.documents, -1)[0][..., None] == theirs)
+            global_documents = p.documents.gather(1, p.chosen)[:, None, None, :]
+            first = first & (cut(p.documents, -1)[0][..., None] == global_documents)
         allowed = torch.cat((first, allowed), dim=-1)
     return allowed.flatten(0, 1)[:, None]
