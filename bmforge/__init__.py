@@ -1,7 +1,7 @@
-"""bmforge: pretrain, fine-tune and run big models with little hardware.
+"""bmforge: pretrain, fine-tune and run large models on little hardware.
 
-Start reading at `recipes/` (whole runs), then `train/trainer.py` and `models/gpt2.py`. The rooms,
-and what each may import, are in CONTRIBUTING.md.
+Start reading at `recipes/` (whole runs), then `train/trainer.py` and `models/gpt2.py`. The
+packages, and what each may import, are described in CONTRIBUTING.md.
 """
 
 __version__ = "0.1.0"

@@ -14,19 +14,19 @@ __all__ = ["leave"]
 
 
 def leave(status: int) -> NoReturn:
-    """End the program; as one of several processes without taking the interpreter apart.
+    """Exit the program; a process of a distributed job skips the interpreter's shutdown.
 
-    A thread of gloo lets go of the last collective's tensors, for which it needs the interpreter;
-    where that is already ending, the process aborts, and a run that ended well counts as failed.
+    A gloo thread needs the interpreter to release the tensors of the last collective. If the
+    interpreter is already shutting down, the process aborts, and a successful run counts as failed.
     """
     if "RANK" not in os.environ:
         sys.exit(status)
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()  # as the interpreter would: one may be writing a checkpoint
+            thread.join()  # as the interpreter would: a thread may be writing a checkpoint
     distributed = sys.modules.get("bmforge.parallel.distributed")
     if distributed is not None:
-        atexit.unregister(distributed.leave_at_exit)  # who failed must not wait for others
+        atexit.unregister(distributed.leave_at_exit)  # a failed rank must not wait for others
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

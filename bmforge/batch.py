@@ -1,33 +1,33 @@
-"""What every room understands by a batch."""
+"""The batch type that data, models and training share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-if TYPE_CHECKING:  # what needs no tensors, as preparing a corpus, does not load torch
+if TYPE_CHECKING:  # preparing a corpus needs no tensors and does not import torch
     from torch import Tensor
 
 __all__ = ["IGNORE_INDEX", "Batch", "count_labels"]
 
-# A label that asks for nothing.
+# Label of a token without a loss, as in torch and transformers.
 IGNORE_INDEX = -100
 
-# The arguments of a model by name.
+# Keyword arguments of a model.
 Batch: TypeAlias = "Mapping[str, Tensor]"
 
 
 def count_labels(batch: Batch, model: Any = None) -> int:
-    """Return how many predictions the labels of a micro-batch ask for; those of -100 do not count.
+    """Count the labels of a micro-batch that contribute to the loss (not -100).
 
     Args:
-        batch: the model's arguments.
-        model: one that has `count_items` (all of bmforge's) is asked; any other is taken for a
-            language model that shifts its labels, or a classifier of rows.
+        batch: keyword arguments of the model.
+        model: model whose `count_items` counts, as all models of bmforge have; others are counted
+            as a causal language model that shifts its labels, or as a sequence classifier.
 
     Shape:
-        labels: (B, T) token ids, not shifted: the first of a row is not predicted; or (B,), one
-        class per row
+        labels: (B, T) token ids, not shifted: the first of a sequence is not predicted; or (B,),
+        one class per sequence
     """
     count = getattr(model, "count_items", None)
     if count is not None:

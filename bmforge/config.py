@@ -1,7 +1,7 @@
-"""Configs are dataclasses; here they become TOML and come back, strictly.
+"""Convert config dataclasses to TOML and back, strictly.
 
-An unknown field, a wrong type or a missing value raises `ConfigError` with the field's whole path
-and the nearest known name. The command line sets the same fields (`cli/`), so a run has one form.
+An unknown field, a wrong type or a missing value raises `ConfigError` with the field's full path
+and the nearest known name. The command line sets the same fields (`cli/`), so a run has one format.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _NONE = "none"
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Return a dataclass as plain nested dicts.
+    """Convert a dataclass to nested dicts.
 
-    TOML has no null: a field that is None is left out where None is its default, else it is "none".
+    TOML has no null: a field that is None is omitted if None is its default, else written as
+    "none".
     """
     out: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         if not field.init:
-            continue  # it follows from the others
+            continue  # computed from other fields
         value = getattr(config, field.name)
         if value is not None:
             out[field.name] = _plain(value)
@@ -59,18 +60,18 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
     Args:
         cls: the dataclass.
         values: field name -> value; missing fields take their default.
-        path: where in the whole config we are, for messages.
+        path: path of this table in the whole config, for error messages.
 
     Raises:
-        ConfigError: an unknown field (with the nearest name), a wrong type, or a missing value.
+        ConfigError: unknown field (with the nearest name), wrong type, or missing value.
     """
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for name in values:
         if name not in fields:
             raise ConfigError(
-                f"unknown field {path}{name!s}.{suggest(name, fields)} "
-                f"{cls.__name__} has: {', '.join(fields)}."
+                f"unknown field {path}{name!s} ({cls.__name__} has {', '.join(fields)})."
+                f"{suggest(name, fields)}"
             )
     required = [
         name
@@ -85,7 +86,7 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Check `value` against a type hint and convert what TOML spells differently."""
+    """Check `value` against a type hint and convert values that TOML represents differently."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, path)
@@ -126,7 +127,7 @@ def _convert_sequence(origin: Any, args: tuple[Any, ...], value: Any, path: str)
     if not isinstance(value, (list, tuple)):
         raise _wrong_type(path, value, "a list")
     if origin is tuple and args[-1:] != (Ellipsis,) and len(args) != len(value):
-        raise ConfigError(f"{path}={value!r} needs {len(args)} values, was given {len(value)}.")
+        raise ConfigError(f"{path}={value!r} has {len(value)} values (needed: {len(args)}).")
     hints = args if origin is tuple and args[-1:] != (Ellipsis,) else (args[0],) * len(value)
     return origin(
         _convert(h, v, f"{path}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True))
@@ -165,7 +166,7 @@ def load_toml(cls: type[C], path: str | Path) -> C:
     """Read a config from a TOML file.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or does not fit the dataclass.
+        ConfigError: the file is missing, is not TOML, or does not match the dataclass.
     """
     file = Path(path)
     if not file.is_file():

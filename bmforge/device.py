@@ -1,7 +1,7 @@
-"""The one file that knows which kinds of device there are.
+"""The only module that distinguishes kinds of devices.
 
-Everything else asks here: which device to use, which collective backend suits it, how much memory
-it has given out, and how fast it is at best. A machine without an accelerator uses the CPU.
+All others ask here which device to use, which collective backend it needs, how much memory it has
+allocated, and what its peak speed is. A machine without an accelerator uses the CPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def default_device(local_rank: int = 0) -> torch.device:
-    """Return this process's accelerator, or the CPU where there is none."""
+    """Return this process's accelerator, or the CPU if the machine has none."""
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
@@ -60,85 +60,85 @@ def default_device(local_rank: int = 0) -> torch.device:
 
 
 def device_at(index: int | None = None) -> torch.device:
-    """Return the accelerator of that number, the current one for None; the CPU where there is none.
+    """Return accelerator `index`, the current one for None, or the CPU if the machine has none.
 
     Raises:
-        ConfigError: there are fewer accelerators.
+        ConfigError: the machine has fewer accelerators.
     """
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     index = torch.accelerator.current_device_index() if index is None else index
     if not 0 <= index < count:
-        raise ConfigError(f"there is no accelerator {index}: this machine has {count}, from 0 on.")
+        raise ConfigError(f"there is no accelerator {index} (this machine has {count}, from 0 on).")
     return torch.device(default_device().type, index)
 
 
 def find_devices(
-    named: Sequence[int | str | torch.device] | None = None,
+    names: Sequence[int | str | torch.device] | None = None,
 ) -> tuple[torch.device, ...]:
-    """Return devices by numbers or names, such as 0, "cuda:1" or "cpu"; the default one for None.
+    """Return devices by index or name, such as 0, "cuda:1" or "cpu"; the default one for None.
 
     Raises:
-        ConfigError: none is named, there is no such one, or an accelerator is named twice.
+        ConfigError: the list is empty, a device does not exist, or is listed twice.
     """
-    if named is None:
+    if names is None:
         return (default_device(),)
-    if isinstance(named, str) or not isinstance(named, Sequence) or not named:
-        raise ConfigError(f"devices={named!r} must be a list with at least one, such as [0, 1].")
-    found = tuple(_find_device(one) for one in named)
-    twice = {str(one) for one in found if not is_host(one) and found.count(one) > 1}
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise ConfigError(f"devices={names!r} must be a list with at least one, such as [0, 1].")
+    devices = tuple(_find_device(name) for name in names)
+    twice = {str(d) for d in devices if not is_host(d) and devices.count(d) > 1}
     if twice:
-        raise ConfigError(f"devices={list(named)} names {', '.join(sorted(twice))} twice.")
-    return found
+        raise ConfigError(f"devices={list(names)} contains {', '.join(sorted(twice))} twice.")
+    return devices
 
 
-def _find_device(named: int | str | torch.device) -> torch.device:
-    if isinstance(named, str) and named.isdecimal():
-        named = int(named)
-    if type(named) is int:
+def _find_device(name: int | str | torch.device) -> torch.device:
+    if isinstance(name, str) and name.isdecimal():
+        name = int(name)
+    if type(name) is int:
         if not torch.accelerator.is_available():
             raise ConfigError(
-                f"there is no accelerator {named}: this machine has none. Leave devices out, or "
-                'name "cpu".'
+                f"there is no accelerator {name}: this machine has none. Leave devices out, or set "
+                'devices="cpu".'
             )
-        return device_at(named)
+        return device_at(name)
     try:
-        if not isinstance(named, (str, torch.device)):
+        if not isinstance(name, (str, torch.device)):
             raise TypeError
-        device = torch.device(named)
+        device = torch.device(name)
     except (RuntimeError, TypeError):
         raise ConfigError(
-            f'devices: {named!r} is no device; use a number, or a name such as "cuda:0" or "cpu".'
+            f'unknown device: devices={name!r} (an index, or a name such as "cuda:0" or "cpu").'
         ) from None
     if is_host(device):
         return torch.device("cpu")
     if not torch.accelerator.is_available() or device.type != default_device().type:
-        raise ConfigError(f"there is no device {named}: this machine has {default_device().type}.")
+        raise ConfigError(f"there is no device {name} (this machine has {default_device().type}).")
     return device_at(device.index or 0)
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the collective backends for `device`; host tensors always have gloo beside it."""
+    """Return the collective backends for `device`; CPU tensors always use gloo."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{_BACKENDS.get(device.type, 'gloo')}"
 
 
 def is_host(device: torch.device) -> bool:
-    """Tell whether `device` computes in the host's own memory."""
+    """Return True if `device` is the CPU."""
     return device.type == "cpu"
 
 
 def device_name(device: torch.device) -> str:
-    """Return a name a person knows the device by."""
+    """Return the vendor's name of the device."""
     if device.type == "cpu":
         return _cpu_name()
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense half-precision peak in FLOP/s, or None where no peak is known."""
+    """Return the dense half-precision peak in FLOP/s, or None if it is unknown."""
     if device.type == "cpu":
         return None
     name = device_name(device)
@@ -146,9 +146,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether half-precision products are faster than fp32 ones on `device`.
+    """Return True if half-precision matrix products are faster than fp32 ones on `device`.
 
-    A CPU without the instructions for them emulates them, many times slower.
+    A CPU without half-precision instructions emulates them, many times slower.
     """
     if device.type != "cpu" or dtype == torch.float32:
         return True
@@ -158,17 +158,16 @@ def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def reads_are_free(tensor: torch.Tensor) -> bool:
-    """Tell whether looking at values makes nobody wait and breaks no graph."""
+    """Return True if reading values needs no synchronization and breaks no compiled graph."""
     is_plain = type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
     return is_plain and tensor.device.type == "cpu"
 
 
 @contextmanager
 def fork_random(number: int) -> Iterator[None]:
-    """Draw other random numbers for every `number` inside, and leave the generators as they were.
+    """Use another random state for every `number`, and restore the generators afterwards.
 
-    The seed comes from the common generator, which moves on by one draw, so that doing the same
-    again from the same state draws the same.
+    The seed is one sample of the global generator, so that the same state reproduces it.
     """
     seed = int(torch.randint(1 << 62, ()))
     with keep_random():
@@ -178,25 +177,24 @@ def fork_random(number: int) -> Iterator[None]:
 
 @contextmanager
 def keep_random() -> Iterator[None]:
-    """Leave the generators as they were, whatever is drawn inside."""
+    """Restore the states of the random generators on exit."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    here = [] if kind is None else [torch.accelerator.current_device_index()]
-    with torch.random.fork_rng(here, device_type="cpu" if kind is None else kind.type):
+    indices = [] if kind is None else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(indices, device_type="cpu" if kind is None else kind.type):
         yield
 
 
 def device_memory_bytes(device: torch.device) -> int | None:
-    """Return the accelerator's high-water mark of allocated bytes, or None on the CPU."""
+    """Return the accelerator's peak of allocated bytes, or None on the CPU."""
     if device.type == "cpu":
         return None
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def memory_room_bytes(device: torch.device) -> int:
-    """Return what is left of `device` at the highest use so far, less 3 % for what cannot be used.
+    """Return the memory left on `device` at peak use so far, less 3 % that cannot be used.
 
-    An accelerator's share of this process, where one was set, a limit on a CPU process's data
-    (``ulimit -d``) and a container's limit count as the size.
+    The limits of torch's per-process memory fraction, of ``ulimit -d`` and of a container apply.
     """
     if device.type != "cpu":
         accelerator = torch.get_device_module(device)
@@ -210,32 +208,32 @@ def memory_room_bytes(device: torch.device) -> int:
 
 
 def device_size_bytes(device: torch.device) -> int:
-    """Return the memory of `device`; of a CPU the host's, a container's limit included."""
+    """Return the total memory of `device`; for a CPU that of the host or container."""
     if device.type == "cpu":
         return host_memory_bytes()
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a precision word: ``fp32``, ``bf16`` or ``fp16``."""
+    """Return the dtype of ``fp32``, ``bf16`` or ``fp16``."""
     if name not in _DTYPES:
-        raise ConfigError(f"precision={name!r} is unknown; use one of {sorted(_DTYPES)}.")
+        raise ConfigError(f"unknown precision: precision={name!r} (known: {sorted(_DTYPES)}).")
     return _DTYPES[name]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what sums and products of `dtype` are kept in: fp32, and fp64 for itself."""
+    """Return the dtype in which values of `dtype` are accumulated: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @contextmanager
 def fast_products() -> Iterator[bool]:
-    """Let torch multiply fp32 matrices by the faster of its two libraries inside; tell if it does.
+    """Multiply fp32 matrices through oneDNN where MKL is slower; yields True if it does.
 
-    MKL leaves AVX512 unused on CPUs that are not Intel's; oneDNN takes it and is twice as fast for
-    all but the smallest products. Torch gives oneDNN a product where bf16 may stand in for fp32;
-    without instructions that round so, it stays fp32, which is looked at first. What differs is
-    the order of summation.
+    MKL does not use AVX512 on CPUs of other vendors than Intel; oneDNN does, and is twice as fast
+    for all but the smallest products. Torch passes a product to oneDNN if bf16 is allowed in place
+    of fp32; on CPUs without bf16 instructions it stays fp32, which is verified first. Only the
+    order of summation differs.
     """
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
@@ -252,14 +250,14 @@ def fast_products() -> Iterator[bool]:
 
 
 def _mkl_is_slow() -> bool:
-    """Tell whether this is a CPU with AVX512 on which MKL does not use it."""
+    """Return True on a CPU with AVX512 that MKL does not use."""
     vendor = processor_field("vendor_id")
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return wide and torch.backends.mkl.is_available() and vendor not in ("", "GenuineIntel")
 
 
 def _keeps_fp32() -> bool:
-    """Tell whether products of fp32 matrices keep the digits that bf16 has no room for."""
+    """Return True if fp32 products are exact for digits that bf16 cannot represent."""
     value, size = 1 + 2**-12, 256
     product = torch.full((size, size), value) @ torch.ones(size, size)
     return bool((product == size * value).all())

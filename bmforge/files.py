@@ -1,4 +1,4 @@
-"""Files: written so that a kill at any instant leaves the old or the new one, and read."""
+"""Atomic file writes (a kill at any time leaves the old or the new file), and file reads."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ __all__ = [
 
 
 def check_place(path: str | Path, name: str) -> None:
-    """Check that something can be made at `path`: said before the work that it is for.
+    """Check, before any work, that a file or directory can be created at `path`.
 
     Args:
-        path: a file or directory, which need not be there, nor the directories above it.
-        name: of the setting that names it, for the message.
+        path: file or directory; it and its parent directories need not exist.
+        name: name of the option with this path, for the error message.
 
     Raises:
-        ConfigError: it is below a file, or nothing may be written there.
+        ConfigError: a parent is a file, or the directory is not writable.
     """
-    given = Path(path)
-    there = next(place for place in (given, *given.absolute().parents) if os.path.lexists(place))
-    if there != given and not there.is_dir():
+    path = Path(path)
+    existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+    if existing != path and not existing.is_dir():
         raise ConfigError(
-            f"{name}={str(path)!r} cannot be made: {str(there)!r} is no directory. Name another "
-            "place."
+            f"cannot create {name}={str(path)!r}: {str(existing)!r} is not a directory. Choose "
+            "another path."
         )
-    if not os.access(there, os.W_OK):
+    if not os.access(existing, os.W_OK):
         raise ConfigError(
-            f"{name}={str(path)!r} cannot be written: {str(there)!r} is not ours to write in. Name "
-            "another place, or change its permissions."
+            f"cannot write {name}={str(path)!r}: no permission to write in {str(existing)!r}. "
+            "Choose another path, or change its permissions."
         )
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
-    """Put `content` (text as UTF-8) into `path`: written beside, synced, renamed into place."""
+    """Write `content` (text as UTF-8) to `path` atomically: temporary file, fsync, rename."""
     path = Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and path.read_bytes() == data:
@@ -57,35 +57,36 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path, beside: Path | None = None) -> Iterator[BinaryIO]:
-    """Give a file to write; it is synced and renamed to `path` when all went well.
+def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
+    """Yield a temporary file to write; on success it is synced and renamed to `path`.
 
     Args:
-        beside: what it is until then; by default in the same directory, by `partial_name`.
+        path: final path.
+        temporary: path while it is written; by default `partial_name` in the same directory.
     """
-    beside = beside or path.with_name(partial_name(path.name))
+    temporary = temporary or path.with_name(partial_name(path.name))
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
 
 
 def partial_name(name: str) -> str:
-    """Return the name that `replace_file` gives a file while it is written."""
+    """Return the name of the temporary file that `replace_file` writes."""
     return f".{name}.partial"
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names inside directory `path` durable, where a system lets one open directories."""
+    """Make new names in directory `path` durable (fsync), where the system supports it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows never does; there, a rename is as durable as it gets
+    except PermissionError:  # Windows cannot open directories; a rename is as durable as it gets
         return
     try:
         os.fsync(descriptor)
@@ -97,13 +98,13 @@ def read_bytes(path: Path, what: str) -> bytes:
     """Return the contents of `path`.
 
     Raises:
-        DataError: it cannot be read; the message says that it should be `what`.
+        DataError: the file cannot be read; the message says that it should be `what`.
     """
     try:
         return path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"cannot read {str(path)!r} ({error.strerror}): it should be {what}"
+            f"cannot read {str(path)!r} ({error.strerror}). It should be {what}."
         ) from error
 
 
@@ -111,12 +112,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
     Raises:
-        DataError: it cannot be read, or holds something else.
+        DataError: the file cannot be read, or contains something else.
     """
     try:
-        found = json.loads(read_bytes(path, "a JSON file"))
+        content = json.loads(read_bytes(path, "a JSON file"))
     except ValueError as error:
-        raise DataError(f"{str(path)!r} is not JSON ({error}); get the file again") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{str(path)!r} holds a {type(found).__name__}; needed is a JSON object")
-    return found
+        raise DataError(f"{str(path)!r} is not JSON ({error}). Get the file again.") from error
+    if not isinstance(content, dict):
+        raise DataError(
+            f"{str(path)!r} contains a {type(content).__name__} (needed: a JSON object)."
+        )
+    return content

@@ -1,4 +1,4 @@
-"""How much memory the host has, has left and has given this process, containers included."""
+"""Total, available and used memory of the host, its container and this process."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ except ImportError:  # Windows has none
     resource = None
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# What a control group calls its limit, its use, and the part of this that is file cache it gives
-# up: in version 2, and in version 1 under memory/.
+# Names of a control group's limit, its use, and the reclaimable file cache in its use: in version
+# 2, and in version 1 under memory/.
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def resident_bytes() -> int:
-    """Return this process's resident set in bytes (0 where the system does not tell)."""
+    """Return this process's resident set size in bytes (0 if the system does not report it)."""
     statm = _PROC / "self/statm"
     if statm.exists():
         return int(statm.read_text().split()[1]) * mmap.PAGESIZE
-    found = _ask_windows()
-    return 0 if found is None else found.resident
+    windows = _ask_windows()
+    return 0 if windows is None else windows.resident
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest resident set of this process so far (0 where the system does not tell)."""
+    """Return this process's peak resident set size (0 if the system does not report it)."""
     status = _read_status()
     if "VmHWM" in status:
         return int(status["VmHWM"].split()[0]) * 1024
-    found = _ask_windows()
-    if found is not None:
-        return found.peak_resident
+    windows = _ask_windows()
+    if windows is not None:
+        return windows.peak_resident
     if resource is None:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
@@ -57,7 +57,7 @@ def peak_resident_bytes() -> int:
 
 
 def data_room_bytes() -> int | None:
-    """Return what a limit on this process's data (``ulimit -d``) leaves; None without a limit."""
+    """Return the bytes left by a limit on this process's data (``ulimit -d``); None without one."""
     limit = -1 if resource is None else resource.getrlimit(resource.RLIMIT_DATA)[0]
     if resource is None or limit == resource.RLIM_INFINITY:
         return None
@@ -67,7 +67,7 @@ def data_room_bytes() -> int | None:
 
 
 def _read_status() -> dict[str, str]:
-    """Return the lines of Linux's own account of this process; {} elsewhere."""
+    """Return the fields of /proc/self/status; {} on other systems than Linux."""
     status = _PROC / "self/status"
     if not status.exists():
         return {}
@@ -75,30 +75,30 @@ def _read_status() -> dict[str, str]:
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of the machine, or of the container that this process is in.
+    """Return the memory of the machine, or of the container around this process.
 
     Raises:
-        ConfigError: the system does not tell.
+        ConfigError: the system does not report it.
     """
-    found = _ask_windows()
-    if found is not None:
-        return found.total
+    windows = _ask_windows()
+    if windows is not None:
+        return windows.total
     if not hasattr(os, "sysconf"):
-        raise ConfigError(f"{sys.platform} does not tell how much memory the machine has.")
+        raise ConfigError(f"{sys.platform} does not report how much memory the machine has.")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for limit, _ in _container_limits())])
 
 
 def available_host_bytes() -> int | None:
-    """Return how much memory the system could still give this process.
+    """Return how many bytes the system can still give this process.
 
-    That is the least of what the machine has and what each container around the process allows.
-    None where the system does not tell.
+    This is the minimum over the machine and each container around the process; None if the system
+    does not report it.
     """
     meminfo = _PROC / "meminfo"
     if not meminfo.exists():
-        found = _ask_windows()
-        return None if found is None else found.available
+        windows = _ask_windows()
+        return None if windows is None else windows.available
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     machine = int(lines["MemAvailable"].split()[0]) * 1024
     return min([machine, *(max(0, limit - used) for limit, used in _container_limits())])
@@ -112,7 +112,7 @@ class _Windows(NamedTuple):
 
 
 def _ask_windows() -> _Windows | None:
-    """Return what Windows tells in bytes; None on any other system.
+    """Query the memory of machine and process on Windows, in bytes; None on other systems.
 
     Source: GlobalMemoryStatusEx and GetProcessMemoryInfo in Microsoft's documentation.
     """
@@ -138,8 +138,9 @@ def _ask_windows() -> _Windows | None:
 def _container_limits() -> Iterator[tuple[int, int]]:
     """Yield limit and use of every control group around this process that has a limit.
 
-    Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst. Use is counted as Kubernetes
-    counts a working set: without inactive file cache.
+    Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst. Use excludes inactive file cache,
+        as
+    in Kubernetes' working set.
     """
     own = _PROC / "self/cgroup"
     if not own.exists():
@@ -152,19 +153,19 @@ def _container_limits() -> Iterator[tuple[int, int]]:
             root, names = _CGROUPS / "memory", _VERSION_1
         else:
             continue
-        # Inside of a container the group may be mounted as the root, and its path not be there.
+        # In a container the group may be mounted as the root, so that its path does not exist.
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
-            if folder.is_relative_to(root) and (found := _read_group(folder, names)):
-                yield found
+            if folder.is_relative_to(root) and (usage := _read_group(folder, names)):
+                yield usage
 
 
 def _read_group(folder: Path, names: tuple[str, str, str]) -> tuple[int, int] | None:
-    """Return limit and use of one control group, None where it has no limit."""
+    """Return limit and use of one control group; None without a limit."""
     try:
         limit, used = ((folder / name).read_text().strip() for name in names[:2])
         stat = (folder / "memory.stat").read_text().splitlines()
-    except OSError:  # not a group of this version, or not ours to read
+    except OSError:  # another cgroup version, or no permission
         return None
     if limit == "max":
         return None

@@ -1,7 +1,7 @@
-"""What a long computation asks of its host: to keep freed memory, and the faster products.
+"""Host settings for long computations: keep freed memory, and use faster matrix products.
 
-Neither changes what is computed beyond the order of summation. ``BMFORGE_HOST_TUNING`` says which:
-``memory,products`` is the default, ``none`` leaves the process as it was.
+Neither changes results beyond the order of summation. The environment variable
+``BMFORGE_HOST_TUNING`` selects them: ``memory,products`` (default), one of them, or ``none``.
 """
 
 from __future__ import annotations
@@ -38,78 +38,77 @@ _SETTLED_STEPS, _GROWTH = 3, 1.25
 
 
 def read_tuning() -> frozenset[str]:
-    """Return what may be asked of the host: ``memory``, ``products``, both or neither.
+    """Return the host settings to apply: ``memory``, ``products``, both or none.
 
     Raises:
-        ConfigError: the environment variable names something else.
+        ConfigError: the environment variable has another value.
     """
-    given = os.environ.get(_VARIABLE, ",".join(_WORDS))
-    words = frozenset(word.strip() for word in given.split(",") if word.strip())
+    value = os.environ.get(_VARIABLE, ",".join(_WORDS))
+    words = frozenset(word.strip() for word in value.split(",") if word.strip())
     unknown = sorted(words - {*_WORDS, "none"})
     if unknown or ("none" in words and len(words) > 1):
         hint = suggest(unknown[0], [*_WORDS, "none"]) if unknown else ""
         raise ConfigError(
-            f"{_VARIABLE}={given!r} is not understood.{hint} It is none, or some of "
-            f"{', '.join(_WORDS)} with commas between them."
+            f"unknown value: {_VARIABLE}={value!r} (none, or a comma-separated list of "
+            f"{', '.join(_WORDS)}).{hint}"
         )
     return words - {"none"}
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory it frees, for what it allocates next; tell if it does.
+    """Make glibc keep freed memory for later allocations; returns True if it does.
 
-    By default glibc takes every large block from the system and gives it back when it is freed, so
-    each training step faults its activations in anew. Blocks of 1 GiB and more still go back; where
-    glibc is too old for such a threshold, all are kept. With another allocator nothing happens.
+    By default glibc maps every large block anew and unmaps it when freed, so each training step
+    page-faults its activations in again. Blocks of 1 GiB or more are still returned; if glibc is
+    too old for that threshold, all are kept. Other allocators are not changed.
     """
     library = _glibc()
     if library is None:
         return False
-    kept = library.mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK) or library.mallopt(_MMAP_MAX, 0)
+    keeps = library.mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK) or library.mallopt(_MMAP_MAX, 0)
     trims = library.mallopt(_TRIM_THRESHOLD, _LARGEST_INT)
-    return bool(kept and trims and library.mallopt(_TOP_PAD, _PAD))
+    return bool(keeps and trims and library.mallopt(_TOP_PAD, _PAD))
 
 
 def return_freed_memory() -> bool:
-    """Let this process give freed blocks of 256 KiB and more back at once; tell if it does.
+    """Make glibc return freed blocks of 256 KiB or more at once; returns True if it does.
 
-    By default glibc keeps larger and larger ones, apart for every thread, and what lives long
-    between what does not leaves holes that no later block fills: a process that was given a budget
-    then outgrows it.
+    By default glibc raises this threshold with use, per thread, and long-lived blocks between freed
+    ones leave holes that no later block fills: the process outgrows its memory budget.
     """
     library = _glibc()
     return library is not None and bool(library.mallopt(_MMAP_THRESHOLD, _RETURNED_BLOCK))
 
 
 def give_back_memory() -> None:
-    """Give the freed memory that this process keeps back to the system."""
+    """Return freed memory that this process keeps to the system."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library where it is glibc and its allocator is the one in use."""
+    """Return the C library if it is glibc and its allocator is in use."""
     if not sys.platform.startswith("linux"):
         return None
-    here = ctypes.CDLL(None)
-    if not hasattr(here, "gnu_get_libc_version"):  # musl
+    process = ctypes.CDLL(None)
+    if not hasattr(process, "gnu_get_libc_version"):  # musl
         return None
-    own = ctypes.CDLL("libc.so.6")
-    used, its = (ctypes.cast(one.malloc, ctypes.c_void_p).value for one in (here, own))
-    return own if used == its else None  # jemalloc and others stand in front
+    glibc = ctypes.CDLL("libc.so.6")
+    used, own = (ctypes.cast(lib.malloc, ctypes.c_void_p).value for lib in (process, glibc))
+    return glibc if used == own else None  # jemalloc and others replace malloc
 
 
 class MemoryWatch:
-    """Sees to it that what a process keeps between steps does not grow without end."""
+    """Limits the growth of the freed memory that the process keeps between steps."""
 
     def __init__(self) -> None:
         self._steps, self._bound = 0, 0
 
     def note_step(self) -> None:
-        """Look at the resident set after a step; give memory back where it has grown by a quarter.
+        """Check the resident set after a step; return memory if it has grown by a quarter.
 
-        The first steps say what is usual.
+        The first steps define the normal size.
         """
         resident = resident_bytes()
         self._steps += 1
@@ -118,7 +117,7 @@ class MemoryWatch:
         elif resident > self._bound:
             give_back_memory()
             get_logger().info(
-                "the process grew to %.2f GB; what it had kept of freed memory was given back, "
+                "the process grew to %.2f GB; freed memory was returned to the system, "
                 "which leaves %.2f GB",
                 resident / 1e9,
                 resident_bytes() / 1e9,
@@ -128,24 +127,24 @@ class MemoryWatch:
 
 @contextmanager
 def tuned_host(device: torch.device) -> Iterator[MemoryWatch | None]:
-    """Ask the host for what makes a long computation on `device` fast, and say so.
+    """Apply the host settings for a long computation on `device`, and log them.
 
-    Freed memory is kept from here on; products are as before when it is over.
+    Freed memory is kept from here on; the setting of matrix products is restored on exit.
 
     Args:
-        device: nothing is asked where it is not the host itself.
+        device: device of the computation; nothing is changed unless it is the CPU.
 
     Yields:
-        what is to be told of every step, where memory is kept.
+        a `MemoryWatch` to call after every step, if freed memory is kept.
     """
     words = read_tuning() if is_host(device) else frozenset()
     with ExitStack() as stack:
-        said = []
+        messages = []
         watch = MemoryWatch() if "memory" in words and keep_freed_memory() else None
         if watch is not None:
-            said.append("freed memory is kept for the next step")
+            messages.append("freed memory is kept for the next step")
         if "products" in words and stack.enter_context(fast_products()):
-            said.append("fp32 products go through oneDNN, which is faster on this CPU")
-        if said:
-            get_logger().info("%s (%s=none: neither)", "; ".join(said), _VARIABLE)
+            messages.append("fp32 products go through oneDNN, which is faster on this CPU")
+        if messages:
+            get_logger().info("%s (%s=none: neither)", "; ".join(messages), _VARIABLE)
         yield watch

@@ -1,4 +1,4 @@
-"""The look of our reports: one HTML page without network, light or dark as is wished."""
+"""HTML pages of reports: self-contained, without network access, light or dark."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["write_page"]
 def write_page(
     path: Path, name: str, kind: str, sections: Sequence[str], *, style: str = "", script: str = ""
 ) -> Path:
-    """Write a page; return its path.
+    """Write a report as an HTML page and return its path.
 
     Args:
-        path: where.
-        name: of what it is about.
-        kind: what kind of report it is, such as ``"training report"``.
-        sections: HTML, in order; empty ones are left out.
-        style: what this page has besides, in CSS.
-        script: what runs behind the sections.
+        path: file to write.
+        name: subject of the report.
+        kind: kind of report, such as ``"training report"``.
+        sections: HTML fragments in order; empty ones are omitted.
+        style: additional CSS.
+        script: JavaScript that runs after the sections.
     """
     title = f"{kind[0].upper()}{kind[1:]}, bmforge"
     body = [f"<header><h1>{escape(name)}</h1><p>{escape(title)}</p></header>", *sections]

@@ -1,7 +1,7 @@
-"""The table of licences: what each asks for, in which clause of its text.
+"""The license table: terms of each license, with the clause of its text.
 
-Source: the texts at each entry's `url`; ids of SPDX, https://spdx.org/licenses/, and for what SPDX
-does not list, the names that Hugging Face's cards have.
+Source: the texts at each entry's `url`; ids are those of SPDX, https://spdx.org/licenses/, or, if
+SPDX does not list a license, those of Hugging Face's model cards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["LICENCES", "PAIRS", "POLICIES", "RESTRICTS", "TERMS", "Licence"]
 
-# What a licence may ask of those who use a thing or hand it on.
+# Terms that a license may set for those who use a work or hand it on.
 TERMS = {
     "attribution": "name the authors and the source",
     "notice": "keep notices and the licence's text",
@@ -25,7 +25,7 @@ TERMS = {
     "naming": "name it in the name or the pages of what is made of it",
     "no-other-models": "improve no models of others with it or with what it writes",
 }
-# Terms that what is handed on under other terms would no longer say.
+# Terms that restrict a derived work and would be lost under another license.
 RESTRICTS = (
     "share-alike",
     "no-derivatives",
@@ -42,13 +42,13 @@ _GPL_3 = ("GPL-3.0-only", "GPL-3.0-or-later", "AGPL-3.0-only", "AGPL-3.0-or-late
 
 @dataclass(frozen=True)
 class Licence:
-    """One licence.
+    """One license.
 
     Attributes:
-        id: of SPDX, or the name that hubs have.
-        url: of its text.
-        terms: what it asks for, by the words of `TERMS`: the clause that does.
-        compatible: ids under which what is made of it may be handed on as well.
+        id: SPDX id, or the name used on model hubs.
+        url: URL of its text.
+        terms: key of `TERMS` -> clause of the text.
+        compatible: ids of licenses under which derived works may also be handed on.
     """
 
     id: str
@@ -58,9 +58,10 @@ class Licence:
 
 
 def _creative_commons() -> list[Licence]:
-    """Return the licences of Creative Commons, versions 2.0 to 4.0."""
-    found = []
-    # In 2.0 to 3.0 the conditions are the paragraphs of section 4 behind (a), in this order.
+    """Return the Creative Commons licenses, versions 2.0 to 4.0."""
+    licences = []
+    # In versions 2.0 to 3.0 the conditions are the paragraphs of section 4 after (a), in this
+    # order.
     for kind in ("BY", "BY-SA", "BY-NC", "BY-NC-SA", "BY-ND", "BY-NC-ND"):
         for version in ("2.0", "2.5", "3.0", "4.0"):
             parts = kind.split("-")
@@ -80,7 +81,7 @@ def _creative_commons() -> list[Licence]:
                 terms |= {"no-derivatives": "section 3"} if "ND" in parts else {}
             newer = [v for v in ("2.5", "3.0", "4.0") if v > version] if "SA" in parts else []
             more = [_GPL_3[0]] if (kind, version) == ("BY-SA", "4.0") else []
-            found.append(
+            licences.append(
                 Licence(
                     f"CC-{kind}-{version}",
                     f"https://creativecommons.org/licenses/{kind.lower()}/{version}/legalcode",
@@ -88,11 +89,11 @@ def _creative_commons() -> list[Licence]:
                     (*(f"CC-{kind}-{v}" for v in newer), *more),
                 )
             )
-    return found
+    return licences
 
 
 def _gnu() -> list[Licence]:
-    """Return the licences of the GNU project, of one version or that and later ones."""
+    """Return the licenses of the GNU project, "only" and "or later"."""
     clauses = {
         "GPL-2.0": ("section 1", "section 2(a)", "section 3", "sections 2(b) and 6"),
         "GPL-3.0": ("section 4", "section 5(a)", "section 6", "sections 5(c) and 10"),
@@ -109,19 +110,19 @@ def _gnu() -> list[Licence]:
     for ending in ("only", "or-later"):
         into[f"LGPL-2.1-{ending}"] = ("LGPL-2.1-only", *_GPL_2, *_GPL_3)
         into[f"LGPL-3.0-{ending}"] = ("LGPL-3.0-only", *_GPL_3)
-    found = []
+    licences = []
     for name, (notice, changes, source, alike) in clauses.items():
         for ending in ("only", "or-later"):
             id = f"{name}-{ending}"
             terms = {"notice": notice, "changes": changes, "source": source, "share-alike": alike}
             folder = "licenses" if name.endswith("3.0") else "licenses/old-licenses"
             url = f"https://www.gnu.org/{folder}/{name.lower()}.html"
-            found.append(Licence(id, url, terms, tuple(n for n in into.get(id, ()) if n != id)))
-    return found
+            licences.append(Licence(id, url, terms, tuple(n for n in into.get(id, ()) if n != id)))
+    return licences
 
 
 def _of_code() -> list[Licence]:
-    """Return what is public, and licences that are written for programs."""
+    """Return public-domain dedications and licenses for software."""
     both = {"notice": "the condition on notices"}
     return [
         Licence("CC0-1.0", "https://creativecommons.org/publicdomain/zero/1.0/legalcode"),
@@ -155,7 +156,7 @@ def _of_code() -> list[Licence]:
 
 
 def _of_data() -> list[Licence]:
-    """Return licences of databases and data sets."""
+    """Return licenses for databases and data sets."""
     return [
         Licence(
             "ODbL-1.0",
@@ -179,7 +180,7 @@ def _of_data() -> list[Licence]:
 
 
 def _of_models() -> list[Licence]:
-    """Return licences that are written for models."""
+    """Return licenses for models."""
     hub = "https://huggingface.co/spaces"
     rail = {
         "use-policy": "sections 4 and 5, attachment A",
@@ -235,12 +236,12 @@ LICENCES: Mapping[str, Licence] = {
     one.id: one for one in (*_creative_commons(), *_gnu(), *_of_code(), *_of_data(), *_of_models())
 }
 
-# Pairs that do not go together for another reason than the terms above.
+# Conflicting pairs that the terms above do not explain.
 PAIRS = {
     ("Apache-2.0", "GPL-2.0-only"): ("patents", ("section 3", "section 6")),
 }
 
-# Which licences a corpus may hold: no terms of these kinds, and none that is unknown.
+# Terms that a policy excludes from a corpus; every policy excludes unknown licenses too.
 POLICIES: Mapping[str, frozenset[str]] = {
     "known": frozenset(),
     "commercial": frozenset({"non-commercial", "commercial-terms", "no-derivatives"}),

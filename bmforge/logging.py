@@ -1,7 +1,7 @@
-"""Rank-aware log and progress: rank 0 speaks, the others only warn.
+"""Rank-aware logging and progress bars: rank 0 logs everything, the others only warnings.
 
-Progress goes to the terminal as one live line; where standard error is no terminal, a plain line is
-written every ten seconds instead, so that log files stay readable and long work is not silent.
+Progress is one live line on a terminal; if standard error is no terminal, a plain line every ten
+seconds, so that log files stay readable and long work is not silent.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ __all__ = ["ProgressBar", "get_logger", "log_to_file", "process_rank", "track"]
 
 T = TypeVar("T")
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
-# Between plain lines of progress, where there is no terminal.
+# Seconds between plain progress lines without a terminal.
 LINE_EVERY_S = 10.0
-_NARROW = 80  # columns of a terminal; with fewer the bar is short
+_NARROW = 80  # terminal columns below which the bar is short
 
 
 def process_rank() -> int:
-    """Return this process's global rank as the launcher set it (0 without a launcher)."""
+    """Return this process's global rank as set by the launcher (0 without a launcher)."""
     return int(os.environ.get("RANK", "0"))
 
 
 def get_logger() -> logging.Logger:
-    """Return bmforge's logger; on the first call give it a handler for standard error."""
+    """Return bmforge's logger; the first call adds a handler for standard error."""
     logger = logging.getLogger("bmforge")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -58,7 +58,7 @@ def get_logger() -> logging.Logger:
 
 
 def log_to_file(path: str | Path) -> logging.Handler:
-    """Append the log, plain and with times, to `path`; return the handler to remove it later."""
+    """Append the log, plain and with timestamps, to `path`; return the handler."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
     get_logger().addHandler(handler)
@@ -68,11 +68,11 @@ def log_to_file(path: str | Path) -> logging.Handler:
 class ProgressBar:
     """One live progress line on rank 0; without a terminal a plain line every ten seconds.
 
-    Use as a context manager; ``advance(n, text)`` moves it on.
+    Use it as a context manager and call ``advance(n, text)``.
 
     Args:
-        title: what is being done, for example ``"tokenise"``.
-        total: number of units, or None when unknown.
+        title: name of the work, such as ``"tokenize"``.
+        total: number of units; None if unknown.
     """
 
     def __init__(self, title: str, total: int | None = None) -> None:
@@ -80,7 +80,7 @@ class ProgressBar:
         is_first = process_rank() == 0
         self._live = is_first and console.is_terminal
         self._title, self._total, self._done, self._text = title, total, 0, ""
-        # Where the line is too short for all, the text gives way, and the time left stays.
+        # On a narrow terminal the text is cut, and the remaining time stays visible.
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24 if console.width >= _NARROW else 8),
@@ -93,35 +93,37 @@ class ProgressBar:
         self._task: TaskID = self._progress.add_task(title, total=total, text="")
         self._ended = threading.Event()
         self._has_spoken = False
-        tells = is_first and not self._live
-        self._teller = threading.Thread(target=self._tell, daemon=True) if tells else None
+        has_plain_lines = is_first and not self._live
+        self._reporter = (
+            threading.Thread(target=self._report, daemon=True) if has_plain_lines else None
+        )
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()
-        if self._teller is not None:
-            self._teller.start()
+        if self._reporter is not None:
+            self._reporter.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._progress.stop()
         self._ended.set()
-        if self._teller is not None:
-            self._teller.join()
+        if self._reporter is not None:
+            self._reporter.join()
 
     def advance(self, amount: int = 1, text: str = "") -> None:
-        """Move on by `amount` units and show `text` behind the bar."""
+        """Advance by `amount` units and show `text` after the bar."""
         self._done, self._text = self._done + amount, text
         self._progress.update(self._task, advance=amount, text=text)
 
     def log(self, text: str) -> None:
-        """Write a line to the log; the terminal shows it only where no live line can be seen."""
+        """Write a line to the log file, and to standard error if there is no live line."""
         self._has_spoken = True
         get_logger().info(text, extra={"file_only": self._live})
 
-    def _tell(self) -> None:
-        """Say how far it is, again and again, unless something else was said in the meantime.
+    def _report(self) -> None:
+        """Log the progress at intervals, unless something else was logged meanwhile.
 
-        In a thread of its own, because a single unit may take minutes.
+        It runs in a thread of its own, because a single unit may take minutes.
         """
         start = time.monotonic()
         while not self._ended.wait(LINE_EVERY_S):
@@ -134,14 +136,14 @@ class ProgressBar:
 
 
 class _Note(ProgressColumn):
-    """The text behind the bar, cut off where the line ends."""
+    """Text after the bar, cut at the end of the line."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
 
 
 def track(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
-    """Yield from `items` while a progress bar counts them."""
+    """Yield from `items` and show their count in a progress bar."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     with ProgressBar(title, total) as bar:

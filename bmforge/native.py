@@ -1,8 +1,9 @@
-"""Kernels of our own: C++ behind a C interface, compiled on first use into a folder of the user's.
+"""Native kernels: C++ with a C interface, compiled on first use into the user's cache directory.
 
-Nothing is compiled at install. What was compiled is kept per source, flags, compiler and processor,
-in a folder that must be the user's own and writable by nobody else: whoever could write there could
-run code in this process. Where there is no compiler, callers go on with torch, and it is said once.
+Nothing is compiled at installation. Libraries are cached by source, flags, compiler and processor,
+in a directory that must belong to the user and be writable by nobody else, because anyone who can
+write there can run code in this process. Without a compiler callers use torch's operations, with
+one warning.
 """
 
 from __future__ import annotations
@@ -30,66 +31,67 @@ except ImportError:  # not a POSIX system
 
 __all__ = ["load_kernels_of", "load_native", "processor_features", "processor_field", "say_once"]
 
-# -ffp-contract=off: a product and a sum are two roundings on every instruction set.
+# -ffp-contract=off: product and sum are rounded separately on every instruction set, for equal
+# bits.
 _FLAGS = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC"
 _COMPILE_LIMIT_S = 300
 
 
 class _RefusedError(Exception):
-    """Nothing is loaded, for the reason that it states."""
+    """The library is not loaded, for the stated reason."""
 
 
 def load_kernels_of(
     title: str, folder: Path, parts: Sequence[str], flags: str
 ) -> ctypes.CDLL | None:
-    """Compile sources that stand one after the other in a folder, as `load_native` does.
+    """Compile concatenated sources from a directory, like `load_native`.
 
     Args:
-        title: of the library.
-        folder: where the sources lie.
-        parts: their names, in order.
-        flags: of the compiler.
+        title: name of the library.
+        folder: directory of the sources.
+        parts: file names, in order of concatenation.
+        flags: compiler flags.
     """
     return load_native(title, "".join((folder / part).read_text("utf-8") for part in parts), flags)
 
 
 def load_native(name: str, source: str, flags: str = "-march=native") -> ctypes.CDLL | None:
-    """Return what a C++ source is compiled to, compiling it if that has not been done before.
+    """Load the library compiled from a C++ source, compiling it if it is not cached.
 
-    It is kept in ``~/.cache/bmforge/native`` (or below ``$XDG_CACHE_HOME``); ``$CXX`` names another
-    compiler than ``c++`` or ``g++``. Two processes that come at once compile it once. OpenMP's
-    threads are torch's own where torch brings the same runtime.
+    The cache is ``~/.cache/bmforge/native`` (or below ``$XDG_CACHE_HOME``); ``$CXX`` selects
+    another compiler than ``c++`` or ``g++``. Concurrent processes compile it once. OpenMP threads
+    are shared with torch if torch uses the same runtime.
 
     Args:
-        name: of the file, and in messages.
+        name: name of the file, used in messages.
         source: C++17 with ``extern "C"`` functions.
-        flags: of the compiler, besides those of every kernel: no contraction, OpenMP, -O3.
+        flags: compiler flags in addition to those of all kernels (no contraction, OpenMP, -O3).
 
     Returns:
-        the library; None where there is no compiler, it fails, or the folder is not safe, which is
-        said once.
+        the library; None, with one warning, if there is no compiler, compilation fails, or the
+        cache directory is not safe.
     """
     compiler = _find_compiler()
     if compiler is None:
         say_once(
-            "no C++ compiler here: torch's operations take the place of bmforge's kernels, which "
-            "is slower. Install g++, or name a compiler in $CXX."
+            "no C++ compiler found: torch's operations replace bmforge's kernels, which "
+            "is slower. Install g++, or set $CXX."
         )
         return None
     try:
         return ctypes.CDLL(str(_compile(name, source, f"{_FLAGS} {flags}", compiler)))
     except (OSError, subprocess.SubprocessError, _RefusedError) as error:
-        say_once(f"the kernel {name!r} is not used, torch's operations are: {_explain(error)}")
+        say_once(f"the kernel {name!r} is replaced by torch's operations: {_explain(error)}")
         return None
 
 
 def processor_features() -> frozenset[str]:
-    """Return what the processor can do, in the words of Linux; nothing where it does not say."""
+    """Return the processor's feature flags as Linux names them; empty on other systems."""
     return frozenset(processor_field("flags", "Features").split())
 
 
 def processor_field(*names: str) -> str:
-    """Return what Linux says of the first core under one of these names; "" where it does not."""
+    """Return a field of the first core in /proc/cpuinfo by its possible names; "" if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -100,23 +102,23 @@ def processor_field(*names: str) -> str:
 
 @cache
 def say_once(message: str) -> None:
-    """Warn of something, the first time in this process only."""
+    """Log a warning once per process."""
     get_logger().warning("%s", message)
 
 
 def _explain(error: Exception) -> str:
-    written = getattr(error, "stderr", None)  # a failed compiler's words tell more than its status
-    lines = written.decode(errors="replace").strip().splitlines() if written else []
+    stderr = getattr(error, "stderr", None)  # the compiler's message says more than its status
+    lines = stderr.decode(errors="replace").strip().splitlines() if stderr else []
     return next((line for line in lines if "error" in line), lines[-1]) if lines else str(error)
 
 
 def _find_compiler() -> list[str] | None:
-    """Return the command that compiles."""
-    given = os.environ.get("CXX")
-    if given:
-        return shlex.split(given)
-    found = shutil.which("c++") or shutil.which("g++")
-    return [found] if found else None
+    """Return the compiler command, or None."""
+    variable = os.environ.get("CXX")
+    if variable:
+        return shlex.split(variable)
+    path = shutil.which("c++") or shutil.which("g++")
+    return [path] if path else None
 
 
 @cache
@@ -125,17 +127,17 @@ def _processor() -> str:
 
 
 def _identify(compiler: list[str]) -> str:
-    """Return what changes when another compiler takes this one's place."""
-    found = [shlex.join(compiler)]
-    for place in (shutil.which(word) for word in compiler):
-        if place is not None:
-            known = os.stat(place)
-            found.append(f"{os.path.realpath(place)} {known.st_size} {known.st_mtime_ns}")
-    return " ".join(found)
+    """Return a string that changes when the compiler is replaced: path, size, modification time."""
+    identity = [shlex.join(compiler)]
+    for path in (shutil.which(word) for word in compiler):
+        if path is not None:
+            status = os.stat(path)
+            identity.append(f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}")
+    return " ".join(identity)
 
 
 def _compile(name: str, source: str, flags: str, compiler: list[str]) -> Path:
-    """Return the place of the library, in a folder that is safe."""
+    """Return the path of the library in the cache directory, compiling it if needed."""
     parts = [source, flags, _identify(compiler), platform.machine(), _processor()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     folder = _own_folder()
@@ -143,11 +145,11 @@ def _compile(name: str, source: str, flags: str, compiler: list[str]) -> Path:
     if library.exists():
         _check_owner(library)
         return library
-    with _locked(folder), tempfile.TemporaryDirectory(dir=folder) as place:
-        if library.exists():  # another process was first
+    with _locked(folder), tempfile.TemporaryDirectory(dir=folder) as build:
+        if library.exists():  # compiled by another process meanwhile
             _check_owner(library)
             return library
-        text, built = Path(place) / f"{name}.cpp", Path(place) / f"{name}.so"
+        text, built = Path(build) / f"{name}.cpp", Path(build) / f"{name}.so"
         text.write_text(source, encoding="utf-8")
         command = [*compiler, *flags.split(), "-shared", str(text), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_LIMIT_S)
@@ -157,10 +159,10 @@ def _compile(name: str, source: str, flags: str, compiler: list[str]) -> Path:
 
 
 def _own_folder() -> Path:
-    """Return the folder of compiled kernels, made if it is not there.
+    """Return the directory of compiled kernels, created if needed.
 
     Raises:
-        _RefusedError: somebody else could put something there.
+        _RefusedError: another user could write to it.
     """
     home = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(home) if home else Path.home() / ".cache").absolute() / "bmforge" / "native"
@@ -170,32 +172,32 @@ def _own_folder() -> Path:
         mode = above.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise _RefusedError(
-                f"{str(above)!r} is writable by everybody, so that anyone could put another kernel "
-                f"there. Run `chmod o-w {above}`, or name another folder in $XDG_CACHE_HOME."
+                f"{str(above)!r} is writable by all users, so that anyone could replace a kernel "
+                f"there. Run `chmod o-w {above}`, or set $XDG_CACHE_HOME to another directory."
             )
     return folder
 
 
 def _check_owner(path: Path) -> None:
-    """Raise where a file or folder is not the user's own, or others may write to it."""
-    if not hasattr(os, "getuid"):  # a system without such owners
+    """Raise `_RefusedError` unless the path belongs to the user and only the user can write."""
+    if not hasattr(os, "getuid"):  # a system without POSIX owners
         return
-    known = path.lstat()
-    whose = "" if known.st_uid == os.getuid() else f"belongs to user {known.st_uid}, not to you"
-    if known.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        whose = "is writable by others"
-    if stat.S_ISLNK(known.st_mode):
-        whose = "is a link to another place"
-    if whose:
+    status = path.lstat()
+    reason = "" if status.st_uid == os.getuid() else f"belongs to user {status.st_uid}, not to you"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = "is writable by others"
+    if stat.S_ISLNK(status.st_mode):
+        reason = "is a symbolic link"
+    if reason:
         raise _RefusedError(
-            f"{str(path)!r} {whose}, so nothing is loaded from it. Remove it, or make it yours "
-            f"alone: `chmod go-w {path}`."
+            f"{str(path)!r} {reason}, so nothing is loaded from it. Remove it, or restrict its "
+            f"permissions: `chmod go-w {path}`."
         )
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let other processes of this user wait; where files have no locks, each does its own work."""
+    """Hold a lock against the user's other processes; a no-op where files cannot be locked."""
     if fcntl is None:
         yield
         return

@@ -1,7 +1,8 @@
-"""What a model was made of, and under which licences: ``LICENCE.json`` and a card beside it.
+"""Provenance of a model: the models and data it was made from, and their licenses.
 
-Whoever makes a model of another one, or of texts, takes this along; see `licences` for what the
-licences ask for. Nothing is guessed: a part whose licence no one has said is unknown.
+It is stored as ``LICENCE.json`` with a model card. Whoever makes a model from another one, or from
+texts, passes the record on; see `licences` for what licenses ask for. Nothing is guessed: a part
+without a stated license is unknown.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ LICENCE_FILE, _CARD = "LICENCE.json", "README.md"
 _FORMAT = 1
 _MARK = "<!-- written by bmforge from LICENCE.json -->"
 _MOST_SOURCES, _FEW = 20, 5
-_THEIRS, _OURS = "general.license", "bmforge.licence"  # keys in a GGUF file
+_HUB_KEY, _OWN_KEY = "general.license", "bmforge.licence"  # keys in a GGUF file
 _FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 _SAID = re.compile(r"^license(_name)?\s*:\s*[\"']?([^\"'#\n]+)", re.MULTILINE)
-_NOTHING = ("", "other", UNKNOWN)  # what cards say that name no licence
+_NOTHING = ("", "other", UNKNOWN)  # values in model cards that name no license
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that a model was made of.
+    """A model or data set that a model was made from.
 
     Attributes:
-        kind: ``base`` (a model), ``delta``, ``data``, or ``terms`` (what else sources of data ask
-            for; the licence is then where it stands).
-        name: of the model or the corpus.
-        licence: an id, what its source says where that is not known, or ``unknown``.
-        documents, text_bytes, tokens: of data.
-        sources: of data: hosts and files, most documents first, for those who must name them.
+        kind: ``base`` (a model), ``delta`` (an adapter), ``data``, or ``terms`` (further terms of a
+            data source; `licence` is then where they are stated).
+        name: name of the model or corpus.
+        licence: license id, the source's own text if it is not recognized, or ``unknown``.
+        documents, text_bytes, tokens: size of the data.
+        sources: hosts and files of the data, those with most documents first, for attribution.
     """
 
     kind: str
@@ -73,59 +74,59 @@ class Part:
 
 @dataclass(frozen=True)
 class Provenance:
-    """A model's licence, as far as it was said, and its parts.
+    """A model's license, if stated, and the parts it was made from.
 
     Attributes:
-        licence: under which it is handed on; empty is not said.
-        parts: what it was made of.
+        licence: license under which the model is handed on; empty if not stated.
+        parts: models and data it was made from.
     """
 
     licence: str = ""
     parts: tuple[Part, ...] = ()
 
     def __bool__(self) -> bool:
-        """Tell whether anything is known."""
+        """Return True if anything is known."""
         return bool(self.licence or self.parts)
 
     def as_parts(self, kind: str, name: str) -> tuple[Part, ...]:
-        """Return this as parts of what is made of it."""
+        """Return the model and its parts, as parts of a model made from it."""
         return (Part(kind, name, self.licence or UNKNOWN), *self.parts)
 
     def joined(self, parts: Iterable[Part]) -> Provenance:
-        """Return it with more parts; one that is there already is not named again."""
+        """Return a copy with more parts, without duplicates."""
         return replace(self, parts=tuple(dict.fromkeys((*self.parts, *parts))))
 
     def conflicts(self) -> list[Conflict]:
-        """Return which licences do not go together."""
+        """Return the conflicts between the licenses of the parts and of the whole."""
         named = [part.licence for part in self.parts if part.kind != "terms"]
         return merge_licences(named, self.licence)
 
     def licences(self) -> list[Licence]:
-        """Return those of the whole and of its parts that are in the table, by id."""
-        said = [self.licence, *(part.licence for part in self.parts if part.kind != "terms")]
-        found = {one.id: one for one in map(find_licence, said) if one is not None}
-        return [found[id] for id in sorted(found)]
+        """Return the recognized licenses of the whole and its parts, sorted by id."""
+        names = [self.licence, *(part.licence for part in self.parts if part.kind != "terms")]
+        by_id = {licence.id: licence for licence in map(find_licence, names) if licence is not None}
+        return [by_id[id] for id in sorted(by_id)]
 
     def unknown(self) -> list[Part]:
-        """Return the parts whose licence is not in the table."""
+        """Return the parts whose license is not in the table."""
         return [p for p in self.parts if p.kind != "terms" and find_licence(p.licence) is None]
 
 
-def read_provenance(place: str | Path) -> Provenance:
-    """Return what a model says: ``LICENCE.json``, the head of its card, or a GGUF file's metadata.
+def read_provenance(path: str | Path) -> Provenance:
+    """Read a model's provenance: ``LICENCE.json``, its model card, or a GGUF file's metadata.
 
     Args:
-        place: a model's directory, or a GGUF file.
+        path: directory of a model, or a GGUF file.
 
     Raises:
-        DataError: the record is there and is damaged.
+        DataError: the record is damaged.
     """
-    path = Path(place)
+    path = Path(path)
     if is_gguf(path):
-        said = read_gguf_header(path).metadata
-        if _OURS in said:
-            return _from_record(_parse(str(said[_OURS]), path), path)
-        return Provenance(_named(str(said.get(_THEIRS, ""))))
+        metadata = read_gguf_header(path).metadata
+        if _OWN_KEY in metadata:
+            return _from_record(_parse(str(metadata[_OWN_KEY]), path), path)
+        return Provenance(_named(str(metadata.get(_HUB_KEY, ""))))
     file = path / LICENCE_FILE
     if file.is_file():
         return _from_record(read_json(file), file)
@@ -136,116 +137,121 @@ def _parse(text: str, where: Path) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{str(where)!r}: its {_OURS} is not JSON ({error})") from error
+        raise DataError(f"{str(where)!r}: its {_OWN_KEY} is not JSON ({error}).") from error
 
 
 def _from_record(record: Any, where: Path) -> Provenance:
     try:
         if record["format"] != _FORMAT:
-            raise ValueError(f"format {record['format']}, known is {_FORMAT}")
+            raise ValueError(f"format {record['format']}, supported: {_FORMAT}")
         parts = tuple(Part(**{**p, "sources": tuple(p["sources"])}) for p in record["made_of"])
         return Provenance(str(record["licence"] or ""), parts)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{str(where)!r} is no record of licences ({error}): get it again"
+            f"{str(where)!r} is not a license record ({error}). Get the file again."
         ) from error
 
 
-def to_metadata(known: Provenance) -> dict[str, str]:
-    """Return what a GGUF file says of it; nothing where nothing is known."""
-    said = {_THEIRS: _tag(known.licence)} if known.licence else {}
-    return {**said, _OURS: json.dumps(_to_record(known), ensure_ascii=False)} if known else {}
+def to_metadata(provenance: Provenance) -> dict[str, str]:
+    """Return the metadata entries of a GGUF file; none if nothing is known."""
+    if not provenance:
+        return {}
+    own = {_OWN_KEY: json.dumps(_to_record(provenance), ensure_ascii=False)}
+    return {_HUB_KEY: _tag(provenance.licence), **own} if provenance.licence else own
 
 
 def _licence_of_card(card: Path) -> str:
-    """Return the licence in the head of a card of Hugging Face's, "" where it names none."""
+    """Return the license in the front matter of a Hugging Face model card, "" if there is none."""
     try:
         text = card.read_text("utf-8") if card.is_file() else ""
     except (OSError, UnicodeDecodeError):
         return ""
     head = _FRONT.match(text)
-    said = {found[1] or "": found[2].strip() for found in _SAID.finditer(head[1])} if head else {}
-    return _named(said.get("", "")) or _named(said.get("_name", ""))
+    fields = {m[1] or "": m[2].strip() for m in _SAID.finditer(head[1])} if head else {}
+    return _named(fields.get("", "")) or _named(fields.get("_name", ""))
 
 
-def _named(said: str) -> str:
-    return "" if said.strip().lower() in _NOTHING else licence_name(said)
+def _named(text: str) -> str:
+    return "" if text.strip().lower() in _NOTHING else licence_name(text)
 
 
-def _to_record(known: Provenance) -> dict[str, Any]:
+def _to_record(provenance: Provenance) -> dict[str, Any]:
     return {
         "format": _FORMAT,
-        "licence": known.licence or None,
-        "made_of": [asdict(part) for part in known.parts],
-        "terms": {one.id: dict(one.terms) for one in known.licences()},
-        "do_not_go_together": [asdict(conflict) for conflict in known.conflicts()],
+        "licence": provenance.licence or None,
+        "made_of": [asdict(part) for part in provenance.parts],
+        "terms": {licence.id: dict(licence.terms) for licence in provenance.licences()},
+        "do_not_go_together": [asdict(conflict) for conflict in provenance.conflicts()],
     }
 
 
-def write_provenance(directory: str | Path, known: Provenance, name: str = "") -> None:
-    """Write ``LICENCE.json`` and, where no card of others is, a card; nothing of what is unknown.
+def write_provenance(directory: str | Path, provenance: Provenance, name: str = "") -> None:
+    """Write ``LICENCE.json`` and a model card; a card written by others is kept.
 
     Args:
-        name: of the model, for the card; empty takes the directory's.
+        directory: directory of the model.
+        provenance: record to write; if nothing is known, an earlier record is removed.
+        name: name of the model in the card; empty is the directory's name.
     """
     folder = Path(directory)
     file, card = folder / LICENCE_FILE, folder / _CARD
     is_ours = not card.exists() or _MARK in card.read_text("utf-8", errors="replace")
-    if not known:  # what a model left that was here before
+    if not provenance:  # remove the record of an earlier model in this directory
         file.unlink(missing_ok=True)
         if is_ours:
             card.unlink(missing_ok=True)
         return
-    replace_file(file, json.dumps(_to_record(known), indent=2, ensure_ascii=False) + "\n")
+    replace_file(file, json.dumps(_to_record(provenance), indent=2, ensure_ascii=False) + "\n")
     if is_ours:
-        replace_file(card, model_card(known, name or folder.resolve().name))
+        replace_file(card, model_card(provenance, name or folder.resolve().name))
 
 
-def warn_of_licences(where: object, known: Provenance) -> None:
-    """Log which licences do not go together, with both clauses, and how much is unknown."""
-    for conflict in known.conflicts():
-        get_logger().warning("%s: these licences do not go together: %s", where, conflict)
-    if unknown := known.unknown():
+def warn_of_licences(where: object, provenance: Provenance) -> None:
+    """Log license conflicts, with both clauses, and the parts of unknown license."""
+    for conflict in provenance.conflicts():
+        get_logger().warning("%s: these licenses conflict: %s", where, conflict)
+    if unknown := provenance.unknown():
         names = dict.fromkeys(f"{part.kind} {part.name}" for part in unknown)
         shown = ", ".join(list(names)[:_FEW])
         more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-        get_logger().info("%s: the licence is unknown of %s%s", where, shown, more)
+        get_logger().info("%s: the license is unknown of %s%s", where, shown, more)
 
 
-def describe_provenance(known: Provenance) -> list[str]:
-    """Return lines for people: licence, parts, what does not go together."""
-    lines = [f"licence: {known.licence or UNKNOWN}"]
-    for part in known.parts:
+def describe_provenance(provenance: Provenance) -> list[str]:
+    """Return lines of text: license, parts, conflicts."""
+    lines = [f"license: {provenance.licence or UNKNOWN}"]
+    for part in provenance.parts:
         counts = f", {part.documents:,} documents, {part.tokens:,} tokens" if part.documents else ""
         lines.append(f"made of {part.kind} {part.name}: {part.licence}{counts}")
-    lines += [f"do not go together: {conflict}" for conflict in known.conflicts()]
+    lines += [f"conflict: {conflict}" for conflict in provenance.conflicts()]
     return lines
 
 
-def model_card(known: Provenance, name: str) -> str:
-    """Return a card in Markdown: data by licence, what the licences ask for, and for which use."""
-    bases = list(dict.fromkeys(part.name for part in known.parts if part.kind == "base"))
-    lines = ["---", f"license: {_tag(known.licence)}"]
+def model_card(provenance: Provenance, name: str) -> str:
+    """Return a model card in Markdown: data by license, what the licenses ask for, and duties."""
+    bases = list(dict.fromkeys(part.name for part in provenance.parts if part.kind == "base"))
+    lines = ["---", f"license: {_tag(provenance.licence)}"]
     lines += ["base_model:", *(f"- {base}" for base in bases)] if bases else []
     lines += ["library_name: bmforge", "---", "", _MARK, "", f"# {name}", ""]
-    lines += [f"Licence: {known.licence or UNKNOWN}.", "", "## Made of", "", *_parts(known.parts)]
-    lines += ["", "## Data by licence", "", *_by_licence(known.parts)]
+    lines += [f"License: {provenance.licence or UNKNOWN}.", "", "## Made of", ""]
+    lines += _parts(provenance.parts)
+    lines += ["", "## Data by license", "", *_by_licence(provenance.parts)]
     asked = [
-        (one.id, f"{term}: {TERMS[term]}", clause)
-        for one in known.licences()
-        for term, clause in one.terms.items()
+        (licence.id, f"{term}: {TERMS[term]}", clause)
+        for licence in provenance.licences()
+        for term, clause in licence.terms.items()
     ]
     if asked:
-        heads = ("licence", "what it asks for", "where")
-        lines += ["", "## What the licences ask for", "", *_table(heads, asked)]
-    if conflicts := known.conflicts():
-        lines += ["", "## What does not go together", "", *(f"- {one}" for one in conflicts)]
-    return "\n".join([*lines, "", "## Use", "", *_use(known), ""])
+        heads = ("license", "what it asks for", "where")
+        lines += ["", "## What the licenses ask for", "", *_table(heads, asked)]
+    if conflicts := provenance.conflicts():
+        lines += ["", "## Conflicts", "", *(f"- {conflict}" for conflict in conflicts)]
+    return "\n".join([*lines, "", "## Use", "", *_use(provenance), ""])
 
 
 def _tag(licence: str) -> str:
-    found = find_licence(licence) if licence else None
-    return found.id.lower() if found else "other" if licence else UNKNOWN
+    known = find_licence(licence) if licence else None
+    return known.id.lower() if known else "other" if licence else UNKNOWN
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -261,8 +267,8 @@ def _parts(parts: Iterable[Part]) -> list[str]:
         if len(part.sources) > _MOST_SOURCES:
             sources += f" and {len(part.sources) - _MOST_SOURCES} more"
         rows.append((part.kind, part.name, part.licence, *counts, sources))
-    heads = ("", "name", "licence", "documents", "bytes", "tokens", "sources")
-    return _table(heads, rows) if rows else ["Nothing is said."]
+    heads = ("", "name", "license", "documents", "bytes", "tokens", "sources")
+    return _table(heads, rows) if rows else ["Nothing is stated."]
 
 
 def _by_licence(parts: Iterable[Part]) -> list[str]:
@@ -270,31 +276,31 @@ def _by_licence(parts: Iterable[Part]) -> list[str]:
     for part in parts:
         if part.kind == "data":
             counts = sums.setdefault(part.licence, [0, 0, 0])
-            for place, count in enumerate((part.documents, part.text_bytes, part.tokens)):
-                counts[place] += count
+            for column, count in enumerate((part.documents, part.text_bytes, part.tokens)):
+                counts[column] += count
     total = max(sum(counts[2] for counts in sums.values()), 1)
     rows = [
         (licence, *(f"{count:,}" for count in counts), f"{100 * counts[2] / total:.1f}")
         for licence, counts in sorted(sums.items(), key=lambda item: (-item[1][2], item[0]))
     ]
-    heads = ("licence", "documents", "bytes", "tokens", "% of the tokens")
-    return _table(heads, rows) if rows else ["No text is known of."]
+    heads = ("license", "documents", "bytes", "tokens", "% of the tokens")
+    return _table(heads, rows) if rows else ["No data is recorded."]
 
 
-def _use(known: Provenance) -> list[str]:
-    """Return what those must do who use the model or hand it on, by the table."""
+def _use(provenance: Provenance) -> list[str]:
+    """Return the duties of those who use the model or hand it on, from the table."""
     by_term: dict[str, list[str]] = {}
-    for one in known.licences():
-        for term in one.terms:
-            by_term.setdefault(term, []).append(one.id)
+    for licence in provenance.licences():
+        for term in licence.terms:
+            by_term.setdefault(term, []).append(licence.id)
     lines = [f"- {TERMS[term]} ({', '.join(by_term[term])})" for term in TERMS if term in by_term]
-    lines += [f"- the text of {one.id}: {one.url}" for one in known.licences()]
-    asked = [part.licence for part in known.parts if part.kind == "terms"]
-    lines += [f"- a source's own terms: {one}" for one in dict.fromkeys(asked)]
-    if known.unknown():
-        lines.append("- the licence of some parts is unknown: ask before you hand the model on")
+    lines += [f"- text of {licence.id}: {licence.url}" for licence in provenance.licences()]
+    asked = [part.licence for part in provenance.parts if part.kind == "terms"]
+    lines += [f"- a source's own terms: {licence}" for licence in dict.fromkeys(asked)]
+    if provenance.unknown():
+        lines.append("- the license of some parts is unknown: ask before you hand the model on")
     return [
-        *(lines or ["Nothing is known of what its parts ask for."]),
+        *(lines or ["The terms of its parts are unknown."]),
         "",
-        "This is a table of what texts of licences say, and no legal advice.",
+        "This table summarizes license texts and is no legal advice.",
     ]

@@ -1,7 +1,7 @@
-"""What is known of a model and of its tensors besides themselves: one record each.
+"""Records of a model's parallel layout and of a tensor's storage outside of its own memory.
 
-A layout, a streamer, an offload note here what others will ask for, so that no one hangs
-attributes on modules and tensors: `laid_out` is a model's record, `side_of` a tensor's.
+Layouts, weight streaming and offloading register here what other packages ask for, so that nothing
+is set on modules and tensors from outside: `laid_out` is a model's record, `side_of` a tensor's.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
 
 
 class Span(NamedTuple):
-    """Which blocks of a stack run in a call: from `first` to before `last`, of `total`.
+    """The blocks of a stack that run on this pipeline stage: `first` to before `last`, of `total`.
 
-    A pipeline's stage runs some of them; what comes before arrives, what comes after is carried on.
+    Earlier stages compute the input of the first, later stages continue after the last.
     """
 
     first: int
@@ -49,11 +49,11 @@ class Span(NamedTuple):
 
 
 class _Slots:
-    """What a layout may say of a container of blocks.
+    """Layout attributes of a container of blocks.
 
     Attributes:
-        span: which blocks run; None: all that are there.
-        token_cut: gives each process its share of the tokens; None: all have all.
+        span: blocks that run; None is all of them.
+        token_cut: shards the tokens over ranks; None is unsharded.
     """
 
     span: Span | None = None
@@ -61,11 +61,11 @@ class _Slots:
 
 
 class Stack(_Slots, nn.ModuleDict):
-    """Blocks that run one after the other, keyed "0", "1", ..."""
+    """Container of blocks that run in order, with keys "0", "1", ..."""
 
 
 def as_stack_(container: nn.Module) -> Any:
-    """Return a container of blocks; one of another class than `Stack` gets its slots as well."""
+    """Add the layout attributes to a container of blocks if it is no `Stack`; return it."""
     kind = type(container)
     if not isinstance(container, _Slots):
         container.__class__ = type(kind.__name__, (_Slots, kind), {})
@@ -73,22 +73,22 @@ def as_stack_(container: nn.Module) -> Any:
 
 
 def fill_slot_(module: nn.Module, name: str, value: Any) -> None:
-    """Set what a module's class has left open for a layout; it must declare it."""
-    assert hasattr(module, name), f"{type(module).__name__} has no slot {name!r}"
+    """Set an attribute that the module's class declares for layouts."""
+    assert hasattr(module, name), f"{type(module).__name__} has no attribute {name!r}"
     setattr(module, name, value)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a model that is used as a whole.
+    """A module that is sharded or recomputed as a whole.
 
     Args:
-        name: of the module in the model.
-        module: it.
-        is_gathered: its parameters are gathered together, where they are sharded.
-        is_block: it is one of the blocks: recomputed, compiled, streamed, its activations sent
-            away.
-        stage: of a pipeline on which it is; None without one.
+        name: name of the module in the model.
+        module: the module.
+        is_gathered: its parameters are all-gathered together if sharded.
+        is_block: it is a transformer block: recomputed, compiled, streamed, and its activations
+            offloaded.
+        stage: index of its pipeline stage; None without a pipeline.
     """
 
     name: str
@@ -99,26 +99,26 @@ class Unit:
 
 
 class Cuts(Protocol):
-    """Where a model's units are; `models.LayoutRules` is one."""
+    """Globs of a model's units; `models.LayoutRules` implements it."""
 
     @property
     def zero_units(self) -> tuple[str, ...]:
-        """Modules whose parameters are gathered together."""
+        """Modules whose parameters are all-gathered together."""
 
     @property
     def recompute_units(self) -> tuple[str, ...]:
-        """Modules whose activations may be recomputed."""
+        """Modules whose activations can be recomputed."""
 
 
 def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
-    """Return a model's units in the order of its tree: by rules, or else its repeated blocks.
+    """Return a model's units in module order, from rules or else its repeated blocks.
 
     Raises:
         ConfigError: a rule matches nothing.
     """
     if rules is None:
-        found = find_repeated_blocks(model)
-        return tuple(Unit(name, module, True, True) for name, module in found.items())
+        blocks = find_repeated_blocks(model)
+        return tuple(Unit(name, module, True, True) for name, module in blocks.items())
     gathered = find_modules(model, globs=rules.zero_units)
     blocks = find_modules(model, globs=rules.recompute_units)
     return tuple(
@@ -129,7 +129,7 @@ def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
 
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
-    """Return the units of a model that is laid out, or those by which it would be."""
+    """Return the units of a parallelized model, or those it would have."""
     record = laid_out(model)
     if record is not None and record.units is not None:
         return record.units
@@ -139,18 +139,18 @@ def units_of(model: nn.Module) -> tuple[Unit, ...]:
 
 @dataclass
 class LaidOut:
-    """What `parallelize` and others have done with a model.
+    """Record of what `parallelize` and other functions did with a model.
 
     Args:
-        mesh: of all axes.
-        layout: that it was laid out as.
-        precision: in which blocks compute.
-        master_weights: trained parameters are fp32, whatever they were before.
-        prefetch: how many units ahead parameters are gathered.
-        pipeline: what runs the stages, where a pipeline cuts the model, and
-        whole: the whole model on meta, as it was before.
-        streamers: what brings weights that live elsewhere, one for every device.
-        units: what is used as a whole, in the order of the model; of a pipeline those here.
+        mesh: device mesh with all axes.
+        layout: the parallel layout.
+        precision: dtype of the computation in blocks.
+        master_weights: trained parameters are stored in fp32.
+        prefetch: number of units whose parameters are gathered ahead.
+        pipeline: runner of the pipeline stages, if there are several.
+        whole: with a pipeline, the whole model on the meta device.
+        streamers: weight streamers, one per device.
+        units: units in module order; with a pipeline those of this stage.
     """
 
     mesh: DeviceMesh | None = None
@@ -164,55 +164,56 @@ class LaidOut:
     units: tuple[Unit, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LaidOut:
-        """Share what stands for processes; a copied model runs on the same ones."""
-        made = copy.copy(self)
-        made.units = copy.deepcopy(self.units, memo)
-        return made
+        """Copy the units and share the rest: a copied model runs in the same process groups."""
+        copied = copy.copy(self)
+        copied.units = copy.deepcopy(self.units, memo)
+        return copied
 
 
 _RECORD = "_laid_out"
 
 
 def laid_out(model: nn.Module) -> LaidOut | None:
-    """Return a model's record; None where nobody has noted anything."""
+    """Return a model's record; None without one."""
     record: LaidOut | None = model.__dict__.get(_RECORD)
     return record
 
 
 def record_of(model: nn.Module) -> LaidOut:
-    """Return a model's record, a new one where there is none, to note something in."""
+    """Return a model's record, creating it if needed."""
     record: LaidOut = model.__dict__.setdefault(_RECORD, LaidOut())
     return record
 
 
 class Keeper(Protocol):
-    """What keeps the values of a tensor's part on this process outside of the tensor's memory.
+    """Storage of a tensor's local values outside of the tensor's memory.
 
     Attributes:
-        dtype: of what is kept.
-        is_on_disk: reading takes a disk, so it is put off until the values are needed.
+        dtype: dtype of the stored values.
+        is_on_disk: reading needs the disk, so it is deferred until the values are needed.
     """
 
     dtype: torch.dtype
     is_on_disk: bool
 
     def fill(self, target: Tensor) -> None:
-        """Copy all of it into a contiguous host tensor."""
+        """Copy all values into a contiguous CPU tensor."""
 
     def put(self, start: int, values: Tensor) -> None:
-        """Keep `values` from element `start` on."""
+        """Store `values` from element `start` on."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is known of one tensor.
+    """Record of one tensor.
 
-    Nothing in it may hold the tensor, which would keep both for ever.
+    It must not reference the tensor, which would keep both alive forever.
 
     Args:
-        master: keeps its values, maybe wider ones than the tensor's, where they are trained.
-        origin: where its values come from whenever its block runs; its own memory says nothing.
-        left_gradient: its gradient, where that leaves as it is produced.
+        master: storage of the trained values, possibly in a wider dtype than the tensor's.
+        origin: storage from which the values are streamed when the block runs; the tensor's own
+            memory is then meaningless.
+        left_gradient: queue that takes the gradient as soon as it is computed.
     """
 
     master: Keeper | None = None
@@ -225,12 +226,12 @@ _SIDES = WeakIdKeyDictionary()
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Return what is known of a tensor; quick where nothing is known of any."""
+    """Return a tensor's record; fast if no tensor has one."""
     return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 
 def note_(tensor: Tensor, **facts: Any) -> None:
-    """Change what is known of a tensor: fields of its `Side`."""
+    """Update fields of a tensor's `Side` record."""
     side = replace(side_of(tensor), **facts)
     if side == _NOTHING:
         _SIDES.pop(tensor, None)
@@ -239,9 +240,9 @@ def note_(tensor: Tensor, **facts: Any) -> None:
 
 
 def swap_(old: Tensor, new: Tensor) -> None:
-    """Give `old` the memory and the dtype of `new`; it stays the same object, with its side."""
+    """Give `old` the memory and dtype of `new`; it stays the same object and keeps its record."""
     side = _SIDES.pop(old, None)
     torch.utils.swap_tensors(old, new)
-    old.__dict__.update(new.__dict__)  # what others have noted on it went along
+    old.__dict__.update(new.__dict__)  # swap_tensors swapped the attributes too
     if side is not None:
         _SIDES[old] = side

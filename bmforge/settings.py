@@ -1,7 +1,7 @@
-"""What commands may be told: settings that a room reads and the command line shows.
+"""Options of commands, in dataclasses that the command line shows in `--help`.
 
-They stand here, where nothing heavy is imported, so that `--help` answers at once; each is also
-found where it is used.
+This module imports nothing heavy, so that `--help` is fast; each class is also importable from the
+package that uses it.
 """
 
 from __future__ import annotations
@@ -25,44 +25,43 @@ __all__ = [
     "parse_size",
 ]
 
-# What a size may end with, in lower case, and how many bytes that is.
+# Unit of a size, in lower case -> bytes.
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 1 << (10 * n) for n, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**n for n, letter in enumerate("kmgt", 1)}
 
 
 def parse_size(text: str, name: str = "size") -> int:
-    """Return the bytes that a size such as ``2GiB``, ``500 MB`` or ``123456`` stands for.
+    """Parse a size such as ``2GiB``, ``500 MB`` or ``123456`` into bytes.
 
     Args:
-        text: a number and a unit: B, KB, MB, GB, TB (powers of 1000), KiB, ... TiB (of 1024).
-        name: what messages call it.
+        text: number and unit: B, KB, MB, GB, TB (powers of 1000), KiB, ... TiB (powers of 1024).
+        name: name of the option, for the error message.
 
     Raises:
-        ConfigError: it is not such a size.
+        ConfigError: invalid size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(
-            f"{name}={text!r} is no size. Write a number and a unit, such as 2GiB, 1.5GB or 800MiB."
+            f"invalid size: {name}={text!r} (a number and a unit, such as 2GiB, 1.5GB or 800MiB)."
         )
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """How much memory a model may take.
+    """Memory limits of a model.
 
     Args:
-        device_budget: of the device's memory, for weights, keys and values, and the largest step:
-            a size such as 2GiB. What does not fit is read from disk whenever it is needed. None
-            takes as much as the model needs.
-        max_tokens: with a budget: longest row that is planned for, new tokens included; None takes
-            1,024, or what the model has positions for.
-        quantize: pack the weights as they are read, by int8, int8-dynamic, int4 or int4-128; keep
-            takes the integers of a GGUF file, of GPTQ or of AWQ.
-        devices: accelerators over which blocks are divided, by number or name, such as 0,1; the
-            budget holds for each. None takes one.
+        device_budget: device memory for weights, KV cache and the largest step, as a size such as
+            2GiB; weights that do not fit are read from disk when needed (default: no limit).
+        max_tokens: with device_budget, longest sequence to plan for, new tokens included (default:
+            1024, or the model's maximum).
+        quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep loads
+            the integers of a GGUF, GPTQ or AWQ file.
+        devices: accelerators over which the blocks are divided, by index or name, such as 0,1; the
+            budget applies to each (default: one).
     """
 
     device_budget: str | None = None
@@ -71,7 +70,7 @@ class MemoryOptions:
     devices: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for what is no size, or has no effect."""
+        """Raise `ConfigError` for an invalid size or an option without effect."""
         if self.device_budget is not None:
             parse_size(self.device_budget, "device_budget")
         elif self.max_tokens is not None and self.devices is None:
@@ -82,12 +81,12 @@ class MemoryOptions:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget in bytes; None where there is none."""
+        """Budget in bytes; None without one."""
         return None if self.device_budget is None else parse_size(self.device_budget)
 
     @property
     def device_names(self) -> list[str] | None:
-        """The devices one by one; None for the only one."""
+        """Device names; None for the default device."""
         if self.devices is None:
             return None
         return [name for name in map(str.strip, self.devices.split(",")) if name]
@@ -242,16 +241,16 @@ class QualityConfig:
 
 @dataclass(kw_only=True)
 class QuickstartConfig:
-    """What the quickstart may be told.
+    """Options of the quickstart.
 
     Args:
-        input: text files or directories; empty takes the help texts that Python carries.
-        run_dir: where everything goes.
-        steps: optimizer steps.
-        fresh: start over: what an earlier quickstart left in `run_dir` is removed.
-        prompt: what the samples go on from; empty takes the beginning of a held-out document.
-        samples: how many samples to draw.
-        prepare: how the text is prepared.
+        input: text files or directories (default: the help texts that come with Python).
+        run_dir: directory of all outputs.
+        steps: number of optimizer steps.
+        fresh: start over and remove the results of an earlier quickstart in run_dir.
+        prompt: text that the samples continue (default: start of a held-out document).
+        samples: number of samples to generate.
+        prepare: options of the text preparation.
     """
 
     input: tuple[str, ...] = ()
@@ -267,20 +266,20 @@ class QuickstartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkConfig:
-    """How to answer; None is what the model is used to: EVA's defaults are the original's.
+    """Options of a chat; None is the model's default (for EVA that of the original project).
 
     Args:
-        system: what is said before all else.
-        max_new_tokens: longest answer; None is 128.
-        min_new_tokens: shortest one.
-        num_beams: above 1, search with so many beams instead of drawing.
-        temperature: of the drawing; None is 0.7.
-        top_p: draw among the likeliest that make up this probability; None is 0.9.
-        repetition_penalty: above 1, what was written becomes less likely.
-        length_penalty: of a search with beams.
-        window: of an EVA: most tokens of the history that are read.
-        no_repeat_ngram: of an EVA: no stretch of so many tokens comes twice in an answer.
-        seed: of the drawing; None draws anew each time.
+        system: system message.
+        max_new_tokens: maximum length of an answer in tokens (default: 128).
+        min_new_tokens: minimum length of an answer in tokens.
+        num_beams: number of beams; above 1 selects beam search instead of sampling.
+        temperature: sampling temperature (default: 0.7).
+        top_p: nucleus sampling probability (default: 0.9).
+        repetition_penalty: penalty above 1 for tokens that already occurred.
+        length_penalty: exponent of the length in beam search scores.
+        window: EVA: maximum number of history tokens that the model reads.
+        no_repeat_ngram: EVA: size of n-grams that may occur only once in an answer.
+        seed: random seed of sampling (default: a different one each time).
     """
 
     system: str | None = None
@@ -296,33 +295,32 @@ class TalkConfig:
     seed: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given, but `system`."""
+        """Return the options that are set, except `system`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {n: v for n, v in values.items() if v is not None and n != "system"}
 
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
-    """What a model is evaluated on.
+    """Options of an evaluation.
 
     Args:
-        weights: directory of the weights, where the model is named by a preset.
-        text: files or directories of text: perplexity, and bits per byte.
-        prepared: directories of `bmforge prepare`, whose held-out part is read, or bare token
-            stores: the same figures.
-        tasks: published tasks by name (BoolQ, SQuAD, ...), or .jsonl files of a task of one's own.
-        task_data: folder of the published tasks.
-        labels: of a task of one's own; empty takes those that a classifier was trained with.
-        fields: of a task of one's own: the texts that are read; empty reads those of its first
-            line.
-        split: of published tasks.
-        examples: read at most so many of a task.
-        seq_len: longest row in tokens; None takes that of the run which made the model, else the
-            model's, 2,048 at most.
-        micro_batch_size: rows per forward pass on one process.
-        max_new_tokens: longest answer where a task asks for a text.
-        precision: of the computation.
-        out: also write the figures to this JSON file, which must not be there.
+        weights: directory of the weights, if the model is given by a preset.
+        text: text files or directories for perplexity and bits per byte.
+        prepared: directories of `bmforge prepare` (their validation split) or token stores, for the
+            same metrics.
+        tasks: published tasks by name (BoolQ, SQuAD, ...), or .jsonl files of a custom task.
+        task_data: directory of the published tasks.
+        labels: labels of a custom task (default: those that the classifier was trained with).
+        fields: text fields of a custom task (default: those of its first line).
+        split: split of published tasks.
+        examples: maximum number of examples per task.
+        seq_len: maximum sequence length in tokens (default: that of the training run, else the
+            model's, at most 2048).
+        micro_batch_size: sequences per forward pass and process.
+        max_new_tokens: maximum length of generated answers.
+        precision: dtype of the computation.
+        out: JSON file for the results, which must not exist yet.
     """
 
     weights: str | None = None
@@ -341,19 +339,19 @@ class EvaluateConfig:
     out: Path | None = None
 
     def check(self) -> None:
-        """Raise `ConfigError` where nothing is to be done, or a number is out of range."""
-        wrong = []
+        """Raise `ConfigError` if there is nothing to evaluate, or a value is out of range."""
+        problems = []
         if not (self.text or self.prepared or self.tasks):
-            wrong.append("nothing to evaluate on: give --text, --prepared or --tasks")
+            problems.append("nothing to evaluate on: give --text, --prepared or --tasks")
         smallest = {"examples": 1, "seq_len": 2, "micro_batch_size": 1, "max_new_tokens": 1}
         for name, least in smallest.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                wrong.append(f"{name}={value} must be at least {least}")
+                problems.append(f"{name}={value} must be at least {least}")
         if self.out is not None and self.out.exists():
-            wrong.append(f"out={str(self.out)!r} is there already; name another file")
+            problems.append(f"out={str(self.out)!r} already exists; choose another file")
         for name in ("task_data", "labels", "fields", "examples"):
             if getattr(self, name) and not self.tasks:
-                wrong.append(f"{name} has no effect without tasks")
-        if wrong:
-            raise ConfigError(f"{'; '.join(wrong)}.")
+                problems.append(f"{name} has no effect without tasks")
+        if problems:
+            raise ConfigError(f"{'; '.join(problems)}.")

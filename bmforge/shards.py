@@ -1,9 +1,9 @@
-"""Which part of a global tensor this process holds: the one place that looks inside a DTensor.
+"""The local shard of a global tensor; the only module that looks inside a DTensor.
 
-Initialising, loading and checkpointing all ask the same questions: "which box of the whole tensor
-is here?", and "where are its values?". A box is one (offset, length) pair per tensor dim. A plain
-tensor's box is the whole tensor. Values are in the tensor's own memory, or somebody keeps them
-elsewhere (`Source`).
+Initialization, loading and checkpointing ask the same questions: which box of the global tensor
+does this rank have, and where are its values? A box is one (offset, length) pair per tensor dim; a
+plain tensor's box is the whole tensor. Values are in the tensor's own memory or in another storage
+(`Source`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
     "whole_tensor",
 ]
 
-# So many numbers of a tensor tell it from others.
+# Number of values by which tensors are told apart.
 _SAMPLES = 64
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a global tensor: `offsets` and `lengths`, one number per dim."""
+    """Rectangular part of a global tensor: `offsets` and `lengths` per dim."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -55,7 +55,7 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common part of two boxes of one global tensor, or None."""
+        """Return the intersection of two boxes of one global tensor, or None if it is empty."""
         starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
         ends = [
             min(a + n, b + m)
@@ -74,14 +74,14 @@ class Box:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the part of `tensor` that lives here: a view that shares its storage."""
+    """Return the local shard of `tensor`: a view that shares its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
-    """Return the tensor of `pattern`'s layout whose part on this process is `local`.
+    """Return the tensor with `pattern`'s sharding whose local shard is `local`.
 
-    Beside a plain `pattern` that is `local` itself.
+    For a plain `pattern` that is `local` itself.
     """
     if not isinstance(pattern, DTensor):
         return local
@@ -96,15 +96,15 @@ def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
 
 
 def is_streamed(tensor: Tensor) -> bool:
-    """Tell whether a parameter's values live elsewhere and come when its block runs.
+    """Return True if a parameter's values are streamed when its block runs.
 
-    Its own memory then says nothing; `source_of` and `whole_tensor` read the values.
+    Its own memory is then meaningless; `source_of` and `whole_tensor` read the values.
     """
     return side_of(tensor).origin is not None
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Return the box of the global tensor that this process holds (lengths may be 0)."""
+    """Return this rank's box of the global tensor (lengths may be 0)."""
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     chunks = tensor.__create_chunk_list__()
@@ -114,11 +114,11 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def is_first_replica(tensor: Tensor, leads: bool) -> bool:
-    """True on the one process, among those with the same box, that should write it.
+    """Return True on the rank that should write this box, among those that have the same one.
 
     Args:
-        tensor: a DTensor, or a plain tensor that several processes hold whole.
-        leads: whether this process is the first of those.
+        tensor: DTensor, or plain tensor that is replicated over several ranks.
+        leads: True on the first of the ranks that have a plain tensor.
     """
     if not isinstance(tensor, DTensor):
         return leads
@@ -134,11 +134,11 @@ def is_first_replica(tensor: Tensor, leads: bool) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """The values of a tensor's part on this process, wherever they are.
+    """The local values of a tensor, in its own memory or in another storage.
 
     Args:
-        pattern: tells shape and layout; has the values itself, unless there is a
-        keeper: of the values, elsewhere.
+        pattern: tensor with the shape and sharding, and with the values if there is no keeper.
+        keeper: storage of the values; None is the tensor's memory.
     """
 
     pattern: Tensor
@@ -146,26 +146,26 @@ class Source:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values, which may be wider than the tensor's."""
+        """Dtype of the values, which may be wider than the tensor's."""
         return self.pattern.dtype if self.keeper is None else self.keeper.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part that is here."""
+        """Shape of the local shard."""
         return tuple(local_tensor(self.pattern).shape)
 
     @property
     def is_late(self) -> bool:
-        """Whether reading takes a disk, so that it is put off until the values are needed."""
+        """True if reading needs the disk and is deferred until the values are needed."""
         return self.keeper is not None and self.keeper.is_on_disk
 
     @property
     def size_bytes(self) -> int:
-        """Of the part that is here."""
+        """Size of the local values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """Return a contiguous host tensor, which may be the tensor's own memory."""
+        """Return a contiguous CPU tensor, possibly the tensor's own memory."""
         if self.keeper is None:
             return local_tensor(self.pattern.detach()).cpu().contiguous()
         values = torch.empty(self.shape, dtype=self.dtype)
@@ -173,9 +173,9 @@ class Source:
         return values
 
     def taken(self) -> Source:
-        """Return the same for whoever reads it after the tensor has changed: a copy, unless late.
+        """Return a snapshot that later changes of the tensor do not affect; late ones return self.
 
-        Late values may not change before they have been read.
+        The values of a late source must not change before they are read.
         """
         if self.is_late:
             return self
@@ -186,14 +186,14 @@ class Source:
 
 
 def source_of(tensor: Tensor) -> Source:
-    """Return where a tensor's values are; of several places the one that training steps."""
+    """Return the source of a tensor's values; with several storages the one that is trained."""
     side = side_of(tensor)
     return Source(tensor, side.master or side.origin)
 
 
 @torch.no_grad()
 def put_values_(tensor: Tensor, values: Tensor) -> None:
-    """Give a tensor this process's part of its values, wherever they are kept."""
+    """Write this rank's values of a tensor, in its memory or its storages."""
     side = side_of(tensor)
     if side.origin is None:
         local_tensor(tensor).copy_(values)
@@ -202,9 +202,9 @@ def put_values_(tensor: Tensor, values: Tensor) -> None:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return all values of a tensor, in its dtype.
+    """Return the global tensor's values in its dtype.
 
-    Comm: an all-gather where it is sharded.
+    Comm: an all-gather if it is sharded.
     """
     origin = side_of(tensor).origin
     if origin is not None:
@@ -216,29 +216,29 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def sample_places(name: str, count: int) -> list[int]:
-    """Return some places among a tensor's numbers, drawn from its name; one may come twice.
+    """Return pseudo-random indices into a tensor, seeded by its name, possibly with repetitions.
 
     Args:
-        name: of the tensor.
-        count: of its numbers.
+        name: name of the tensor.
+        count: number of elements of the tensor.
     """
     seed = hashlib.sha256(name.encode()).digest()
-    drawn = (
+    digests = (
         hashlib.blake2b(seed, digest_size=8, salt=bytes([i])).digest() for i in range(_SAMPLES)
     )
-    return [int.from_bytes(one, "little") % count for one in drawn]
+    return [int.from_bytes(digest, "little") % count for digest in digests]
 
 
 @torch.no_grad()
 def sample_values(name: str, tensor: Tensor) -> dict[int, bytes]:
-    """Return the numbers at `sample_places` that this process holds, floats as bf16.
+    """Return the values at `sample_places` that this rank has, floats as bf16.
 
     Args:
-        name: of the tensor.
-        tensor: laid out in any way; streamed too, of which all is read then.
+        name: name of the tensor.
+        tensor: tensor in any layout; a streamed one is read whole.
 
     Returns:
-        place -> bytes of the number.
+        index -> bytes of the value.
     """
     source, box = source_of(tensor), local_box(tensor)
     if not box.numel or not tensor.numel():
@@ -246,20 +246,20 @@ def sample_values(name: str, tensor: Tensor) -> dict[int, bytes]:
     local = local_tensor(tensor.detach()) if source.keeper is None else source.read()
     if hasattr(local, "__tensor_flatten__"):
         local = local.dequantize()
-    found = {}
-    for place in set(sample_places(name, tensor.numel())):
-        index, left = [], place
+    indices = {}
+    for flat in set(sample_places(name, tensor.numel())):
+        index, remaining = [], flat
         for size, offset, length in zip(
             reversed(tensor.shape), reversed(box.offsets), reversed(box.lengths), strict=True
         ):
-            left, inside = divmod(left, size)
+            remaining, inside = divmod(remaining, size)
             index.append(inside - offset if offset <= inside < offset + length else None)
         if None not in index:
-            found[place] = tuple(reversed(index))
-    if not found:
+            indices[flat] = tuple(reversed(index))
+    if not indices:
         return {}
     local = local.reshape(box.lengths)
-    picked = torch.stack([local[index] for index in found.values()])
+    picked = torch.stack([local[index] for index in indices.values()])
     picked = picked.to(torch.bfloat16) if picked.is_floating_point() else picked
-    rows = picked.cpu().contiguous().view(torch.uint8).reshape(len(found), -1)
-    return {place: bytes(row.tolist()) for place, row in zip(found, rows, strict=True)}
+    rows = picked.cpu().contiguous().view(torch.uint8).reshape(len(indices), -1)
+    return {flat: bytes(row.tolist()) for flat, row in zip(indices, rows, strict=True)}

@@ -1,8 +1,7 @@
-"""The one tree tool: find, replace, freeze and wrap modules by type or by name glob.
+"""Tools for module trees: find, replace, freeze and wrap modules by type or name glob.
 
-A glob is matched against the whole dotted name of a module or parameter: `*` stands for any text
-without a dot, `**` for any text (`layers.*`, `layers.*.attn.q_proj`, `**.bias`). A glob that
-matches nothing is an error.
+A glob matches the whole dotted name of a module or parameter: `*` matches any text without a dot,
+`**` any text (`layers.*`, `layers.*.attn.q_proj`, `**.bias`). A glob without a match is an error.
 """
 
 from __future__ import annotations
@@ -41,33 +40,33 @@ __all__ = [
 ]
 
 Wrapper = Callable[..., Any]
-"""Called as ``wrapper(inner, *args, **kwargs)``; runs `inner`, or not, and returns the result."""
+"""Called as ``wrapper(inner, *args, **kwargs)``; calls `inner` or not, and returns the result."""
 
 View = Callable[[Tensor], Tensor]
-"""What a module sees of one of its parameters."""
+"""Maps a module's parameter to the tensor that its forward sees."""
 
 PLACES = (
-    "part",  # computes what is here of a module's product, and joins it over processes
-    "draws",  # draws random numbers of its own
-    "rounding",  # rounds what is here of its weights, and what goes in
-    "zeros",  # keeps the weights that are 0
-    "width",  # counts only the hidden features whose gates are open
-    "views",  # sees what is here of its parameters
-    "experts",  # sees the experts that are here
-    "tokens",  # knows how many tokens a row has that are divided
-    "delta rows",  # its parts are as they were chosen for this call
-    "window",  # sees all tokens where each process has a share
-    "weights",  # its weights come when it runs
-    "recompute",  # runs again in backward
-    "activations",  # what it keeps for backward goes away
-    "device",  # what goes in comes to its own device
-    "stages",  # all stages of a pipeline run
+    "part",  # computes the local part of a product and communicates (tensor parallelism)
+    "draws",  # isolates the module's own random numbers
+    "rounding",  # rounds local weights and inputs (quantization-aware training)
+    "zeros",  # masks pruned weights
+    "width",  # ignores hidden dimensions whose gates are closed
+    "views",  # replaces parameters by their local shards
+    "experts",  # selects the local experts
+    "tokens",  # knows the length of sequences that are sharded over ranks
+    "delta rows",  # applies the adapters selected for this call
+    "window",  # all-gathers the tokens of a sharded sequence
+    "weights",  # streams the weights in
+    "recompute",  # recomputes the forward in backward
+    "activations",  # offloads activations saved for backward
+    "device",  # moves inputs to the module's device
+    "stages",  # runs all stages of a pipeline
 )
-"""Where a wrapper of a module's forward stands, from the innermost to the outermost."""
+"""Kinds of wrappers around a module's forward, from the innermost to the outermost."""
 
 
 def match_glob(name: str, glob: str) -> bool:
-    """Tell whether a dotted name fits a glob (`*` within one part, `**` across parts)."""
+    """Return True if a dotted name matches a glob (`*` within one part, `**` across parts)."""
     return _compile(glob).fullmatch(name) is not None
 
 
@@ -77,36 +76,36 @@ def _compile(glob: str) -> re.Pattern[str]:
 
 
 def match_names(names: Iterable[str], globs: Iterable[str], what: str = "module") -> list[str]:
-    """Return the names that fit any of the globs, in their order.
+    """Return the names that match any of the globs, in their order.
 
     Args:
-        names: of all there are.
-        globs: name globs, each of which must match.
-        what: what the message calls them.
+        names: all names.
+        globs: name globs, each of which must match at least one name.
+        what: kind of the names, for the error message.
 
     Raises:
         ConfigError: a glob matches no name.
     """
-    known = list(names)
-    found: dict[str, None] = {}
+    all_names = list(names)
+    matching: dict[str, None] = {}
     for glob in globs:
         fits = _compile(glob).fullmatch
-        hits = [name for name in known if fits(name)]
+        hits = [name for name in all_names if fits(name)]
         if not hits:
-            raise ConfigError(f"{what} glob {glob!r} matches nothing.{suggest(glob, known)}")
-        found.update(dict.fromkeys(hits))
-    return [name for name in known if name in found]
+            raise ConfigError(f"{what} glob {glob!r} matches nothing.{suggest(glob, all_names)}")
+        matching.update(dict.fromkeys(hits))
+    return [name for name in all_names if name in matching]
 
 
 def find_modules(
     root: nn.Module, *, globs: Iterable[str] | None = None, kind: type | None = None
 ) -> dict[str, nn.Module]:
-    """Return name -> module of all descendants that fit, in the tree's order.
+    """Return name -> module of all matching descendants, in module order.
 
     Args:
-        root: where to look.
-        globs: name globs, any of which must match; None takes every name.
-        kind: a module type; None takes every type.
+        root: module to search.
+        globs: name globs, any of which must match; None matches all names.
+        kind: module type; None matches all types.
 
     Raises:
         ConfigError: a glob matches no module.
@@ -117,7 +116,7 @@ def find_modules(
 
 
 def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return name -> parameter for the globs; tied parameters come once.
+    """Return name -> parameter for the globs; tied parameters are listed once.
 
     Raises:
         ConfigError: a glob matches no parameter.
@@ -127,24 +126,23 @@ def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Param
 
 
 def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
-    """Return everything that a model holds and a file of it must: name -> tensor.
+    """Return all tensors that belong into a model's checkpoint: name -> tensor.
 
-    Parameters, then persistent buffers; a tied one comes once, under its first name. This is the
-    one list that drawing, loading, saving, checkpoints and plans walk, so none leaves out a tensor
-    that another knows.
+    Parameters, then persistent buffers; a tied tensor is listed once, under its first name.
+    Initialization, loading, saving, checkpoints and the planner all use this list.
     """
-    found: dict[str, Tensor] = dict(root.named_parameters())
-    seen = {id(tensor) for tensor in found.values()}
+    tensors: dict[str, Tensor] = dict(root.named_parameters())
+    seen = {id(tensor) for tensor in tensors.values()}
     for prefix, module in root.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                found[f"{prefix}.{key}" if prefix else key] = buffer
-    return found
+                tensors[f"{prefix}.{key}" if prefix else key] = buffer
+    return tensors
 
 
 def shared_tensors(root: nn.Module) -> set[int]:
-    """Return the ids of parameters and buffers that a model has in several places."""
+    """Return the ids of parameters and buffers that occur more than once in a model."""
     seen: set[int] = set()
     shared: set[int] = set()
     for module in root.modules():
@@ -154,18 +152,18 @@ def shared_tensors(root: nn.Module) -> set[int]:
 
 
 def copy_to_meta(root: nn.Module) -> Any:
-    """Return a copy of a module that has no memory: what it looks like, and nothing else."""
+    """Return a copy of a module on the meta device, without memory."""
     memo: dict[int, Any] = {}
     for tensor in (*root.parameters(), *root.buffers()):
-        described: Tensor = tensor.detach().to("meta")
+        meta: Tensor = tensor.detach().to("meta")
         if isinstance(tensor, nn.Parameter):
-            described = nn.Parameter(described, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = described
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = meta
     return copy.deepcopy(root, memo)
 
 
 def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
-    """Put `new` where the descendant `name` stood and return the old one."""
+    """Replace the descendant `name` by `new`; return the old module."""
     parent_name, _, child = name.rpartition(".")
     parent = root.get_submodule(parent_name)
     old = parent.get_submodule(child)
@@ -174,19 +172,18 @@ def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
 
 
 def freeze_(root: nn.Module, globs: Iterable[str] = ("**",)) -> nn.Module:
-    """Switch gradients off for the parameters that match; return `root`."""
+    """Disable gradients of the matching parameters; return `root`."""
     for parameter in find_parameters(root, globs).values():
         parameter.requires_grad_(False)
     return root
 
 
 def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks of any model: what ZeRO units and recompute work on.
+    """Return the repeated blocks of any model, the units of ZeRO sharding and recomputation.
 
-    A container (ModuleList, ModuleDict, Sequential) whose children, at least two, are of one class
-    with parameters holds blocks, of which some may be empty; of lists of lists the inner ones do,
-    as only their children run.
-    Blocks inside blocks are not listed.
+    A container (ModuleList, ModuleDict, Sequential) with at least two children of one class, and
+    with parameters, holds blocks; some of them may have no parameters. In nested lists the inner
+    ones do, as only their children are called. Blocks inside of blocks are not listed.
     """
     blocks: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
@@ -205,78 +202,78 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass
 class _Wrapping:
-    """What stands around a module's forward.
+    """The wrappers of a module's forward.
 
     Args:
-        own: what the module itself had in place of its class's forward, if anything.
-        found: place -> wrapper.
-        made: the forward that was made of them.
+        own: instance attribute `forward` before wrapping, if any.
+        wrappers: place -> wrapper.
+        composed: the forward composed of them.
     """
 
     own: Callable[..., Any] | None
-    found: dict[str, Wrapper] = field(default_factory=dict)
-    made: Callable[..., Any] | None = None
+    wrappers: dict[str, Wrapper] = field(default_factory=dict)
+    composed: Callable[..., Any] | None = None
 
 
 def wrap_forward_(module: nn.Module, wrapper: Wrapper, place: str) -> None:
-    """Put a wrapper around a module's forward; where it stands among others its place says.
+    """Wrap a module's forward; `place` defines the order among several wrappers.
 
-    Hooks, `module.compile()` and what shards a module stay outside of all wrappers, and copies of
-    the module have copies of them.
+    Hooks, `module.compile()` and FSDP stay outside of all wrappers; copies of the module copy its
+    wrappers.
 
     Args:
-        module: its class and its names stay.
-        wrapper: a module-level function, or a `partial` that binds what it takes before `inner`.
-        place: one of `PLACES`, each of which has room for one.
+        module: module to wrap; its class and parameter names do not change.
+        wrapper: module-level function, or a `partial` that binds the arguments before `inner`.
+        place: one of `PLACES`, each for at most one wrapper.
 
     Raises:
-        ConfigError: the place is taken.
+        ConfigError: there already is a wrapper at this place.
     """
-    if place in (wrapping := _wrapping_of(module)).found:
+    if place in (wrapping := _wrapping_of(module)).wrappers:
         raise ConfigError(
-            f"{type(module).__name__} is wrapped at place={place!r} already. Take the first one "
-            "off (unwrap_forward_), or lay out a fresh model."
+            f"{type(module).__name__} already has a wrapper at place={place!r}. Remove it first "
+            "(unwrap_forward_), or lay out a new model."
         )
-    wrapping.found[place] = wrapper
+    wrapping.wrappers[place] = wrapper
     _compose_(module, wrapping)
 
 
 def unwrap_forward_(module: nn.Module, place: str) -> Wrapper:
-    """Take the wrapper at a place off and return it; after the last one all is as it was.
+    """Remove and return the wrapper at a place; without wrappers the forward is the original one.
 
     Raises:
         ConfigError: there is none.
     """
     wrapping = _wrapping_of(module)
-    if place not in wrapping.found:
+    if place not in wrapping.wrappers:
         raise ConfigError(
-            f"{type(module).__name__} is not wrapped at place={place!r}, only at "
+            f"{type(module).__name__} has no wrapper at place={place!r}, only at "
             f"{[name for name, _ in wrappers_of(module)]}."
         )
-    wrapper = wrapping.found.pop(place)
+    wrapper = wrapping.wrappers.pop(place)
     _compose_(module, wrapping)
     return wrapper
 
 
 def wrappers_of(module: nn.Module) -> list[tuple[str, Wrapper]]:
-    """Return (place, wrapper) of all that stands around a module's forward, the innermost first."""
+    """Return (place, wrapper) of all wrappers of a module's forward, the innermost first."""
     wrapping = module.__dict__.get(_WRAPPING)
     if wrapping is None:
         return []
-    return [(place, wrapping.found[place]) for place in PLACES if place in wrapping.found]
+    return [(p, wrapping.wrappers[p]) for p in PLACES if p in wrapping.wrappers]
 
 
 _WRAPPING = "_forward_wrapping"
 
 
 def _wrapping_of(module: nn.Module) -> _Wrapping:
-    now = module.__dict__.get("forward")
+    forward = module.__dict__.get("forward")
     wrapping: _Wrapping | None = module.__dict__.get(_WRAPPING)
     if wrapping is None:
-        return _Wrapping(own=now)
-    if wrapping.made is not now:
+        return _Wrapping(own=forward)
+    if wrapping.composed is not forward:
         raise ConfigError(
-            f"the forward of a {type(module).__name__} was replaced from outside after it had been "
+            f"the forward of a {type(module).__name__} was replaced from outside after it was "
             f"wrapped at {[name for name, _ in wrappers_of(module)]}. Replace it before the model "
             "is laid out."
         )
@@ -284,30 +281,30 @@ def _wrapping_of(module: nn.Module) -> _Wrapping:
 
 
 def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
-    """Set the forward that the wrappers make; plain partials, which cost a call nothing."""
+    """Set the composed forward, of plain partials, which add nothing measurable to a call."""
     module.__dict__.pop("forward", None)
     module.__dict__.pop(_WRAPPING, None)
     if wrapping.own is not None:
         module.__dict__["forward"] = wrapping.own
-    if not wrapping.found:
+    if not wrapping.wrappers:
         return
     forward = module.forward
     module.__dict__[_WRAPPING] = wrapping
     for _, wrapper in wrappers_of(module):
         forward = partial(wrapper, forward)
-    module.__dict__["forward"] = wrapping.made = forward
+    module.__dict__["forward"] = wrapping.composed = forward
 
 
 def view_parameters_(module: nn.Module, views: Mapping[str, View], place: str) -> None:
-    """Let a module's forward see something else in the place of its own parameters.
+    """Replace parameters by views during a module's forward.
 
     Args:
-        module: its parameters stay what they are.
-        views: name of a parameter -> what the module sees of it.
-        place: where this stands among wrappers, one of `PLACES`.
+        module: module whose parameters stay what they are.
+        views: parameter name -> function that computes the view.
+        place: one of `PLACES`, the order among wrappers.
 
     Raises:
-        ConfigError: the place is taken.
+        ConfigError: there already is a wrapper at this place.
     """
     wrap_forward_(module, partial(_on_views, module, views), place)
 
@@ -332,7 +329,7 @@ def _on_views(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and afterwards give every module its own mode back."""
+    """Set eval mode within the block, and restore each module's mode on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

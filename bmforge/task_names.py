@@ -1,4 +1,4 @@
-"""The names that `bmforge train` knows, and what they mean; what they run is in the recipes."""
+"""Names of the tasks of `bmforge train` and their descriptions; `recipes` implements them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ __all__ = ["ALSO", "OLD_NAMES", "PUBLISHED", "TASK_NAMES", "check_task"]
 
 TASK_NAMES: Mapping[str, str] = {
     "pretrain": (
-        "pretrain on prepared text as the family does: next or masked tokens, spans, blanks, ..."
+        "pretrain on prepared text with the family's objective: next token, masked tokens, spans"
     ),
     "conversations": "fine-tune on conversations",
     "classify": (
-        "fine-tune on a task with labels or choices; its name can stand in place of `classify`"
+        "fine-tune on a task with labels or choices; the task's name can replace `classify`"
     ),
-    "prompt-classify": "classify by a prompt, from few examples or none",
-    "prompt-generate": "learn to write at a template's mask",
-    "squad": "fine-tune on questions about a text",
+    "prompt-classify": "classify with a prompt, few-shot or zero-shot",
+    "prompt-generate": "learn to generate text at a template's mask",
+    "squad": "fine-tune on extractive question answering",
     "dialogue": "train on dialogues",
-    "documents": "train on CPM-Bee's documents",
+    "documents": "train on CPM-Bee documents",
     "chid": "fine-tune to choose idioms (ChID)",
     "stc": "fine-tune to answer posts (STC)",
-    "images": "tell the images of a folder apart",
-    "delta-search": "try types, places and sizes of deltas on a task with labels or choices",
+    "images": "classify images by folder",
+    "delta-search": "search adapter types, modules and sizes on a task with labels or choices",
 }
 
-# Other names of tasks.
+# Aliases of tasks.
 ALSO: Mapping[str, str] = {"sft": "conversations"}
 
-# Of recipes: each a task with a model.
+# Former recipe names, each a task with a model.
 OLD_NAMES: Mapping[str, str] = {
     "gpt2-pretrain": "pretrain a GPT-2 on prepared text",
     "llama-pretrain": "pretrain a Llama on prepared text",
@@ -50,7 +50,7 @@ OLD_NAMES: Mapping[str, str] = {
     "cpm-bee-train": "train a CPM-Bee on documents",
 }
 
-# Tasks as they are published, each under its own name.
+# Published tasks, each under its own name.
 PUBLISHED = (
     "BoolQ",
     "CB",
@@ -96,12 +96,12 @@ PUBLISHED = (
 
 
 def check_task(name: str) -> None:
-    """Raise `ConfigError` for a name that is none of these; published ones in any case."""
+    """Raise `ConfigError` for an unknown task name; published names are case-insensitive."""
     published = [task.lower() for task in PUBLISHED]
     if name in TASK_NAMES or name in ALSO or name in OLD_NAMES or name.lower() in published:
         return
     hint = suggest(name, [*TASK_NAMES, *OLD_NAMES, *PUBLISHED])
     raise ConfigError(
-        f"task {name!r} is unknown.{hint} Tasks: {', '.join(TASK_NAMES)}, and by their own names "
-        f"{', '.join(PUBLISHED)}; old names of recipes: {', '.join(OLD_NAMES)}."
+        f"unknown task {name!r} (known: {', '.join(TASK_NAMES)}; published tasks: "
+        f"{', '.join(PUBLISHED)}; former recipe names: {', '.join(OLD_NAMES)}).{hint}"
     )

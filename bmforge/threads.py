@@ -1,7 +1,7 @@
-"""Threads in the background that end before the interpreter does.
+"""Background threads that end before the interpreter does.
 
-A daemon thread that is inside an operation of torch when the interpreter ends is killed as it comes
-back, its C++ frames with it: the process aborts, and a program that ended well counts as failed.
+A daemon thread inside a torch operation at interpreter exit is killed when the operation returns,
+with its C++ frames: the process aborts, and a successful program counts as failed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _RUNNING: dict[threading.Thread, Callable[[], None]] = {}
 def start_thread(
     name: str, run: Callable[..., None], *arguments: Any, end: Callable[[], None]
 ) -> threading.Thread:
-    """Start a thread that nobody has to wait for; return it.
+    """Start and return a thread that is stopped and joined at interpreter exit.
 
     Args:
-        name: of the thread.
-        run: what it does.
-        arguments: of `run`.
-        end: asks it to end soon. It is called as the interpreter ends, if the thread runs still,
-            which is waited for then.
+        name: name of the thread.
+        run: function to run.
+        arguments: positional arguments of `run`.
+        end: function that requests the thread to end soon; called at interpreter exit if the thread
+            still runs, and then waited for.
     """
     thread = threading.Thread(target=_run_listed, args=(run, *arguments), name=name, daemon=True)
     _RUNNING[thread] = end
@@ -43,7 +43,7 @@ def _run_listed(run: Callable[..., None], *arguments: Any) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    # The last first: one may wait for what an earlier one does.
+    # In reverse order of start: a thread may wait for the work of an earlier one.
     for thread, end in reversed(list(_RUNNING.items())):
         end()
         thread.join()

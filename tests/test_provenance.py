@@ -56,7 +56,7 @@ def test_the_card_has_the_sums_and_the_use(tmp_path: Path) -> None:
     assert "| unknown | 5 | 500 | 100 | 20.0 |" in text
     assert "wiki.example, b/c" in text
     assert "- name the authors and the source (CC-BY-SA-4.0)" in text
-    assert "the licence of some parts is unknown" in text
+    assert "the license of some parts is unknown" in text
     assert "https://example.org/terms" in text
 
 
@@ -115,8 +115,8 @@ def test_what_does_not_fit_is_said_with_both_clauses(said: pytest.LogCaptureFixt
     warn_of_licences("here", known)
     assert len(said.messages) == 2
     assert any("section 3(b)" in line and "section 2(a)(1)" in line for line in said.messages)
-    assert any("the licence is unknown of data crawl" in line for line in said.messages)
+    assert any("the license is unknown of data crawl" in line for line in said.messages)
     lines = describe_provenance(known)
-    assert lines[0] == "licence: CC-BY-SA-4.0"
-    assert any(line.startswith("do not go together: ") for line in lines)
-    assert describe_provenance(Provenance()) == ["licence: unknown"]
+    assert lines[0] == "license: CC-BY-SA-4.0"
+    assert any(line.startswith("conflict: ") for line in lines)
+    assert describe_provenance(Provenance()) == ["license: unknown"]

@@ -231,13 +231,13 @@ def test_what_cannot_be_wrapped_says_so() -> None:
     """A place that is taken, one that is free, and a forward that somebody has replaced since."""
     module = Scale(5.0)
     wrap_forward_(module, double, "part")
-    with pytest.raises(ConfigError, match="Scale is wrapped at place='part' already"):
+    with pytest.raises(ConfigError, match="Scale already has a wrapper at place='part'"):
         wrap_forward_(module, double, "part")
     with pytest.raises(ConfigError, match=r"not wrapped at place='views', only at \['part'\]"):
         unwrap_forward_(module, "views")
     assert module(torch.tensor(1.0)).item() == 10.0
     module.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="replaced from outside after it had been wrapped"):
+    with pytest.raises(ConfigError, match="replaced from outside after it was wrapped"):
         wrap_forward_(module, double, "views")
 
 

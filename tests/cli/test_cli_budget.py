@@ -103,7 +103,7 @@ def test_the_same_conversation(folder, least, capsys, monkeypatch) -> None:
     ("extra", "match"),
     [
         (["--device-budget", "1MiB"], "is the smallest that works"),
-        (["--device-budget", "much"], "is no size"),
+        (["--device-budget", "much"], "invalid size"),
         (["--device-budget", "0"], "must be above 0"),
         (["--device-budget", "900TiB"], "more than the machine has"),
         (["--max-tokens", "20"], "has no effect without device_budget"),

@@ -73,7 +73,7 @@ def test_a_place_that_is_not_ours(
     """Who may write everywhere is told that he may not."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place)
     assert main(["convert", str(place / "gpt2"), str(place / "new" / "out")]) == 2
-    assert "is not ours to write in" in capsys.readouterr().err
+    assert "no permission to write in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["--help", "info gpt2", "prepare --help", "train --help"])
