@@ -233,7 +233,7 @@ def test_what_cannot_be_wrapped_says_so() -> None:
     wrap_forward_(module, double, "part")
     with pytest.raises(ConfigError, match="Scale already has a wrapper at place='part'"):
         wrap_forward_(module, double, "part")
-    with pytest.raises(ConfigError, match=r"not wrapped at place='views', only at \['part'\]"):
+    with pytest.raises(ConfigError, match=r"no wrapper at place='views', only at \['part'\]"):
         unwrap_forward_(module, "views")
     assert module(torch.tensor(1.0)).item() == 10.0
     module.forward = lambda x: x  # type: ignore[method-assign]

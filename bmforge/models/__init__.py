@@ -1,7 +1,7 @@
-"""One zoo, one file per family; the native form on disk is the Hugging Face form.
+"""Model families, one file each; the native format on disk is that of Hugging Face.
 
-Start reading at `gpt2.py` (a family is a config, an assembly of `nn` parts and a weight-name map),
-then `base.py` (building, loading, saving) and `hub.py` (finding a model by name).
+Start reading at `gpt2.py` (a family is a config, an assembly of `nn` modules and a map of weight
+names), then `base.py` (building, loading, saving) and `hub.py` (finding a model by name).
 """
 
 from bmforge.models import families

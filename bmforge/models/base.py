@@ -44,21 +44,21 @@ __all__ = ["Model"]
 
 
 class Model(nn.Module):
-    """Base of the families.
+    """Base class of the families.
 
-    A family sets `config_class`, `weight_rules` (the name map) and, where its checkpoints come with
-    and without one, `hf_prefix`.
+    A family sets `config_class`, `weight_rules` (the map of weight names) and, if its checkpoints
+    exist with and without a prefix, `hf_prefix`.
 
     Attributes:
-        family_traits: what others must know of the family; `traits` adds what the config says.
-        hf_prefix: what stands before the body's published names.
-        hf_unused: globs of published weights that none of our heads uses (a next-sentence head).
-        hf_old_names: (ending of a published name, what older checkpoints have in its place).
-        tied_head: the parameter that `tie_word_embeddings` makes one with the embedding.
+        family_traits: properties of the family; `traits` adds those of the config.
+        hf_prefix: prefix of the body's published names.
+        hf_unused: globs of published weights that no head uses (such as next-sentence heads).
+        hf_old_names: pairs (ending of a published name, its ending in older checkpoints).
+        tied_head: parameter that `tie_word_embeddings` ties to the embedding, and the embedding.
         shifts_labels: the language-model head predicts the label after each position.
-        fixed_width: why the hidden states cannot become narrower; "" where they can.
-        arrived: what the stage before carried on, where a pipeline cuts the model.
-        provenance: its licence and what it was made of, as far as known.
+        fixed_width: reason why the hidden size cannot be pruned; "" if it can.
+        arrived: output of the previous pipeline stage.
+        provenance: license and training data of the model, as far as known.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -78,12 +78,12 @@ class Model(nn.Module):
 
     @property
     def traits(self) -> Traits:
-        """How this model is used: what its family reads and writes, with the head that it has."""
+        """How this model is used: properties of its family, with those of its head."""
         return replace(self.family_traits.of(self.config), position_limit=self.position_limit)
 
     @property
     def position_limit(self) -> int | None:
-        """The longest input in tokens; None where positions go on."""
+        """Maximum input length in tokens; None without a limit."""
         return self.family_traits.of(self.config).position_limit
 
     @classmethod
@@ -95,13 +95,13 @@ class Model(nn.Module):
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> Self:
-        """Build a model and draw its weights.
+        """Build a model and initialize its weights.
 
         Args:
-            config: the family's config.
-            device: where it lives; ``"meta"`` only describes it and draws nothing.
-            dtype: of the parameters.
-            seed: of the weights.
+            config: config of the family.
+            device: device of the weights; ``"meta"`` builds the model without weights.
+            dtype: dtype of the parameters.
+            seed: random seed of the initialization.
         """
         if not isinstance(config, cls.config_class):
             raise ConfigError(
@@ -130,32 +130,31 @@ class Model(nn.Module):
         allow_unknown: tuple[str, ...] = (),
         quantize: str | QuantSpec | None = None,
     ) -> Self:
-        """Open a Hugging Face checkpoint: a directory, or a hub id found in the cache or on the
-        hub.
+        """Load a Hugging Face checkpoint: a directory, or a hub id in the cache or on the hub.
 
         Args:
             name: directory, hub id, or a short name in the config's `hub_ids`.
-            dtype: of the parameters, whatever the file's is.
-            device: where the model lives.
-            head: another head than the one in config.json; a name in the config's `heads`.
-            new_head: draw the head's weights where the checkpoint has none.
-            num_labels: classes of a new classifier.
-            allow_unknown: config fields to accept unread.
-            quantize: a scheme (`nn.packing.PRESETS`); weights are packed as they are read, and
-                never in memory all at once. "keep" keeps the integers of a GGUF file, of GPTQ or
-                of AWQ as they are.
+            dtype: dtype of the parameters, independent of the file's.
+            device: device of the model.
+            head: name in the config's `heads`, if another than that of config.json.
+            new_head: initialize the head's weights if the checkpoint has none.
+            num_labels: number of classes of a new classifier.
+            allow_unknown: unknown config fields to accept without reading.
+            quantize: quantization scheme (`nn.packing.PRESETS`); weights are quantized while
+                loading and never in memory all at once. "keep" loads the integers of a GGUF file,
+                GPTQ or AWQ as they are.
 
         Raises:
-            ConfigError: no such model, or its config is not understood, or it cannot be quantised.
-            CheckpointError: weights missing, unexpected, wrongly shaped or damaged; all listed.
+            ConfigError: unknown model, unsupported config, or unsupported quantization.
+            CheckpointError: missing, unexpected, misshaped or damaged weights; all are listed.
         """
         model, files = cls.describe_pretrained(
             name, dtype=dtype, head=head, num_labels=num_labels, allow_unknown=allow_unknown
         )
         if quantize is not None:
-            known = model.provenance
+            provenance = model.provenance
             model = load_quantized(model, files, quantize, device=device, new_head=new_head)
-            model.provenance = known
+            model.provenance = provenance
             return model.eval()
         load_weights_(model, files, device=device, new_head=new_head)
         return model.eval()
@@ -171,11 +170,11 @@ class Model(nn.Module):
         allow_unknown: tuple[str, ...] = (),
         reads: FileReads | None = None,
     ) -> tuple[Self, WeightFiles]:
-        """Return a Hugging Face checkpoint's model on meta, and its files, for `load_weights_`.
+        """Return a checkpoint's model on the meta device and its files, for `load_weights_`.
 
         Args:
-            name, dtype, head, num_labels, allow_unknown: as in `from_pretrained`.
-            reads: how the files are read; None takes the usual way.
+            name, dtype, head, num_labels, allow_unknown: see `from_pretrained`.
+            reads: reader of the files; None is the default one.
         """
         directory = resolve_model(name, cls.config_class.hub_ids)
         config = cls.config_class.from_pretrained(directory, allow_unknown)
@@ -192,30 +191,30 @@ class Model(nn.Module):
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """Return a config with what it does not say and the weights do.
+        """Complete a config from the shapes of the weights.
 
-        A family that was published in several forms under one kind of config overrides this.
+        A family that was published in several formats with one kind of config overrides this.
 
         Args:
-            config: as config.json, or a preset, has it.
+            config: config from config.json or a preset.
             shapes: published name -> shape of every stored tensor.
         """
         return config
 
     def change_(self, change: Change, *, seed: int = 0) -> Self:
-        """Change the model in place and let its config remember it.
+        """Apply a change to the model in place and record it in the config.
 
         Args:
-            change: what to do where; see `Change`.
-            seed: of new tensors, which are drawn as their part says.
+            change: kind, modules and options of the change.
+            seed: random seed of the initialization of new tensors.
 
         Raises:
-            ConfigError: the change does not fit the model, which is as it was then; or the model
-                is laid out already.
+            ConfigError: the change does not fit the model, which is unchanged then; or the model is
+                already parallelized.
         """
         if any(isinstance(tensor, DTensor) for tensor in persistent_tensors(self).values()):
             raise ConfigError(
-                f"{type(self).__name__} is laid out over processes: change it before parallelize."
+                f"{type(self).__name__} is already parallelized. Change it before parallelize."
             )
         apply_change_(self, change, seed)
         self.config = self.config.replace(changes=(*self.config.changes, change))
@@ -224,10 +223,10 @@ class Model(nn.Module):
     def remember_part_(
         self, kind: str, where: Sequence[str], options: Mapping[str, Any], name: str
     ) -> None:
-        """Let the config say what has been put into the model, as a `Change` would.
+        """Record in the config that adapters were added, as a `Change` would.
 
         Args:
-            kind, where, options, name: of the change.
+            kind, where, options, name: fields of the `Change`.
         """
         change = Change(kind, tuple(where), dict(options), name)
         self.config = self.config.replace(changes=(*self.config.changes, change))
@@ -235,42 +234,42 @@ class Model(nn.Module):
     def forget_part_(
         self, kind: str, where: Sequence[str], options: Mapping[str, Any], name: str
     ) -> None:
-        """Let the config no longer say what has been taken out of the model."""
-        gone = Change(kind, tuple(where), dict(options), name)
-        left = tuple(change for change in self.config.changes if change != gone)
-        self.config = self.config.replace(changes=left)
+        """Remove the record of adapters that were removed from the model."""
+        removed = Change(kind, tuple(where), dict(options), name)
+        remaining = tuple(change for change in self.config.changes if change != removed)
+        self.config = self.config.replace(changes=remaining)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the name map of this family's body, with `{i}` for the layer number."""
+        """Return the map of weight names of this family's body, with `{i}` for the layer index."""
         raise TypeError(f"{type(self).__name__} defines no weight_rules")
 
     @property
     def _pipeline(self) -> Any:
-        """What runs the stages, where a layout has made a pipeline of the model."""
+        """The runner of the pipeline stages; None without a pipeline."""
         record = laid_out(self)
         return None if record is None else record.pipeline
 
     def whole(self) -> Model:
-        """Return a description of the whole model where this is a part of it in a pipeline."""
+        """Return the whole model, on the meta device if this is a pipeline stage."""
         record = laid_out(self)
         return self if record is None or record.whole is None else record.whole
 
     def _stage_rank(self, name: str) -> int:
-        """Return which rank of the pipeline has a parameter; 0 without one."""
+        """Return the pipeline stage that has a parameter; 0 without a pipeline."""
         return 0 if self._pipeline is None else self._pipeline.rank_of(name)
 
     def _stage_and_members(self, rank: int, world: int) -> tuple[int, int]:
-        """Return this process's rank of the pipeline, and how many processes have that one."""
+        """Return this rank's pipeline stage, and the number of ranks of that stage."""
         if self._pipeline is None:
             return 0, world
         return self._pipeline.rank, world // self._pipeline.size
 
     def layout_rules(self) -> LayoutRules:
-        """Return where layouts cut this family."""
+        """Return the sharding plan of this family."""
         return LayoutRules(tensor_parallel=self.tensor_cuts())
 
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
-        """Return how tensor parallelism cuts this family."""
+        """Return the tensor parallel plan of this family."""
         names = [name for name, _ in self.named_modules()]
         heads = dict(find_heads(self))
         usual = next(iter(heads.values()), (self.config.num_heads, self.config.num_kv_heads))
@@ -278,7 +277,7 @@ class Model(nn.Module):
         return default_cuts(names, usual[0], usual[1], differing=others)
 
     def init_std(self, name: str) -> float:
-        """Return the standard deviation a parameter is drawn with."""
+        """Return the standard deviation with which a parameter is initialized."""
         return self.config.init_std
 
     def embed_inputs(
@@ -287,35 +286,35 @@ class Model(nn.Module):
         inputs_embeds: Tensor | None = None,
         name: str = "inputs_embeds",
     ) -> Tensor:
-        """Return the tokens' embeddings, looked up or given, as they come out of the table.
+        """Return the token embeddings, looked up or given, before any scaling.
 
-        What a family adds to them (positions, segments) and multiplies them with comes after.
+        The family adds positions and segments and applies factors later.
 
         Args:
-            input_ids: token ids; from the table's rows on those of its prompt (`nn.prompt`).
-            inputs_embeds: what the table would have returned for ids that are not there.
-            name: what messages call these.
+            input_ids: token ids; ids from the vocabulary size on are those of a soft prompt.
+            inputs_embeds: embeddings in place of `input_ids`.
+            name: name of this argument for error messages.
 
         Shape:
             input_ids: any; inputs_embeds: (B, T, width of the table); returns (..., width)
 
         Raises:
-            ShapeError: both or neither are given, or ids or embeddings that do not fit the table.
+            ShapeError: both or neither are given, or they do not fit the table.
         """
-        given = given_inputs(input_ids, inputs_embeds, name)
+        inputs = given_inputs(input_ids, inputs_embeds, name)
         if inputs_embeds is None:
-            check_ids(given, count_ids(self.embed))  # type: ignore[arg-type]
-            return look_up(self.embed, given)  # type: ignore[arg-type]
+            check_ids(inputs, count_ids(self.embed))  # type: ignore[arg-type]
+            return look_up(self.embed, inputs)  # type: ignore[arg-type]
         width = self.embed.embedding_dim
-        if given.dim() != 3 or given.shape[-1] != width:
+        if inputs.dim() != 3 or inputs.shape[-1] != width:
             raise ShapeError(
-                f"{name} is {tuple(given.shape)}; it must be (rows, tokens, {width}), as the token "
-                "embedding returns it."
+                f"{name} is {tuple(inputs.shape)}; it must be (batch, tokens, {width}), as the "
+                "token embedding returns it."
             )
-        return given
+        return inputs
 
     def count_items(self, batch: Mapping[str, Tensor]) -> int:
-        """Return how many predictions a batch asks for: what its summed loss is a sum of.
+        """Count the predictions of a batch that contribute to its summed loss.
 
         Shape:
             batch: `labels` (B, T), (B,) or, for several classes at once, (B, L); or
@@ -331,11 +330,11 @@ class Model(nn.Module):
         return int((labels != IGNORE_INDEX).sum())
 
     def tied_copies(self) -> dict[str, str]:
-        """Return their names of tensors that checkpoints hold twice: the copy -> the original."""
+        """Map copies to originals (names) of tensors that checkpoints store twice."""
         return {}
 
     def all_rules(self) -> list[WeightRule]:
-        """Return the rules of body and head, under the names that this head's checkpoints use."""
+        """Return the rules of body and head with the names of this head's checkpoints."""
         head = self.config.heads[self.config.head]
         rules = self.weight_rules()
         if head.prefix is not None:
@@ -348,11 +347,11 @@ class Model(nn.Module):
         return rules + [WeightRule(ours, theirs) for ours, theirs in head.names.items()]
 
     def active_rules(self) -> list[WeightRule]:
-        """Return the expanded rules of the tensors this model holds (a tied one comes once)."""
+        """Return the expanded rules of this model's tensors (a tied tensor once)."""
         return self.expand(self.all_rules())
 
     def expand(self, rules: Sequence[WeightRule]) -> list[WeightRule]:
-        """Return rules with numbers put in, for every tensor; changed ones have our names."""
+        """Expand rules to every layer and tensor; changed modules keep this library's names."""
         shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(self).items()}
         own = self._own_names()
         if not any(".mlp.experts." in rule.ours for rule in rules):
@@ -362,39 +361,39 @@ class Model(nn.Module):
         return expand_rules(rules, shapes, own, split_rules(self, rules))
 
     def _own_names(self) -> set[str]:
-        """Return the names of tensors that published checkpoints have no place for."""
+        """Return the names of tensors that have no name in published checkpoints."""
         changed = changed_modules(self)
-        found = set()
+        names = set()
         for name in persistent_tensors(self):
             owner, _, key = name.rpartition(".")
-            # The bias of a packed layer is as published; int8 rows were saved with theirs.
-            is_kept = key == "bias" and isinstance(changed.get(owner), PackedStore)
-            if owner in changed and not is_kept:
-                found.add(name)
-        return found
+            # A quantized layer's bias has its published name; int8 rows are saved with theirs.
+            is_published = key == "bias" and isinstance(changed.get(owner), PackedStore)
+            if owner in changed and not is_published:
+                names.add(name)
+        return names
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules by which a checkpoint that holds these names is read.
+        """Return the rules that read a checkpoint with these tensor names.
 
-        They are the `active_rules` but for a family that was published in several forms.
+        They are the `active_rules`, except for families published in several formats.
         """
         return self.active_rules()
 
     def save_pretrained(
         self, directory: str | Path, *, overwrite: bool = False, max_file_bytes: int = 4 << 30
     ) -> None:
-        """Write ``config.json`` and ``model.safetensors`` under Hugging Face names.
+        """Write ``config.json`` and ``model.safetensors`` with Hugging Face names.
 
-        On a layout every process must call this; each file is gathered on one process, tensor by
-        tensor, and written there. What was changed in the model (`change_`) lies beside the rest
-        under our names, which transformers does not read; one line says so.
+        On a parallel layout all ranks must call this; each file is gathered on one rank, tensor by
+        tensor, and written there. Tensors of changes (`change_`) are saved with this library's
+        names, which transformers does not read; a log line says so.
 
         Args:
-            directory: made when it does not exist.
-            overwrite: replace weights that are already there.
-            max_file_bytes: size above which the weights are divided over several files.
+            directory: created if it does not exist.
+            overwrite: replace existing weights.
+            max_file_bytes: size above which the weights are split over several files.
 
         Raises:
-            CheckpointError: the directory already holds weights and `overwrite` is off.
+            CheckpointError: the directory already contains weights and `overwrite` is off.
         """
         write_model(self, Path(directory), overwrite, max_file_bytes)

@@ -18,7 +18,7 @@ _LARGE = encoder_size(1024, 24, 16)
 
 @dataclass(kw_only=True)
 class BertConfig(EncoderConfig):
-    """Sizes of a BERT; the fields are `EncoderConfig`'s."""
+    """Config of BERT; the fields are those of `EncoderConfig`."""
 
     family: ClassVar[str] = "bert"
     heads: ClassVar[dict[str, Head]] = encoder_heads(
@@ -56,20 +56,20 @@ class BertConfig(EncoderConfig):
 
 
 class Bert(EncoderModel):
-    """BERT with a head for masked tokens, by default tied to the embedding."""
+    """BERT with a masked-LM head, by default tied to the embedding."""
 
     config_class = BertConfig
     family_traits = Traits("both", "masked tokens", "learned")
     hf_prefix = "bert."
-    # The next-sentence head; a pooler that our head does not read; the bias that transformers does
-    # not use beside an untied decoder.
+    # The next-sentence head; poolers that no head here reads; the bias that transformers ignores
+    # when the decoder is not tied.
     hf_unused = (
         "cls.seq_relationship.*",
         "bert.pooler.dense.*",
         "pooler.dense.*",
         "cls.predictions.bias",
     )
-    # Checkpoints from TensorFlow times, and those that hold the bias under one of its names only.
+    # Names of TensorFlow checkpoints, and of those that store the bias under one of its names only.
     hf_old_names = (
         ("LayerNorm.weight", "LayerNorm.gamma"),
         ("LayerNorm.bias", "LayerNorm.beta"),
@@ -88,5 +88,5 @@ class Bert(EncoderModel):
         super().__init__(config, spec)
 
     def tied_copies(self) -> dict[str, str]:
-        """The decoder's bias is stored under two names."""
+        """Return the decoder's bias, which is stored under two names."""
         return {"cls.predictions.decoder.bias": "cls.predictions.bias"}

@@ -1,4 +1,4 @@
-"""The decoder-only model that GPT2, Llama and their relatives assemble."""
+"""Decoder-only model from which GPT2, Llama and others are assembled."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ __all__ = ["CausalLM", "DecoderSpec"]
 
 @dataclass(frozen=True)
 class DecoderSpec(StackSpec):
-    """Everything in which decoder-only families differ: their blocks and what is around them.
+    """Hyperparameters of a decoder-only model: its blocks, embedding and head.
 
     Args:
-        rope: rotary positions; None learns absolute ones (`embed_positions`), unless
-        learned_positions: is off: the family has a bias on the scores for them.
-        num_positions: rows of `embed_positions`; 0 takes max_seq_len.
+        rope: rotary positions; None is learned absolute positions (`embed_positions`).
+        learned_positions: with rope=None, use `embed_positions`; False if the family has a position
+            bias on the scores instead.
+        num_positions: rows of `embed_positions`; 0 is max_seq_len.
         position_offset: row of the first position.
-        positions_from_mask: where positions are not given, count the tokens `attention_mask` shows;
-            padding is at -1.
+        positions_from_mask: default positions count the tokens of `attention_mask`; padding is -1.
         extra_tokens: rows of embedding and head beyond vocab_size.
-        embed_size: width of the embedding, projected to D and back; 0 is D itself.
-        padding_id: the token whose embedding gets no gradient.
-        embed_dropout: dropout after the embedding.
+        embed_size: width of the embedding, projected to D and back; 0 is D.
+        padding_id: token whose embedding gets no gradient.
+        embed_dropout: dropout probability after the embedding.
         embed_scale: factor on the embedding.
         final_norm: norm after the last block.
         head_bias: bias of the language-model head.
-        head_scale: factor on what goes into the language-model head.
-        balance_weight: factor on the experts' load-balancing loss in the loss; None computes none.
+        head_scale: factor on the input of the language-model head.
+        balance_weight: weight of the experts' load balancing loss; None computes none.
     """
 
     rope: RopeSpec | None = None
@@ -78,15 +78,15 @@ class DecoderSpec(StackSpec):
 
 
 class CausalLM(Model):
-    """Embedding, blocks, norm, and one of the heads.
+    """Embedding, blocks, final norm and a head.
 
     Args:
-        config: the family's config.
-        spec: what the config comes down to.
+        config: config of the family.
+        spec: hyperparameters derived from it.
 
     Attributes:
-        sum_statistics: adds up the experts' loads where several processes share a step, each with
-            its tokens; a layout puts its own here. None leaves the balance out of the loss.
+        sum_statistics: sums the experts' loads over the ranks that share a step; a layout replaces
+            it. None leaves the load balancing loss out.
     """
 
     family_traits = Traits("left", "next token", "rotary")
@@ -110,7 +110,7 @@ class CausalLM(Model):
 
     @property
     def balances(self) -> bool:
-        """Whether the loss of a step has the balance of all its tokens' experts in it."""
+        """True if the loss includes a load balancing term over all tokens of a step."""
         return self.spec.balance_weight is not None
 
     def _build_head(self, size: int) -> None:
@@ -127,7 +127,7 @@ class CausalLM(Model):
 
     @property
     def position_limit(self) -> int | None:
-        """The longest input, where positions are learned; None where rotary ones go on."""
+        """Maximum input length with learned positions; None with rotary ones."""
         learned = self.spec.rope is None and self.spec.learned_positions
         return self.config.max_seq_len if learned else None
 
@@ -147,24 +147,25 @@ class CausalLM(Model):
         inputs_embeds: Tensor | None = None,
         logits_at: Tensor | None = None,
     ) -> ModelOutput:
-        """Predict the next token at every position, or what the head answers.
+        """Compute next-token logits or loss, or the output of another head.
 
         Args:
             input_ids: token ids.
-            attention_mask: 1 for tokens, 0 for padding; with a cache it covers the past as well.
-                Or written out for every pair of tokens, instead of seeing what comes before.
-            position_ids: positions; counted from the cache's length when not given.
-            document_ids: packed rows: tokens see only their own document.
-            labels: of a language model: token ids to predict, shifted in here, -100 is not counted;
-                returns the loss instead of logits. Of a classifier: see `classification_loss`.
-            num_items_in_batch: what the summed loss is divided by; None gives the mean.
-            cache: keys and values of earlier tokens.
-            output_hidden_states: return the embedding's and every layer's output.
-            logits_to_keep: return logits of only the last so many positions.
-            start_positions: first token of the answers, for question answering.
+            attention_mask: 1 for tokens, 0 for padding, cached tokens included; or a 4-D mask of
+                every pair of tokens, which replaces causal attention.
+            position_ids: positions; by default counted from the cache's length.
+            document_ids: document of each token in packed sequences; tokens attend within a
+                document.
+            labels: for a language model, target ids, shifted inside, -100 to ignore; returns the
+                loss instead of logits. For a classifier, see `classification_loss`.
+            num_items_in_batch: divisor of the summed loss; None is the mean.
+            cache: KV cache of earlier tokens.
+            output_hidden_states: return the outputs of the embedding and of every layer.
+            logits_to_keep: number of last positions whose logits are returned.
+            start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
-            inputs_embeds: instead of `input_ids`, what the token embedding would have returned.
-            logits_at: return logits of only these positions of every row.
+            inputs_embeds: token embeddings in place of `input_ids`.
+            logits_at: positions of every sequence whose logits are returned.
 
         Shape:
             input_ids, document_ids: (B, T); attention_mask: (B, past + T) or (B, 1, T, past + T);
@@ -172,21 +173,21 @@ class CausalLM(Model):
             inputs_embeds: (B, T, width of the embedding); logits_at: (B, M)
 
         Raises:
-            ShapeError: more positions than the model has, ids outside the vocabulary, or not one of
-                ids and embeddings.
+            ShapeError: too many positions, ids outside of the vocabulary, or not exactly one of ids
+                and embeddings.
         """
-        given = given_inputs(input_ids, inputs_embeds)
+        inputs = given_inputs(input_ids, inputs_embeds)
         check_places(self.config.head, labels, logits_at)
         past = cache.length if cache is not None else 0
-        self._check_length(past + given.shape[1])
+        self._check_length(past + inputs.shape[1])
         if position_ids is None:
-            position_ids = self._count_positions(given, attention_mask, past)
+            position_ids = self._count_positions(inputs, attention_mask, past)
         span = span_of(self.layers)
         if span.first:
             x, *routed = self.arrived
         else:
             x, routed = self._begin(self.embed_inputs(input_ids, inputs_embeds), position_ids), []
-        masks = self._build_masks(given, attention_mask, document_ids, past)
+        masks = self._build_masks(inputs, attention_mask, document_ids, past)
         rope = self.spec.rope
         table = None if rope is None else rope_table(rope, position_ids, x.dtype)
         x, states = run_layers(
@@ -195,13 +196,13 @@ class CausalLM(Model):
         if span.last < span.total:
             return ModelOutput(carry=(x, *routed))
         x = self._finish(x)
-        kept = (*states[:-1], x) if output_hidden_states else None
+        hidden_states = (*states[:-1], x) if output_hidden_states else None
         if self.config.head == "language_model":
             states = pick_states(x, logits_to_keep, logits_at) if labels is None else x
-            out = self._predict(x, labels, num_items_in_batch, states, kept)
+            out = self._predict(x, labels, num_items_in_batch, states, hidden_states)
             return self._balance(out, routed, attention_mask, labels, num_items_in_batch)
         routers = tuple(routed) or None
-        out = ModelOutput(last_hidden_state=x, hidden_states=kept, router_logits=routers)
+        out = ModelOutput(last_hidden_state=x, hidden_states=hidden_states, router_logits=routers)
         if self.config.head == "none":
             return out
         logits = self.classifier(x)
@@ -209,23 +210,23 @@ class CausalLM(Model):
             return finish_spans(out, logits, start_positions, end_positions, num_items_in_batch)
         if self.config.head == "sequence_classification":
             rows = torch.arange(x.shape[0], device=x.device)
-            logits = logits[rows, self._pick_tokens(given, attention_mask)]
+            logits = logits[rows, self._pick_tokens(inputs, attention_mask)]
         return finish_classes(out, logits, labels, self.config.problem_type, num_items_in_batch)
 
     def _build_masks(
         self,
-        given: Tensor,
+        inputs: Tensor,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         past: int,
     ) -> dict[int | None, Tensor | None]:
-        """Return the mask of every window that layers have; `given` are ids or embeddings."""
+        """Return the mask of every window size; `inputs` are ids or embeddings."""
         if attention_mask is not None and attention_mask.dim() == 4:
             return dict.fromkeys(self._windows(), attention_mask.bool())
         return {
             window: build_mask(
-                (given.shape[0], given.shape[1]),
-                given.device,
+                (inputs.shape[0], inputs.shape[1]),
+                inputs.device,
                 past=past,
                 attention_mask=attention_mask,
                 document_ids=document_ids,
@@ -234,11 +235,11 @@ class CausalLM(Model):
             for window in self._windows()
         }
 
-    def _pick_tokens(self, given: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the token of every row that its class is read from, (B,)."""
+    def _pick_tokens(self, inputs: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the index of the token from which each sequence is classified, (B,)."""
         config = self.config
         padding = getattr(config, "pad_token_id", config.raw.get("pad_token_id"))
-        return find_last_token(given, attention_mask, padding)
+        return find_last_token(inputs, attention_mask, padding)
 
     def _predict(
         self,
@@ -246,13 +247,13 @@ class CausalLM(Model):
         labels: Tensor | None,
         num_items: float | Tensor | None,
         states: Tensor,
-        kept: tuple[Tensor, ...] | None,
+        hidden_states: tuple[Tensor, ...] | None,
     ) -> ModelOutput:
-        """The language-model head: the loss with labels, else the logits of `states`."""
+        """Apply the language-model head: the loss with labels, else the logits of `states`."""
         if labels is not None:
             loss = self.lm_head(self._leave(x), labels, num_items, shift=True)
-            return ModelOutput(loss, None, x, kept)
-        return ModelOutput(None, self.lm_head(self._leave(states)), x, kept)
+            return ModelOutput(loss, None, x, hidden_states)
+        return ModelOutput(None, self.lm_head(self._leave(states)), x, hidden_states)
 
     def _balance(
         self,
@@ -262,11 +263,10 @@ class CausalLM(Model):
         labels: Tensor | None,
         num_items: float | Tensor | None,
     ) -> ModelOutput:
-        """Add the router's logits and, where the config asks for it, the experts' balance.
+        """Add router logits and, if configured, the load balancing loss of the experts.
 
-        The balance is that of all tokens whose loads `sum_statistics` adds up. Each part of them
-        adds its share, by the probabilities of its own tokens; shares are scaled as the parts of
-        the loss itself are, so that they add up alike.
+        The loss covers all tokens whose loads `sum_statistics` sums. Each micro-batch and rank adds
+        its share, from its own tokens' probabilities, scaled like its share of the main loss.
         """
         if not routed:
             return out
@@ -276,16 +276,16 @@ class CausalLM(Model):
             return out
         counted = self._count_tokens(out, attention_mask, labels)
         share, whole, labelled, parts = self._find_balance(routed, counted, labels)
-        aux_loss = whole + parts * (share - share.detach())  # the mean gradient of the parts
+        aux_loss = whole + parts * (share - share.detach())  # gradient averaged over the parts
         if out.loss is None or labels is None:
             return out._replace(aux_loss=aux_loss)
-        mine = aux_loss if num_items is None else share * (labelled / num_items)
-        return out._replace(loss=out.loss + weight * mine, aux_loss=aux_loss)
+        own_loss = aux_loss if num_items is None else share * (labelled / num_items)
+        return out._replace(loss=out.loss + weight * own_loss, aux_loss=aux_loss)
 
     def _count_tokens(
         self, out: ModelOutput, attention_mask: Tensor | None, labels: Tensor | None
     ) -> Tensor | None:
-        """Return 1 for tokens that count, 0 for padding: masked, or a row without any label."""
+        """Return 1 for tokens that count, 0 for padding and for sequences without labels."""
         rows = None if labels is None else (labels != IGNORE_INDEX).any(1, keepdim=True)
         if attention_mask is None or out.last_hidden_state is None:
             return None if rows is None else rows.expand_as(labels)  # type: ignore[arg-type]
@@ -295,27 +295,27 @@ class CausalLM(Model):
     def _find_balance(
         self, routed: list[Tensor], counted: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the balance of all layers with experts; of several kinds of them, the mean.
+        """Compute the load balancing loss over all layers (the mean over layers of equal shape).
 
         Returns:
-            these tokens' share of it, all of it, the labels of all parts, and how many parts.
+            this rank's share of it, the whole, the number of labels and the number of parts.
         """
         spec = self.spec
         specs = (spec.blocks.get(i, spec.block).mlp for i in range(span_of(self.layers).total))
         kinds = [(s.num_experts, s.experts_per_token) for s in specs if isinstance(s, MoESpec)]
-        found = {}
+        loads_of = {}
         for kind in dict.fromkeys(kinds):
-            logits = [part for part, its in zip(routed, kinds, strict=True) if its == kind]
-            found[kind] = count_loads(logits, kind[1], counted)
-        one = found[kinds[0]][2].new_ones(1)
-        labelled = one * (0 if labels is None else (labels[:, 1:] != IGNORE_INDEX).sum())
-        here = [tensor.detach() for loads in found.values() for tensor in loads]
+            logits = [part for part, other in zip(routed, kinds, strict=True) if other == kind]
+            loads_of[kind] = count_loads(logits, kind[1], counted)
+        unit = loads_of[kinds[0]][2].new_ones(1)
+        labelled = unit * (0 if labels is None else (labels[:, 1:] != IGNORE_INDEX).sum())
+        local = [tensor.detach() for loads in loads_of.values() for tensor in loads]
         assert self.sum_statistics is not None
-        everywhere = self.sum_statistics(torch.cat((*here, labelled, one)))
-        lengths = [tensor.shape[0] for tensor in here]
-        *totals, labelled, parts = everywhere.split([*lengths, 1, 1])
-        share, whole = one.new_zeros(()), one.new_zeros(())
-        for number, (kind, (_, sums, _)) in enumerate(found.items()):
+        summed = self.sum_statistics(torch.cat((*local, labelled, unit)))
+        lengths = [tensor.shape[0] for tensor in local]
+        *totals, labelled, parts = summed.split([*lengths, 1, 1])
+        share, whole = unit.new_zeros(()), unit.new_zeros(())
+        for number, (kind, (_, sums, _)) in enumerate(loads_of.items()):
             loads, all_sums, tokens = totals[3 * number : 3 * number + 3]
             weight = kinds.count(kind) / len(kinds)
             share = share + weight * balance_loads(loads, sums, tokens)
@@ -323,11 +323,11 @@ class CausalLM(Model):
         return share, whole, labelled.squeeze(), parts.squeeze()
 
     def _leave(self, x: Tensor) -> Tensor:
-        """From the last hidden state to what the language-model head reads."""
+        """Scale the last hidden state for the language-model head."""
         return x if self.spec.head_scale == 1.0 else x * self.spec.head_scale
 
     def _begin(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """From the tokens' embeddings to what goes into the first block."""
+        """Compute the input of the first block from the token embeddings."""
         x = x if self.spec.embed_scale == 1.0 else x * self.spec.embed_scale
         x = self.project_in(x) if self.spec.embed_size else x
         if self.spec.rope is None:
@@ -336,7 +336,7 @@ class CausalLM(Model):
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def enter(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return what goes into the first block.
+        """Compute the input of the first block.
 
         Shape:
             input_ids, position_ids: (B, T); returns (B, T, D)
@@ -344,7 +344,7 @@ class CausalLM(Model):
         return self._begin(self.embed_inputs(input_ids, None), position_ids)
 
     def leave(self, x: Tensor) -> Tensor:
-        """From what comes out of the last block to what the language-model head reads."""
+        """Compute the input of the language-model head from the output of the last block."""
         return self._leave(self._finish(x))
 
     def _finish(self, x: Tensor) -> Tensor:
@@ -352,26 +352,26 @@ class CausalLM(Model):
         return self.project_out(x) if self.spec.embed_size else x
 
     def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the positions of whole rows where the ids decide them; None where tokens count."""
+        """Return positions of whole sequences if ids define them; None if tokens are counted."""
         return None
 
-    def _count_positions(self, given: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+    def _count_positions(self, inputs: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
         is_row = attention_mask is not None and attention_mask.dim() == 2
         if is_row and self.spec.positions_from_mask:
             assert attention_mask is not None
             shown = attention_mask.long()
             return (shown.cumsum(1) * shown - 1)[:, past:]
-        end = past + given.shape[1]
-        return torch.arange(past, end, device=given.device)[None]
+        end = past + inputs.shape[1]
+        return torch.arange(past, end, device=inputs.device)[None]
 
     def _windows(self) -> set[int | None]:
-        """The windows of the layers that are here."""
-        found: Any = (layer.attn for layer in self.layers.values())
-        return {attn.window for attn in found if attn is not None}
+        """Return the window sizes of this stage's layers."""
+        attentions: Any = (layer.attn for layer in self.layers.values())
+        return {attn.window for attn in attentions if attn is not None}
 
     def _check_length(self, length: int) -> None:
         if self.position_limit is not None and length > self.position_limit:
             raise ShapeError(
-                f"{length} tokens were given, but the model has max_seq_len="
-                f"{self.position_limit} positions. Cut the input, or train with more positions."
+                f"the input has {length} tokens, but the model has max_seq_len="
+                f"{self.position_limit} positions. Truncate it, or train with more positions."
             )

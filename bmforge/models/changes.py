@@ -1,8 +1,8 @@
-"""Changes to a model, as data: what was put beside its layers, or in their place.
+"""Changes to a model as data: adapters, quantized layers, other sizes.
 
-A model is its family's config and an ordered list of changes. `Model.change_` applies one and the
-config remembers it; opening a checkpoint replays them on meta before weights are read. What kinds
-there are stands in `kinds.py`; `docs/changes.md` shows how a part of your own becomes one.
+A model is its family's config and an ordered list of changes. `Model.change_` applies one and
+records it in the config; loading a checkpoint replays them on the meta device before weights are
+read. The kinds of changes are in `kinds.py`; `docs/changes.md` shows how to add one.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ __all__ = [
     "quantization_to_json",
 ]
 
-# Under this key of config.json; transformers reads past it.
+# Key in config.json that transformers ignores.
 CHANGES_KEY = "bmforge"
-# Others, transformers too, look here for how weights are packed, and refuse what they do not know.
+# Key where other programs look for a quantization method; they refuse unknown ones.
 QUANTIZATION_KEY, QUANT_METHOD = "quantization_config", "bmforge"
 _VERSION = 1
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a model.
+    """One change to a model.
 
     Args:
-        kind: a name in `kinds.KINDS`.
-        where: name globs (see `surgery`) of the modules that it changes.
-        options: of the kind; see there.
-        name: of the parts that stand beside modules, so that several can; "" takes the kind's.
+        kind: name in `kinds.KINDS`.
+        where: name globs (see `surgery`) of the modules to change.
+        options: options of the kind.
+        name: name of the added adapters, so that a module can have several; "" is the kind's
+            default.
     """
 
     kind: str
@@ -57,35 +58,35 @@ class Change:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Bring `where`, which may be one glob or a list, into one form."""
+        """Convert `where`, a glob or a list of globs, to a tuple."""
         where: Any = (self.where,) if isinstance(self.where, str) else self.where
         if not isinstance(where, (list, tuple)) or not all(isinstance(w, str) for w in where):
             raise ConfigError(
-                f"where={self.where!r} must be the name glob of a module, or a list of them, such "
-                "as 'layers.*.attn.q_proj'."
+                f"where={self.where!r} must be a module glob or a list of globs, such as "
+                "'layers.*.attn.q_proj'."
             )
         object.__setattr__(self, "where", tuple(where))
         object.__setattr__(self, "options", dict(self.options))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the change as plain JSON values."""
+        """Return the change as JSON values."""
         named = {"name": self.name} if self.name else {}
         return {"kind": self.kind, "where": list(self.where), "options": self.options, **named}
 
     @classmethod
     def from_json(cls, value: Any) -> Change:
-        """Read what `to_json` made.
+        """Build a change from the output of `to_json`.
 
         Raises:
-            ConfigError: another form, or a kind that this version does not know.
+            ConfigError: invalid format, or a kind that this version does not support.
         """
         if not isinstance(value, dict):
             raise ConfigError(f"a change is a table with kind and where, not {value!r}.")
-        known = {"kind", "where", "options", "name"}
-        if set(value) - known or not {"kind", "where"} <= set(value):
+        fields = {"kind", "where", "options", "name"}
+        if set(value) - fields or not {"kind", "where"} <= set(value):
             raise ConfigError(
-                f"a change has the fields {', '.join(sorted(known))}, of which kind and where are "
-                f"needed; this one has {', '.join(sorted(value))}."
+                f"a change has the fields {', '.join(sorted(fields))} (kind and where are "
+                f"required); this one has {', '.join(sorted(value))}."
             )
         change = config_from_dict(cls, {**value, "where": _listed(value["where"])}, "change.")
         find_kind(change.kind)
@@ -97,19 +98,18 @@ def _listed(where: Any) -> Any:
 
 
 def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
-    """Change a model in place, on meta or with real weights, before it is laid out.
+    """Apply a change to a model in place, with or without weights, before it is parallelized.
 
-    Works on any module; only a `Model` remembers it (`Model.change_`). New tensors are drawn as
-    their part says.
+    It works on any module; only `Model.change_` records the change.
 
     Args:
-        model: any.
-        change: what to do where.
-        seed: of what is drawn.
+        model: model to change.
+        change: kind, modules and options of the change.
+        seed: random seed of the initialization of new tensors.
 
     Raises:
-        ConfigError: an unknown kind or option, a glob that matches nothing, or modules that cannot
-            be changed so; the model is as it was then.
+        ConfigError: unknown kind or option, a glob without a match, or unsupported modules; the
+            model is unchanged then.
     """
     model_name = type(model).__name__
     before = {id(tensor) for tensor in persistent_tensors(model).values()}
@@ -117,33 +117,34 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
         kind = find_kind(change.kind)
         options = config_from_dict(kind.options, dict(change.options), "options.")
         if not change.where:
-            raise ConfigError("`where` names no module.")
+            raise ConfigError("where=() selects no module.")
         names = match_names([n for n, _ in model.named_modules() if n], change.where)
         kind.apply(model, names, options, change.name)
     except ConfigError as error:
-        raise ConfigError(f"{model_name} cannot have the change {change.kind!r}: {error}") from None
+        raise ConfigError(f"cannot apply change {change.kind!r} to {model_name}: {error}") from None
     notes = changed_modules(model)
     for name, tensor in persistent_tensors(model).items():
         owner, _, key = name.rpartition(".")
-        found = tensor_notes(notes[owner]) if owner in notes else {}
-        note = found.get(key)
-        # A storage form was made of the weight whose place it takes.
-        is_drawn = not any(isinstance(one.draw, Derived) for one in found.values())
-        if note is not None and is_drawn and id(tensor) not in before and not tensor.is_meta:
+        described = tensor_notes(notes[owner]) if owner in notes else {}
+        note = described.get(key)
+        # Quantized tensors are computed from the weight that they replace, so they are not
+        # initialized.
+        is_new = not any(isinstance(other.draw, Derived) for other in described.values())
+        if note is not None and is_new and id(tensor) not in before and not tensor.is_meta:
             draw_tensor_(tensor, name, note, 0.0, seed)
 
 
 def changed_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> module of the parts beside modules and the storage forms of a model."""
+    """Return name -> module of the adapters and quantized layers of a model."""
     return {name: module for name, module in model.named_modules() if tensor_notes(module)}
 
 
 def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
-    """Switch gradients off for all but what changes have put in to be trained; return the model.
+    """Freeze all parameters except those added by changes; return the model.
 
     Args:
-        model: any.
-        but: names of further parameters that are trained, such as those of a freshly drawn head.
+        model: model to freeze.
+        but: names of further parameters to train, such as those of a new head.
     """
     trained = {id(parameter) for name, parameter in model.named_parameters() if name in but}
     trained |= {
@@ -158,25 +159,25 @@ def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
 
 
 def changes_to_json(changes: Sequence[Change]) -> dict[str, Any]:
-    """Return what stands in config.json under `CHANGES_KEY`."""
+    """Return the value of `CHANGES_KEY` in config.json."""
     return {"version": _VERSION, "changes": [change.to_json() for change in changes]}
 
 
 def quantization_to_json(changes: Sequence[Change]) -> dict[str, Any] | None:
-    """Return what config.json says to others of packed weights; None where there are none."""
+    """Return the quantization entry of config.json; None without quantized weights."""
     schemes = [change.options for change in changes if change.kind == "quantize"]
     return {"quant_method": QUANT_METHOD, "schemes": schemes} if schemes else None
 
 
 def changes_from_json(value: Any, config: str) -> tuple[Change, ...]:
-    """Read what `changes_to_json` made.
+    """Read the value of `CHANGES_KEY` in config.json.
 
     Args:
-        value: what stands in config.json.
-        config: whose it is, for messages.
+        value: the value.
+        config: name of the config, for error messages.
 
     Raises:
-        ConfigError: a newer version wrote it, or it is of another form.
+        ConfigError: newer version or invalid format.
     """
     if not isinstance(value, dict) or not isinstance(value.get("changes"), list):
         raise ConfigError(
@@ -185,8 +186,8 @@ def changes_from_json(value: Any, config: str) -> tuple[Change, ...]:
         )
     if value.get("version") != _VERSION:
         raise ConfigError(
-            f"{config}: config.json has changes of version {value.get('version')!r}; this bmforge "
-            f"reads version {_VERSION}. Update bmforge."
+            f"{config}: config.json has changes of version {value.get('version')!r} (supported: "
+            f"{_VERSION}). Update bmforge."
         )
     try:
         return tuple(Change.from_json(item) for item in value["changes"])

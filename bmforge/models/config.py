@@ -1,7 +1,7 @@
-"""The base of every family's config: our field names, and strict exchange with `config.json`.
+"""Base class of the families' configs, with strict conversion from and to `config.json`.
 
-A config field of another library that could change numbers and is not understood raises. What is
-handled, ignored or must have one value is data of the family.
+An unknown field of another library that could change results raises an error. Which fields are
+supported, ignored or must have a fixed value is data of the family.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bmforge.surgery import match_glob
 
 __all__ = ["ModelConfig", "read_config_file"]
 
-# Fields of config.json that do not change a forward pass.
+# Fields of config.json that do not affect a forward pass.
 _IGNORED_FIELDS = """
     model_type architectures transformers_version torch_dtype dtype use_cache _name_or_path
     id2label label2id problem_type output_attentions output_hidden_states return_dict
@@ -45,7 +45,7 @@ _IGNORED_FIELDS = """
     _num_labels output_past max_sequence_length model_max_length is_llama_config
     _attn_implementation
 """
-# How to generate, which transformers kept in config.json before it had generation_config.json.
+# Generation options, which transformers stored in config.json before generation_config.json.
 _GENERATION_FIELDS = """
     do_sample num_beams top_k top_p temperature typical_p min_length early_stopping num_beam_groups
     diversity_penalty repetition_penalty length_penalty no_repeat_ngram_size
@@ -58,47 +58,46 @@ _POSITIVE_FIELDS = """
     vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads num_labels
 """
 _POSITIVE = frozenset(_POSITIVE_FIELDS.split())
-# Sizes that only a narrowed model says for itself, under our names, where its family leaves them
-# to follow from others.
+# Sizes that config.json states, with this library's names, only for a pruned model whose family
+# derives them from other fields.
 _PER_LAYER = "per_layer_config"
 _OWN_SIZES = frozenset({"head_dim", "intermediate_size"})
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Fields that every family has. Widths in numbers of features, lengths in tokens.
+    """Fields of every family; sizes in features, lengths in tokens.
 
     Args:
-        vocab_size: V.
-        hidden_size: D.
-        intermediate_size: F.
+        vocab_size: vocabulary size V.
+        hidden_size: width D of the hidden states.
+        intermediate_size: width F of the MLP's hidden layer.
         num_layers: number of blocks.
-        num_heads: N.
-        num_kv_heads: K; 0 takes num_heads.
-        head_dim: H; 0 takes hidden_size / num_heads.
-        max_seq_len: longest context.
+        num_heads: number N of attention heads.
+        num_kv_heads: number K of key-value heads; 0 is num_heads.
+        head_dim: width H of a head; 0 is hidden_size / num_heads.
+        max_seq_len: maximum sequence length.
         norm_eps: epsilon of the norms.
-        init_std: standard deviation of freshly drawn weights.
-        tie_word_embeddings: the head is the embedding.
-        head: what the hidden states are turned into; a name in `heads`, "" takes the first.
-        num_labels: classes of a classifier.
-        problem_type: of a sequence classifier; see `heads.classification_loss`.
-        changes: what was changed in the model after it was built, in this order; see
-            `Model.change_`.
-        raw: the config.json this came from, written back on saving.
+        init_std: standard deviation of the initialization.
+        tie_word_embeddings: the head's weight is the embedding.
+        head: name in `heads`; "" is the first.
+        num_labels: number of classes of a classifier.
+        problem_type: problem type of a sequence classifier; see `heads.classification_loss`.
+        changes: changes applied to the model after it was built, in order; see `Model.change_`.
+        raw: contents of the config.json that was read, written back when saving.
     """
 
     family: ClassVar[str] = ""
-    # Values of config.json's model_type; `family` where there is only one.
+    # Values of model_type in config.json; empty is `family`.
     model_types: ClassVar[tuple[str, ...]] = ()
-    # Preset or old short name -> where the hub has it.
+    # Preset or former short name -> hub id.
     hub_ids: ClassVar[dict[str, str]] = {}
-    # The first is what a published checkpoint has.
+    # The first is the head of the published checkpoints.
     heads: ClassVar[dict[str, Head]] = {}
     hf_names: ClassVar[dict[str, str]] = {}
     hf_ignored: ClassVar[frozenset[str]] = frozenset()
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    # What an absent field means in config.json, where that is not our default.
+    # Values of fields that are absent in config.json, if they differ from the defaults here.
     hf_defaults: ClassVar[dict[str, Any]] = {}
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
 
@@ -120,19 +119,19 @@ class ModelConfig:
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest, K = N and H = D / N, and check it all."""
+        """Derive missing values, K = N and H = D / N, and check all fields."""
         self.num_kv_heads = self.num_kv_heads or self.num_heads
         self.head_dim = self.head_dim or self.hidden_size // max(self.num_heads, 1)
         self.head = self.head or next(iter(self.heads))
         self.check()
 
     def says(self, name: str) -> bool:
-        """Tell whether config.json says a size that published ones leave to follow from others."""
+        """Return True if config.json states a size that published configs derive from others."""
         is_own = name in _OWN_SIZES and name not in self.hf_names
         return is_own and self.raw.get(name) == getattr(self, name)
 
     def check(self) -> None:
-        """Raise `ConfigError` with every contradiction among the fields."""
+        """Raise `ConfigError` with all inconsistencies among the fields."""
         problems = [
             f"{name}={getattr(self, name)!r} must be a positive number"
             for name in self.hf_names
@@ -148,20 +147,20 @@ class ModelConfig:
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Tell whether a config.json's contents are of this family."""
+        """Return True if the contents of a config.json belong to this family."""
         return raw.get("model_type") in (cls.model_types or (cls.family,))
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """Return a published size by its name, with fields changed as asked.
+        """Return a published preset by name, with some fields changed.
 
         Raises:
-            ConfigError: no such preset (the nearest is named) or no such field.
+            ConfigError: unknown preset (the message names the nearest) or field.
         """
         if name not in cls.presets:
             raise ConfigError(
-                f"{cls.__name__} has no preset {name!r}.{suggest(name, cls.presets)} "
-                f"Known: {', '.join(cls.presets)}."
+                f"{cls.__name__} has no preset {name!r} (known: {', '.join(cls.presets)})."
+                f"{suggest(name, cls.presets)}"
             )
         return cls(**{**cls.presets[name], **changes})
 
@@ -170,22 +169,23 @@ class ModelConfig:
         """Read a transformers config.
 
         Args:
-            raw: the contents of config.json.
-            allow_unknown: names of fields to accept although nothing here understands them.
+            raw: contents of config.json.
+            allow_unknown: names of unknown fields to accept.
 
         Raises:
-            ConfigError: fields not understood, or values this family cannot compute; all listed.
+            ConfigError: unknown fields, or values that this family does not support; all are
+                listed.
         """
         values, rest = cls._take_special(_without_changes(raw))
         if CHANGES_KEY in raw:
             values["changes"] = changes_from_json(raw[CHANGES_KEY], cls.__name__)
         values = {**cls._take_head(raw), **values}
-        theirs = {their: our for our, their in cls.hf_names.items()}
+        own_names = {published: own for own, published in cls.hf_names.items()}
         problems = []
         for name, value in rest.items():
-            if name in theirs:
+            if name in own_names:
                 if value is not None:
-                    values[theirs[name]] = value
+                    values[own_names[name]] = value
             elif name in _OWN_SIZES and hasattr(cls, name):
                 values[name] = value
             elif name in cls.hf_required:
@@ -197,15 +197,15 @@ class ModelConfig:
                 problems.append(f"{name}={value!r} (unknown)")
         if problems:
             raise ConfigError(
-                f"{cls.__name__} does not understand these config fields, and they could change "
-                f"numbers: {', '.join(problems)}. If you know that they do not, name them in "
+                f"{cls.__name__} does not support these config fields, which could change results: "
+                f"{', '.join(problems)}. If they do not matter for this model, list them in "
                 "allow_unknown."
             )
         return cls(**{**cls.hf_defaults, **values}, raw=dict(raw))
 
     @classmethod
     def _take_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """Read which head a config.json asks for; a class that is not known gets the first."""
+        """Return head and labels of a config.json; an unknown class gets the first head."""
         values: dict[str, Any] = {"problem_type": raw.get("problem_type") or ""}
         for name, head in cls.heads.items():
             if set(raw.get("architectures") or ()) & {head.architecture, *head.aliases}:
@@ -216,11 +216,11 @@ class ModelConfig:
         return values
 
     def _give_head(self) -> dict[str, Any]:
-        """Write what `_take_head` reads; the names of the labels stay where they still fit."""
+        """Return the fields that `_take_head` reads; label names are kept if their number fits."""
         head = self.heads[self.head]
-        kept = self.raw.get("architectures") or []
-        same = bool(set(kept) & {head.architecture, *head.aliases})
-        out: dict[str, Any] = {"architectures": kept if same else [head.architecture]}
+        architectures = self.raw.get("architectures") or []
+        same = bool(set(architectures) & {head.architecture, *head.aliases})
+        out: dict[str, Any] = {"architectures": architectures if same else [head.architecture]}
         if self._take_head(self.raw)["num_labels"] != self.num_labels:
             out["id2label"] = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
             out["label2id"] = {f"LABEL_{i}": i for i in range(self.num_labels)}
@@ -230,16 +230,16 @@ class ModelConfig:
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Split off the fields that need more than a renaming; a family overrides this."""
+        """Separate the fields that need more than renaming; overridden by families."""
         return {}, raw
 
     def _give_special(self) -> dict[str, Any]:
-        """Return what `_take_special` took, in transformers' names."""
+        """Return the fields that `_take_special` separated, with transformers' names."""
         return {}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under transformers' names; what was read and not changed is kept."""
-        named = {their: getattr(self, our) for our, their in self.hf_names.items()}
+        """Return the config with transformers' names; other fields that were read are kept."""
+        named = {published: getattr(self, own) for own, published in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
         raw = _without_changes(self.raw)
         out = {**raw, **fixed, **self._give_head(), **named, **self._give_special()}
@@ -251,28 +251,31 @@ class ModelConfig:
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
 
     def _differing_layers(self) -> dict[str, dict[str, Any]]:
-        """Return what transformers is told of layers of other sizes: by layer, its field names.
+        """Return per-layer fields, in transformers' names, of layers with other sizes.
 
-        It opens no family of ours with them yet, and refuses; `skip` alone it would not see, and
-        draw what is missing at random, so layers without a part have no heads for it either.
+        Transformers does not support them for these families and refuses the field; `skip` alone it
+        would ignore and initialize the missing weights, so layers without a sublayer get 0 heads
+        too.
         """
-        found: dict[str, dict[str, Any]] = {}
-        own = self.own_sizes() if self.changes else {}
-        now = self.stack_sizes() if self.changes else {}
-        for stack, layers in own.items():
-            for number, (usual, layer) in enumerate(zip(layers, now[stack], strict=True)):
-                told: dict[str, Any] = {
+        differing: dict[str, dict[str, Any]] = {}
+        usual_sizes = self.own_sizes() if self.changes else {}
+        sizes = self.stack_sizes() if self.changes else {}
+        for stack, layers in usual_sizes.items():
+            for number, (usual, layer) in enumerate(zip(layers, sizes[stack], strict=True)):
+                fields: dict[str, Any] = {
                     self.hf_names[name]: getattr(layer, name)
                     for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
                     if name in self.hf_names and getattr(layer, name) != getattr(usual, name)
                 }
-                lost = [("attention", usual.attn and not layer.attn)]
-                lost.append(("mlp", bool(usual.intermediate_size and not layer.intermediate_size)))
-                if skipped := [name for name, gone in lost if gone]:
-                    told = {self.hf_names["num_heads"]: 0, "skip": skipped}
-                if told and not (layer.num_experts and not usual.num_experts):
-                    found.setdefault(str(number), told)
-        return found
+                removed = [("attention", usual.attn and not layer.attn)]
+                removed.append(
+                    ("mlp", bool(usual.intermediate_size and not layer.intermediate_size))
+                )
+                if skipped := [name for name, is_removed in removed if is_removed]:
+                    fields = {self.hf_names["num_heads"]: 0, "skip": skipped}
+                if fields and not (layer.num_experts and not usual.num_experts):
+                    differing.setdefault(str(number), fields)
+        return differing
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, allow_unknown: tuple[str, ...] = ()) -> Self:
@@ -284,9 +287,9 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
     def with_implied(self) -> Self:
-        """Return a copy whose fields that follow from others are 0 again, to be set anew.
+        """Return a copy whose derived fields are 0 again, to be derived anew.
 
-        It describes changes to make (the command line's defaults); a model needs them filled in.
+        It serves as defaults of command line options; a model needs the derived values.
         """
         copied = copy.copy(self)
         for name in ("intermediate_size", "num_kv_heads", "head_dim"):
@@ -300,10 +303,11 @@ class ModelConfig:
         return copied
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward for one token in a row of `seq_len`.
+        """Floating-point operations of forward and backward per token in a sequence of `seq_len`.
 
-        Source: 6 per weight that is multiplied, 12 L N H T for the attention products (Chowdhery et
-        al., "PaLM", 2022, appendix B). The causal half that need not be computed is counted.
+        Source: 6 per multiplied weight and 12 L N H T for attention (Chowdhery et al., "PaLM",
+            2022,
+        appendix B), including the causal half that need not be computed.
         """
         layers = [layer for stack in self.stack_sizes().values() for layer in stack]
         weights = sum(layer.count_weights(self.hidden_size) for layer in layers)
@@ -312,18 +316,18 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """True if the MLP has a gate."""
         return False
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Bytes of keys and values that one token leaves in the cache."""
+        """Return the bytes of one token's keys and values in the cache."""
         _, layers = list(self.stack_sizes().items())[-1]
         return sum(layer.kv_width for layer in layers) * bytes_per_element
 
     def stack_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the sizes of every layer, by the names of their stacks; the last one writes.
+        """Return the sizes of every layer by stack name; the last stack is the decoder.
 
-        They are what `own_sizes` says, changed by what `changes` holds.
+        They are those of `own_sizes` with the changes applied.
         """
         stacks = self.own_sizes()
         for change in self.changes:
@@ -338,11 +342,11 @@ class ModelConfig:
         return stacks
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the sizes that the family gives its layers; one with other ones overrides this."""
+        """Return the layer sizes without changes; families whose layers differ override this."""
         return {"layers": [self.layer_sizes()] * self.num_layers}
 
     def layer_sizes(self) -> LayerSizes:
-        """Return the sizes of a layer as the fields have them."""
+        """Return the sizes of a layer from the fields."""
         return LayerSizes(
             self.num_heads,
             self.num_kv_heads,
@@ -353,30 +357,34 @@ class ModelConfig:
 
 
 def _without_changes(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json's contents without what saving writes of changes."""
-    packed = raw.get(QUANTIZATION_KEY)
-    is_ours = isinstance(packed, dict) and packed.get("quant_method") == QUANT_METHOD
-    left_out = {CHANGES_KEY, QUANTIZATION_KEY} if is_ours else {CHANGES_KEY}
-    left_out |= {_PER_LAYER} if CHANGES_KEY in raw else set()
-    return {name: value for name, value in raw.items() if name not in left_out}
+    """Return the contents of a config.json without the entries that record changes."""
+    quantization = raw.get(QUANTIZATION_KEY)
+    is_own = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
+    removed_keys = {CHANGES_KEY, QUANTIZATION_KEY} if is_own else {CHANGES_KEY}
+    removed_keys |= {_PER_LAYER} if CHANGES_KEY in raw else set()
+    return {name: value for name, value in raw.items() if name not in removed_keys}
 
 
 def read_config_file(directory: str | Path) -> dict[str, Any]:
-    """Return the contents of ``directory/config.json``, or what a GGUF file says instead.
+    """Return the contents of ``directory/config.json``, or the config of a GGUF file.
 
     Raises:
-        ConfigError: there is none, or it is not a JSON object.
-        CheckpointError: a GGUF file that is damaged, or of another architecture than ours.
+        ConfigError: the file is missing, or is not a JSON object.
+        CheckpointError: the GGUF file is damaged or has an unsupported architecture.
     """
     if is_gguf(directory):
         return read_gguf_config(directory)
     file = Path(directory) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{str(directory)!r} holds no config.json, so it is not a model.")
+        raise ConfigError(f"{str(directory)!r} is not a model: it contains no config.json.")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{str(file)!r} is not valid JSON: {error}. Copy it anew.") from error
+        raise ConfigError(
+            f"{str(file)!r} is not valid JSON: {error}. Get the file again."
+        ) from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{str(file)!r} holds a {type(raw).__name__}; it must be a JSON object.")
+        raise ConfigError(
+            f"{str(file)!r} contains a {type(raw).__name__}; it must be a JSON object."
+        )
     return without_compression(without_packing(raw))

@@ -1,6 +1,6 @@
 """CPM-1 (Zhang et al., "CPM: A Large-scale Generative Chinese Pre-trained Language Model", 2020).
 
-A GPT-2 in Megatron's form: the names of its published weights are `model/gpt2_modeling.py`'s.
+A GPT-2 in Megatron format; the published weight names are those of `model/gpt2_modeling.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["CPM1", "CPM1Config"]
 
 @dataclass(kw_only=True)
 class CPM1Config(ModelConfig):
-    """Sizes of a CPM-1; the fields not named here are `ModelConfig`'s.
+    """Config of CPM-1; other fields are those of `ModelConfig`.
 
     Args:
-        dropout: on embeddings and on what each part adds to the residual.
-        attn_dropout: on attention weights.
+        dropout: dropout probability of embeddings and of each sublayer's output.
+        attn_dropout: dropout probability of attention weights.
     """
 
     family: ClassVar[str] = "cpm1"
@@ -34,7 +34,7 @@ class CPM1Config(ModelConfig):
         "language_model": Head("GPT2Model", {"lm_head.weight": "word_embeddings.weight"}),
         "none": Head("CPM1Model"),
     }
-    # The names of the original model's arguments.
+    # Argument names of the original model.
     hf_names: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -46,7 +46,7 @@ class CPM1Config(ModelConfig):
         "attn_dropout": "attention_dropout_prob",
         "init_std": "initializer_range",
     }
-    # They steer the original program, not the numbers; there is one dropout for embedding and rest.
+    # Options of the original program without effect on results; embedding dropout equals `dropout`.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "checkpoint_activations",
@@ -75,29 +75,29 @@ class CPM1Config(ModelConfig):
     attn_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest: F = 4 D, and the base's."""
+        """Derive F = 4 D, and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         fixed = {
             "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
             "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
             "tie_word_embeddings": (self.tie_word_embeddings, True),
         }
-        wrong = [
+        problems = [
             f"{name}={got} must be {need}"
             for name, (got, need) in fixed.items()
             if got != need and not self.says(name.split()[-1])
         ]
-        if wrong:
-            raise ConfigError(f"CPM1Config: {'; '.join(wrong)}.")
+        if problems:
+            raise ConfigError(f"CPM1Config: {'; '.join(problems)}.")
 
 
 class CPM1(CausalLM):
-    """CPM-1 with its language-model head, the embedding itself."""
+    """CPM-1 with a language-model head, tied to the embedding."""
 
     config_class = CPM1Config
     family_traits = Traits("left", "next token", "learned", tokenizer="CPM1Tokenizer")
@@ -116,7 +116,7 @@ class CPM1(CausalLM):
         super().__init__(config, DecoderSpec(block, embed_dropout=config.dropout))
 
     def init_std(self, name: str) -> float:
-        """Scale what adds to the residual by 1/sqrt(2 L), as Megatron does."""
+        """Scale residual projections by 1/sqrt(2 L), as in Megatron."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
@@ -127,14 +127,14 @@ class CPM1(CausalLM):
     def weight_rules(self) -> list[WeightRule]:
         """Map to the published names; q, k and v are rows of one matrix."""
         width = self.config.hidden_size
-        block, theirs = "layers.{i}.", "transformer.layers.{i}."
+        block, published = "layers.{i}.", "transformer.layers.{i}."
         modules = {
             "norm": "transformer.final_layernorm",
-            f"{block}attn_norm": f"{theirs}input_layernorm",
-            f"{block}mlp_norm": f"{theirs}post_attention_layernorm",
-            f"{block}attn.o_proj": f"{theirs}attention.dense",
-            f"{block}mlp.up_proj": f"{theirs}mlp.dense_h_to_4h",
-            f"{block}mlp.down_proj": f"{theirs}mlp.dense_4h_to_h",
+            f"{block}attn_norm": f"{published}input_layernorm",
+            f"{block}mlp_norm": f"{published}post_attention_layernorm",
+            f"{block}attn.o_proj": f"{published}attention.dense",
+            f"{block}mlp.up_proj": f"{published}mlp.dense_h_to_4h",
+            f"{block}mlp.down_proj": f"{published}mlp.dense_4h_to_h",
         }
         return [
             WeightRule("embed.weight", "word_embeddings.weight"),
@@ -143,7 +143,7 @@ class CPM1(CausalLM):
             *(
                 WeightRule(
                     f"{block}attn.{part}.{kind}",
-                    f"{theirs}attention.query_key_value.{kind}",
+                    f"{published}attention.query_key_value.{kind}",
                     part=(number * width, 3 * width),
                 )
                 for kind in ("weight", "bias")

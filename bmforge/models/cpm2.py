@@ -1,13 +1,13 @@
 """CPM-2 (Zhang et al., "CPM-2: Large-scale Cost-efficient Pre-trained Language Models", 2021).
 
-An encoder-decoder like T5 1.1 with a head of its own and unscaled attention. The names of its
-weights are those of the published Megatron shards (`src/mpu/transformer_enc_dec.py` of
-CPM-2-Pretrain), which EVA shares. The third model has a BASE layer of experts in every block.
+An encoder-decoder like T5 1.1 with an untied head and unscaled attention scores. Its weight names
+are those of the published Megatron shards (`src/mpu/transformer_enc_dec.py` of CPM-2-Pretrain),
+which EVA shares. The third model has a BASE layer of experts in every block.
 
-What is not known, as that checkpoint is one file per expert and rank and nobody shows its contents:
-each of its experts has a norm of its own, by which also the tokens lying with that expert are
-routed. Here a layer has one norm (they start as copies of one), and its experts are numbered in
-their names. The original drops attention's output twice; here it is dropped once.
+Not verified: that checkpoint has one file per expert and rank, whose contents are not public. In
+the original each expert has its own norm, which also normalizes the router's input; here a layer
+has one norm (they are initialized as copies), and experts are numbered in their names. The original
+applies dropout to attention's output twice, here it is applied once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ACTIVATION = "gelu_new"
 
 @dataclass(kw_only=True)
 class CPM2Config(Seq2SeqConfig):
-    """Sizes of a CPM-2; the fields not named here are the bases'.
+    """Config of CPM-2; other fields are those of the base classes.
 
     Args:
-        num_experts: E, in every block of both stacks; 0 for an MLP.
-        balance_experts: in training every expert gets equally many tokens, of all processes at
-            once; else, as in inference, each token goes where the router likes it best.
+        num_experts: number E of experts in every block of both stacks; 0 is an MLP.
+        balance_experts: in training assign equally many tokens to all experts, over all ranks;
+            else, as in inference, route by argmax.
     """
 
     family: ClassVar[str] = "cpm2"
@@ -71,19 +71,19 @@ class CPM2Config(Seq2SeqConfig):
     balance_experts: bool = True
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         if self.num_experts < 0:
             raise ConfigError(f"CPM2Config: num_experts={self.num_experts} must not be negative.")
 
     def layer_sizes(self) -> LayerSizes:
-        """As the base, with one expert for every token where there are experts."""
+        """Return the base's sizes, with one expert per token if there are experts."""
         count = self.num_experts
         return replace(super().layer_sizes(), num_experts=count, experts_per_token=min(count, 1))
 
 
 class CPM2(Seq2Seq):
-    """CPM-2 with its sequence-to-sequence head."""
+    """CPM-2 with a sequence-to-sequence head."""
 
     config_class = CPM2Config
     family_traits = Traits("apart", "spans", "relative", sentinel="<s_{}>", ends_inside=True)
@@ -97,9 +97,10 @@ class CPM2(Seq2Seq):
         super().__init__(config, make_spec(config, _ACTIVATION, scale=1.0, moe=moe))
 
     def init_std(self, name: str) -> float:
-        """Scale what adds to the residual by 1/sqrt(2 L), as the original does.
+        """Scale residual projections by 1/sqrt(2 L), as the original does.
 
-        Its centroids of experts are orthogonal with length 0.1; ours are nearly so.
+        The original's expert centroids are orthogonal with length 0.1; here they are nearly
+        orthogonal.
         """
         config = self.config
         if name.endswith("rel_bias.weight"):
@@ -110,7 +111,7 @@ class CPM2(Seq2Seq):
         return config.init_std / (math.sqrt(2 * config.num_layers) if scaled else 1.0)
 
     def tied_copies(self) -> dict[str, str]:
-        """Each stack's own name for the embedding."""
+        """Return each stack's own name of the embedding."""
         return {f"{s}.word_embeds.weight": "word_embeds.weight" for s in ("encoder", "decoder")}
 
     def weight_rules(self) -> list[WeightRule]:
@@ -118,7 +119,7 @@ class CPM2(Seq2Seq):
         return megatron_rules(self.config)
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Return the map to the names in Megatron shards, the head's included."""
+        """Return the map to the names in Megatron shards, head included."""
         return self.all_rules()
 
 
@@ -126,52 +127,52 @@ def megatron_rules(config: Any) -> list[WeightRule]:
     """Map a CPM-2 or EVA to the names of the published shards; q, k and v are fused.
 
     Args:
-        config: a `Seq2SeqConfig`; may have `num_experts`.
+        config: a `Seq2SeqConfig`, optionally with `num_experts`.
     """
     rules = [WeightRule("embed.weight", "word_embeds.weight")]
     for stack in ("encoder", "decoder"):
-        ours, theirs = f"{stack}.layers.{{i}}.", f"{stack}.blocks.{{i}}."
-        attn, cross = f"{theirs}self_attn.self_attn.", f"{theirs}cross_attn.cross_attn."
+        own, published = f"{stack}.layers.{{i}}.", f"{stack}.blocks.{{i}}."
+        attn, cross = f"{published}self_attn.self_attn.", f"{published}cross_attn.cross_attn."
         names = {
             f"{stack}.norm": f"{stack}.final_layernorm",
             f"{stack}.rel_bias": f"{stack}.blocks.0.self_attn.self_attn.relative_attention_bias",
-            f"{ours}attn_norm": f"{theirs}self_attn.layer_norm",
-            f"{ours}attn.o_proj": f"{attn}dense",
+            f"{own}attn_norm": f"{published}self_attn.layer_norm",
+            f"{own}attn.o_proj": f"{attn}dense",
         }
-        rules += _fused(f"{ours}attn", ("q", "k", "v"), f"{attn}project.weight", config)
+        rules += _fused(f"{own}attn", ("q", "k", "v"), f"{attn}project.weight", config)
         if stack == "decoder":
             names |= {
-                f"{ours}cross_attn_norm": f"{theirs}cross_attn.layer_norm",
-                f"{ours}cross_attn.q_proj": f"{cross}project_q",
-                f"{ours}cross_attn.o_proj": f"{cross}dense",
+                f"{own}cross_attn_norm": f"{published}cross_attn.layer_norm",
+                f"{own}cross_attn.q_proj": f"{cross}project_q",
+                f"{own}cross_attn.o_proj": f"{cross}dense",
             }
-            rules += _fused(f"{ours}cross_attn", ("k", "v"), f"{cross}project_kv.weight", config)
+            rules += _fused(f"{own}cross_attn", ("k", "v"), f"{cross}project_kv.weight", config)
         rules += linear_rules(names, ("weight",))
-        rules += _feed_forward_rules(ours, theirs, getattr(config, "num_experts", 0) > 0)
+        rules += _feed_forward_rules(own, published, getattr(config, "num_experts", 0) > 0)
     return rules
 
 
-def _fused(ours: str, parts: Iterable[str], theirs: str, config: Any) -> list[WeightRule]:
+def _fused(own: str, parts: Iterable[str], published: str, config: Any) -> list[WeightRule]:
     width, names = config.num_heads * config.head_dim, tuple(parts)
     return [
-        WeightRule(f"{ours}.{name}_proj.weight", theirs, part=(i * width, len(names) * width))
+        WeightRule(f"{own}.{name}_proj.weight", published, part=(i * width, len(names) * width))
         for i, name in enumerate(names)
     ]
 
 
-def _feed_forward_rules(ours: str, theirs: str, has_experts: bool) -> list[WeightRule]:
-    """Map the MLP, or the experts: ours are stacked without ".weight"."""
+def _feed_forward_rules(own: str, published: str, has_experts: bool) -> list[WeightRule]:
+    """Map the MLP, or the experts, whose names here have no ".weight"."""
     names = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
     if not has_experts:
-        modules = {f"{ours}mlp.{a}": f"{theirs}ff.dense_relu_dense.{b}" for a, b in names.items()}
-        modules[f"{ours}mlp_norm"] = f"{theirs}ff.layer_norm"
+        modules = {f"{own}mlp.{a}": f"{published}ff.dense_relu_dense.{b}" for a, b in names.items()}
+        modules[f"{own}mlp_norm"] = f"{published}ff.layer_norm"
         return linear_rules(modules, ("weight",))
-    expert = f"{theirs}ff.expert_network."
+    expert = f"{published}ff.expert_network."
     return [
-        WeightRule(f"{ours}mlp_norm.weight", f"{expert}layer_norm.weight"),
-        WeightRule(f"{ours}mlp.router.weight", f"{theirs}ff.expert_centroids"),
+        WeightRule(f"{own}mlp_norm.weight", f"{expert}layer_norm.weight"),
+        WeightRule(f"{own}mlp.router.weight", f"{published}ff.expert_centroids"),
         *(
-            WeightRule(f"{ours}mlp.experts.{a}", f"{expert}{{e}}.dense_relu_dense.{b}.weight")
+            WeightRule(f"{own}mlp.experts.{a}", f"{expert}{{e}}.dense_relu_dense.{b}.weight")
             for a, b in names.items()
         ),
     ]

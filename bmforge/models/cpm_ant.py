@@ -1,10 +1,10 @@
-"""CPM-Ant and CPM-Ant+: a text in segments after a trained prompt that says what the task is.
+"""CPM-Ant and CPM-Ant+: text in segments after a trained task prompt.
 
-Tokens marked as context are seen by all and see each other; the others are written one by one.
-Distances count within a kind of segment, and pairs of kinds have a bias of their own.
+Context tokens attend to each other and are visible to all; other tokens are generated one by one.
+Distances count within one segment type, and pairs of types have a bias of their own.
 
-Source: OpenBMB/CPM-Live, branches cpm-ant and master; transformers' ``CpmAntForCausalLM``, which
-holds the scales in the weights: `fold_scales` and `unfold_scales` go there and back.
+Source: OpenBMB/CPM-Live, branches cpm-ant and master; transformers' ``CpmAntForCausalLM``, whose
+weights include the muP scales: `fold_scales` and `unfold_scales` convert between both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["CPMAnt", "CPMAntConfig", "fold_scales", "unfold_scales"]
 
 
 class CPMAnt(CPMLive):
-    """CPM-Ant with its language-model head."""
+    """CPM-Ant with a language-model head."""
 
     config_class = CPMAntConfig
     family_traits = Traits("blanks", "hidden tokens", "relative")
@@ -48,7 +48,7 @@ class CPMAnt(CPMLive):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
-        """As `Model.from_pretrained`; a head that transformers tied to the embedding is copied."""
+        """Load like `Model.from_pretrained`; a head tied by transformers becomes a copy."""
         model = super().from_pretrained(name, **options)
         if model.config.folded and model.config.tie_word_embeddings:
             if model.config.head == "language_model":
@@ -58,16 +58,16 @@ class CPMAnt(CPMLive):
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """CPM-Ant+ is told by its weights: the prompts lie behind the tokens.
+        """Recognize CPM-Ant+ by its weights, in which the prompts follow the vocabulary.
 
-        Nothing tells whether the residual was divided, as it is in branch master of CPM-Live only:
-        where a config.json of CPM-Live does not say so, it is not, and that is said.
+        Nothing tells whether the residual is scaled, as only branch master of CPM-Live does: if a
+        CPM-Live config.json has no sum_scale, it is not, with a warning.
         """
         if not config.folded and "sum_scale" not in config.raw:
             get_logger().warning(
-                "config.json has no sum_scale: taken is %s, as CPM-Ant and CPM-Ant+ were published "
-                "(branches cpm-ant, cpm-ant-plus). A model that was trained with branch master of "
-                'CPM-Live divides by 1.05 after every part: add "sum_scale": %r to its config.json',
+                "config.json has no sum_scale: using %s, as in the published CPM-Ant and CPM-Ant+ "
+                "(branches cpm-ant, cpm-ant-plus). A model trained with branch master of CPM-Live "
+                'divides by 1.05 after every sublayer: add "sum_scale": %r to its config.json.',
                 config.sum_scale,
                 1 / 1.05,
             )
@@ -98,115 +98,115 @@ class CPMAnt(CPMLive):
     ) -> ModelOutput:
         """Predict the next token at every position.
 
-        With `segment`, the inputs are those of CPM-Live, the prompt's ids in front. Without, they
-        are a text that is all context, as in transformers: the prompt of `task_id` goes before it
-        and is left out of what is returned. With a cache, all but `input_ids`, `labels` and what is
-        returned cover the past as well.
+        With `segment`, the inputs are those of CPM-Live, with the prompt's ids in front. Without,
+        they are plain text that is all context, as in transformers: the prompt of `task_id` is
+        prepended, and removed from the output. With a cache, all inputs but `input_ids`, `labels`
+        and those that select outputs cover the cached tokens too.
 
         Args:
             input_ids: token ids.
-            attention_mask: 1 for tokens, 0 for padding, on any side; when not given, `length` tells
-                or, of a text alone, `pad_token_id`.
-            position_ids: without effect, like
-            position: distances are counted.
-            labels: the token to predict at each position (not shifted in here), -100 for none;
-                returns the loss instead of logits.
-            num_items_in_batch: what the summed loss is divided by; None gives the mean.
-            cache: keys and values of earlier tokens.
-            output_hidden_states: return the embedding's and every layer's output.
-            logits_to_keep: return logits of only the last so many positions.
-            length: number of tokens in each row, padding behind them.
-            context: which tokens are given; the others are written one by one.
-            segment: kind of segment of every token.
-            span: tokens see only those of their own span; None is one span.
-            inputs_embeds: instead of `input_ids`, what the embedding would have returned, not
-                scaled; with `segment` the prompt's rows in front.
-            logits_at: return logits of only these positions of every row of `input_ids`.
+            attention_mask: 1 for tokens, 0 for padding on any side; by default from `length` or,
+                for plain text, from `pad_token_id`.
+            position_ids: ignored; distances are counted.
+            position: ignored; distances are counted.
+            labels: target ids (not shifted inside), -100 to ignore a position; returns the loss
+                instead of logits.
+            num_items_in_batch: divisor of the summed loss; None is the mean.
+            cache: KV cache of earlier tokens.
+            output_hidden_states: return the outputs of the embedding and of every layer.
+            logits_to_keep: number of last positions whose logits are returned.
+            length: number of tokens of each sequence, before the padding.
+            context: True for given tokens; the others are generated one by one.
+            segment: segment type of every token.
+            span: span of every token; tokens attend within their span; None is one span.
+            inputs_embeds: unscaled token embeddings in place of `input_ids`; with `segment` the
+                prompt's rows come first.
+            logits_at: positions of every sequence whose logits are returned.
 
         Shape:
             input_ids, labels: (B, T); length: (B,); inputs_embeds: (B, T, D); logits_at: (B, M);
             all others (B, past + T)
 
         Raises:
-            ShapeError: ids outside the vocabulary, or inputs that do not belong together.
+            ShapeError: ids outside of the vocabulary, or inconsistent inputs.
         """
         past = cache.length if cache is not None else 0
-        given, own = given_inputs(input_ids, inputs_embeds), 0
+        inputs, prompt_length = given_inputs(input_ids, inputs_embeds), 0
         if segment is None:
             if context is not None or span is not None or length is not None:
                 raise ShapeError("context, span and length need segment. Give all of them or none.")
-            own = 0 if past else self.config.prompt_length
-            x, mask, bias = self._read_text(given, attention_mask, cache, past)
+            prompt_length = 0 if past else self.config.prompt_length
+            x, mask, bias = self._read_text(inputs, attention_mask, cache, past)
         elif context is None:
-            raise ShapeError("segment needs context: which tokens are given. Give both or none.")
+            raise ShapeError("segment needs context (True for given tokens). Give both or none.")
         else:
-            _check_width(given, past, segment, context, span, attention_mask)
+            _check_width(inputs, past, segment, context, span, attention_mask)
             real = None if attention_mask is None else attention_mask.bool()
             if length is not None:
-                places = torch.arange(segment.shape[1], device=segment.device)
-                real = places < length[:, None]
-            x, mask, bias = self._read_segments(given, segment, context, span, real, past)
-        x, kept = self._run(x, mask, bias, cache, output_hidden_states, own)
+                index = torch.arange(segment.shape[1], device=segment.device)
+                real = index < length[:, None]
+            x, mask, bias = self._read_segments(inputs, segment, context, span, real, past)
+        x, hidden_states = self._run(x, mask, bias, cache, output_hidden_states, prompt_length)
         return self._answer(
-            x, kept, labels, num_items_in_batch, logits_to_keep, logits_at=logits_at
+            x, hidden_states, labels, num_items_in_batch, logits_to_keep, logits_at=logits_at
         )
 
     def _read_text(
         self,
-        given: Tensor,
+        inputs: Tensor,
         attention_mask: Tensor | None,
         cache: KeyValueCache | None,
         past: int,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Embed a text with the prompt before it; return its mask and bias too.
 
-        All rows have one bias: where it would differ is padding, which nobody sees.
+        All sequences share one bias: it would differ for padding only, which nothing attends to.
         """
-        rows, length = given.shape[:2]
-        real = self._find_tokens(given, attention_mask, past)
-        own = self.config.prompt_length
-        width = own + past + length
+        rows, length = inputs.shape[:2]
+        real = self._find_tokens(inputs, attention_mask, past)
+        prompt_length = self.config.prompt_length
+        width = prompt_length + past + length
         if not past and cache is not None:
-            cache.extra_length = own
+            cache.extra_length = prompt_length
         if self.is_begun:
             (x,) = self.arrived
         else:
-            x = self._embed_text(given, real, past) * self.spec.embed_scale
-        kinds = TEXT_SEGMENT * (torch.arange(width, device=x.device) >= own)[None].long()
+            x = self._embed_text(inputs, real, past) * self.spec.embed_scale
+        kinds = TEXT_SEGMENT * (torch.arange(width, device=x.device) >= prompt_length)[None].long()
         mask = None
         if real is not None:
-            mask = torch.cat((real.new_ones(rows, own), real), 1)[:, None, None]
+            mask = torch.cat((real.new_ones(rows, prompt_length), real), 1)[:, None, None]
         queries = x.shape[1]
         return x, mask, self._find_bias(kinds, queries, width - queries)
 
-    def _embed_text(self, given: Tensor, real: Tensor | None, past: int) -> Tensor:
-        """Embed a text, behind the prompt where it begins."""
-        rows, length = given.shape[:2]
-        here = torch.full((1, length), TEXT_SEGMENT, device=given.device)
+    def _embed_text(self, inputs: Tensor, real: Tensor | None, past: int) -> Tensor:
+        """Embed a text, after the prompt at the beginning of a sequence."""
+        rows, length = inputs.shape[:2]
+        segments = torch.full((1, length), TEXT_SEGMENT, device=inputs.device)
         if real is not None:
-            here = torch.where(real[:, past:], TEXT_SEGMENT, 0)
-        x = self._embed_given(given) + self.embed_segments(here)
+            segments = torch.where(real[:, past:], TEXT_SEGMENT, 0)
+        x = self._embed_given(inputs) + self.embed_segments(segments)
         if past:
             return x
-        prompt = self._prompt_ids(given.device)
+        prompt = self._prompt_ids(inputs.device)
         first = self.embed_segments(prompt.new_zeros(1))
         prompt = self._embed_prompt(prompt)[None] + first
         return torch.cat((prompt.expand(rows, -1, -1), x), 1)
 
     def _read_segments(
         self,
-        given: Tensor,
+        inputs: Tensor,
         segment: Tensor,
         context: Tensor,
         span: Tensor | None,
         real: Tensor | None,
         past: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed CPM-Live's inputs; return their mask and bias too."""
+        """Embed inputs of CPM-Live; return their mask and bias too."""
         if self.is_begun:
             (x,) = self.arrived
         else:
-            x = self._embed_segments(given, segment[:, past:], past) * self.spec.embed_scale
+            x = self._embed_segments(inputs, segment[:, past:], past) * self.spec.embed_scale
         together = None
         if span is not None:
             together = span[:, None, :] == span[:, past:, None]
@@ -214,31 +214,33 @@ class CPMAnt(CPMLive):
         mask = see_context(context.bool(), distance, together, real)
         return x, mask, self._find_bias(segment, x.shape[1], past)
 
-    def _embed_given(self, given: Tensor) -> Tensor:
-        """Embed ids that are no prompt's; embeddings are so already."""
-        return self.embed_inputs(given) if given.dim() == 2 else self.embed_inputs(None, given)
+    def _embed_given(self, inputs: Tensor) -> Tensor:
+        """Embed ids other than the prompt's; embeddings are returned as they are."""
+        return self.embed_inputs(inputs) if inputs.dim() == 2 else self.embed_inputs(None, inputs)
 
-    def _embed_segments(self, given: Tensor, segment: Tensor, past: int) -> Tensor:
-        """Embed tokens of segments, the prompt's in front."""
-        own = 0 if past or self.config.prompts_in_vocabulary else self.config.prompt_length
-        own = own if given.dim() == 2 else 0
-        x = self._embed_given(given[:, own:])
-        if own:
-            check_ids(given[:, :own], self.embed_prompt.num_embeddings)
-            x = torch.cat((self._embed_prompt(given[:, :own]), x), 1)
+    def _embed_segments(self, inputs: Tensor, segment: Tensor, past: int) -> Tensor:
+        """Embed tokens of segments, with the prompt first."""
+        prompt_length = (
+            0 if past or self.config.prompts_in_vocabulary else self.config.prompt_length
+        )
+        prompt_length = prompt_length if inputs.dim() == 2 else 0
+        x = self._embed_given(inputs[:, prompt_length:])
+        if prompt_length:
+            check_ids(inputs[:, :prompt_length], self.embed_prompt.num_embeddings)
+            x = torch.cat((self._embed_prompt(inputs[:, :prompt_length]), x), 1)
         return x + self.embed_segments(segment)
 
     def _find_tokens(
-        self, given: Tensor, attention_mask: Tensor | None, past: int
+        self, inputs: Tensor, attention_mask: Tensor | None, past: int
     ) -> Tensor | None:
-        """Return which tokens of a text are no padding, (B, past + T); None where all are."""
+        """Return True for tokens that are no padding, (B, past + T); None without padding."""
         if attention_mask is not None:
-            _check_width(given, past, attention_mask)
+            _check_width(inputs, past, attention_mask)
             return attention_mask.bool()
-        if given.dim() == 3:
+        if inputs.dim() == 3:
             return None
-        real = given != self.config.pad_token_id
-        # What a model writes after a text is no padding, whatever its id.
+        real = inputs != self.config.pad_token_id
+        # Generated tokens are never padding, whatever their id.
         return None if past or (reads_are_free(real) and bool(real.all())) else real
 
     def _find_bias(self, segment: Tensor, length: int, past: int) -> Tensor:
@@ -260,7 +262,7 @@ class CPMAnt(CPMLive):
         return table(ids)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to CPM-Live's names, or transformers', which has the prompts behind the tokens."""
+        """Map to CPM-Live's names, or to transformers', where the prompts follow the vocabulary."""
         segments = WeightRule("embed_segments.weight", "segment_embedding.weight")
         rules = [*super().weight_rules(), segments]
         if not self.config.folded:
@@ -277,35 +279,36 @@ class CPMAnt(CPMLive):
         ]
 
 
-def _check_width(given: Tensor, past: int, *described: Tensor | None) -> None:
-    """Refuse descriptions that do not cover the past and the new tokens."""
-    wanted = (given.shape[0], past + given.shape[1])
+def _check_width(inputs: Tensor, past: int, *described: Tensor | None) -> None:
+    """Raise `ShapeError` unless the tensors cover the cached and the new tokens."""
+    shape = (inputs.shape[0], past + inputs.shape[1])
     for tensor in described:
-        if tensor is not None and tuple(tensor.shape) != wanted:
+        if tensor is not None and tuple(tensor.shape) != shape:
             raise ShapeError(
-                f"an input that describes tokens has shape {tuple(tensor.shape)}; with "
-                f"{given.shape[1]} new and {past} cached tokens it must be {wanted}."
+                f"a per-token input has shape {tuple(tensor.shape)}; with {inputs.shape[1]} new "
+                f"and {past} cached tokens it must be {shape}."
             )
 
 
 def fold_scales(model: CPMAnt) -> CPMAnt:
-    """Return a copy whose weights hold the scales, as transformers has them: save it for there.
+    """Return a copy whose weights include the scales, as transformers expects them.
 
-    Multiplying by a power of two is exact, so where sqrt(width) is one (4096) nothing is lost; the
-    MLP's last projection (width 10240) and other widths are rounded once, in the weights' dtype.
+    Multiplication by a power of two is exact, so nothing is lost where sqrt(width) is one (4096);
+    the MLP's last projection (width 10240) and other widths are rounded once, in the weights'
+    dtype.
 
     Raises:
-        ConfigError: a model that transformers cannot hold: CPM-Ant+, a compressed one, or one whose
-            residual is divided.
+        ConfigError: transformers does not support the model: CPM-Ant+, a compressed one, or one
+            with a scaled residual.
     """
     return _rescale(model, folded=True)
 
 
 def unfold_scales(model: CPMAnt) -> CPMAnt:
-    """Return a copy with CPM-Live's weights, the scales beside them; the inverse of `fold_scales`.
+    """Return a copy with CPM-Live's weights and separate scales; the inverse of `fold_scales`.
 
     Raises:
-        ConfigError: the head is not the embedding, as it is in CPM-Live.
+        ConfigError: the head is not tied to the embedding, as CPM-Live requires.
     """
     return _rescale(model, folded=False)
 
@@ -316,8 +319,8 @@ def _rescale(model: CPMAnt, folded: bool) -> CPMAnt:
     head = weights.pop("lm_head.weight", None)
     if not folded and head is not None and not torch.equal(head, weights["embed.weight"]):
         raise ConfigError(
-            "the head differs from the embedding (it was trained apart), and CPM-Live's form has "
-            "one for both. Keep the model in transformers' form."
+            "the head differs from the embedding, but CPM-Live's format stores one weight for "
+            "both. Keep the model in transformers' format."
         )
     target = config.replace(folded=folded, tie_word_embeddings=not folded, raw={})
     out = CPMAnt.from_config(target, device="meta", dtype=next(iter(weights.values())).dtype)

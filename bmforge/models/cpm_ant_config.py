@@ -1,8 +1,8 @@
-"""The config of CPM-Ant: CPM-Live's names, transformers' names, and the published sizes.
+"""Config of CPM-Ant: CPM-Live's names, transformers' names, and the published sizes.
 
-Source: the config files of OpenBMB/CPM-Live and openbmb/cpm-ant-10b; of the compressed models, the
-README of CPM-Live's branch cpm-ant and BMCook's ``cpm_live_example``, which does not hold the 7B's:
-its layers are taken to be those of the 3B, which was made of it and has as many.
+Source: the config files of OpenBMB/CPM-Live and openbmb/cpm-ant-10b; for the compressed models, the
+README of CPM-Live's branch cpm-ant and BMCook's ``cpm_live_example``, which lacks the 7B model: it
+is assumed to have the layers of the 3B model, which was made from it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from bmforge.models.heads import Head
 
 __all__ = ["TEXT_SEGMENT", "CPMAntConfig"]
 
-# The segment of a text that stands alone.
+# Segment type of plain text.
 TEXT_SEGMENT = 2
 _HF_ARCHITECTURES = {"language_model": "CpmAntForCausalLM", "none": "CpmAntModel"}
-# What only we write into config.json.
+# Fields of config.json that only bmforge writes.
 _OWN_FIELDS = ("sum_scale", "task_id", "prompts_in_vocabulary", "mask_modules")
 _MASKS_7B = read_masks("..fff.f......xfa...a.f...xf.a.f.afxx..a..f.x.af.")
 _MASKS_1B = read_masks(".ffxf.f.f.x.fxxx.a.x.xaf.xx.aff.xfxx.ax..xfxaaxa")
@@ -30,15 +30,15 @@ def _pruned(heads: int, size: int, masks: tuple[tuple[bool, bool], ...]) -> dict
 
 @dataclass(kw_only=True)
 class CPMAntConfig(CPMLiveConfig):
-    """Sizes of a CPM-Ant; the fields not named here are `CPMLiveConfig`'s.
+    """Config of CPM-Ant; other fields are those of `CPMLiveConfig`.
 
     Args:
-        prompt_types: tasks that have a prompt.
-        prompt_length: tokens of a prompt.
-        segment_types: kinds of segments.
-        task_id: whose prompt stands before a text that comes without segments.
-        prompts_in_vocabulary: prompts are rows of the embedding behind the vocabulary (CPM-Ant+).
-        folded: the weights hold the scales, as in transformers.
+        prompt_types: number of task prompts.
+        prompt_length: length of a prompt in tokens.
+        segment_types: number of segment types.
+        task_id: index of the prompt for plain text.
+        prompts_in_vocabulary: prompts are embedding rows after the vocabulary (CPM-Ant+).
+        folded: the weights include the scales, as in transformers.
     """
 
     family: ClassVar[str] = "cpm_ant"
@@ -78,29 +78,31 @@ class CPMAntConfig(CPMLiveConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """CPM-Live's config files have no model_type; the prompts tell."""
+        """Recognize CPM-Live's config files, which have no model_type, by the prompt fields."""
         live = "model_type" not in raw and {"prompt_types", "dim_model"} <= set(raw)
         return live or raw.get("model_type") in cls.model_types
 
     @property
     def scales_weights(self) -> bool:
-        """Not where the weights hold the scales."""
+        """False if the weights include the scales."""
         return not self.folded
 
     def problems(self) -> list[str]:
-        """Return what does not fit together."""
-        found = super().problems()
+        """Return the inconsistencies among the fields."""
+        problems = super().problems()
         if not 0 <= self.task_id < self.prompt_types:
-            found.append(f"task_id={self.task_id} must be below prompt_types={self.prompt_types}")
+            problems.append(
+                f"task_id={self.task_id} must be below prompt_types={self.prompt_types}"
+            )
         if self.segment_types <= TEXT_SEGMENT:
-            found.append(f"segment_types={self.segment_types} must be above {TEXT_SEGMENT}")
+            problems.append(f"segment_types={self.segment_types} must be above {TEXT_SEGMENT}")
         fixed = {"sum_scale": 1.0, "task_id": 2, "prompts_in_vocabulary": False, "mask_modules": ()}
         for name, value in fixed.items() if self.folded else ():
             if getattr(self, name) != value:
-                found.append(f"{name} must be {value!r} in transformers' form (folded=True)")
+                problems.append(f"{name} must be {value!r} in transformers' format (folded=True)")
         if not self.folded and not self.tie_word_embeddings:
-            found.append("tie_word_embeddings=False exists only in transformers' form")
-        return found
+            problems.append("tie_word_embeddings=False exists only in transformers' format")
+        return problems
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,14 +116,14 @@ class CPMAntConfig(CPMLiveConfig):
         return {**values, "folded": folded, "tie_word_embeddings": not folded}, rest
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under CPM-Live's names, or transformers' where the weights are its."""
+        """Return the config with CPM-Live's names, or transformers' if the weights are folded."""
         out = super().to_hf()
         if not self.folded:
             return out
-        for theirs, live in HF_FIELDS.items():
-            out[theirs] = out.pop(live)
-        known = set(self.raw.get("architectures") or ()) & set(out["architectures"])
-        if not known:
+        for published, live in HF_FIELDS.items():
+            out[published] = out.pop(live)
+        has_class = set(self.raw.get("architectures") or ()) & set(out["architectures"])
+        if not has_class:
             out["architectures"] = [_HF_ARCHITECTURES[self.head]]
-        kept = {n: v for n, v in out.items() if n not in _OWN_FIELDS or n in self.raw}
-        return {**kept, "model_type": "cpmant"}
+        fields = {n: v for n, v in out.items() if n not in _OWN_FIELDS or n in self.raw}
+        return {**fields, "model_type": "cpmant"}

@@ -1,8 +1,8 @@
-"""CPM-Bee: nested documents whose answers the model writes.
+"""CPM-Bee: nested documents whose answers the model generates.
 
-Every key and every text of a document is a segment; how two segments are related in the tree
-decides their bias. Tokens that only a document has are a base id turned by a sub id
-(`nn.segment.turn_by_sub`), on the way in and as rows of the head.
+Every key and text of a document is a segment; the relation of two segments in the tree selects
+their attention bias. Tokens that only one document has are encoded as a base id rotated by a sub id
+(`nn.segment.turn_by_sub`), in the input and as rows of the head.
 
 Source: OpenBMB/CPM-Bee; the sizes are those of its checkpoints' config.json.
 """
@@ -41,10 +41,10 @@ _MASKS = read_masks(".a.axaxx..xaax.x.fax.fxx.x.xx.x.x.xaxxx.x.xx.x..")
 
 @dataclass(kw_only=True)
 class CPMBeeConfig(CPMLiveConfig):
-    """Sizes of a CPM-Bee; the fields not named here are `CPMLiveConfig`'s.
+    """Config of CPM-Bee; other fields are those of `CPMLiveConfig`.
 
     Args:
-        num_relations: rows of the bias table for relations of segments.
+        num_relations: rows of the bias table for segment relations.
     """
 
     family: ClassVar[str] = "cpm_bee"
@@ -86,26 +86,28 @@ class CPMBeeConfig(CPMLiveConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """CPM-Live's config files have no model_type; the buckets of relations tell."""
+        """Recognize CPM-Live's config files, which have no model_type, by the relation buckets."""
         live = "model_type" not in raw and "position_bias_num_segment_buckets" in raw
         return live or raw.get("model_type") in cls.model_types
 
     def problems(self) -> list[str]:
-        """Return what does not fit together."""
-        found = super().problems()
+        """Return the inconsistencies among the fields."""
+        problems = super().problems()
         if self.hidden_size % 2:
-            found.append(f"hidden_size={self.hidden_size} must be even: sub ids turn pairs of dims")
+            problems.append(
+                f"hidden_size={self.hidden_size} must be even: sub ids turn pairs of dims"
+            )
         if not self.tie_word_embeddings:
-            found.append("tie_word_embeddings must be True: the head is the embedding")
-        return found
+            problems.append("tie_word_embeddings must be True: the head is the embedding")
+        return problems
 
 
 class CPMBee(CPMLive):
-    """CPM-Bee with its language-model head."""
+    """CPM-Bee with a language-model head."""
 
     config_class = CPMBeeConfig
     family_traits = Traits("left", "documents", "relative", tokenizer="CPMBeeTokenizer")
-    fixed_width = "tokens are turned by their sub ids, in pairs of its features"
+    fixed_width = "sub ids rotate its features in pairs"
     hf_prefix = "cpmbee."
 
     def __init__(self, config: CPMBeeConfig) -> None:
@@ -141,35 +143,34 @@ class CPMBee(CPMLive):
         """Predict the next token at every position.
 
         With `segment`, the inputs are those of CPM-Bee (`tokenizers.cpm_bee_batch`,
-        `to_arguments`). Without, they are a plain text that is written from left to right. With a
-        cache, what describes tokens covers the past as well.
+        `to_arguments`). Without, they are plain text in causal order. With a cache, per-token
+        inputs cover the cached tokens too.
 
         Args:
-            input_ids: token ids below the vocabulary's size.
-            attention_mask: of a plain text: 1 for tokens, 0 for padding.
-            position_ids: of a plain text, where distances count and it has no effect.
-            document_ids: of a plain text: packed rows, tokens see only their own document.
-            labels: the token to predict at each position (not shifted in here), -100 for none, from
-                the vocabulary's size on a row of the extension; returns the loss, no logits.
-            num_items_in_batch: what the summed loss is divided by; None gives the mean.
-            cache: keys and values of earlier tokens.
-            output_hidden_states: return the embedding's and every layer's output.
-            logits_to_keep: return logits of only the last so many positions.
+            input_ids: token ids below the vocabulary size.
+            attention_mask: for plain text, 1 for tokens, 0 for padding.
+            position_ids: ignored; distances are counted.
+            document_ids: for plain text, document of each token in packed sequences.
+            labels: target ids (not shifted inside), -100 to ignore a position; ids from the
+                vocabulary size on are rows of the extension; returns the loss instead of logits.
+            num_items_in_batch: divisor of the summed loss; None is the mean.
+            cache: KV cache of earlier tokens.
+            output_hidden_states: return the outputs of the embedding and of every layer.
+            logits_to_keep: number of last positions whose logits are returned.
             input_sub: sub ids of `input_ids`.
-            length: tokens of each row, padding behind them; None: where num_segments is 0.
-            context: which tokens are given; the others are written one by one.
-            sample_ids: 0 for the document, which sees all; 1, 2, ... for examples.
-            num_segments: how many segments a token's sample has.
-            segment: which of them the token is in.
-            segment_rel_offset: where its sample's relations begin in `segment_rel`.
-            segment_rel: relations of segments, see `nn.segment.find_relations`.
-            span: tokens see only those of their own span; None is one span.
-            position: from which distances are counted; None counts tokens.
+            length: number of tokens of each sequence; None: tokens with num_segments 0 are padding.
+            context: True for given tokens; the others are generated one by one.
+            sample_ids: 0 for the document, which sees all samples; 1, 2, ... for examples.
+            num_segments: number of segments in a token's sample.
+            segment: segment index of a token in its sample.
+            segment_rel_offset: start of the sample's relation table in `segment_rel`.
+            segment_rel: relation tables, see `nn.segment.find_relations`.
+            span: span of every token; tokens attend within their span; None is one span.
+            position: positions from which distances are computed; None is 0, 1, 2, ...
             ext_table_ids: base ids of the extension's rows.
-            ext_table_sub: their sub ids.
-            inputs_embeds: instead of `input_ids`, what the token embedding would have returned,
-                neither scaled nor turned by sub ids.
-            logits_at: return logits of only these positions of every row.
+            ext_table_sub: sub ids of the extension's rows.
+            inputs_embeds: token embeddings in place of `input_ids`, neither scaled nor rotated.
+            logits_at: positions of every sequence whose logits are returned.
 
         Shape:
             input_ids, input_sub, labels: (B, T); length: (B,); segment_rel: (B, R);
@@ -177,19 +178,19 @@ class CPMBee(CPMLive):
             inputs_embeds: (B, T, D); logits_at: (B, M); returns logits (B, T, V + E)
 
         Raises:
-            ShapeError: ids outside the vocabulary, or inputs that do not belong together.
+            ShapeError: ids outside of the vocabulary, or inconsistent inputs.
         """
         past = cache.length if cache is not None else 0
-        given = given_inputs(input_ids, inputs_embeds)
+        inputs = given_inputs(input_ids, inputs_embeds)
         if self.is_begun:
             (x,) = self.arrived
         else:
             x = self._turn(self.embed_inputs(input_ids, inputs_embeds), input_sub)
         if segment is None:
-            mask, bias = self._read_text(given, attention_mask, document_ids, past)
+            mask, bias = self._read_text(inputs, attention_mask, document_ids, past)
         else:
             tokens = _check_tokens(
-                (given.shape[0], past + given.shape[1]),
+                (inputs.shape[0], past + inputs.shape[1]),
                 segment=segment,
                 context=context,
                 sample_ids=sample_ids,
@@ -197,38 +198,38 @@ class CPMBee(CPMLive):
                 offset=segment_rel_offset,
             )
             if segment_rel is None:
-                raise ShapeError("segment needs segment_rel: how segments are related.")
+                raise ShapeError("segment needs segment_rel, the segments' relations. Give both.")
             mask, bias = self._read_tokens(tokens, segment_rel, length, span, position, past)
-        x, kept = self._run(x, mask, bias, cache, output_hidden_states)
+        x, hidden_states = self._run(x, mask, bias, cache, output_hidden_states)
         extension = None
         if ext_table_ids is not None and self.is_done:
             sub = None if ext_table_sub is None else ext_table_sub[None]
             extension = self._turn(self.embed_inputs(ext_table_ids[None]), sub)[0]
         return self._answer(
-            x, kept, labels, num_items_in_batch, logits_to_keep, extension, logits_at
+            x, hidden_states, labels, num_items_in_batch, logits_to_keep, extension, logits_at
         )
 
     def _turn(self, x: Tensor, sub: Tensor | None) -> Tensor:
-        """Scale the tokens' embeddings, (B, T, D), and turn them by their sub ids."""
+        """Scale token embeddings, (B, T, D), and rotate them by their sub ids."""
         x = x * self.spec.embed_scale
         return x if sub is None else turn_by_sub(x, sub)
 
     def _read_text(
         self,
-        given: Tensor,
+        inputs: Tensor,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         past: int,
     ) -> tuple[Tensor | None, Tensor]:
-        """Return mask and bias of a plain text; with nothing else to hide, the bias is both."""
-        rows, length = given.shape[:2]
-        distance = find_distances(length, given.device, past)
+        """Return mask and bias of plain text; without other masks the bias includes causality."""
+        rows, length = inputs.shape[:2]
+        distance = find_distances(length, inputs.device, past)
         bias = self._find_bias(torch.zeros_like(distance), distance)
         if attention_mask is None and document_ids is None:
             return None, bias.masked_fill(distance > 0, -torch.inf)
         mask = build_mask(
             (rows, length),
-            given.device,
+            inputs.device,
             past=past,
             attention_mask=attention_mask,
             document_ids=document_ids,
@@ -268,12 +269,12 @@ class CPMBee(CPMLive):
         )
 
     def tied_copies(self) -> dict[str, str]:
-        """The hub's checkpoints may hold the head beside the embedding that it is."""
+        """Return the head, which checkpoints on the hub may store in addition to the embedding."""
         return {"lm_head.weight": "cpmbee.input_embedding.weight"}
 
 
 class _Tokens(NamedTuple):
-    """What is known of every token, (B, S) each."""
+    """Description of every token, (B, S) each."""
 
     segment: Tensor
     context: Tensor
@@ -283,10 +284,10 @@ class _Tokens(NamedTuple):
 
 
 def _check_tokens(shape: tuple[int, int], **described: Tensor | None) -> _Tokens:
-    """Refuse descriptions that are missing or do not cover the past and the new tokens."""
+    """Raise `ShapeError` unless all inputs are given and cover the cached and the new tokens."""
     for name, tensor in described.items():
         if tensor is None:
-            raise ShapeError(f"segment needs {name} beside it; see `tokenizers.cpm_bee_batch`.")
+            raise ShapeError(f"segment needs {name}; see `tokenizers.cpm_bee_batch`.")
         if tuple(tensor.shape) != shape:
             raise ShapeError(
                 f"{name} has shape {tuple(tensor.shape)}; with cached tokens it must be {shape}."
@@ -295,6 +296,6 @@ def _check_tokens(shape: tuple[int, int], **described: Tensor | None) -> _Tokens
 
 
 def to_arguments(inputs: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """Return the arguments of `CPMBee.forward` from arrays of `tokenizers.cpm_bee_batch`."""
+    """Convert arrays of `tokenizers.cpm_bee_batch` to arguments of `CPMBee.forward`."""
     names = {"input": "input_ids"}
     return {names.get(name, name): torch.from_numpy(array) for name, array in inputs.items()}

@@ -1,8 +1,8 @@
-"""What CPM-Ant and CPM-Bee share: config names, blocks in Tensor Programs' scale, checkpoint names.
+"""Common parts of CPM-Ant and CPM-Bee: config names, blocks with muP scales, checkpoint names.
 
-Linear weights have standard deviation 1 and what goes into them is divided by the square root of
-its width; so are embeddings and what the head reads. There are no biases, and the head is the
-embedding. Compressed models lack attention or MLP in some layers (`mask_modules`).
+Linear weights have standard deviation 1, and their inputs are divided by the square root of the
+width, as are embeddings and the head's input. There are no biases, and the head is the embedding.
+Compressed models lack attention or MLP in some layers (`mask_modules`).
 
 Source: OpenBMB/CPM-Live; Yang et al., "Tensor Programs V" (2022) for the scales.
 """
@@ -29,7 +29,7 @@ from bmforge.nn.segment import BucketBias
 
 __all__ = ["CPMLive", "CPMLiveConfig", "read_masks"]
 
-# transformers' names of fields -> CPM-Live's.
+# transformers' field names -> CPM-Live's.
 HF_FIELDS = {
     "hidden_size": "dim_model",
     "num_attention_heads": "num_heads",
@@ -39,29 +39,30 @@ _EMBED_STD = 0.02
 
 
 def read_masks(text: str) -> tuple[tuple[bool, bool], ...]:
-    """Return `mask_modules` from one letter per layer.
+    """Parse `mask_modules` from one letter per layer.
 
     Args:
-        text: "." has both parts, "a" lacks attention, "f" lacks the MLP, "x" lacks both.
+        text: "." has both sublayers, "a" lacks attention, "f" lacks the MLP, "x" lacks both.
     """
     return tuple((letter in "ax", letter in "fx") for letter in "".join(text.split()))
 
 
 @dataclass(kw_only=True)
 class CPMLiveConfig(ModelConfig):
-    """Fields of both families; those not named here are `ModelConfig`'s.
+    """Fields of both families; other fields are those of `ModelConfig`.
 
     Args:
-        max_seq_len: distance from which on all are in one bucket; longer texts can be read.
-        num_buckets: of distances.
-        dropout: on attention weights, in the MLP, and on what each part adds to the residual.
-        sum_scale: factor on the residual after each part.
-        mask_modules: for every layer whether it lacks (attention, MLP); empty where none does.
-        init_std: of freshly drawn linear weights and biases of distances.
-        pad_token_id: marks padding where no mask does.
+        max_seq_len: distance from which on all share one bucket; longer texts are possible.
+        num_buckets: number of distance buckets.
+        dropout: dropout probability of attention weights, in the MLP, and of each sublayer's
+            output.
+        sum_scale: factor on the residual stream after each sublayer.
+        mask_modules: per layer (lacks attention, lacks MLP); empty if none does.
+        init_std: standard deviation of the initialization of linear weights and position biases.
+        pad_token_id: id of padding if there is no mask.
     """
 
-    # Fields that say nothing about numbers.
+    # Fields without effect on results.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {"half", "max_new_tokens", "repetition_penalty", "_from_model_config"}
     )
@@ -80,7 +81,7 @@ class CPMLiveConfig(ModelConfig):
         "mask_modules": "mask_modules",
         "init_std": "init_std",
     }
-    # The defaults of CPM-Live's config classes.
+    # Defaults of CPM-Live's config classes.
     hf_defaults: ClassVar[dict[str, Any]] = {"num_heads": 64, "head_dim": 64, "num_layers": 32}
 
     vocab_size: int = 30720
@@ -100,61 +101,61 @@ class CPMLiveConfig(ModelConfig):
     pad_token_id: int = 0
 
     def __post_init__(self) -> None:
-        """Bring `mask_modules`, which config.json has as lists or null, into one form."""
+        """Normalize `mask_modules`, which is a list or null in config.json."""
         pairs = self.mask_modules or ()
         if any(len(pair) != 2 for pair in pairs):
             raise ConfigError(
-                f"{type(self).__name__}: mask_modules={self.mask_modules!r} must hold a pair "
-                "(lacks attention, lacks MLP) for every layer."
+                f"{type(self).__name__}: mask_modules={self.mask_modules!r} must have one pair "
+                "(lacks attention, lacks MLP) per layer."
             )
         self.mask_modules = tuple((bool(attn), bool(mlp)) for attn, mlp in pairs)
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         problems = self.problems()
         if problems:
             raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
 
     def problems(self) -> list[str]:
-        """Return what does not fit together."""
-        found = []
+        """Return the inconsistencies among the fields."""
+        problems = []
         if self.num_kv_heads != self.num_heads:
-            found.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
+            problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
         if len(self.mask_modules) not in (0, self.num_layers):
-            found.append(
+            problems.append(
                 f"mask_modules has {len(self.mask_modules)} entries for {self.num_layers} layers"
             )
         if self.mask_modules and all(attn for attn, _ in self.mask_modules):
-            found.append("mask_modules leaves no attention in any layer")
-        return found
+            problems.append("mask_modules leaves no attention in any layer")
+        return problems
 
     @property
     def scales_weights(self) -> bool:
-        """Whether the scales stand beside the weights rather than in them."""
+        """True if the scales are separate from the weights."""
         return True
 
     @property
     def is_gated(self) -> bool:
-        """The MLP has a gate."""
+        """True: the MLP has a gate."""
         return True
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """As `ModelConfig`, without the parts that layers lack."""
+        """Return the base's sizes, without the sublayers that layers lack."""
         whole = self.layer_sizes()
         masks = self.mask_modules or ((False, False),) * self.num_layers
         return {"layers": [whole.without(no_attn, no_mlp) for no_attn, no_mlp in masks]}
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        for theirs, live in HF_FIELDS.items():
-            if theirs in raw:
-                raw[live] = raw.pop(theirs)
+        for published, live in HF_FIELDS.items():
+            if published in raw:
+                raw[live] = raw.pop(published)
         return {}, raw
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under CPM-Live's names."""
+        """Return the config with CPM-Live's names."""
         unnamed = {*HF_FIELDS, *({"initializer_range"} - set(self.raw))}
         out = {name: value for name, value in super().to_hf().items() if name not in unnamed}
         out["mask_modules"] = [list(pair) for pair in self.mask_modules] or None
@@ -162,11 +163,11 @@ class CPMLiveConfig(ModelConfig):
 
 
 class CPMLive(CausalLM):
-    """Embedding, blocks that may lack a part, norm, and the embedding as the head.
+    """Embedding, blocks that may lack a sublayer, norm, and the embedding as head.
 
     Args:
-        config: the family's config.
-        num_rows: of the table of biases on the scores.
+        config: config of the family.
+        num_rows: rows of the attention bias table.
         extra_tokens: rows of embedding and head beyond the vocabulary.
     """
 
@@ -217,17 +218,17 @@ class CPMLive(CausalLM):
 
     @property
     def is_begun(self) -> bool:
-        """A stage before has begun with this call's tokens: what it made of them has arrived."""
+        """True if an earlier pipeline stage embedded the tokens of this call."""
         return span_of(self.layers).first > 0
 
     @property
     def is_done(self) -> bool:
-        """The last block runs in this call."""
+        """True if this pipeline stage runs the last block."""
         span = span_of(self.layers)
         return span.last == span.total
 
     def width_into(self, name: str) -> int:
-        """Return the width whose square root a parameter's input is divided by; 1 for none."""
+        """Return the width by whose square root a parameter's input is divided; 1 for none."""
         if name.endswith("norm.weight") or name.startswith("rel_bias"):
             return 1
         if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
@@ -235,7 +236,7 @@ class CPMLive(CausalLM):
         return int(self.config.hidden_size)
 
     def init_std(self, name: str) -> float:
-        """Embeddings are drawn small; weights that hold the scale are drawn with it."""
+        """Return the std: small for embeddings, and divided by the scale for folded weights."""
         inside = name.startswith(("layers.", "rel_bias"))
         std = self.config.init_std if inside else _EMBED_STD
         return std if self.config.scales_weights else std / math.sqrt(self.width_into(name))
@@ -249,56 +250,58 @@ class CPMLive(CausalLM):
         keep_states: bool,
         skipped: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Run the blocks and the norm; leave out the first `skipped` tokens of what comes out."""
+        """Run the blocks and the final norm; drop the first `skipped` tokens of the output."""
         x, states = run_layers(self.layers, x, {None: mask}, keep_states, bias=bias, cache=cache)
         if not self.is_done:
             return x, None
         assert self.norm is not None
         x = self.norm(x)
-        kept = (*states[:-1], x) if keep_states else None
+        hidden_states = (*states[:-1], x) if keep_states else None
         if not skipped:
-            return x, kept
-        return x[:, skipped:], kept and tuple(state[:, skipped:] for state in kept)
+            return x, hidden_states
+        return x[:, skipped:], hidden_states and tuple(
+            state[:, skipped:] for state in hidden_states
+        )
 
     def _answer(
         self,
         x: Tensor,
-        kept: tuple[Tensor, ...] | None,
+        hidden_states: tuple[Tensor, ...] | None,
         labels: Tensor | None,
         num_items: float | Tensor | None,
         logits_to_keep: int | None,
         extension: Tensor | None = None,
         logits_at: Tensor | None = None,
     ) -> ModelOutput:
-        """The head: the loss with labels, which are not shifted, else logits.
+        """Apply the head: the loss with labels, which are not shifted, else logits.
 
         Args:
             x: last hidden states.
-            kept: those of all layers.
-            labels: what each position is to predict.
-            num_items: what the summed loss is divided by.
-            logits_to_keep: of so many positions.
-            extension: further rows of the head, (E, D), which read the hidden states unscaled.
-            logits_at: of these positions of every row instead.
+            kept: hidden states of all layers.
+            labels: target ids.
+            num_items: divisor of the summed loss.
+            logits_to_keep: number of last positions whose logits are returned.
+            extension: further rows of the head, (E, D), which read unscaled hidden states.
+            logits_at: positions of every sequence whose logits are returned.
         """
         check_places(self.config.head, labels, logits_at)
         if not self.is_done:
             return ModelOutput(carry=(x,))
         if self.config.head == "none":
-            return ModelOutput(last_hidden_state=x, hidden_states=kept)
+            return ModelOutput(last_hidden_state=x, hidden_states=hidden_states)
         if extension is not None:
             extension = extension / self.spec.head_scale
         if labels is None:
             states = pick_states(x, logits_to_keep, logits_at)
             logits = self.lm_head(self._leave(states), more_rows=extension)
-            return ModelOutput(None, logits, x, kept)
+            return ModelOutput(None, logits, x, hidden_states)
         loss = self.lm_head(self._leave(x), labels, num_items, more_rows=extension)
-        return ModelOutput(loss, None, x, kept)
+        return ModelOutput(loss, None, x, hidden_states)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map to CPM-Live's names."""
-        block, theirs = "layers.{i}.", "encoder.layers.{i}."
-        attn, mlp = f"{theirs}self_att.", f"{theirs}ffn."
+        block, published = "layers.{i}.", "encoder.layers.{i}."
+        attn, mlp = f"{published}self_att.", f"{published}ffn."
         names = {
             "embed": "input_embedding",
             "norm": "encoder.output_layernorm",

@@ -1,6 +1,6 @@
-"""The text encoder that Bert, Roberta and Longformer assemble: post-norm blocks and their heads.
+"""Text encoder from which Bert, Roberta and Longformer are assembled: post-norm blocks and heads.
 
-A family file is its config, its name map and an `EncoderSpec`; see `bert.py` for the shortest.
+A family file is its config, its map of weight names and an `EncoderSpec`; see `bert.py`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ __all__ = ["EncoderModel", "EncoderSpec", "encoder_block", "encoder_rules"]
 
 @dataclass(frozen=True)
 class EncoderSpec(StackSpec):
-    """Everything in which encoders differ: their blocks and what is around them.
+    """Hyperparameters of an encoder: its blocks, embedding and head.
 
     Args:
-        position_offset: row of the first position. Above 0 positions are counted over tokens that
-            are not padding, and padding itself has the row before.
-        embed_dropout: dropout after the embedding.
-        classifier_dropout: dropout before a classifier.
-        head_activation: of the masked-token head.
-        deep_classifier: sequences are classified by two layers instead of pooler and one.
+        position_offset: row of the first position. If above 0, positions count the tokens that are
+            no padding, and padding has the row before the first.
+        embed_dropout: dropout probability after the embedding.
+        classifier_dropout: dropout probability before a classifier.
+        head_activation: activation of the masked-LM head.
+        deep_classifier: classify sequences with two layers instead of a pooler and one layer.
     """
 
     position_offset: int = 0
@@ -58,7 +58,7 @@ class EncoderSpec(StackSpec):
 
 
 def encoder_block(config: EncoderConfig, **attention: Any) -> BlockSpec:
-    """Return the post-norm block of a config; `attention` changes fields of its attention."""
+    """Return a config's post-norm block; `attention` overrides fields of its attention."""
     attn = AttentionSpec(
         config.num_heads,
         config.num_kv_heads,
@@ -78,11 +78,11 @@ def encoder_block(config: EncoderConfig, **attention: Any) -> BlockSpec:
 
 
 class EncoderModel(Model):
-    """Embeddings, post-norm blocks, and one of the heads.
+    """Embeddings, post-norm blocks and a head.
 
     Args:
-        config: the family's config.
-        spec: what the config comes down to.
+        config: config of the family.
+        spec: hyperparameters derived from it.
     """
 
     family_traits = Traits("both", "masked tokens", "learned")
@@ -92,7 +92,7 @@ class EncoderModel(Model):
         super().__init__(config)
         self.spec = spec
         size, rows = config.hidden_size, config.max_seq_len + spec.position_offset
-        # Rows of padding get no gradient, as in transformers.
+        # Padding rows get no gradient, as in transformers.
         before = spec.position_offset - 1 if spec.position_offset else None
         self.embed = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
         self.embed_positions = nn.Embedding(rows, size, padding_idx=before)
@@ -136,26 +136,26 @@ class EncoderModel(Model):
         logits_at: Tensor | None = None,
         **extra: Any,
     ) -> ModelOutput:
-        """Read a text and return what the head answers.
+        """Encode a text and apply the head.
 
         Args:
             input_ids: token ids.
-            attention_mask: 1 for tokens, 0 for padding; or written out for every pair of tokens.
-            token_type_ids: segment of every token; 0 when not given.
-            position_ids: rows of the position table; counted when not given.
-            document_ids: packed rows: tokens see only their own document.
-            labels: of masked tokens: their ids, -100 is not counted; returns the loss instead of
-                logits. Of a classifier: see `classification_loss`.
-            num_items_in_batch: what the summed loss is divided by; None gives the mean.
-            output_hidden_states: return the embedding's and every layer's output.
-            start_positions: first token of the answers, for question answering.
+            attention_mask: 1 for tokens, 0 for padding; or a 4-D mask of every pair of tokens.
+            token_type_ids: segment type of every token; default 0.
+            position_ids: rows of the position table; counted by default.
+            document_ids: document of each token in packed sequences; tokens attend within a
+                document.
+            labels: for masked tokens, their ids, -100 to ignore; returns the loss instead of
+                logits. For a classifier, see `classification_loss`.
+            num_items_in_batch: divisor of the summed loss; None is the mean.
+            output_hidden_states: return the outputs of the embedding and of every layer.
+            start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
-            inputs_embeds: instead of `input_ids`, what the token embedding would have returned;
-                positions are then counted over all tokens.
-            cache: keys and values of earlier tokens, which do not see these; the mask must then be
-                written out.
-            logits_at: return logits of only these positions of every row.
-            extra: further arguments of `build_masks`, in families that have some.
+            inputs_embeds: token embeddings in place of `input_ids`; positions then count all
+                tokens.
+            cache: KV cache of earlier tokens, which do not attend to these; needs a 4-D mask.
+            logits_at: positions of every sequence whose logits are returned.
+            extra: further arguments of `build_masks` in some families.
 
         Shape:
             input_ids, token_type_ids, document_ids: (B, T); attention_mask: (B, T) or
@@ -163,20 +163,20 @@ class EncoderModel(Model):
             start_positions, end_positions: (B,); inputs_embeds: (B, T, D); logits_at: (B, M)
 
         Raises:
-            ShapeError: more positions than the model has, ids outside the vocabulary, or not one of
-                ids and embeddings.
+            ShapeError: too many positions, ids outside of the vocabulary, or not exactly one of ids
+                and embeddings.
         """
-        given = given_inputs(input_ids, inputs_embeds)
+        inputs = given_inputs(input_ids, inputs_embeds)
         check_places(self.config.head, labels, logits_at)
-        masks = self.build_masks(given, attention_mask, document_ids, **extra)
+        masks = self.build_masks(inputs, attention_mask, document_ids, **extra)
         span = span_of(self.layers)
         if span.first:
             (x,) = self.arrived
         else:
             x = self.embed_inputs(input_ids, inputs_embeds)
             if position_ids is None and cache is not None:
-                position_ids = self._count_positions(given) + cache.length
-            x = self._begin(x, given, token_type_ids, position_ids)
+                position_ids = self._count_positions(inputs) + cache.length
+            x = self._begin(x, inputs, token_type_ids, position_ids)
         x, states = run_layers(self.layers, x, masks, output_hidden_states, cache=cache)
         if span.last < span.total:
             return ModelOutput(carry=(x,))
@@ -205,28 +205,28 @@ class EncoderModel(Model):
         normalize: bool = False,
         **inputs: Any,
     ) -> Tensor:
-        """Return one embedding per row, whatever the head; rows of a soft prompt are left out.
+        """Return one embedding per sequence, with any head; soft prompt rows are excluded.
 
         Args:
             input_ids: token ids.
-            attention_mask: 1 for tokens, 0 for padding, which the mean leaves out.
-            pooling: the mean over tokens, or the first token's state.
+            attention_mask: 1 for tokens, 0 for padding, which the mean excludes.
+            pooling: "mean" over tokens, or "cls", the first token's state.
             normalize: scale embeddings to length 1.
-            inputs: `token_type_ids`, `position_ids` and what `build_masks` takes.
+            inputs: `token_type_ids`, `position_ids` and further arguments of `build_masks`.
 
         Shape:
             input_ids, attention_mask: (B, T); returns (B, D)
 
         Raises:
-            ConfigError: no such pooling; `position_ids` behind a soft prompt.
+            ConfigError: unknown pooling, or `position_ids` together with a soft prompt.
         """
         if pooling not in ("mean", "cls"):
-            raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, cls.")
+            raise ConfigError(f"unknown pooling: pooling={pooling!r} (known: mean, cls).")
         segments, positions = inputs.pop("token_type_ids", None), inputs.pop("position_ids", None)
         ids, mask, added = with_prompt(self.embed, input_ids, attention_mask)
         if added and positions is not None:
             raise ConfigError(
-                f"position_ids say nothing of the soft prompt's {added} rows: leave them out."
+                f"position_ids do not cover the soft prompt's {added} rows. Leave them out."
             )
         if added and segments is not None:
             segments = F.pad(segments, (added, 0), value=0)
@@ -244,17 +244,14 @@ class EncoderModel(Model):
         return F.normalize(x, dim=-1) if normalize else x
 
     def build_masks(
-        self, given: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None
+        self, inputs: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None
     ) -> dict[int | None, Any]:
-        """Return window -> mask of the layers that have it; made once for all layers.
-
-        `given` are ids or embeddings.
-        """
+        """Return window size -> mask, built once for all layers; `inputs` are ids or embeddings."""
         if attention_mask is not None and attention_mask.dim() == 4:
             return {None: attention_mask.bool()}
         mask = build_mask(
-            (given.shape[0], given.shape[1]),
-            given.device,
+            (inputs.shape[0], inputs.shape[1]),
+            inputs.device,
             attention_mask=attention_mask,
             document_ids=document_ids,
             causal=False,
@@ -262,42 +259,42 @@ class EncoderModel(Model):
         return {None: mask}
 
     def _begin(
-        self, x: Tensor, given: Tensor, segments: Tensor | None, positions: Tensor | None
+        self, x: Tensor, inputs: Tensor, segments: Tensor | None, positions: Tensor | None
     ) -> Tensor:
-        """Add positions and segments to the tokens' embeddings, and norm the sum.
+        """Add position and segment embeddings to the token embeddings, and normalize the sum.
 
         Args:
-            x: the tokens' embeddings.
-            given: ids or embeddings, whichever they come from.
-            segments: kind of segment of every token.
+            x: token embeddings.
+            given: the ids or embeddings that were passed in.
+            segments: segment type of every token.
             positions: rows of the position table.
         """
         self._check_length(x.shape[1])
         if positions is None:
-            positions = self._count_positions(given)
+            positions = self._count_positions(inputs)
         if segments is None:
             segments = torch.zeros(1, dtype=torch.long, device=x.device)
         x = self.embed_norm(x + (self.embed_positions(positions) + self.embed_segments(segments)))
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
 
-    def _count_positions(self, given: Tensor) -> Tensor:
-        """Rows of the position table, (B or 1, T)."""
+    def _count_positions(self, inputs: Tensor) -> Tensor:
+        """Return rows of the position table, (B or 1, T)."""
         offset = self.spec.position_offset
-        if not offset or given.dim() == 3:
-            return torch.arange(given.shape[1], device=given.device)[None] + offset
-        real = (given != self.config.pad_token_id).int()
+        if not offset or inputs.dim() == 3:
+            return torch.arange(inputs.shape[1], device=inputs.device)[None] + offset
+        real = (inputs != self.config.pad_token_id).int()
         return (real.cumsum(1) * real).long() + (offset - 1)
 
     def _check_length(self, length: int) -> None:
         if length > self.config.max_seq_len:
             raise ShapeError(
-                f"{length} tokens were given, but the model has max_seq_len="
-                f"{self.config.max_seq_len} positions. Cut the input, or train with more positions."
+                f"the input has {length} tokens, but the model has max_seq_len="
+                f"{self.config.max_seq_len} positions. Truncate it, or train with more positions."
             )
 
     def _pool(self, x: Tensor) -> Tensor:
-        """Return the first token's state, through the pooler where there is one: (B, D)."""
+        """Return the first token's state, through the pooler if there is one: (B, D)."""
         first = x[:, 0]
         return first if self.pooler is None else torch.tanh(self.pooler(first))
 
@@ -309,19 +306,19 @@ class EncoderModel(Model):
         num_items: float | Tensor | None,
         logits_at: Tensor | None,
     ) -> ModelOutput:
-        """The masked-token head: the loss with labels, else logits."""
+        """Apply the masked-LM head: the loss with labels, else logits."""
         decoder = self.mlm_head.decoder
         if labels is None:
             return out._replace(logits=decoder(self.mlm_head(pick_states(x, None, logits_at))))
         x, labels = x.flatten(0, 1), labels.flatten()
         if reads_are_free(labels):
-            # Most tokens are not masked; the head, a fifth of a base model, need not see them.
+            # The head, a fifth of a base model's compute, runs on masked tokens only.
             masked = (labels != IGNORE_INDEX).nonzero()[:, 0]
             x, labels = x[masked], labels[masked]
         return out._replace(loss=decoder(self.mlm_head(x), labels, num_items))
 
     def all_rules(self) -> list[WeightRule]:
-        """An untied decoder's bias is the one beside its weight, which transformers then uses."""
+        """Return the rules; an untied decoder's bias has its own name, as in transformers."""
         rules = super().all_rules()
         if self.config.head != "masked_lm" or self.config.tie_word_embeddings:
             return rules
@@ -338,19 +335,19 @@ class EncoderModel(Model):
 
 
 def encoder_rules(prefix: str) -> list[WeightRule]:
-    """Return the names of an encoder's body, which all families of the BERT kind share."""
-    block, theirs = "layers.{i}.", f"{prefix}encoder.layer.{{i}}."
+    """Return the name map of an encoder's body, which all BERT-like families share."""
+    block, published = "layers.{i}.", f"{prefix}encoder.layer.{{i}}."
     embeddings = f"{prefix}embeddings."
     modules = {
         "embed_norm": f"{embeddings}LayerNorm",
-        f"{block}attn.q_proj": f"{theirs}attention.self.query",
-        f"{block}attn.k_proj": f"{theirs}attention.self.key",
-        f"{block}attn.v_proj": f"{theirs}attention.self.value",
-        f"{block}attn.o_proj": f"{theirs}attention.output.dense",
-        f"{block}attn_norm": f"{theirs}attention.output.LayerNorm",
-        f"{block}mlp.up_proj": f"{theirs}intermediate.dense",
-        f"{block}mlp.down_proj": f"{theirs}output.dense",
-        f"{block}mlp_norm": f"{theirs}output.LayerNorm",
+        f"{block}attn.q_proj": f"{published}attention.self.query",
+        f"{block}attn.k_proj": f"{published}attention.self.key",
+        f"{block}attn.v_proj": f"{published}attention.self.value",
+        f"{block}attn.o_proj": f"{published}attention.output.dense",
+        f"{block}attn_norm": f"{published}attention.output.LayerNorm",
+        f"{block}mlp.up_proj": f"{published}intermediate.dense",
+        f"{block}mlp.down_proj": f"{published}output.dense",
+        f"{block}mlp_norm": f"{published}output.LayerNorm",
     }
     tables = {
         "embed": f"{embeddings}word_embeddings",

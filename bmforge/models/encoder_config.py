@@ -1,4 +1,4 @@
-"""The config that the encoders of the BERT kind have in common."""
+"""Config of the BERT-like encoders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["EncoderConfig", "encoder_heads", "encoder_size"]
 def encoder_size(
     hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12
 ) -> dict[str, Any]:
-    """Return the fields of a preset's size; the MLP is four times as wide."""
+    """Return the size fields of a preset; the MLP is four times as wide."""
     return {
         "hidden_size": hidden_size,
         "intermediate_size": 4 * hidden_size,
@@ -25,12 +25,12 @@ def encoder_size(
 
 
 def encoder_heads(stem: str, head: dict[str, str], sequence: dict[str, str]) -> dict[str, Head]:
-    """Return an encoder's heads; the first predicts masked tokens.
+    """Return an encoder's heads; the first is the masked-LM head.
 
     Args:
-        stem: of the class names, such as ``"Bert"``.
-        head: our modules of the masked-token head -> theirs; ``"bias"`` -> the decoder's bias.
-        sequence: our modules of the sequence classifier -> theirs.
+        stem: prefix of the class names, such as ``"Bert"``.
+        head: modules of the masked-LM head here -> published; ``"bias"`` -> the decoder's bias.
+        sequence: modules of the sequence classifier here -> published.
     """
     kinds = ("weight", "bias")
     modules = [(f"mlm_head.{part}", head[part]) for part in ("dense", "norm", "decoder")]
@@ -48,18 +48,18 @@ def encoder_heads(stem: str, head: dict[str, str], sequence: dict[str, str]) -> 
 
 @dataclass(kw_only=True)
 class EncoderConfig(ModelConfig):
-    """Sizes of an encoder; the fields not named here are `ModelConfig`'s.
+    """Config of an encoder; other fields are those of `ModelConfig`.
 
     Args:
-        num_segments: kinds of segment a token can belong to.
+        num_segments: number of segment types.
         pad_token_id: id of padding, whose embedding gets no gradient.
-        activation: of the MLP; a name in `nn.mlp.ACTIVATIONS`.
-        dropout: on embeddings and on what each part adds to the residual.
-        attn_dropout: on attention weights.
-        classifier_dropout: before a classifier; None takes `dropout`.
+        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
+        dropout: dropout probability of embeddings and of each sublayer's output.
+        attn_dropout: dropout probability of attention weights.
+        classifier_dropout: dropout probability before a classifier; None is `dropout`.
     """
 
-    # Positions are counted over tokens that are not padding, from the row after the padding's.
+    # Positions count the tokens that are no padding, starting after the padding's row.
     positions_skip_padding: ClassVar[bool] = False
     hf_names: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size",
@@ -77,7 +77,7 @@ class EncoderConfig(ModelConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # The pooler_ fields are of Google's own code; none of these reaches a forward pass.
+    # The pooler_ fields are those of Google's code; none of these affects a forward pass.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "directionality",
@@ -118,7 +118,7 @@ class EncoderConfig(ModelConfig):
     classifier_dropout: float | None = None
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         problems = []
         if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
@@ -132,7 +132,7 @@ class EncoderConfig(ModelConfig):
             if getattr(self, name) < 1:
                 problems.append(f"{name}={getattr(self, name)} must be a positive number")
         if self.pad_token_id is None and self.positions_skip_padding:
-            problems.append("pad_token_id=None: positions are counted from it, so it must be set")
+            problems.append("pad_token_id=None must be set: positions are counted from it")
         elif not 0 <= (self.pad_token_id or 0) < self.vocab_size:
             problems.append(
                 f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}"
@@ -142,14 +142,14 @@ class EncoderConfig(ModelConfig):
 
     @property
     def position_offset(self) -> int:
-        """Row of the first position in the table of positions."""
+        """Row of the first position in the position table."""
         return (self.pad_token_id or 0) + 1 if self.positions_skip_padding else 0
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         pad = raw.get("pad_token_id", cls.pad_token_id)
         offset = (pad or 0) + 1 if cls.positions_skip_padding else 0
-        # 512 rows are what an absent field means to transformers.
+        # Transformers' default of the field.
         rows = raw.pop("max_position_embeddings", None) or 512
         return {"max_seq_len": rows - offset, "pad_token_id": pad}, raw
 
@@ -157,5 +157,5 @@ class EncoderConfig(ModelConfig):
         return {"max_position_embeddings": self.max_seq_len + self.position_offset}
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Return 0: an encoder keeps no cache."""
+        """Return 0: an encoder has no cache."""
         return 0

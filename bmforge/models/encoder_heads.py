@@ -1,4 +1,4 @@
-"""The heads of text encoders that are more than one linear layer."""
+"""Heads of text encoders with more than one layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["DeepClassifier", "MaskedHead"]
 
 
 class MaskedHead(nn.Module):
-    """What predicts masked tokens: linear, activation, norm, and the embedding as decoder.
+    """Masked-LM head: linear, activation, norm, and the embedding as decoder.
 
     Shape:
-        x: (..., D) -> (..., D); `decoder` makes it (..., V)
+        x: (..., D) -> (..., D); `decoder` maps it to (..., V)
     """
 
     def __init__(self, config: EncoderConfig, activation: str) -> None:
@@ -28,12 +28,12 @@ class MaskedHead(nn.Module):
         self.decoder = LMHead(config.hidden_size, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what `decoder` reads."""
+        """Return the input of `decoder`."""
         return self.norm(self.activation(self.dense(x)))
 
 
 class DeepClassifier(nn.Module):
-    """Two layers with tanh between.
+    """Classifier of two layers with tanh between.
 
     Shape:
         x: (B, D) -> (B, L)
@@ -46,6 +46,6 @@ class DeepClassifier(nn.Module):
         self.out = nn.Linear(hidden_size, num_labels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Classify."""
+        """Return the logits."""
         x = torch.tanh(self.dense(x))
         return self.out(F.dropout(x, self.dropout, self.training) if self.dropout else x)

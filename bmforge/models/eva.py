@@ -1,9 +1,9 @@
 """EVA, for Chinese dialogue (Zhou et al. 2021; Gu et al., "EVA2.0", 2022).
 
 A CPM-2 with role embeddings and, from 2.0 on, scaled attention. Names and fields are those of the
-published class (branch huggingface of thu-coai/EVA); Megatron shards, whose names are CPM-2's, open
-as well. The published class gates with the exact GELU; Megatron's, by which EVA was trained, with
-its tanh form, so a model opened from shards has `activation="gelu_new"`.
+published class (branch huggingface of thu-coai/EVA); Megatron shards, which have CPM-2's names, can
+be opened too. The published class uses the exact GELU, but EVA was trained in Megatron with its
+tanh approximation, so a model opened from shards has `activation="gelu_new"`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bmforge.models.weights import WeightRule, linear_rules
 __all__ = ["EVA", "EVAConfig"]
 
 _NUM_ROLES = 2
-_MEGATRON = "word_embeds.weight"  # which the published class has not
+_MEGATRON = "word_embeds.weight"  # a name that the published class does not have
 
 
 def _size(hidden: int, inner: int, layers: int, heads: int, scaled: bool = True) -> dict[str, Any]:
@@ -35,11 +35,11 @@ def _size(hidden: int, inner: int, layers: int, heads: int, scaled: bool = True)
 
 @dataclass(kw_only=True)
 class EVAConfig(Seq2SeqConfig):
-    """Sizes of an EVA; the fields not named here are the bases'.
+    """Config of EVA; other fields are those of the base classes.
 
     Args:
-        attn_scale: attention's scores are divided by sqrt(H) (EVA 2.0).
-        activation: of the MLP's gate.
+        attn_scale: divide attention scores by sqrt(H) (EVA 2.0).
+        activation: activation of the MLP's gate.
         init_std: factor on T5's standard deviations.
     """
 
@@ -82,14 +82,14 @@ class EVAConfig(Seq2SeqConfig):
         start = raw.get("decoder_start_token_id")
         if start is not None and start != raw.get("bos_token_id", start):
             raise ConfigError(
-                f"EVAConfig: decoder_start_token_id={start} contradicts bos_token_id="
+                f"EVAConfig: decoder_start_token_id={start} differs from bos_token_id="
                 f"{raw['bos_token_id']}, which starts EVA's targets. Correct config.json."
             )
         return values, {**raw, "bos_token_id": raw.get("bos_token_id", start)}
 
 
 class EVA(Seq2Seq):
-    """EVA with its sequence-to-sequence head."""
+    """EVA with a sequence-to-sequence head."""
 
     config_class = EVAConfig
     family_traits = Traits(
@@ -101,7 +101,7 @@ class EVA(Seq2Seq):
         super().__init__(config, replace(spec, num_roles=_NUM_ROLES))
 
     def init_std(self, name: str) -> float:
-        """As the published class: 1 for embeddings and head, else by the width of what goes in."""
+        """Return the published class's std: 1 for embeddings and head, else by the input width."""
         config = self.config
         if name.startswith(("embed", "lm_head")):
             return float(config.init_std)
@@ -113,7 +113,7 @@ class EVA(Seq2Seq):
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
-        """Each stack's own names for the embeddings, here and in Megatron shards."""
+        """Return each stack's own names of the embeddings, also those in Megatron shards."""
         copies = {
             "embed_tokens": "shared",
             "word_embeds": "word_embeds",
@@ -127,25 +127,25 @@ class EVA(Seq2Seq):
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """Megatron's shards are gated as they were trained, unless a config.json says otherwise."""
+        """Set the activation of Megatron's training for its shards, unless config.json has one."""
         if _MEGATRON not in shapes or cls.config_class.hf_names["activation"] in config.raw:
             return config
         return config.replace(activation="gelu_new")
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules of a checkpoint with these names: the class's or Megatron's."""
+        """Return the rules for these tensor names: the published class's or Megatron's."""
         if _MEGATRON not in names:
             return super().rules_for(names)
         return self.expand(self.megatron_rules())
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Return the map to the names in Megatron shards, the head's included."""
+        """Return the map to the names in Megatron shards, head included."""
         roles = WeightRule("embed_segments.weight", "role_embeds.weight")
         head = WeightRule("lm_head.weight", "lm_head.weight")
         return [*megatron_rules(self.config), roles, head]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to the published class's names: a block's parts are numbered."""
+        """Map to the published class's names, in which sublayers are numbered."""
         rules = [
             WeightRule("embed.weight", "shared.weight"),
             WeightRule("embed_segments.weight", "role_embeds.weight"),
@@ -157,10 +157,13 @@ class EVA(Seq2Seq):
             first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
             names = {f"{stack}.norm": f"{stack}.final_layer_norm", f"{stack}.rel_bias": first}
             for number, part in enumerate(parts):
-                ours, theirs = f"{stack}.layers.{{i}}.{part}", f"{stack}.block.{{i}}.layer.{number}"
-                names[f"{ours}_norm"] = f"{theirs}.layer_norm"
-                for our, their in _PART_NAMES[part].items():
-                    names[f"{ours}.{our}"] = f"{theirs}.{their}"
+                own, published = (
+                    f"{stack}.layers.{{i}}.{part}",
+                    f"{stack}.block.{{i}}.layer.{number}",
+                )
+                names[f"{own}_norm"] = f"{published}.layer_norm"
+                for name, published_name in _PART_NAMES[part].items():
+                    names[f"{own}.{name}"] = f"{published}.{published_name}"
             rules += linear_rules(names, ("weight",))
         return rules
 

@@ -1,7 +1,7 @@
-"""The families there are: the one table. A family is an import line and two names here.
+"""Table of all families; a family is an import line and two names here.
 
-What `bmforge.models` exports, which checkpoints `AutoModel` opens, the presets that are found by
-name, and the rows of docs/capabilities.md and docs/presets.md follow from it.
+The exports of `bmforge.models`, the checkpoints that `AutoModel` opens, the presets, and the rows
+of docs/capabilities.md and docs/presets.md follow from it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""GLM, which fills blanks: a bidirectional text (part A), then the blanks' contents one by one.
+"""GLM: blank infilling, with a bidirectional text (part A) and then the contents of its blanks.
 
-A token of part B has the position of the blank it fills, and beside it its place in that blank.
-The original keeps hidden states of earlier tokens (`mems`); a key-value cache is the same function.
+A token of part B has the position of the blank that it fills, and a second position within the
+blank. The original caches hidden states (`mems`); a KV cache computes the same.
 
 Source: Du et al., "GLM: General language model pretraining with autoregressive blank infilling"
 (ACL 2022); names and fields are those of the published remote code, `modeling_glm.py`. Not GLM-4,
-which shares its model_type.
+which has the same model_type.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from bmforge.nn.blanks import blank_positions
 
 __all__ = ["GLM", "GLMConfig", "is_glm10b"]
 
-# Fields that only one of the two models called "glm" has.
+# Fields that only one of the two models with model_type "glm" has.
 _OURS = {"num_layers", "max_sequence_length", "block_position_encoding"}
 _GLM4S = {"num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "partial_rotary_factor"}
-# attention_scale only moves the rounding: scores are divided by it and multiplied again.
+# attention_scale affects rounding only: scores are divided by it and multiplied again.
 _IGNORED_FIELDS = """
     attention_scale checkpoint_activations checkpoint_num_layers parallel_output spell_func
     output_predict bad_words_id classifier_dropout use_scaled_init_for_output_weights eop_tok_id
@@ -43,7 +43,7 @@ _DROPOUTS = ("dropout", "attn_dropout", "embed_dropout")
 
 
 def is_glm10b(raw: dict[str, Any]) -> bool:
-    """Tell whether a config.json with model_type "glm" is of this family and not a GLM-4."""
+    """Return True if a config.json with model_type "glm" is of this family and not of GLM-4."""
     return raw.get("model_type") == "glm" and bool(_OURS & set(raw)) and not _GLM4S & set(raw)
 
 
@@ -52,20 +52,21 @@ def _size(vocab: int, hidden: int, layers: int, heads: int, length: int = 1024) 
     return dict(zip(names, (vocab, hidden, layers, heads, length), strict=True))
 
 
-# ModelCenter's numbers of the Chinese vocabulary's tokens.
+# ModelCenter's ids of the Chinese vocabulary's special tokens.
 _CHINESE = {"sop_token_id": 50006, "mask_token_id": 50008}
 
 
 @dataclass(kw_only=True)
 class GLMConfig(ModelConfig):
-    """Sizes of a GLM; the fields not named here are `ModelConfig`'s.
+    """Config of GLM; other fields are those of `ModelConfig`.
 
     Args:
-        dropout: on what each part adds to the residual.
-        attn_dropout: on attention weights.
-        embed_dropout: after the embedding.
-        sop_token_id: begins a blank's contents; with it, positions and part A follow from the ids.
-        mask_token_id: stands for a blank.
+        dropout: dropout probability of each sublayer's output.
+        attn_dropout: dropout probability of attention weights.
+        embed_dropout: dropout probability after the embedding.
+        sop_token_id: token that begins a blank's contents; if set, positions and the length of part
+            A are derived from the ids.
+        mask_token_id: token that marks a blank.
     """
 
     family: ClassVar[str] = "glm"
@@ -125,12 +126,12 @@ class GLMConfig(ModelConfig):
     mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest: F = 4 D, and the base's."""
+        """Derive F = 4 D, and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check what config.json cannot say."""
+        """Check the fields that config.json cannot express."""
         super().check()
         fixed = {
             "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
@@ -138,28 +139,28 @@ class GLMConfig(ModelConfig):
             "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
             "tie_word_embeddings": (self.tie_word_embeddings, True),
         }
-        wrong = [
-            f"{n}={has!r} must be {must!r}"
-            for n, (has, must) in fixed.items()
-            if has != must and not self.says(n.split()[-1])
+        problems = [
+            f"{n}={value!r} must be {needed!r}"
+            for n, (value, needed) in fixed.items()
+            if value != needed and not self.says(n.split()[-1])
         ]
         if (self.sop_token_id is None) != (self.mask_token_id is None):
-            wrong.append("sop_token_id and mask_token_id need each other")
-        if wrong:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+            problems.append("sop_token_id and mask_token_id must be set together")
+        if problems:
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Tell whether a config.json's contents are of this family."""
+        """Return True if the contents of a config.json belong to this family."""
         return is_glm10b(raw)
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()) -> Self:
-        """Read the published config; a GLM-4's is refused by name."""
-        if found := sorted(_GLM4S & set(raw)):
+        """Read the published config; that of a GLM-4 is refused."""
+        if fields := sorted(_GLM4S & set(raw)):
             raise ConfigError(
-                f"this config.json has {', '.join(found)}: it is a GLM-4, which shares nothing but "
-                "the model_type 'glm' with GLM-10B, the model of this family."
+                f"this config.json has {', '.join(fields)}: it is a GLM-4, which shares nothing "
+                "but the model_type 'glm' with GLM-10B, the model of this family."
             )
         return super().from_hf(raw, allow_unknown)
 
@@ -175,14 +176,15 @@ class GLMConfig(ModelConfig):
 class GLM(CausalLM):
     """GLM with a language-model head, tied to the embedding.
 
-    Its `forward` is `CausalLM`'s, with two arguments of another meaning:
+    Its `forward` is that of `CausalLM`, with two arguments of another meaning:
 
     Args:
-        attention_mask: (B,) or one number, the length of part A, which all tokens see; (B, 1, T,
-            past + T) written out, 1 for visible; or (B, past + T), 0 for padding. Without lengths
-            part A follows from the ids where the config has `sop_token_id`, and is empty otherwise.
-        position_ids: (B or 1, 2, T), positions and places in the blanks; or (B or 1, T), positions
-            outside of blanks. Not given, they follow from the ids like part A, or are counted.
+        attention_mask: (B,) or one number: length of part A, which all tokens attend to; (B, 1, T,
+            past + T): mask of every pair of tokens; or (B, past + T): 0 for padding. Without
+            lengths part A is derived from the ids if the config has `sop_token_id`, else it is
+            empty.
+        position_ids: (B or 1, 2, T): positions, and positions within blanks; or (B or 1, T):
+            positions outside of blanks. By default derived from the ids like part A, or counted.
     """
 
     config_class = GLMConfig
@@ -201,40 +203,40 @@ class GLM(CausalLM):
             self.classifier = DeepClassifier(width, config.num_labels, config.dropout)
 
     def init_std(self, name: str) -> float:
-        """Scale what adds to the residual by 1/sqrt(2 L), as the original training does."""
+        """Scale residual projections by 1/sqrt(2 L), as the original training does."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def derive_positions(
         self, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return positions (B, 2, T) and the length of part A (B,) of whole rows; see `nn.blanks`.
+        """Return positions (B, 2, T) and the length of part A (B,); see `nn.blank_positions`.
 
         The config must have `sop_token_id` and `mask_token_id`.
         """
         if input_ids.dim() != 2:
             raise ShapeError(
-                "where blanks are is read from input_ids: with inputs_embeds pass position_ids "
-                "(B, 2, T), and the length of part A as attention_mask (B,)."
+                "blanks are located in input_ids. With inputs_embeds pass position_ids (B, 2, T), "
+                "and the length of part A as attention_mask (B,)."
             )
         padding = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
         ids = self.config.sop_token_id, self.config.mask_token_id
         return blank_positions(input_ids, *ids, padding)
 
     def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """As `CausalLM`: a blank that a new token fills is found in the whole row."""
+        """Return the positions; the blank that a new token fills is found in the whole sequence."""
         if self.config.sop_token_id is None:
             return None
         return self.derive_positions(input_ids, attention_mask)[0]
 
-    def _count_positions(self, given: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
-        found = self.row_positions(given, attention_mask)
-        if found is not None and past:
+    def _count_positions(self, inputs: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+        positions = self.row_positions(inputs, attention_mask)
+        if positions is not None and past:
             raise ShapeError(
-                "with a cache, position_ids (B, 2, T) must be given: the blank that a later token "
-                "fills is found in the whole row (model.row_positions does that)."
+                "with a cache, position_ids (B, 2, T) must be given, because the blank that a "
+                "token fills is found in the whole sequence (model.row_positions computes them)."
             )
-        return super()._count_positions(given, None, past) if found is None else found
+        return super()._count_positions(inputs, None, past) if positions is None else positions
 
     def _begin(self, x: Tensor, position_ids: Tensor) -> Tensor:
         if position_ids.dim() == 2:
@@ -243,33 +245,33 @@ class GLM(CausalLM):
         if reads_are_free(position_ids) and position_ids.numel() and position_ids.max() > limit:
             raise ShapeError(
                 f"position_ids go up to {int(position_ids.max())}, but the model has positions 0 "
-                f"to max_seq_len={limit}. Cut the input."
+                f"to max_seq_len={limit}. Truncate the input."
             )
-        places = self.embed_positions(position_ids[:, 0]) + self.embed_blocks(position_ids[:, 1])
-        x = x + places
+        positions = self.embed_positions(position_ids[:, 0]) + self.embed_blocks(position_ids[:, 1])
+        x = x + positions
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def _build_masks(
         self,
-        given: Tensor,
+        inputs: Tensor,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         past: int,
     ) -> dict[int | None, Tensor | None]:
         if attention_mask is not None and attention_mask.dim() == 4:
             return {None: attention_mask.bool()}
-        rows, prefix = given.shape[0], None
+        batch_size, prefix = inputs.shape[0], None
         if attention_mask is not None and attention_mask.dim() < 2:
             count = attention_mask.numel()
-            if count not in (1, rows):
-                raise ShapeError(f"attention_mask has {count} lengths for {rows} rows.")
-            prefix, attention_mask = attention_mask.reshape(-1).expand(rows), None
+            if count not in (1, batch_size):
+                raise ShapeError(f"attention_mask has {count} lengths for {batch_size} sequences.")
+            prefix, attention_mask = attention_mask.reshape(-1).expand(batch_size), None
         elif self.config.sop_token_id is not None and not past:
-            prefix = self.derive_positions(given, attention_mask)[1]
+            prefix = self.derive_positions(inputs, attention_mask)[1]
         mask = build_mask(
-            (rows, given.shape[1]),
-            given.device,
+            (batch_size, inputs.shape[1]),
+            inputs.device,
             past=past,
             attention_mask=attention_mask,
             document_ids=document_ids,
@@ -277,30 +279,30 @@ class GLM(CausalLM):
         )
         return {None: mask}
 
-    def _pick_tokens(self, given: Tensor, attention_mask: Tensor | None) -> Tensor:
-        return torch.zeros(given.shape[0], dtype=torch.long, device=given.device)
+    def _pick_tokens(self, inputs: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return torch.zeros(inputs.shape[0], dtype=torch.long, device=inputs.device)
 
     def _check_length(self, length: int) -> None:
-        """Allow any length: what counts are the positions, and part B uses them again."""
+        """Allow any length: the limit is on positions, which part B shares with part A."""
 
     def weight_rules(self) -> list[WeightRule]:
         """Map to the published names; q, k and v are fused."""
-        width, block, theirs = self.config.hidden_size, "layers.{i}.", "layers.{i}."
+        width, block, published = self.config.hidden_size, "layers.{i}.", "layers.{i}."
         names = {
             "embed_positions": "position_embeddings",
             "embed_blocks": "block_position_embeddings",
             "norm": "final_layernorm",
-            f"{block}attn_norm": f"{theirs}input_layernorm",
-            f"{block}mlp_norm": f"{theirs}post_attention_layernorm",
-            f"{block}attn.o_proj": f"{theirs}attention.dense",
-            f"{block}mlp.up_proj": f"{theirs}mlp.dense_h_to_4h",
-            f"{block}mlp.down_proj": f"{theirs}mlp.dense_4h_to_h",
+            f"{block}attn_norm": f"{published}input_layernorm",
+            f"{block}mlp_norm": f"{published}post_attention_layernorm",
+            f"{block}attn.o_proj": f"{published}attention.dense",
+            f"{block}mlp.up_proj": f"{published}mlp.dense_h_to_4h",
+            f"{block}mlp.down_proj": f"{published}mlp.dense_4h_to_h",
         }
-        renamed = linear_rules({ours: f"glm.transformer.{name}" for ours, name in names.items()})
+        renamed = linear_rules({own: f"glm.transformer.{name}" for own, name in names.items()})
         fused = [
             WeightRule(
                 f"{block}attn.{part}.{kind}",
-                f"glm.transformer.{theirs}attention.query_key_value.{kind}",
+                f"glm.transformer.{published}attention.query_key_value.{kind}",
                 part=(number * width, 3 * width),
             )
             for kind in ("weight", "bias")

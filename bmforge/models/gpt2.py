@@ -23,17 +23,17 @@ def _size(hidden_size: int, num_layers: int, num_heads: int) -> dict[str, int]:
 
 @dataclass(kw_only=True)
 class GPT2Config(ModelConfig):
-    """Sizes of a GPT-2; the fields not named here are `ModelConfig`'s.
+    """Config of GPT-2; other fields are those of `ModelConfig`.
 
     Args:
-        activation: of the MLP; a name in `nn.mlp.ACTIVATIONS`.
-        dropout: on what each part adds to the residual.
-        embed_dropout: on the embedding; None takes `dropout`.
-        attn_dropout: on attention weights.
-        bias: biases in attention and the MLP, as the published ones have.
+        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
+        dropout: dropout probability of each sublayer's output.
+        embed_dropout: dropout probability of the embedding; None is `dropout`.
+        attn_dropout: dropout probability of attention weights.
+        bias: biases in attention and MLP, as in the published models.
 
-    Heads of another width than hidden_size / num_heads, and no biases, are CPM-Pretrain's: such a
-    model is saved with a field that transformers does not know.
+    Heads with another width than hidden_size / num_heads, and no biases, exist in CPM-Pretrain:
+    such a model is saved with a field that transformers does not know.
     """
 
     family: ClassVar[str] = "gpt2"
@@ -56,7 +56,7 @@ class GPT2Config(ModelConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # n_ctx repeats n_positions; the summary_ fields belong to a head for multiple choice.
+    # n_ctx repeats n_positions; the summary_ fields are those of a multiple-choice head.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "n_ctx",
@@ -106,12 +106,12 @@ class GPT2Config(ModelConfig):
     bias: bool = True
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest: F = 4 D, and the base's."""
+        """Derive F = 4 D, and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         if self.num_kv_heads != self.num_heads:
             raise ConfigError(
@@ -121,10 +121,12 @@ class GPT2Config(ModelConfig):
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         embed, residual = raw.pop("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
-        own: dict[str, Any] = {name: raw.pop(name) for name in ("head_dim", "bias") if name in raw}
+        values: dict[str, Any] = {
+            name: raw.pop(name) for name in ("head_dim", "bias") if name in raw
+        }
         if embed != residual:
-            own["embed_dropout"] = embed
-        return own, raw
+            values["embed_dropout"] = embed
+        return values, raw
 
     def _give_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size
@@ -165,14 +167,14 @@ class GPT2(CausalLM):
         super().__init__(config, DecoderSpec(block, embed_dropout=embed))
 
     def init_std(self, name: str) -> float:
-        """Scale what adds to the residual by 1/sqrt(2 L), as the paper does."""
+        """Scale residual projections by 1/sqrt(2 L), as in the paper."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names: Conv1D weights are transposed, q, k and v are fused."""
+        """Map to transformers' names: Conv1D weights are transposed; q, k and v are fused."""
         width = self.config.num_heads * self.config.head_dim
-        block, theirs = "layers.{i}.", "transformer.h.{i}."
+        block, published = "layers.{i}.", "transformer.h.{i}."
         rules = [
             WeightRule("embed.weight", "transformer.wte.weight"),
             WeightRule("embed_positions.weight", "transformer.wpe.weight"),
@@ -181,18 +183,22 @@ class GPT2(CausalLM):
         ]
         for kind in ("weight", "bias"):
             rules += [
-                WeightRule(f"{block}attn_norm.{kind}", f"{theirs}ln_1.{kind}"),
-                WeightRule(f"{block}mlp_norm.{kind}", f"{theirs}ln_2.{kind}"),
+                WeightRule(f"{block}attn_norm.{kind}", f"{published}ln_1.{kind}"),
+                WeightRule(f"{block}mlp_norm.{kind}", f"{published}ln_2.{kind}"),
             ]
         for kind in ("weight", "bias") if self.config.bias else ("weight",):
             transpose = kind == "weight"
             rules += [
-                WeightRule(f"{block}attn.o_proj.{kind}", f"{theirs}attn.c_proj.{kind}", transpose),
-                WeightRule(f"{block}mlp.up_proj.{kind}", f"{theirs}mlp.c_fc.{kind}", transpose),
-                WeightRule(f"{block}mlp.down_proj.{kind}", f"{theirs}mlp.c_proj.{kind}", transpose),
+                WeightRule(
+                    f"{block}attn.o_proj.{kind}", f"{published}attn.c_proj.{kind}", transpose
+                ),
+                WeightRule(f"{block}mlp.up_proj.{kind}", f"{published}mlp.c_fc.{kind}", transpose),
+                WeightRule(
+                    f"{block}mlp.down_proj.{kind}", f"{published}mlp.c_proj.{kind}", transpose
+                ),
             ]
             for number, part in enumerate(("q_proj", "k_proj", "v_proj")):
                 rows = (number * width, 3 * width)
-                fused = f"{theirs}attn.c_attn.{kind}"
+                fused = f"{published}attn.c_attn.{kind}"
                 rules.append(WeightRule(f"{block}attn.{part}.{kind}", fused, transpose, rows))
         return rules

@@ -21,14 +21,14 @@ _LM_NAMES = {"lm_head.weight": "lm_head.weight", "lm_head.bias": "lm_head.bias"}
 
 @dataclass(kw_only=True)
 class GPTJConfig(ModelConfig):
-    """Sizes of a GPT-J; the fields not named here are `ModelConfig`'s.
+    """Config of GPT-J; other fields are those of `ModelConfig`.
 
     Args:
-        rotary_dim: how many dims of a head carry its position; even.
-        activation: of the MLP; a name in `nn.mlp.ACTIVATIONS`.
-        embed_dropout: on the embedding.
-        dropout: on what attention and MLP add to the residual.
-        attn_dropout: on attention weights.
+        rotary_dim: number of head dims that are rotated (even).
+        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
+        embed_dropout: dropout probability of the embedding.
+        dropout: dropout probability of the outputs of attention and MLP.
+        attn_dropout: dropout probability of attention weights.
     """
 
     family: ClassVar[str] = "gptj"
@@ -53,7 +53,7 @@ class GPTJConfig(ModelConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # n_ctx repeats n_positions; the summary_ fields belong to a head for multiple choice.
+    # n_ctx repeats n_positions; the summary_ fields are those of a multiple-choice head.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "n_ctx",
@@ -88,12 +88,12 @@ class GPTJConfig(ModelConfig):
     attn_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest: F = 4 D, and the base's."""
+        """Derive F = 4 D, and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         problems = []
         if (
@@ -118,7 +118,7 @@ class GPTJConfig(ModelConfig):
 
 
 class GPTJ(CausalLM):
-    """GPT-J: attention and MLP side by side behind one norm, rotary pairs that are neighbours."""
+    """GPT-J: attention and MLP in parallel after one norm, and interleaved rotary pairs."""
 
     config_class = GPTJConfig
     family_traits = Traits("left", "next token", "rotary")
@@ -149,24 +149,24 @@ class GPTJ(CausalLM):
         )
 
     def init_std(self, name: str) -> float:
-        """Scale what adds to the residual by 1/sqrt(2 L), as in GPT-2."""
+        """Scale residual projections by 1/sqrt(2 L), as in GPT-2."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map to transformers' names; only the names differ."""
-        block, theirs = "layers.{i}.", "transformer.h.{i}."
-        parts = {f"{block}attn.{p}": f"{theirs}attn.{p}" for p in ("q_proj", "k_proj", "v_proj")}
+        block, published = "layers.{i}.", "transformer.h.{i}."
+        parts = {f"{block}attn.{p}": f"{published}attn.{p}" for p in ("q_proj", "k_proj", "v_proj")}
         return [
             WeightRule("embed.weight", "transformer.wte.weight"),
             *linear_rules(
                 {
                     "norm": "transformer.ln_f",
-                    f"{block}attn_norm": f"{theirs}ln_1",
+                    f"{block}attn_norm": f"{published}ln_1",
                     **parts,
-                    f"{block}attn.o_proj": f"{theirs}attn.out_proj",
-                    f"{block}mlp.up_proj": f"{theirs}mlp.fc_in",
-                    f"{block}mlp.down_proj": f"{theirs}mlp.fc_out",
+                    f"{block}attn.o_proj": f"{published}attn.out_proj",
+                    f"{block}mlp.up_proj": f"{published}mlp.fc_in",
+                    f"{block}mlp.down_proj": f"{published}mlp.fc_out",
                 }
             ),
         ]

@@ -1,6 +1,6 @@
-"""Heads: what turns hidden states into an answer, the same for every family that has them.
+"""Heads that turn hidden states into predictions, shared by all families.
 
-A config names its head; the family's table says what the head is called in transformers.
+A config names its head; the family's table has the head's names in transformers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Head:
-    """One head of a family, under transformers' names.
+    """One head of a family, with transformers' names.
 
     Args:
-        architecture: the transformers class, as config.json names it.
-        names: our parameters of the head -> theirs.
-        prefix: what stands before the body's names; None takes the family's usual one.
-        aliases: other classes whose checkpoints open with this head.
-        optional: parameters a checkpoint may lack; they are drawn then.
+        architecture: transformers class, as in config.json.
+        names: parameters of the head here -> published.
+        prefix: prefix of the body's names; None is the family's default.
+        aliases: other classes whose checkpoints this head opens.
+        optional: parameters that a checkpoint may lack; they are initialized then.
     """
 
     architecture: str
@@ -54,14 +54,14 @@ class Head:
 def classifier_heads(
     stem: str, sequence: str, token: str, question: str, *, sequence_bias: bool = True
 ) -> dict[str, Head]:
-    """Return the three usual heads: a linear layer on one token, on every token, on spans.
+    """Return the three common heads: a linear layer on one token, on every token, on spans.
 
     Args:
-        stem: of the class names, such as ``"Llama"``.
-        sequence: their module for sequences ("" where the family has no such head).
-        token: their module for tokens, likewise.
-        question: their module for spans, likewise.
-        sequence_bias: whether the sequence head has a bias.
+        stem: prefix of the class names, such as ``"Llama"``.
+        sequence: published module of the sequence classifier ("" for none).
+        token: published module of the token classifier ("" for none).
+        question: published module of question answering ("" for none).
+        sequence_bias: the sequence classifier has a bias.
     """
 
     def linear(module: str, bias: bool = True) -> dict[str, str]:
@@ -82,15 +82,15 @@ def classifier_heads(
 def classification_loss(
     logits: Tensor, labels: Tensor, problem_type: str = "", num_items: float | Tensor | None = None
 ) -> Tensor:
-    """Loss of a classifier, as transformers computes it.
+    """Loss of a classifier, as in transformers.
 
     Args:
-        logits: scores of L classes.
-        labels: integers for one class per row (-100 counts nothing), floats for several; with
-            L = 1, the number to predict.
+        logits: logits of L classes.
+        labels: integers for one class per sequence (-100 is ignored), floats for several; with
+            L = 1, the regression target.
         problem_type: "regression", "single_label_classification" or "multi_label_classification";
             "" decides by L and the labels' dtype.
-        num_items: what the summed loss is divided by; None takes the mean.
+        num_items: divisor of the summed loss; None takes the mean.
 
     Shape:
         logits: (B, L) or (B, T, L); labels: (B,), (B, T) or (B, L)
@@ -116,15 +116,17 @@ def span_loss(
 ) -> Tensor:
     """Loss of question answering: the mean of the start's and the end's cross-entropy.
 
-    Positions outside the row count nothing, as in transformers.
+    Positions outside of the sequence are ignored, as in transformers.
 
     Shape:
         logits: (B, T, 2); starts, ends: (B,)
     """
     length = logits.shape[1]
     losses = []
-    for column, place in ((0, starts), (1, ends)):
-        inside = torch.where(place.clamp(0, length) == length, IGNORE_INDEX, place.clamp(min=0))
+    for column, position in ((0, starts), (1, ends)):
+        inside = torch.where(
+            position.clamp(0, length) == length, IGNORE_INDEX, position.clamp(min=0)
+        )
         losses.append(classification_loss(logits[..., column], inside, "single", num_items))
     return (losses[0] + losses[1]) / 2
 
@@ -158,10 +160,10 @@ def finish_spans(
 
 
 def find_last_token(given: Tensor, attention_mask: Tensor | None, padding: int | None) -> Tensor:
-    """Return the index of every row's last real token, (B,).
+    """Return the index of every sequence's last real token, (B,).
 
-    It is the last one that `attention_mask` shows; without a mask the last that is not padding,
-    where there is a padding token; else, and of embeddings, the last.
+    It is the last one in `attention_mask`; without a mask the last that is no padding, if there is
+    a padding token; else, and for embeddings, the last one.
 
     Shape:
         given: (B, T) ids or (B, T, D) embeddings
@@ -171,56 +173,52 @@ def find_last_token(given: Tensor, attention_mask: Tensor | None, padding: int |
         real = given != padding
     if real is None:
         return torch.full((rows,), length - 1, device=given.device)
-    places = torch.arange(length, device=given.device)
-    return (places * (real != 0)).argmax(-1)
+    positions = torch.arange(length, device=given.device)
+    return (positions * (real != 0)).argmax(-1)
 
 
 def check_head(family: str, head: str, heads: Mapping[str, Head]) -> None:
     """Raise `ConfigError` for a head that the family does not have."""
     if head not in heads:
-        raise ConfigError(f"{family} has no head {head!r}. It has: {', '.join(heads)}.")
+        raise ConfigError(f"{family} has no head {head!r} (it has: {', '.join(heads)}).")
 
 
 def check_labels(labels: Tensor, rows: int) -> None:
-    """Raise `ShapeError` where labels cannot belong to `rows` rows."""
+    """Raise `ShapeError` unless there are labels for `rows` sequences."""
     if labels.shape[0] != rows:
-        raise ShapeError(f"labels have {labels.shape[0]} rows, the input has {rows}.")
+        raise ShapeError(f"labels have batch size {labels.shape[0]}, but the input has {rows}.")
 
 
 def check_places(head: str, labels: Tensor | None, logits_at: Tensor | None) -> None:
-    """Refuse places for logits where there are none: with labels, or a head of another kind.
-
-    Raises:
-        ShapeError: they are given there.
-    """
+    """Raise `ShapeError` for `logits_at` with labels, or with a head that has no token logits."""
     if logits_at is None:
         return
     if labels is not None or head not in ("masked_lm", "language_model", "sequence_to_sequence"):
-        found = "with labels" if labels is not None else f"the head {head!r}"
+        conflict = "with labels" if labels is not None else f"with the head {head!r}"
         raise ShapeError(
-            f"logits_at says of which positions a token is predicted, and has no effect {found}."
+            f"logits_at selects positions of token logits and has no effect {conflict}."
         )
 
 
 def pick_states(x: Tensor, last: int | None, logits_at: Tensor | None) -> Tensor:
-    """Return the hidden states whose logits are wanted.
+    """Select the hidden states whose logits are computed.
 
     Args:
-        x: of all positions.
-        last: of the last so many; None of all.
-        logits_at: of these positions of every row instead.
+        x: hidden states of all positions.
+        last: number of last positions; None is all.
+        logits_at: positions of every sequence.
 
     Shape:
         x: (B, T, D); logits_at: (B, M); returns (B, T, D), (B, last, D) or (B, M, D)
 
     Raises:
-        ShapeError: both are given, or the places are of another form.
+        ShapeError: both are given, or `logits_at` has another shape.
     """
     if logits_at is None:
         return x if last is None else x[:, -last:]
     if last is not None or logits_at.dim() != 2 or logits_at.shape[0] != x.shape[0]:
         raise ShapeError(
-            f"logits_at has shape {tuple(logits_at.shape)} and logits_to_keep is {last}; needed is "
+            f"logits_at has shape {tuple(logits_at.shape)} with logits_to_keep={last}; it must be "
             f"(B={x.shape[0]}, M), without logits_to_keep."
         )
     return x[torch.arange(x.shape[0], device=x.device)[:, None], logits_at]

@@ -1,4 +1,4 @@
-"""The families by name: opening any checkpoint, and finding a preset."""
+"""Lookup of families by name: open any checkpoint, find a preset."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["FAMILIES", "AutoModel", "find_config", "find_model", "find_preset"]
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
-    """Return the family and config of a preset by its name, or by that of its weights.
+    """Return family and config of a preset by its name or that of its weights.
 
     Raises:
-        ConfigError: no family has such a preset; the nearest is named.
+        ConfigError: unknown preset; the message names the nearest.
     """
     for family in FAMILIES.values():
         presets, ids = family.config_class.presets, family.config_class.hub_ids
-        # Weights go by several names: short ones, and their place on the hub.
-        wanted = ids.get(name, name)
-        same = (key for key in presets if ids.get(key) == wanted)
+        # Weights have several names: short ones and their hub id.
+        hub_id = ids.get(name, name)
+        same = (key for key in presets if ids.get(key) == hub_id)
         preset = name if name in presets else next(same, None)
         if preset is not None:
             return family, family.config_class.preset(preset)
-    known = [n for f in FAMILIES.values() for n in f.config_class.presets]
-    raise ConfigError(f"no preset {name!r}.{suggest(name, known)} Known: {', '.join(known)}.")
+    names = [n for f in FAMILIES.values() for n in f.config_class.presets]
+    raise ConfigError(f"unknown preset {name!r} (known: {', '.join(names)}).{suggest(name, names)}")
 
 
 def find_config(name: str) -> tuple[type[Model], ModelConfig]:
-    """Return the family and config of a model directory or GGUF file, or of a preset by its name.
+    """Return family and config of a model directory, GGUF file or preset.
 
     Raises:
         ConfigError: neither a preset nor a model.
@@ -48,39 +48,39 @@ def find_config(name: str) -> tuple[type[Model], ModelConfig]:
 
 
 def find_model(name: str | Path) -> Path:
-    """Return the directory of a model by directory, hub id or any family's short name.
+    """Return the directory of a model given as a directory, hub id or short name.
 
     Raises:
-        ConfigError: neither here, nor in the cache, nor on the hub.
+        ConfigError: it is neither a directory, nor in the cache, nor on the hub.
     """
     hub_ids = {k: v for f in FAMILIES.values() for k, v in f.config_class.hub_ids.items()}
     return resolve_model(name, hub_ids)
 
 
 class AutoModel:
-    """Opens a checkpoint of any family by the `model_type` in its config.json."""
+    """Loads a checkpoint of any family by the `model_type` in its config.json."""
 
     @staticmethod
     def family_of(raw: dict[str, Any]) -> type[Model]:
-        """Return the class for a config.json's contents.
+        """Return the class for the contents of a config.json.
 
         Raises:
-            ConfigError: a model_type that no family handles.
+            ConfigError: no family supports the model_type.
         """
         for family in FAMILIES.values():
             if family.config_class.opens(raw):
                 return family
         kind = raw.get("model_type")
         configs = [family.config_class for family in FAMILIES.values()]
-        known = sorted({t for c in configs for t in c.model_types or (c.family,)})
+        supported = sorted({t for c in configs for t in c.model_types or (c.family,)})
         raise ConfigError(
-            f"model_type={kind!r} is not known.{suggest(str(kind), known)} "
-            f"Known: {', '.join(known)}."
+            f"unsupported model_type={kind!r} (supported: {', '.join(supported)})."
+            f"{suggest(str(kind), supported)}"
         )
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Model:
-        """Open a checkpoint; the options are those of `Model.from_pretrained`."""
+        """Load a checkpoint; the options are those of `Model.from_pretrained`."""
         family, directory = cls._find(name)
         return family.from_pretrained(directory, **options)
 
@@ -96,7 +96,7 @@ class AutoModel:
         raw = read_config_file(directory)
         if "model_type" not in raw and (directory / "pytorch_model.pt").is_file():
             raise ConfigError(
-                f"{str(name)!r} is in ModelCenter's form. Convert it once: bmforge convert "
-                f"{name} DIRECTORY."
+                f"{str(name)!r} is in ModelCenter's format. Convert it: bmforge convert {name} "
+                "DIRECTORY."
             )
         return cls.family_of(raw), directory

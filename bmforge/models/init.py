@@ -1,4 +1,4 @@
-"""Drawing a model's weights so that every layout draws the same ones; see `nn.draw`."""
+"""Random initialization of models, with the same result on every layout."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ __all__ = [
 
 
 class NoDrawing(TorchFunctionMode):
-    """Inside it modules are built without drawing weights, which `init_weights_` or loading sets.
+    """Context in which modules are built without initializing weights.
 
-    On meta nothing would be drawn either, but torch imports its compiler for it: seconds.
+    On the meta device nothing would be initialized either, but torch would import its compiler,
+    which takes seconds.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Leave out the functions of `torch.nn.init`, which return the tensor they are given."""
+        """Skip the functions of `torch.nn.init`, returning their tensor unchanged."""
         if getattr(func, "__module__", None) == nn.init.__name__:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
@@ -45,12 +46,12 @@ def materialize_(
     device: torch.device | str | None = None,
     elsewhere: Mapping[str, torch.device] | None = None,
 ) -> None:
-    """Give memory to a model built on meta; ties, layouts and already real tensors stay.
+    """Allocate a model built on meta; ties, layouts and existing tensors are kept.
 
     Args:
-        model: whose tensors they are.
-        device: where; None takes the layout's, else the CPU.
-        elsewhere: modules that are on other devices, by name.
+        model: model to allocate.
+        device: device; None is the layout's, else the CPU.
+        elsewhere: module name -> device, for modules on other devices.
     """
     tensors = persistent_tensors(model).values()
     if any(tensor.is_meta for tensor in tensors):
@@ -77,7 +78,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_(model: nn.Module, first: str, others: list[str]) -> None:
-    """Make the parameters one again where `to_empty` gave each its own memory."""
+    """Restore ties that `to_empty` broke by allocating each parameter."""
     parameter = model.get_parameter(first)
     for name in others:
         owner, _, leaf = name.rpartition(".")
@@ -86,12 +87,12 @@ def _tie_(model: nn.Module, first: str, others: list[str]) -> None:
 
 
 def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | None = None) -> Any:
-    """Draw every weight of a model, with the same result on every layout; return the model.
+    """Initialize all weights of a model, with the same result on every layout; return the model.
 
     Args:
-        model: a `Model`: plain, on meta, or laid out by `parallelize`.
-        seed: decides all of them.
-        device: where a model on meta comes to live; None takes its layout's, else the CPU.
+        model: a `Model`: plain, on meta, or parallelized.
+        seed: random seed of the initialization.
+        device: device for a model on meta; None is its layout's, else the CPU.
     """
     materialize_(model, device)
     for name, tensor in persistent_tensors(model).items():
@@ -101,16 +102,15 @@ def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | Non
 
 
 def weight_drawer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
-    """Return what draws one tensor of `model` when it is asked for, as `init_weights_` does."""
+    """Return a function that initializes one tensor of `model`, as `init_weights_` does."""
     return lambda name, target: init_tensor_(model, target, name, seed)
 
 
 def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
-    """Fill one tensor of a model: as its part says, else norm weights with 1, biases with 0 and
-    matrices from N(0, std^2).
+    """Initialize a tensor: by its notes, else norm weights 1, biases 0, matrices N(0, std^2).
 
     Raises:
-        TypeError: a buffer that no part describes, which nobody knows how to fill.
+        TypeError: a buffer without a description.
     """
     owner, _, key = name.rpartition(".")
     note = tensor_notes(model.get_submodule(owner)).get(key)
@@ -119,7 +119,7 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
         draw_tensor_(tensor, name, note, model.init_std(base), seed)
     elif not tensor.is_floating_point() or key in model.get_submodule(owner)._buffers:
         raise TypeError(
-            f"nothing says how {name} is drawn: its module needs tensor_notes (docs/changes.md)."
+            f"no initialization of {name}: its module needs tensor_notes (docs/changes.md)."
         )
     elif name.endswith("norm.weight"):
         fill_(tensor, 1.0)

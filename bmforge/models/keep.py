@@ -1,7 +1,7 @@
-"""Weights that a checkpoint holds as integers already, kept so: of GGUF files, GPTQ and AWQ.
+"""Loading of integer weights of GGUF, GPTQ and AWQ checkpoints without requantization.
 
-What our layout can say exactly is packed as it is, nothing is rounded again; what it cannot, and
-what the checkpoint holds as floats, becomes floats.
+Formats that the packed layout represents exactly are repacked without rounding; others, and weights
+that the checkpoint stores as floats, become floats.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _INTEGERS_AT_ONCE = 1 << 22
 
 
 def keep_(plain: Any, read: WeightReader) -> Any:
-    """Put packed layers where a checkpoint holds integers that they can hold; return the model.
+    """Replace layers by packed ones where the checkpoint has suitable integers; return the model.
 
     Args:
-        plain: the model on meta.
-        read: reads the checkpoint.
+        plain: model on the meta device.
+        read: reader of the checkpoint.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the checkpoint has none.
     """
-    found: dict[QuantSpec, list[str]] = {}
+    layers: dict[QuantSpec, list[str]] = {}
     for name, tensors in _targets(plain):
         specs = {read.stored_spec(tensor) for tensor in tensors}
         spec = next(iter(specs))
         if len(specs) == 1 and spec is not None:
-            found.setdefault(spec, []).append(name)
-    if not found:
+            layers.setdefault(spec, []).append(name)
+    if not layers:
         raise ConfigError(
-            "the checkpoint holds no integers that packed layers can keep (quantize='keep' is for "
-            "GGUF files, GPTQ and AWQ): name a scheme, such as 'int8'."
+            "the checkpoint has no integers that packed layers support (quantize='keep' is for "
+            "GGUF, GPTQ and AWQ). Name a scheme, such as quantize='int8'."
         )
-    for spec, names in found.items():
+    for spec, names in layers.items():
         plain.change_(Change("quantize", tuple(names), asdict(spec)))
-        get_logger().info("%d layers are kept as %s", len(names), _describe(spec))
+        get_logger().info("%d layers keep their integers (%s)", len(names), _describe(spec))
     return plain
 
 
@@ -62,7 +62,7 @@ def _describe(spec: QuantSpec) -> str:
 
 
 def _targets(model: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of every layer that can be packed, and those of its weights."""
+    """Yield name and weight names of every layer that can be packed."""
     names = {id(tensor): name for name, tensor in persistent_tensors(model).items()}
     globs = model.layout_rules().quantize_targets
     for name, module in model.named_modules():
@@ -75,13 +75,13 @@ def _targets(model: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def fill_kept_(store: nn.Module, base: str, name: str, read: WeightReader) -> None:
-    """Fill one matrix of a packed layer, or one stack, with the integers that a checkpoint holds.
+    """Fill one matrix or stack of a packed layer with a checkpoint's integers.
 
     Args:
-        store: the layer, whose parameters have memory.
-        base: the weight's name in the plain layer.
-        name: the same in the model.
-        read: reads the checkpoint.
+        store: packed layer with allocated parameters.
+        base: name of the weight in the plain layer.
+        name: full name of the weight in the model.
+        read: reader of the checkpoint.
     """
     assert isinstance(store, PackedStore)
     spec, sizes = store.spec, getattr(store, "_sizes", None)
@@ -97,10 +97,10 @@ def fill_kept_(store: nn.Module, base: str, name: str, read: WeightReader) -> No
             box = Box((first, 0), (count, columns))
             if number is not None:
                 box = Box((number, first, 0), (1, count, columns))
-            found = read.read_groups(name, box)
-            minima = None if found.minima is None else narrow_scales(found.minima, spec)
+            groups = read.read_groups(name, box)
+            minima = None if groups.minima is None else narrow_scales(groups.minima, spec)
             integers = Integers(
-                found.integers.flatten(1), narrow_scales(found.scales, spec), minima
+                groups.integers.flatten(1), narrow_scales(groups.scales, spec), minima
             )
             prefix = f"{base}_" if stack else ""
             store.put_(prefix, pack_matrix(integers, spec), first // PANEL_ROWS, number)

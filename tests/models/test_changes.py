@@ -60,7 +60,7 @@ def test_json_and_back() -> None:
 
 @pytest.mark.parametrize("where", [3, None, ["embed", 3]])
 def test_places_that_are_no_names(where: Any) -> None:
-    with pytest.raises(ConfigError, match="must be the name glob of a module"):
+    with pytest.raises(ConfigError, match="must be a module glob"):
         Change("int8", where)
 
 
@@ -101,8 +101,8 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         ),
         (Change("prefix", "layers.*.attn", {"length": 2, "std": -1.0}), "std=-1.0 must be"),
         (Change("int8", "layers.0.mlp.up_proj", name="mine"), "name='mine' has no effect"),
-        (Change("int8", ()), "names no module"),
-        (low_rank(()), "names no module"),
+        (Change("int8", ()), "selects no module"),
+        (low_rank(()), "selects no module"),
         (Change("low_rank", "lm_head", {"rank": 2, "alpha": 0.0}), "alpha=0.0 must be"),
         (Change("low_rank", "lm_head", {"rank": 2, "alpha": float("nan")}), "alpha=nan must be"),
         (Change("low_rank", "lm_head", {"rank": 2, "dropout": 1.0}), "dropout=1.0 must be"),
@@ -348,7 +348,7 @@ def test_a_tensor_that_no_rule_names_is_an_error_everywhere(tmp_path: Path) -> N
     assert "layers.0.attn.q_proj.seen" in persistent_tensors(model)
     with pytest.raises(TypeError, match=r"no weight rule for layers\.0\.attn\.q_proj\.seen"):
         model.save_pretrained(tmp_path)
-    with pytest.raises(TypeError, match=r"nothing says how layers\.0\.attn\.q_proj\.seen"):
+    with pytest.raises(TypeError, match=r"no initialization of layers\.0\.attn\.q_proj\.seen"):
         init_weights_(model)
 
 

@@ -144,7 +144,7 @@ def test_a_changed_model_is_a_start(start: Path, tmp_path: Path) -> None:
         ("nowhere.json", "neither JSON nor a file"),
         ("[{]", "not valid JSON"),
         ('{"kind": "low_rnak", "where": "layers.*"}', "Did you mean 'low_rank'"),
-        ('{"kind": "low_rank"}', "kind and where are needed"),
+        ('{"kind": "low_rank"}', "kind and where are required"),
         ('{"kind": "low_rank", "where": "layers.*.attn.q_porj", "options": {"rank": 2}}', "q_proj"),
         ('{"kind": "low_rank", "where": "layers.*.attn.q_proj"}', "rank"),
     ],
