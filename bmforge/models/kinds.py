@@ -1,7 +1,7 @@
-"""The kinds of change there are: what each does to the modules that it names.
+"""The kinds of changes to a model, and how each is applied to the named modules.
 
-A kind is a line in `KINDS`, a dataclass of options, and a function that finds the place of a part;
-the parts themselves are in `nn`, and so are the kinds that put them somewhere.
+A kind is an entry of `KINDS`: a dataclass of options and a function that changes modules. The
+modules that it adds are in `nn`, as are the kinds of adapters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["KINDS", "find_kind"]
 
 
 def store_as_int8_(model: nn.Module, names: Sequence[str], options: NoOptions, name: str) -> None:
-    """Keep the weights of layers as int8 rows; tied ones stay tied."""
+    """Store the weights of layers as int8 rows; tied weights stay tied."""
     stored: dict[int, Any] = {}
     refuse_name(name)
     _check_ties(model, names)
@@ -35,7 +35,7 @@ def store_as_int8_(model: nn.Module, names: Sequence[str], options: NoOptions, n
 
 
 def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, name: str) -> None:
-    """Pack the weights of layers; tied ones stay tied."""
+    """Quantize the weights of layers; tied weights stay tied."""
     refuse_name(name)
     _check_ties(model, names)
     new: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
             problems.append(f"{n}: {error}")
     if problems:
         more = f" And {len(problems) - 5} more." if len(problems) > 5 else ""
-        raise ConfigError(f"{' '.join(problems[:5])}{more} Leave them out of `where`.")
+        raise ConfigError(f"{' '.join(problems[:5])}{more} Exclude these layers from where=.")
     filled: dict[int, Any] = {}
     for n, module in new.items():
         plain: Any = model.get_submodule(n)
@@ -66,11 +66,11 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
 
 
 def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Put storage forms in the place of plain modules; what stands beside those comes along."""
+    """Replace modules by their quantized forms, with their adapters moved along."""
     for n, module in new.items():
         if taken := [p for p, _ in beside_parts(model.get_submodule(n)) if hasattr(module, p)]:
             kind = type(module).__name__
-            raise ConfigError(f"the part beside {n} has a name that a {kind} needs: {taken[0]!r}.")
+            raise ConfigError(f"an adapter of {n} has a name that {kind} uses: {taken[0]!r}.")
     for n, module in new.items():
         old = replace_module_(model, n, module)
         move_parts_(old, module)
@@ -79,7 +79,7 @@ def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
 
 
 def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise where a weight is shared with a module that is not among `names`."""
+    """Raise `ConfigError` if a weight is shared with a module that is not among `names`."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
@@ -87,22 +87,22 @@ def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
         left = [owner for owner in shared if owner not in names]
         if left and len(left) < len(shared):
             inside = next(owner for owner in shared if owner in names)
-            raise ConfigError(f"{inside} shares its weight with {left[0]}: name both in `where`.")
+            raise ConfigError(f"{inside} shares its weight with {left[0]}. Add both to where=.")
 
 
 def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: str) -> None:
-    """Make layers another size; see `resize.resize_`."""
+    """Resize layers; see `resize.resize_`."""
     refuse_name(name)
     if getattr(model, "spec", None) is None:
-        raise ConfigError("only models of bmforge know how their layers are made.")
+        raise ConfigError("only models of bmforge can be resized.")
     resize_(model, names, sizes)
 
 
 KINDS: Mapping[str, Kind] = {
     **PART_KINDS,
-    "int8": Kind(NoOptions, store_as_int8_, "weights of layers kept as int8 rows"),
-    "quantize": Kind(QuantSpec, quantize_layers_, "weights of layers packed as integers"),
-    "resize": Kind(Sizes, resize_blocks_, "layers of other sizes, or without a part"),
+    "int8": Kind(NoOptions, store_as_int8_, "weights of layers stored as int8 rows"),
+    "quantize": Kind(QuantSpec, quantize_layers_, "weights of layers quantized to integers"),
+    "resize": Kind(Sizes, resize_blocks_, "layers of other sizes, or without a sublayer"),
 }
 
 
@@ -114,8 +114,8 @@ def find_kind(name: str) -> Kind:
     """
     if name not in KINDS:
         raise ConfigError(
-            f"a change of kind {name!r} is not known to this version of bmforge."
-            f"{suggest(name, KINDS)} Known: {', '.join(KINDS)}. A newer version may have written "
-            "it: update bmforge."
+            f"change kind {name!r} is not known to this version of bmforge (known: "
+            f"{', '.join(KINDS)}).{suggest(name, KINDS)} A newer version may have written it: "
+            "update bmforge."
         )
     return KINDS[name]

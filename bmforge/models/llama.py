@@ -20,12 +20,12 @@ _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 def llama_heads(
     stem: str, sequence: str = "score", question_prefix: str | None = None
 ) -> dict[str, Head]:
-    """Return the heads of Llama and of the families that transformers copied from it.
+    """Return the heads of Llama and of the families that transformers derived from it.
 
     Args:
-        stem: of transformers' class names.
-        sequence: module name of the sequence and token heads.
-        question_prefix: what stands before the body's names beside the span head.
+        stem: prefix of transformers' class names.
+        sequence: published module of the sequence and token classifiers.
+        question_prefix: prefix of the body's names in question answering checkpoints.
     """
     heads = classifier_heads(stem, sequence, sequence, "qa_outputs", sequence_bias=False)
     heads["question_answering"] = replace(heads["question_answering"], prefix=question_prefix)
@@ -38,14 +38,16 @@ def llama_heads(
 
 def llama_rules() -> list[WeightRule]:
     """Map the body to transformers' names; only the names differ."""
-    block, theirs = "layers.{i}.", "model.layers.{i}."
-    parts = {f"{block}attn.{p}": f"{theirs}self_attn.{p}" for p in _ATTENTION_PARTS}
-    parts |= {f"{block}mlp.{p}": f"{theirs}mlp.{p}" for p in ("gate_proj", "up_proj", "down_proj")}
+    block, published = "layers.{i}.", "model.layers.{i}."
+    parts = {f"{block}attn.{p}": f"{published}self_attn.{p}" for p in _ATTENTION_PARTS}
+    parts |= {
+        f"{block}mlp.{p}": f"{published}mlp.{p}" for p in ("gate_proj", "up_proj", "down_proj")
+    }
     return [
         WeightRule("embed.weight", "model.embed_tokens.weight"),
         WeightRule("norm.weight", "model.norm.weight"),
-        WeightRule(f"{block}attn_norm.weight", f"{theirs}input_layernorm.weight"),
-        WeightRule(f"{block}mlp_norm.weight", f"{theirs}post_attention_layernorm.weight"),
+        WeightRule(f"{block}attn_norm.weight", f"{published}input_layernorm.weight"),
+        WeightRule(f"{block}mlp_norm.weight", f"{published}post_attention_layernorm.weight"),
         *linear_rules(parts),
     ]
 
@@ -77,14 +79,14 @@ _LLAMA32 = {
 
 @dataclass(kw_only=True)
 class LlamaConfig(RotaryConfig):
-    """Sizes of a Llama; the fields not named here are the base's.
+    """Config of Llama; other fields are those of the base class.
 
     Args:
-        activation: of the gated MLP.
+        activation: activation of the gated MLP.
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
-        attn_dropout: on attention weights.
-        pad_token_id: the token whose embedding gets no gradient; None for none.
+        attn_dropout: dropout probability of attention weights.
+        pad_token_id: token whose embedding gets no gradient; None is none.
     """
 
     family: ClassVar[str] = "llama"
@@ -149,7 +151,7 @@ class LlamaConfig(RotaryConfig):
 
     @property
     def is_gated(self) -> bool:
-        """Llama's MLP has a gate."""
+        """True: Llama's MLP has a gate."""
         return True
 
 

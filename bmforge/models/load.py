@@ -1,8 +1,7 @@
-"""Loading published weights into a model on any layout, reading only this process's slices.
+"""Loading of published weights into a model on any layout; each rank reads its shards only.
 
-A plain new model on the CPU takes tensors that lie in the file as it wants them from a map of the
-file: nothing is copied, and pages come in when they are first used. All else is read into memory of
-the parameters' own.
+A new plain model on the CPU maps tensors that the file stores in the right form: they are not
+copied, and pages are read on first use. Other tensors are read into newly allocated memory.
 """
 
 from __future__ import annotations
@@ -39,54 +38,54 @@ def load_weights_(
     threads: int | None = None,
     elsewhere: Mapping[str, torch.device] | None = None,
 ) -> Any:
-    """Load a Hugging Face checkpoint into a model, reading only this process's slices.
+    """Load a Hugging Face checkpoint into a model; each rank reads its shards only.
 
     Args:
-        model: a `Model`: plain, on meta, or laid out by `parallelize`.
-        source: the directory that holds the weights, or its opened files.
-        device: where a model on meta comes to live; None takes its layout's, else the CPU.
-        new_head: draw the head's weights (seed 0) where the checkpoint has none that fit.
-        threads: that read at a time; None takes as many as torch has.
-        elsewhere: modules that come to live on other devices, by name.
+        model: a `Model`: plain, on meta, or parallelized.
+        source: directory of the weights, or its opened files.
+        device: device for a model on meta; None is its layout's, else the CPU.
+        new_head: initialize the head's weights (seed 0) if the checkpoint has none of its shape.
+        threads: number of reading threads; None is torch's.
+        elsewhere: module name -> device, for modules on other devices.
 
     Raises:
-        CheckpointError: weights missing, unexpected or wrongly shaped, all of them listed; the
-            model is not touched then.
+        CheckpointError: missing, unexpected or misshaped weights, all listed; the model is
+            unchanged.
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
-    pairs, fresh, beside = match_sources(model, files, new_head)
-    unborn = {name for name, tensor in persistent_tensors(model).items() if tensor.is_meta}
+    pairs, new_names, adapter_names = match_sources(model, files, new_head)
+    unallocated = {name for name, tensor in persistent_tensors(model).items() if tensor.is_meta}
     materialize_(model, device, elsewhere)
     tensors = persistent_tensors(model)
     if any(is_streamed(tensor) for tensor in tensors.values()):
-        unborn.clear()  # who streams has little memory, and a map counts as all of the file
+        unallocated.clear()  # streaming saves memory, and a file mapping counts as resident
     uses = Counter(name for _, name in pairs)
     reads = []
     for rule, name in pairs:
         tensor = tensors[rule.ours]
         if is_streamed(tensor):
             continue
-        may_map = rule.ours in unborn and rule.is_renaming and uses[name] == 1
+        may_map = rule.ours in unallocated and rule.is_renaming and uses[name] == 1
         if not (may_map and _map_(tensor, name, files)):
             reads += _plan_reads(tensor, rule, name, files)
     run_reads(reads, "load weights", threads)
-    for name in fresh + beside:
-        if name in fresh or name in unborn:
+    for name in new_names + adapter_names:
+        if name in new_names or name in unallocated:
             init_tensor_(model, tensors[name], name, seed=0)
-    if fresh:
-        get_logger().info("new head, drawn at random: %s", ", ".join(fresh))
+    if new_names:
+        get_logger().info("new head, randomly initialized: %s", ", ".join(new_names))
     return model
 
 
 class WeightReader:
-    """Reads tensors of a model from a checkpoint, whole, when they are asked for.
+    """Reads whole tensors of a model from a checkpoint on demand.
 
     Args:
-        model: whose tensors they are.
+        model: model with the tensors.
         files: the checkpoint.
-        pairs: what each tensor is read by, and from which one in the files.
-        fresh: names of tensors that are drawn instead.
-        threads: that read at a time; None takes as many as torch has.
+        pairs: rule and published name of each tensor.
+        fresh: names of tensors that are initialized instead.
+        threads: number of reading threads; None is torch's.
     """
 
     def __init__(
@@ -103,11 +102,11 @@ class WeightReader:
             self._rules.setdefault(rule.ours, []).append((rule, name))
 
     def __call__(self, ours: str, target: Tensor) -> None:
-        """Fill a contiguous host tensor with the model's of that name."""
+        """Read the tensor `ours` into a contiguous CPU tensor."""
         self.read_all({ours: target})
 
     def read_all(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill several, which is quicker than one after the other."""
+        """Read several tensors, which is faster than one after the other."""
         for ours in self._fresh & targets.keys():
             init_tensor_(self._model, targets[ours], ours, seed=0)
         reads = [
@@ -119,7 +118,7 @@ class WeightReader:
         run_reads(reads, threads=self._threads)
 
     def stored_spec(self, ours: str) -> QuantSpec | None:
-        """Return how a tensor is stored as integers; None where it is not, or in another layout."""
+        """Return a stored tensor's integer format; None for floats or another layout."""
         rules = self._rules.get(ours, ())
         if any(rule.transpose for rule, _ in rules):
             return None
@@ -127,11 +126,11 @@ class WeightReader:
         return next(iter(specs)) if len(specs) == 1 else None
 
     def read_groups(self, ours: str, box: Box) -> Groups:
-        """Return the stored integers of some whole rows of a tensor that has a `stored_spec`.
+        """Return the stored integers of whole rows of a tensor that has a `stored_spec`.
 
         Args:
-            ours: its name.
-            box: where in it; of a stack, rows of one entry.
+            ours: name of the tensor.
+            box: part of the tensor; of a stacked one, rows of one entry.
         """
         for rule, name in self._rules[ours]:
             slices = rule.source_slices(box)
@@ -140,10 +139,10 @@ class WeightReader:
         raise AssertionError(f"no rule of {ours} has {box}")
 
     def read_expert(self, ours: str, expert: int, target: Tensor) -> None:
-        """Fill a contiguous host tensor with one entry of a stacked tensor of ours.
+        """Read one entry of a stacked tensor into a contiguous CPU tensor.
 
         Shape:
-            target: that of ours without its first dim
+            target: shape of `ours` without its first dim
         """
         box = Box((expert,) + (0,) * target.dim(), (1, *target.shape))
         reads = []
@@ -161,26 +160,26 @@ def weight_reader(
     threads: int | None = None,
     new_head: bool = False,
 ) -> WeightReader:
-    """Return what reads a tensor of `model` from a checkpoint, whole, when it is asked for.
+    """Return a reader of `model`'s tensors from a checkpoint.
 
     Args:
-        model: plain or on meta; what does not fit is found now.
-        source: the directory that holds the weights, or its opened files.
-        threads: that read at a time; None takes as many as torch has.
-        new_head: draw the head's weights (seed 0) where the checkpoint has none that fit.
+        model: model, plain or on meta; mismatches are raised now.
+        source: directory of the weights, or its opened files.
+        threads: number of reading threads; None is torch's.
+        new_head: initialize the head's weights (seed 0) if the checkpoint has none of its shape.
 
     Raises:
-        CheckpointError: as `load_weights_` does.
+        CheckpointError: see `load_weights_`.
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
-    pairs, fresh, beside = match_sources(model, files, new_head)
-    if fresh:
-        get_logger().info("new head, drawn at random: %s", ", ".join(fresh))
-    return WeightReader(model, files, pairs, {*fresh, *beside}, threads)
+    pairs, new_names, adapter_names = match_sources(model, files, new_head)
+    if new_names:
+        get_logger().info("new head, randomly initialized: %s", ", ".join(new_names))
+    return WeightReader(model, files, pairs, {*new_names, *adapter_names}, threads)
 
 
 def _map_(tensor: Tensor, name: str, files: WeightFiles) -> bool:
-    """Let a tensor of ours be the one in the file itself, where it can be; tell whether it is."""
+    """Map a tensor to its bytes in the file if possible; return True if it is mapped."""
     if not reads_are_free(tensor.data) or files.dtype(name) != tensor.dtype:
         return False
     mapped = files.map_tensor(name)
@@ -190,7 +189,7 @@ def _map_(tensor: Tensor, name: str, files: WeightFiles) -> bool:
 
 
 def _plan_reads(tensor: Tensor, rule: WeightRule, name: str, files: WeightFiles) -> list[Read]:
-    """Return what fills this process's part of a tensor; nothing where it has none of it."""
+    """Return the reads that fill this rank's shard of a tensor; none if the shard is empty."""
     box = local_box(tensor)
     slices = rule.source_slices(box) if box.numel else None
     if slices is None:

@@ -23,12 +23,11 @@ __all__ = ["Longformer", "LongformerConfig"]
 
 @dataclass(kw_only=True)
 class LongformerConfig(EncoderConfig):
-    """Sizes of a Longformer; the fields not named here are `EncoderConfig`'s.
+    """Config of Longformer; other fields are those of `EncoderConfig`.
 
     Args:
-        windows: how many tokens around itself a token sees in every layer, half of them to each
-            side; one number is for all layers.
-        sep_token_id: id that ends a question, up to which question answering makes tokens global.
+        windows: window size of every layer, half of it to each side; one number is for all layers.
+        sep_token_id: id that ends a question, whose tokens are global in question answering.
     """
 
     family: ClassVar[str] = "longformer"
@@ -47,7 +46,7 @@ class LongformerConfig(EncoderConfig):
         **{k: v for k, v in EncoderConfig.hf_names.items() if k != "classifier_dropout"},
         "sep_token_id": "sep_token_id",
     }
-    # onnx_export chooses between two forms of one computation.
+    # onnx_export selects one of two equivalent implementations.
     hf_ignored: ClassVar[frozenset[str]] = EncoderConfig.hf_ignored | {"onnx_export"}
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
         **EncoderConfig.hf_required,
@@ -58,7 +57,7 @@ class LongformerConfig(EncoderConfig):
         "longformer-base-4096": encoder_size(),
         "longformer-large-4096": encoder_size(1024, 24, 16),
         # Xiao et al., "Lawformer: A Pre-trained Language Model for Chinese Legal Long Documents"
-        # (2021), whose code makes it from chinese-roberta-wwm with 4,098 rows of positions.
+        # (2021), initialized in its code from chinese-roberta-wwm with 4,098 position rows.
         "lawformer": {
             **encoder_size(),
             "vocab_size": 21128,
@@ -83,13 +82,13 @@ class LongformerConfig(EncoderConfig):
     sep_token_id: int = 2
 
     def __post_init__(self) -> None:
-        """Give every layer its window."""
+        """Expand one window size to all layers."""
         if len(self.windows) == 1:
             self.windows = self.windows * self.num_layers
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         if len(self.windows) != self.num_layers or any(w < 2 or w % 2 for w in self.windows):
             raise ConfigError(
@@ -109,13 +108,13 @@ class LongformerConfig(EncoderConfig):
 
 
 class Longformer(EncoderModel):
-    """Longformer with a head for masked tokens, by default tied to the embedding."""
+    """Longformer with a masked-LM head, by default tied to the embedding."""
 
     config_class = LongformerConfig
     family_traits = Traits("both", "masked tokens", "learned", marks_between=2)
     hf_prefix = "longformer."
-    # A pooler that our head does not read; the bias that transformers does not use beside an
-    # untied decoder.
+    # Poolers that no head here reads; the bias that transformers ignores when the decoder is not
+    # tied.
     hf_unused = ("longformer.pooler.dense.*", "pooler.dense.*", "lm_head.bias")
     hf_old_names = (
         ("lm_head.bias", "lm_head.decoder.bias"),
@@ -142,17 +141,18 @@ class Longformer(EncoderModel):
         global_attention_mask: Tensor | None = None,
         max_global_tokens: int | None = None,
     ) -> dict[int | None, Any]:
-        """Return window -> mask of the layers that have it.
+        """Return window size -> mask.
 
         Args:
             given: token ids, or their embeddings.
             attention_mask: 1 for tokens, 0 for padding.
-            document_ids: packed rows: tokens see only their own document.
-            global_attention_mask: 1 for tokens that see all and are seen by all. None takes the
-                first for sequence classification, the question for question answering (the tokens
-                before the first of three separators), and none else.
-            max_global_tokens: no row has more; what a compiled model needs to know for a cost that
-                is linear in the length.
+            document_ids: document of each token in packed sequences; tokens attend within a
+                document.
+            global_attention_mask: 1 for global tokens. None is the first token for sequence
+                classification, the question for question answering (tokens before the first of
+                three separators), and no token otherwise.
+            max_global_tokens: maximum number of global tokens per sequence, which a compiled model
+                needs for linear cost.
 
         Shape:
             given: (B, T) or (B, T, D); all other tensors: (B, T)
@@ -175,25 +175,25 @@ class Longformer(EncoderModel):
         }
 
     def _default_globals(self, given: Tensor) -> Tensor | None:
-        """Which tokens are global where nobody says so, as in transformers."""
-        place = torch.arange(given.shape[1], device=given.device).expand(given.shape[:2])
+        """Return True for the tokens that are global by default, as in transformers."""
+        position = torch.arange(given.shape[1], device=given.device).expand(given.shape[:2])
         if self.config.head == "sequence_classification":
-            return place == 0
+            return position == 0
         if self.config.head != "question_answering":
             return None
         if given.dim() != 2:
             raise ShapeError(
-                "where the question ends is read from input_ids: with inputs_embeds pass "
+                "the end of the question is found in input_ids. With inputs_embeds pass "
                 "global_attention_mask."
             )
         separators = given == self.config.sep_token_id
         if reads_are_free(given) and not bool((separators.sum(1) == 3).all()):
             raise ShapeError(
-                f"every row must have three separators (sep_token_id={self.config.sep_token_id}), "
-                "after the question, before and after the text; these rows have "
+                f"every sequence needs three separators (sep_token_id={self.config.sep_token_id}): "
+                "after the question, before and after the text; these have "
                 f"{separators.sum(1).tolist()}. Or pass global_attention_mask."
             )
-        return place < separators.int().argmax(1, keepdim=True)
+        return position < separators.int().argmax(1, keepdim=True)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map to transformers' names."""
@@ -204,5 +204,5 @@ class Longformer(EncoderModel):
         )
 
     def tied_copies(self) -> dict[str, str]:
-        """The decoder's bias is stored under two names."""
+        """Return the decoder's bias, which is stored under two names."""
         return {"lm_head.decoder.bias": "lm_head.bias"}

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint fills which of a model's, and what does not fit."""
+"""Matching of a checkpoint's tensors to a model's, with all mismatches in one error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bmforge.surgery import match_glob, persistent_tensors
 
 __all__ = ["find_missing_head", "match_sources", "settle_tie"]
 
-# Buffers that old checkpoints carry and nothing needs.
+# Buffers in old checkpoints that are not used.
 _DEAD = (
     "**.attn.bias",
     "**.attn.masked_bias",
@@ -34,71 +34,71 @@ _COMPARED_ROWS = 1 << 12
 def match_sources(
     model: Any, files: WeightFiles, new_head: bool
 ) -> tuple[list[tuple[WeightRule, str]], list[str], list[str]]:
-    """Pair every rule with a name in the files; raise with all that does not fit.
+    """Match every rule to a name in the files; raise `CheckpointError` with all mismatches.
 
     Returns:
-        the pairs; names of the head's tensors that are to be drawn; and those of deltas, of which
-        a file of the base has none.
+        the pairs; names of the head's tensors to initialize; and names of adapter tensors that a
+        file of the base model does not have.
     """
     shapes = {n: s for n, s in files.shapes.items() if not _is_dead(n)}
-    here = set(persistent_tensors(model))
-    # Of a pipeline each process has a part, but what does not fit must be the same on all.
+    local_names = set(persistent_tensors(model))
+    # A pipeline stage has part of the model, but the error must be the same on all ranks.
     model = model.whole()
     tensors = persistent_tensors(model)
     head = model.config.heads[model.config.head]
-    pairs, missing, wrong, fresh, beside, replaced = [], [], [], [], [], set()
+    pairs, missing, misshaped, new_names, adapter_names, replaced = [], [], [], [], [], set()
     for rule in files.rules_for(model, shapes):
         source = _find_name(model, rule, shapes)
         if source is None:
             if _is_of_delta(model, rule.ours):
-                beside.append(rule.ours)
+                adapter_names.append(rule.ours)
             elif rule.ours in head.optional or (new_head and _is_in(rule.ours, head)):
-                fresh.append(rule.ours)
+                new_names.append(rule.ours)
             else:
                 missing.append(rule.theirs)
             continue
         need = rule.source_shape(tuple(tensors[rule.ours].shape))
         if shapes[source] != need and new_head and _is_in(rule.ours, head):
-            fresh.append(rule.ours)  # the stored one is of another number of classes
+            new_names.append(rule.ours)  # the stored head has another number of classes
             replaced.add(source)
             continue
         if shapes[source] != need:
-            wrong.append(f"{source} is {shapes[source]}, the config needs {need}")
+            misshaped.append(f"{source} is {shapes[source]}, the config needs {need}")
         pairs.append((rule, source))
     extra = _find_extra(model, files, shapes, {source for _, source in pairs} | replaced)
-    if missing or wrong or extra:
-        _refuse(model, files, missing, extra, wrong)
-    mine = ([name for name in names if name in here] for names in (fresh, beside))
-    return [(r, n) for r, n in pairs if r.ours in here], *mine  # type: ignore[return-value]
+    if missing or misshaped or extra:
+        _refuse(model, files, missing, extra, misshaped)
+    local = ([n for n in names if n in local_names] for names in (new_names, adapter_names))
+    return [(r, n) for r, n in pairs if r.ours in local_names], *local  # type: ignore[return-value]
 
 
 def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]:
-    """Return the published names of the head's weights that a checkpoint has not, or not so large.
+    """Return the published names of head weights that a checkpoint lacks or has in another shape.
 
-    Those that it may lack, and a head that is the embedding, are not among them.
+    Optional weights and tied heads are not included.
 
     Args:
-        model: with the head that is wanted; on meta is enough.
-        source: the directory that holds the weights, or its opened files.
+        model: model with the head; on meta suffices.
+        source: directory of the weights, or its opened files.
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
     head = model.config.heads[model.config.head]
-    tensors, found = persistent_tensors(model), []
+    tensors, names_missing = persistent_tensors(model), []
     for rule in files.rules_for(model, files.shapes):
         if not _is_in(rule.ours, head) or rule.ours in head.optional:
             continue
         name = _find_name(model, rule, files.shapes)
         need = rule.source_shape(tuple(tensors[rule.ours].shape))
         if name is None or files.shapes[name] != need:
-            found.append(rule.theirs)
-    return found
+            names_missing.append(rule.theirs)
+    return names_missing
 
 
 def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
-    """Return the model's config with `tie_word_embeddings` as the weights are.
+    """Return the model's config with `tie_word_embeddings` set according to the weights.
 
     Old configs lack the field or state it wrongly. A head that differs from the embedding is kept;
-    one that is not there is the embedding where the config does not say otherwise.
+    a missing head is the embedding, unless the config says otherwise.
     """
     config = model.config
     head, embed = (_their_name(model, ours) for ours in model.tied_head)
@@ -112,7 +112,8 @@ def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
     if head in files.shapes and source is not None and config.tie_word_embeddings:
         if not _are_equal(files, head, source):
             get_logger().warning(
-                "config.json ties %s to the embedding, but the weights differ: both are kept", head
+                "config.json ties %s to the embedding, but the weights differ: both are loaded",
+                head,
             )
             return config.replace(tie_word_embeddings=False)
     elif head not in files.shapes and "tie_word_embeddings" not in config.raw:
@@ -121,12 +122,12 @@ def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
 
 
 def _is_of_delta(model: Any, name: str) -> bool:
-    """Tell whether a tensor is of a part that came beside a finished model."""
+    """Return True if a tensor belongs to an adapter that was added to a finished model."""
     return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_delta", False))
 
 
 def _is_in(name: str, head: Head) -> bool:
-    """Tell whether a tensor is the head's, or of what changes have put beside or in its place."""
+    """Return True if a tensor belongs to the head, or to adapters or quantized forms of it."""
     own = {ours.rpartition(".")[0] for ours in head.names}
     return name in head.names or any(name.startswith(f"{module}.") for module in own if module)
 
@@ -136,7 +137,7 @@ def _is_dead(name: str) -> bool:
 
 
 def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the name under which the files hold what `rule` needs, with any known prefix."""
+    """Return the name in the files for `rule`, with any known prefix or older ending."""
     bare = rule.theirs.removeprefix(model.hf_prefix)
     head_prefix = model.config.heads[model.config.head].prefix or ""
     bare = bare.removeprefix(head_prefix)
@@ -151,7 +152,7 @@ def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]])
 
 
 def _as_new_name(model: Any, name: str) -> str:
-    """Return what newer checkpoints call a tensor."""
+    """Return the name of a tensor in newer checkpoints."""
     for new, old in model.hf_old_names:
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -161,25 +162,25 @@ def _as_new_name(model: Any, name: str) -> str:
 def _find_extra(
     model: Any, files: WeightFiles, shapes: dict[str, tuple[int, ...]], used: set[str]
 ) -> list[str]:
-    """Return names that nothing explains; those of other heads are only told."""
+    """Return unexplained names; tensors of other heads are only logged."""
     others = files.head_names(model)
-    left_out: list[str] = []
+    unused: list[str] = []
     extra: list[str] = []
     for name in shapes:
         if name in used or _is_copy(model, files, name):
             continue
-        known = name in others or _as_new_name(model, name) in others
-        is_head = known or any(match_glob(name, glob) for glob in model.hf_unused)
-        (left_out if is_head else extra).append(name)
-    if left_out and not extra:
+        is_other = name in others or _as_new_name(model, name) in others
+        is_head = is_other or any(match_glob(name, glob) for glob in model.hf_unused)
+        (unused if is_head else extra).append(name)
+    if unused and not extra:
         get_logger().info(
-            "head %r leaves out of the checkpoint: %s", model.config.head, _list(left_out)
+            "head %r does not use these tensors: %s", model.config.head, _list(unused)
         )
     return extra
 
 
 def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
-    """True for a tensor stored beside the one it equals, such as a tied head."""
+    """Return True if a tensor is stored twice and equals its original, such as a tied head."""
     copies = dict(model.tied_copies())
     head, embed = (_their_name(model, ours) for ours in model.tied_head)
     if head is not None and embed is not None and model.config.tie_word_embeddings:
@@ -196,27 +197,27 @@ def _their_name(model: Any, ours: str) -> str | None:
     return next((rule.theirs for rule in model.all_rules() if rule.ours == ours), None)
 
 
-def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
-    """Compare two stored tensors, some rows at a time."""
-    if files.shapes[one] != files.shapes[other]:
+def _are_equal(files: WeightFiles, first: str, second: str) -> bool:
+    """Return True if two stored tensors are equal, comparing some rows at a time."""
+    if files.shapes[first] != files.shapes[second]:
         return False
-    rows = files.shapes[one][0]
+    rows = files.shapes[first][0]
     return all(
-        torch.equal(files.read(one, part), files.read(other, part))
+        torch.equal(files.read(first, part), files.read(second, part))
         for start in range(0, rows, _COMPARED_ROWS)
         for part in [(slice(start, min(start + _COMPARED_ROWS, rows)),)]
     )
 
 
 def _refuse(
-    model: Any, files: WeightFiles, missing: list[str], extra: list[str], wrong: list[str]
+    model: Any, files: WeightFiles, missing: list[str], extra: list[str], misshaped: list[str]
 ) -> None:
     head = model.config.heads[model.config.head]
-    parts = [("missing", sorted(set(missing))), ("unexpected", extra), ("wrong shape", wrong)]
+    parts = [("missing", sorted(set(missing))), ("unexpected", extra), ("wrong shape", misshaped)]
     text = "; ".join(f"{title}: {_list(names)}" for title, names in parts if names)
     hint = ""
     if missing and set(missing) <= set(head.names.values()):
-        hint = f" The checkpoint has no head {model.config.head!r}; new_head=True draws a new one."
+        hint = f" The checkpoint has no head {model.config.head!r}: new_head=True initializes one."
     raise CheckpointError(
         f"the weights in {str(files.directory)!r} do not fit {type(model).__name__}: {text}.{hint}"
     )

@@ -1,8 +1,8 @@
-"""MiniCPM-1B, MiniCPM-2B and MiniCPM4: a Llama with the scales of Tensor Programs.
+"""MiniCPM-1B, MiniCPM-2B and MiniCPM4: a Llama with muP scales.
 
 Source: Hu et al., "MiniCPM" (arXiv 2404.06395); MiniCPM team, "MiniCPM4" (arXiv 2506.07900). The
-published checkpoints come with code of their own, which is never run. MiniCPM4's sparse attention
-(`sparse_config`) is not here: without it the published configs compute dense attention.
+published checkpoints come with remote code, which is never run. MiniCPM4's sparse attention
+(`sparse_config`) is not implemented: without it the published configs compute dense attention.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FACTORS_8B = """
 
 
 def _longrope(factors: str) -> dict[str, Any]:
-    """MiniCPM4's rotary scaling, which has one list for short and long inputs."""
+    """MiniCPM4's rotary scaling, with the same factors for short and long inputs."""
     numbers = [float(number) for number in factors.split()]
     return {
         "kind": "longrope",
@@ -71,17 +71,17 @@ def _minicpm_heads() -> dict[str, Head]:
 
 @dataclass(kw_only=True)
 class MiniCPMConfig(RotaryConfig):
-    """Sizes of a MiniCPM; the fields not named here are the base's.
+    """Config of MiniCPM; other fields are those of the base class.
 
     Args:
         embed_scale: factor on the embedding.
-        depth_scale: every part adds depth_scale / sqrt(num_layers) of its output to the residual.
-        base_hidden_size: D of the model whose learning rates these widths share; the language-model
-            head reads hidden states divided by hidden_size / base_hidden_size.
-        activation: of the gated MLP.
+        depth_scale: factor on each sublayer's output, divided by sqrt(num_layers).
+        base_hidden_size: D of the muP base model; the input of the language-model head is divided
+            by hidden_size / base_hidden_size.
+        activation: activation of the gated MLP.
         attn_bias: biases on q, k, v and o.
-        attn_dropout: on attention weights.
-        pad_token_id: the token whose embedding gets no gradient; None for none.
+        attn_dropout: dropout probability of attention weights.
+        pad_token_id: token whose embedding gets no gradient; None is none.
     """
 
     family: ClassVar[str] = "minicpm"
@@ -105,9 +105,9 @@ class MiniCPMConfig(RotaryConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # Only the heads for speculative decoding, which are models of their own, read mup_denominator.
+    # Read by the speculative decoding heads only, which are separate models.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"mup_denominator"})
-    # What the published code takes for absent fields.
+    # Defaults of the published code.
     hf_defaults: ClassVar[dict[str, Any]] = {
         "norm_eps": 1e-6,
         "embed_scale": 1.0,
@@ -174,7 +174,7 @@ class MiniCPMConfig(RotaryConfig):
     pad_token_id: int | None = None
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         problems = []
         if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
@@ -189,26 +189,26 @@ class MiniCPMConfig(RotaryConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """The first checkpoints have no model_type; their class tells."""
-        known = {n for head in cls.heads.values() for n in (head.architecture, *head.aliases)}
-        named = bool(known & set(raw.get("architectures") or ()))
-        return raw.get("model_type") == cls.family or ("model_type" not in raw and named)
+        """Recognize the config; the first checkpoints have no model_type, only their class name."""
+        class_names = {n for head in cls.heads.values() for n in (head.architecture, *head.aliases)}
+        has_class = bool(class_names & set(raw.get("architectures") or ()))
+        return raw.get("model_type") == cls.family or ("model_type" not in raw and has_class)
 
     @property
     def is_gated(self) -> bool:
-        """MiniCPM's MLP has a gate."""
+        """True: MiniCPM's MLP has a gate."""
         return True
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         scaling = raw.get("rope_scaling")
-        if isinstance(scaling, dict) and scaling.get("type") == "su":  # longrope's first name
+        if isinstance(scaling, dict) and scaling.get("type") == "su":  # former name of longrope
             raw["rope_scaling"] = {**scaling, "type": "longrope"}
         return super()._take_special(raw)
 
 
 class MiniCPM(CausalLM):
-    """Llama's blocks between scaled embeddings, residuals and logits."""
+    """Llama's blocks with scaled embeddings, residuals and logits."""
 
     config_class = MiniCPMConfig
     family_traits = Traits("left", "next token", "rotary")

@@ -1,6 +1,6 @@
-"""Mixtral, a Llama whose feed-forward parts are experts (Jiang et al., "Mixtral of experts", 2024).
+"""Mixtral, a Llama with a mixture of experts (Jiang et al., "Mixtral of experts", 2024).
 
-The Qwen-MoE families (`qwen_moe.py`) are assembled by the same class from more config fields.
+The Qwen-MoE families (`qwen_moe.py`) are built by the same class from more config fields.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 __all__ = ["Mixtral", "MixtralConfig", "expert_rules"]
 
 
-def expert_rules(theirs: str, names: Mapping[str, str]) -> list[WeightRule]:
-    """Map router and experts to checkpoints that hold one tensor per expert.
+def expert_rules(published: str, names: Mapping[str, str]) -> list[WeightRule]:
+    """Map router and experts to checkpoints with one tensor per expert.
 
     Args:
-        theirs: their module of a layer, with `{i}` for the layer.
-        names: our projection -> theirs.
+        theirs: published module of a layer, with `{i}` for the layer index.
+        names: projection here -> published.
     """
     block = "layers.{i}.mlp."
     experts = [
-        WeightRule(f"{block}experts.{ours}", f"{theirs}.experts.{{e}}.{name}.weight")
-        for ours, name in names.items()
+        WeightRule(f"{block}experts.{own}", f"{published}.experts.{{e}}.{name}.weight")
+        for own, name in names.items()
     ]
-    return [WeightRule(f"{block}router.weight", f"{theirs}.gate.weight"), *experts]
+    return [WeightRule(f"{block}router.weight", f"{published}.gate.weight"), *experts]
 
 
 @dataclass(kw_only=True)
 class MixtralConfig(RotaryConfig):
-    """Sizes of a Mixtral; the fields not named here are the base's.
+    """Config of Mixtral; other fields are those of the base class.
 
     Args:
-        num_experts: E, in every layer.
-        experts_per_token: k, how many of them work on a token.
-        activation: of the experts.
-        attn_dropout: on attention weights.
-        window: how many tokens a token sees, itself included; 0 for all.
-        output_router_logits: add the experts' load-balancing loss to the loss.
-        router_aux_loss_coef: its weight there.
-        pad_token_id: the token whose embedding gets no gradient; None for none.
+        num_experts: number E of experts in every layer.
+        experts_per_token: number k of experts per token.
+        activation: activation of the experts.
+        attn_dropout: dropout probability of attention weights.
+        window: number of tokens that a token attends to, itself included; 0 is no limit.
+        output_router_logits: add the load balancing loss to the loss.
+        router_aux_loss_coef: weight of the load balancing loss.
+        pad_token_id: token whose embedding gets no gradient; None is none.
     """
 
     family: ClassVar[str] = "mixtral"
@@ -112,11 +112,11 @@ class MixtralConfig(RotaryConfig):
 
     @property
     def is_gated(self) -> bool:
-        """The experts have a gate."""
+        """True: the experts have a gate."""
         return True
 
     def attn_spec(self) -> AttentionSpec:
-        """Return the attention, the same in all layers but for the window."""
+        """Return the attention of all layers, apart from the window."""
         return AttentionSpec(
             self.num_heads,
             self.num_kv_heads,
@@ -127,18 +127,18 @@ class MixtralConfig(RotaryConfig):
         )
 
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of every layer."""
+        """Return the window size of every layer."""
         return (self.window or None,) * self.num_layers
 
     def layer_mlps(self) -> tuple[MLPSpec | MoESpec, ...]:
-        """Return the feed-forward part of every layer."""
+        """Return the feed-forward sublayer of every layer."""
         spec = MoESpec(
             self.num_experts, self.experts_per_token, self.intermediate_size, self.activation
         )
         return (spec,) * self.num_layers
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """As the base, with the experts of every layer, or its MLP."""
+        """Return the base's sizes, with the experts or MLP of every layer."""
         whole = self.layer_sizes()
         return {"layers": [replace(whole, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
@@ -151,14 +151,14 @@ class MixtralConfig(RotaryConfig):
 
     @classmethod
     def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """Take the fields about windows out of `raw`."""
+        """Remove the window fields from `raw` and return their values."""
         return {"window": raw.pop("sliding_window", None) or 0}
 
     def _give_special(self) -> dict[str, Any]:
         return {**super()._give_special(), "sliding_window": self.window or None}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under transformers' names; an implied head_dim stays away."""
+        """Return the config with transformers' names, without a derived head_dim."""
         out = super().to_hf()
         implied = self.head_dim == self.hidden_size // self.num_heads
         if implied and self.raw.get("head_dim") is None:

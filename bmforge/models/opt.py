@@ -17,7 +17,7 @@ __all__ = ["OPT", "OPTConfig"]
 
 # Fixed in the published code; config.json has no field for it.
 _NORM_EPS = 1e-5
-# Positions start at this row: the original code kept the rows before it for padding.
+# Row of the first position: the original code reserves the rows before it for padding.
 _POSITION_OFFSET = 2
 
 
@@ -27,20 +27,20 @@ def _size(hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class OPTConfig(ModelConfig):
-    """Sizes of an OPT; the fields not named here are `ModelConfig`'s.
+    """Config of OPT; other fields are those of `ModelConfig`.
 
     Args:
-        embed_size: width of the embedding; 0 takes hidden_size, else it is projected.
-        norm_first: norms before attention and MLP; else after the sums (350m).
-        remove_final_norm: no norm after the last block, as before transformers 4.20.1; one comes
-            only with `norm_first`.
-        activation: of the MLP; a name in `nn.mlp.ACTIVATIONS`.
+        embed_size: width of the embedding, projected if it differs; 0 is hidden_size.
+        norm_first: norms before attention and MLP; else after the residual addition (350m).
+        remove_final_norm: no norm after the last block, as before transformers 4.20.1; without
+            `norm_first` there is none anyway.
+        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
         bias: biases on all projections of the blocks.
         norm_affine: the norms have weights and biases.
-        pad_token_id: the token whose embedding gets no gradient; None for none.
-        dropout: on what attention and MLP add to the residual.
-        attn_dropout: on attention weights.
-        layer_drop: how often training leaves a block out.
+        pad_token_id: token whose embedding gets no gradient; None is none.
+        dropout: dropout probability of the outputs of attention and MLP.
+        attn_dropout: dropout probability of attention weights.
+        layer_drop: probability of skipping a block in training.
     """
 
     family: ClassVar[str] = "opt"
@@ -68,7 +68,7 @@ class OPTConfig(ModelConfig):
         "init_std": "init_std",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # Never used by the published code.
+    # Not used by the published code.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"activation_dropout"})
     hf_defaults: ClassVar[dict[str, Any]] = {"dropout": 0.1}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -104,12 +104,12 @@ class OPTConfig(ModelConfig):
     layer_drop: float = 0.0
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest: F = 4 D, and the base's."""
+        """Derive F = 4 D, and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         problems = []
         if (
@@ -133,19 +133,19 @@ class OPTConfig(ModelConfig):
         size = raw.pop("word_embed_proj_dim", None)
         values: dict[str, Any] = {"embed_size": 0 if size == raw.get("hidden_size") else size or 0}
         if "pad_token_id" in raw:
-            values["pad_token_id"] = raw.pop("pad_token_id")  # null is a value here: none
+            values["pad_token_id"] = raw.pop("pad_token_id")  # null means no padding token
         return values, raw
 
     def _give_special(self) -> dict[str, Any]:
         return {"word_embed_proj_dim": self.embed_size or self.hidden_size}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under transformers' names, where init_std is not renamed."""
+        """Return the config with transformers' names, which keep init_std."""
         return {n: v for n, v in super().to_hf().items() if n != "initializer_range"}
 
 
 class OPT(CausalLM):
-    """OPT: learned positions counted from the mask; the 350m with norms after the sums."""
+    """OPT: learned positions counted from the mask; the 350m model has post-norm blocks."""
 
     config_class = OPTConfig
     family_traits = Traits("left", "next token", "learned")
@@ -182,23 +182,23 @@ class OPT(CausalLM):
     def weight_rules(self) -> list[WeightRule]:
         """Map to transformers' names; only the names differ."""
         block, stack = "layers.{i}.", "model.decoder."
-        theirs = f"{stack}layers.{{i}}."
+        published = f"{stack}layers.{{i}}."
         parts = {
-            f"{block}attn.{p}": f"{theirs}self_attn.{p}" for p in ("q_proj", "k_proj", "v_proj")
+            f"{block}attn.{p}": f"{published}self_attn.{p}" for p in ("q_proj", "k_proj", "v_proj")
         }
         names = {p: f"{stack}{p}.weight" for p in ("embed_positions", "project_in", "project_out")}
         return [
             WeightRule("embed.weight", f"{stack}embed_tokens.weight"),
-            *(WeightRule(f"{ours}.weight", name) for ours, name in names.items()),
+            *(WeightRule(f"{own}.weight", name) for own, name in names.items()),
             *linear_rules(
                 {
                     "norm": f"{stack}final_layer_norm",
-                    f"{block}attn_norm": f"{theirs}self_attn_layer_norm",
-                    f"{block}mlp_norm": f"{theirs}final_layer_norm",
+                    f"{block}attn_norm": f"{published}self_attn_layer_norm",
+                    f"{block}mlp_norm": f"{published}final_layer_norm",
                     **parts,
-                    f"{block}attn.o_proj": f"{theirs}self_attn.out_proj",
-                    f"{block}mlp.up_proj": f"{theirs}fc1",
-                    f"{block}mlp.down_proj": f"{theirs}fc2",
+                    f"{block}attn.o_proj": f"{published}self_attn.out_proj",
+                    f"{block}mlp.up_proj": f"{published}fc1",
+                    f"{block}mlp.down_proj": f"{published}fc2",
                 }
             ),
         ]

@@ -1,4 +1,4 @@
-"""What a model returns: one tuple for all families, with None where something was not computed."""
+"""Output of a model: one tuple for all families; values that were not computed are None."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class ModelOutput(NamedTuple):
 
     Shape:
         loss: scalar, with labels
-        logits: (B, T, V), of a language model without labels; (B, L) or (B, T, L) of a classifier
-        last_hidden_state: (B, T, D), after the last norm
-        hidden_states: num_layers + 1 tensors (B, T, D), when asked for
-        pooler_output: (B, D), of encoders with a pooler
-        start_logits, end_logits: (B, T), of question answering
-        encoder_last_hidden_state: (B, S, D), of encoder-decoders
-        encoder_hidden_states: theirs likewise, of the encoder, when asked for
+        logits: (B, T, V) for a language model without labels; (B, L) or (B, T, L) for a classifier
+        last_hidden_state: (B, T, D), after the final norm
+        hidden_states: num_layers + 1 tensors (B, T, D), on request
+        pooler_output: (B, D), for encoders with a pooler
+        start_logits, end_logits: (B, T), for question answering
+        encoder_last_hidden_state: (B, S, D), for encoder-decoders
+        encoder_hidden_states: hidden states of the encoder, on request
         router_logits: one (B * T, E) tensor per layer with experts
-        aux_loss: scalar, the experts' balance, contained in `loss` with its weight
-        carry: of a stage of a pipeline, what the next one needs; nothing else is there then
+        aux_loss: scalar load balancing loss, included in `loss` with its weight
+        carry: activations for the next pipeline stage; all other fields are None then
     """
 
     loss: Tensor | None = None

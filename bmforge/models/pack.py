@@ -1,7 +1,7 @@
-"""Packing a model's weights as integers: in memory, and while they are read.
+"""Quantization of a model's weights, in memory or while they are loaded.
 
-What is kept as integers are linear layers, experts, the token embedding and the head; norms,
-biases, routers and tables of positions stay floats. A quantised model remembers it as a change.
+Linear layers, experts, the token embedding and the head are quantized; norms, biases, routers and
+position tables stay floats. The config of a quantized model records it as a change.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def quantize_(model: M, scheme: str | QuantSpec, *, where: Sequence[str] | None = None) -> M:
-    """Keep the weights of a model as integers, in place; return it.
+    """Quantize the weights of a model in place; return it.
 
     Args:
-        model: of ours, which remembers it in its config, or any other: torch's linear layers and
-            transformers' Conv1D are known.
-        scheme: a name in `nn.packing.PRESETS`, or what it stands for.
-        where: name globs of modules; None takes a model's `quantize_targets`, or all linear layers
-            in the repeated blocks of another one.
+        model: model of bmforge, whose config records it, or any other with torch's linear layers or
+            transformers' Conv1D.
+        scheme: a name in `nn.packing.PRESETS`, or a `QuantSpec`.
+        where: module globs; None is the model's `quantize_targets`, or all linear layers in the
+            repeated blocks of another model.
 
     Raises:
-        ConfigError: an unknown scheme, a layer whose width does not fit it (with those that would),
-            or one that is quantised already; the model is as it was then.
+        ConfigError: unknown scheme, a layer width that the scheme does not divide (the message
+            lists schemes that do), or a layer that is quantized already; the model is unchanged
+            then.
     """
     spec = find_preset(scheme)
     change = Change("quantize", tuple(where or find_targets(model)), asdict(spec))
@@ -56,33 +57,35 @@ def quantize_(model: M, scheme: str | QuantSpec, *, where: Sequence[str] | None 
 
 
 def find_targets(model: Any) -> list[str]:
-    """Return globs of what is quantised in a model where nobody says so.
+    """Return the globs of the modules that are quantized by default.
 
     Raises:
-        ConfigError: there is nothing, or all of it is quantised.
+        ConfigError: there are none, or all of them are quantized.
     """
     modules = dict(model.named_modules())
     if hasattr(model, "layout_rules"):
         globs = model.layout_rules().quantize_targets
-        found = [glob for glob in globs if any(match_glob(name, glob) for name in modules)]
+        targets_found = [glob for glob in globs if any(match_glob(name, glob) for name in modules)]
     else:
         blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
-        found = [
+        targets_found = [
             name
             for name, module in modules.items()
             if name.startswith(blocks)
             and (linear_sizes(module) is not None or isinstance(module, Experts))
         ]
-    if not found:
+    if not targets_found:
         raise ConfigError(
-            f"{type(model).__name__} has no layers that are usually quantised: name some in where=."
+            f"{type(model).__name__} has no layers to quantize by default. Name some in where=."
         )
-    targets = [modules[name] for glob in found for name in modules if match_glob(name, glob)]
+    targets = [
+        modules[name] for glob in targets_found for name in modules if match_glob(name, glob)
+    ]
     if all(isinstance(module, PackedStore) for module in targets):
         raise ConfigError(
-            f"{type(model).__name__} is quantised already: take the model that it was made from."
+            f"{type(model).__name__} is already quantized. Use the model that it was made from."
         )
-    return found
+    return targets_found
 
 
 def load_quantized(
@@ -93,43 +96,43 @@ def load_quantized(
     device: torch.device | str | None = None,
     new_head: bool = False,
 ) -> Any:
-    """Read a model's weights and pack them one by one; the plain model is never in memory.
+    """Load a model's weights and quantize them one by one; the plain model is never in memory.
 
     Args:
-        plain: the model on meta.
+        plain: model on the meta device.
         files: a checkpoint of it.
-        scheme: see `quantize_`; "keep" takes the integers that the checkpoint holds.
-        device: where the model comes to live; None is the CPU.
-        new_head: draw the head's weights where the checkpoint has none that fit.
+        scheme: see `quantize_`; "keep" loads the checkpoint's integers.
+        device: device of the model; None is the CPU.
+        new_head: initialize the head's weights if the checkpoint has none of its shape.
 
     Returns:
-        the quantised model.
+        the quantized model.
 
     Raises:
-        CheckpointError: weights missing, unexpected or wrongly shaped.
-        ConfigError: as `quantize_` does.
+        CheckpointError: missing, unexpected or misshaped weights.
+        ConfigError: see `quantize_`.
 
-    Memory: the quantised model, and of the plain one a tensor at a time.
+    Memory: the quantized model, and one tensor of the plain one.
     """
     read = PackedReader(plain, files, scheme, new_head)
     model = copy.deepcopy(read.model)
     materialize_(model, device)
-    for name, target in track(list(persistent_tensors(model).items()), "quantise"):
+    for name, target in track(list(persistent_tensors(model).items()), "quantize"):
         target.data.copy_(read(name))
     return model
 
 
 class PackedReader:
-    """Gives a quantised model's tensors by name, made of a plain checkpoint when asked for.
+    """Computes a quantized model's tensors on demand from a plain checkpoint.
 
     Args:
-        plain: the model on meta; it becomes the quantised one, on meta too.
+        plain: model on the meta device, which becomes the quantized one.
         files: a checkpoint of it.
-        scheme: see `quantize_`; "keep" takes the integers that the checkpoint holds.
-        new_head: draw the head's weights where the checkpoint has none that fit.
+        scheme: see `quantize_`; "keep" loads the checkpoint's integers.
+        new_head: initialize the head's weights if the checkpoint has none of its shape.
 
     Attributes:
-        model: the quantised model on meta.
+        model: the quantized model on the meta device.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class PackedReader:
         self._plain = {name: (t.shape, t.dtype) for name, t in persistent_tensors(plain).items()}
         self._keeps = scheme == KEEP
         self.model = keep_(plain, self._read) if self._keeps else quantize_(plain, scheme)
-        self._last: tuple[str, dict[str, Tensor]] | None = None  # what was packed last
+        self._last: tuple[str, dict[str, Tensor]] | None = None  # the last quantized weight
 
     def __call__(self, name: str) -> Tensor:
         """Return a tensor of the quantised model."""
@@ -153,7 +156,7 @@ class PackedReader:
         store = self.model.get_submodule(owner)
         base = key.rpartition("_")[0] if isinstance(store, QuantizedExperts) else "weight"
         if self._last is None or self._last[0] != f"{owner}.{base}":
-            self._last = None  # before the next one is made
+            self._last = None  # free it before the next one is allocated
             self._last = f"{owner}.{base}", self._pack(store, owner, base)
         return self._last[1][key]
 
@@ -164,7 +167,7 @@ class PackedReader:
         return values
 
     def _pack(self, described: nn.Module, owner: str, base: str) -> dict[str, Tensor]:
-        """Return the packed tensors of one weight, or of one stack of experts."""
+        """Return the quantized tensors of one weight, or of one stack of experts."""
         store: Any = copy.copy(described)
         store._parameters = dict(described._parameters)
         is_stack = isinstance(described, QuantizedExperts)
@@ -174,8 +177,8 @@ class PackedReader:
             if tensor.is_meta and (not is_stack or key.startswith(f"{base}_"))
         ]
         for key in keys:
-            made = torch.empty_like(store._parameters[key], device="cpu")
-            store._parameters[key] = nn.Parameter(made, requires_grad=False)
+            buffer = torch.empty_like(store._parameters[key], device="cpu")
+            store._parameters[key] = nn.Parameter(buffer, requires_grad=False)
         assert isinstance(store, PackedStore)
         if self._keeps:
             fill_kept_(store, base, f"{owner}.{base}", self._read)

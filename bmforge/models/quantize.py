@@ -1,4 +1,4 @@
-"""Quantising models: in memory (`pack.py`), and from directory to directory."""
+"""Quantization of model directories; see `pack.py` for models in memory."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def quantize_directory(
     max_file_bytes: int = 4 << 30,
     allow_unknown: tuple[str, ...] = (),
 ) -> Path:
-    """Write a model with its weights packed, and its tokenizer's files; return the target.
+    """Quantize a model directory, and copy its tokenizer's files; return the target.
 
-    Opening the directory gives the quantised model. It is written beside its place and moved there
-    when it is whole: what was stopped, or did not fit on the disk, is never taken for a model.
+    The target is written to a temporary directory and renamed when complete, so an interrupted or
+    failed run never leaves a partial model.
 
     Args:
         source: directory or hub id of a Hugging Face model, or a GGUF file.
-        target: directory to make.
-        scheme: a name in `nn.packing.PRESETS`, or what it stands for; "keep" keeps the integers of
-            a GGUF file, of GPTQ or of AWQ as they are.
-        dtype: of what stays floats; None keeps the file's.
-        max_file_bytes: size above which the weights are divided over several files.
-        allow_unknown: config fields to accept unread.
+        target: directory to create.
+        scheme: a name in `nn.packing.PRESETS`, or a `QuantSpec`; "keep" loads the integers of a
+            GGUF file, GPTQ or AWQ as they are.
+        dtype: dtype of the weights that stay floats; None is the file's.
+        max_file_bytes: size above which the weights are split over several files.
+        allow_unknown: unknown config fields to accept without reading.
 
     Raises:
-        CheckpointError: the target holds something already, or the source is damaged.
-        ConfigError: no such source or scheme, or widths that the scheme does not divide.
+        CheckpointError: the target is not empty, or the source is damaged.
+        ConfigError: unknown source or scheme, or widths that the scheme does not divide.
 
-    Memory: one tensor of the plain model and what it is packed into, whatever the model's size.
+    Memory: one tensor of the plain model and its quantized form, for any model size.
     """
     spec = scheme if scheme == KEEP else find_preset(scheme)
 
@@ -67,8 +67,8 @@ def quantize_directory(
         is_whole = (directory / "config.json").is_file() and has_weights(directory)
         if not is_whole and not is_gguf(directory):
             raise ConfigError(
-                f"{str(directory)!r} is not in Hugging Face's form: convert it first (bmforge "
-                "convert), then quantise what came of it."
+                f"{str(directory)!r} is not in Hugging Face format. Convert it first (bmforge "
+                "convert), then quantize the result."
             )
         family = AutoModel.family_of(read_config_file(directory))
         kind = dtype or find_dtype(WeightFiles(directory))
@@ -78,7 +78,7 @@ def quantize_directory(
         read = PackedReader(plain, files, spec)
         total = write_packed(read.model, read, partial, max_file_bytes)
         rest = str(kind).removeprefix("torch.")
-        return f"{family.__name__}, quantised to {total / 1e6:,.1f} MB, the rest in {rest}"
+        return f"{family.__name__}, quantized to {total / 1e6:,.1f} MB, the rest in {rest}"
 
     return write_directory(source, target, write)
 
@@ -86,13 +86,13 @@ def quantize_directory(
 def write_packed(
     model: Any, read: Callable[[str], Tensor], out: Path, max_file_bytes: int = 4 << 30
 ) -> int:
-    """Write a model's weights, asked for one by one, and its config; return the weights' bytes.
+    """Write a quantized model's weights, computed one by one, and its config; return their size.
 
     Args:
-        model: quantised, on meta.
-        read: returns the tensor of a name.
-        out: directory to make.
-        max_file_bytes: size above which the weights are divided over several files.
+        model: quantized model on the meta device.
+        read: function from tensor name to tensor.
+        out: directory to create.
+        max_file_bytes: size above which the weights are split over several files.
     """
     tensors = persistent_tensors(model)
     groups = group_by_source(model.active_rules())
@@ -100,7 +100,7 @@ def write_packed(
     sizes = {name: t.numel() * t.element_size() for name, t in described.items()}
     out.mkdir(parents=True)
     plan = plan_files(sizes, max_file_bytes)
-    for file, names in track(list(plan.items()), "quantise"):
+    for file, names in track(list(plan.items()), "quantize"):
         write_file(
             out / file,
             {name: described[name] for name in names},

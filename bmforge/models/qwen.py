@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, the dense ones (Qwen team 2024, 2025).
+"""Qwen2, Qwen2.5 and Qwen3, the dense models (Qwen team 2024, 2025).
 
 Source: "Qwen2 Technical Report" (arXiv 2407.10671), "Qwen2.5 Technical Report" (2412.15115), "Qwen3
 Technical Report" (2505.09388).
@@ -24,7 +24,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _qwen_heads() -> dict[str, Head]:
-    """Qwen2's and Qwen3's classes differ in nothing but their names, and in what spans sit on."""
+    """Return the heads, whose classes differ between Qwen2 and Qwen3 in their names only."""
     heads = llama_heads("Qwen2", question_prefix="transformer.")
     return {
         name: replace(head, aliases=(head.architecture.replace("Qwen2", "Qwen3"),))
@@ -54,16 +54,16 @@ _128K, _40K = 131072, 40960
 
 @dataclass(kw_only=True)
 class QwenConfig(RotaryConfig):
-    """Sizes of a Qwen; the fields not named here are the base's.
+    """Config of Qwen; other fields are those of the base class.
 
     Args:
-        model_type: "qwen2" (also Qwen2.5) has biases on q, k and v; "qwen3" norms q and k per head.
-        activation: of the gated MLP.
-        attn_bias: of a qwen3: biases on q, k, v and o.
-        attn_dropout: on attention weights.
-        window: tokens that a token sees in the `window_layers`; 0 for no such layers.
-        window_layers: numbers of the layers with a window.
-        pad_token_id: the token whose embedding gets no gradient; None for none.
+        model_type: "qwen2" (also Qwen2.5) has biases on q, k and v; "qwen3" normalizes q and k.
+        activation: activation of the gated MLP.
+        attn_bias: for qwen3, biases on q, k, v and o.
+        attn_dropout: dropout probability of attention weights.
+        window: number of tokens that a token attends to in `window_layers`; 0 without such layers.
+        window_layers: indices of the layers with a window.
+        pad_token_id: token whose embedding gets no gradient; None is none.
     """
 
     family: ClassVar[str] = "qwen2"
@@ -129,17 +129,16 @@ class QwenConfig(RotaryConfig):
     pad_token_id: int | None = None
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         problems = []
         if self.model_type not in ("qwen2", "qwen3"):
             problems.append(f"model_type={self.model_type!r} must be 'qwen2' or 'qwen3'")
         if self.attn_bias and self.model_type == "qwen2":
-            problems.append("attn_bias=True has no effect on a qwen2, whose biases are fixed")
+            problems.append("attn_bias=True has no effect with qwen2, whose biases are fixed")
         if bool(self.window) != bool(self.window_layers):
             problems.append(
-                f"window={self.window} and window_layers={self.window_layers}: one has no effect "
-                "without the other"
+                f"window={self.window} and window_layers={self.window_layers} must be set together"
             )
         if not all(0 <= i < self.num_layers for i in self.window_layers):
             problems.append(
@@ -150,7 +149,7 @@ class QwenConfig(RotaryConfig):
 
     @property
     def is_gated(self) -> bool:
-        """Qwen's MLP has a gate."""
+        """True: Qwen's MLP has a gate."""
         return True
 
     @classmethod
@@ -165,8 +164,8 @@ class QwenConfig(RotaryConfig):
         slides = [i for i, kind in enumerate(kinds) if kind == _SLIDING]
         if len(slides) + kinds.count(_FULL) != len(kinds) or (slides and window is None):
             raise ConfigError(
-                f"QwenConfig: layer_types={kinds} with a window of {window}; a sliding layer needs "
-                f"use_sliding_window and sliding_window, and there are {_SLIDING} and {_FULL} only."
+                f"QwenConfig: layer_types={kinds} with sliding_window={window} (only {_SLIDING} "
+                f"and {_FULL}; a sliding layer needs use_sliding_window and sliding_window)."
             )
         if slides:
             values |= {"window": window, "window_layers": slides}
@@ -191,7 +190,7 @@ class QwenConfig(RotaryConfig):
         }
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under transformers' names, without those a Qwen2 does not have."""
+        """Return the config with transformers' names, without those that Qwen2 does not have."""
         out = super().to_hf()
         if self.model_type == "qwen2":
             implied = self.head_dim == self.hidden_size // self.num_heads

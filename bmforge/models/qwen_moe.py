@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE: experts beside dense layers, and a shared expert.
+"""Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE: experts, dense layers and a shared expert.
 
 Source: Qwen team, "Qwen1.5-MoE" (2024), "Qwen2 Technical Report" (arXiv 2407.10671), "Qwen3
 Technical Report" (arXiv 2505.09388).
@@ -25,14 +25,14 @@ _QWEN3 = {"head_dim": 128, "max_seq_len": 40960, "rope_theta": 1e6, "normalize_w
 
 @dataclass(kw_only=True)
 class Qwen3MoeConfig(MixtralConfig):
-    """Sizes of a Qwen3-MoE; the fields not named here are Mixtral's.
+    """Config of Qwen3-MoE; other fields are those of Mixtral.
 
     Args:
-        intermediate_size: F of the layers without experts.
-        expert_size: F of one expert.
-        normalize_weights: the weights of a token's experts sum to 1.
-        sparse_step: every so many layers, the last of them, has experts.
-        dense_layers: numbers of further layers without experts.
+        intermediate_size: hidden width F of layers without experts.
+        expert_size: hidden width F of one expert.
+        normalize_weights: normalize the weights of a token's experts to sum 1.
+        sparse_step: one of so many layers, the last, has experts.
+        dense_layers: indices of further layers without experts.
         attn_bias: biases on q, k, v and o.
     """
 
@@ -48,7 +48,7 @@ class Qwen3MoeConfig(MixtralConfig):
         "attn_bias": "attention_bias",
     }
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    # Only matters where a config uses windows, which it then says with layer_types.
+    # Affects configs with windows only, which have layer_types for that.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "qwen3-30b-a3b": {**_QWEN3, "num_layers": 48},
@@ -84,12 +84,12 @@ class Qwen3MoeConfig(MixtralConfig):
     attn_bias: bool = False
 
     def attn_spec(self) -> AttentionSpec:
-        """Return the attention: q and k are normed per head."""
+        """Return the attention, with per-head norms of q and k."""
         bias = self.attn_bias
         return replace(super().attn_spec(), qkv_bias=bias, out_bias=bias, qk_norm_eps=self.norm_eps)
 
     def expert_spec(self) -> MoESpec:
-        """Return a layer of experts."""
+        """Return the experts of a layer."""
         return MoESpec(
             self.num_experts,
             self.experts_per_token,
@@ -99,7 +99,7 @@ class Qwen3MoeConfig(MixtralConfig):
         )
 
     def layer_mlps(self) -> tuple[MLPSpec | MoESpec, ...]:
-        """Return experts or one MLP for every layer."""
+        """Return the experts or MLP of every layer."""
         dense = MLPSpec(self.intermediate_size, self.activation, gated=True, bias=False)
         return tuple(
             dense if i in self.dense_layers or (i + 1) % self.sparse_step else self.expert_spec()
@@ -108,7 +108,7 @@ class Qwen3MoeConfig(MixtralConfig):
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        # transformers 5 writes Mixtral's name, published configs have the other.
+        # transformers 5 writes Mixtral's field name; published configs have the other.
         if "num_local_experts" in raw:
             raw.setdefault("num_experts", raw.pop("num_local_experts"))
         return super()._take_special(raw)
@@ -119,13 +119,13 @@ class Qwen3MoeConfig(MixtralConfig):
         return {"window": (window or 0) if use else 0}
 
     def _give_special(self) -> dict[str, Any]:
-        given = {**super()._give_special(), "use_sliding_window": self.window > 0}
+        fields = {**super()._give_special(), "use_sliding_window": self.window > 0}
         if not self.window:
-            given["sliding_window"] = self.raw.get("sliding_window")
-        return given
+            fields["sliding_window"] = self.raw.get("sliding_window")
+        return fields
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under transformers' names, the number of experts once."""
+        """Return the config with transformers' names, the number of experts once."""
         out = super().to_hf()
         out.pop("num_local_experts", None)
         return out
@@ -133,12 +133,12 @@ class Qwen3MoeConfig(MixtralConfig):
 
 @dataclass(kw_only=True)
 class Qwen2MoeConfig(Qwen3MoeConfig):
-    """Sizes of a Qwen1.5-MoE or Qwen2-MoE; the fields not named here are Qwen3-MoE's.
+    """Config of Qwen1.5-MoE or Qwen2-MoE; other fields are those of Qwen3-MoE.
 
     Args:
-        shared_size: F of the expert that works on every token, weighed by its own gate.
+        shared_size: hidden width F of the shared expert, which has its own gate.
         attn_bias: biases on q, k and v.
-        window_layers: numbers of the layers with a window.
+        window_layers: indices of the layers with a window.
     """
 
     family: ClassVar[str] = "qwen2_moe"
@@ -165,26 +165,26 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
     window_layers: list[int] = field(default_factory=list)
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         outside = [i for i in self.window_layers if not 0 <= i < self.num_layers]
         if outside or bool(self.window) != bool(self.window_layers):
             raise ConfigError(
                 f"{type(self).__name__}: window={self.window} and window_layers="
-                f"{self.window_layers} need each other, the layers below num_layers="
+                f"{self.window_layers} must be set together, the layers below num_layers="
                 f"{self.num_layers}."
             )
 
     def attn_spec(self) -> AttentionSpec:
-        """Return the attention."""
+        """Return the attention, without norms of q and k."""
         return replace(super().attn_spec(), out_bias=False, qk_norm_eps=None)
 
     def expert_spec(self) -> MoESpec:
-        """Return a layer of experts with the shared one."""
+        """Return the experts of a layer, shared expert included."""
         return replace(super().expert_spec(), shared_size=self.shared_size)
 
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of every layer."""
+        """Return the window size of every layer."""
         slides = set(self.window_layers)
         return tuple(self.window if i in slides else None for i in range(self.num_layers))
 
@@ -210,10 +210,10 @@ class Qwen3Moe(Mixtral):
 
     def weight_rules(self) -> list[WeightRule]:
         """Map to transformers' names."""
-        ours, theirs = "layers.{i}.mlp.", "model.layers.{i}.mlp"
-        shared = {f"{ours}shared_expert.{n}": f"{theirs}.shared_expert.{n}" for n in _PROJECTIONS}
-        shared[f"{ours}shared_gate"] = f"{theirs}.shared_expert_gate"
-        experts = expert_rules(theirs, dict(zip(_PROJECTIONS, _PROJECTIONS, strict=True)))
+        own, published = "layers.{i}.mlp.", "model.layers.{i}.mlp"
+        shared = {f"{own}shared_expert.{n}": f"{published}.shared_expert.{n}" for n in _PROJECTIONS}
+        shared[f"{own}shared_gate"] = f"{published}.shared_expert_gate"
+        experts = expert_rules(published, dict(zip(_PROJECTIONS, _PROJECTIONS, strict=True)))
         return llama_rules() + experts + linear_rules(shared, ("weight",))
 
 

@@ -1,6 +1,6 @@
-"""Layers of other sizes: fewer heads, another width, a part that is gone, experts for an MLP.
+"""Resizing of layers: fewer heads, another width, removed sublayers, experts in place of an MLP.
 
-Blocks are rebuilt from their data (`BlockSpec`) and keep what fits of their weights.
+Blocks are rebuilt from their `BlockSpec` and keep the weights that still fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, MoE, MoESpec
 
 __all__ = ["kept_dims", "resize_", "resize_block"]
 
-# Where blocks stand -> the field of a model's spec with those that differ.
+# Container of blocks -> field of the model's spec with the blocks that differ.
 _FIELDS = {
     "layers": "blocks",
     "encoder.layers": "encoder_blocks",
@@ -32,29 +32,29 @@ _FIELDS = {
 
 
 def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
-    """Make layers another size, in place: on meta or with their weights.
+    """Resize layers in place, with or without weights.
 
-    Of weights the first are kept: the first key-value heads and of the queries of each the first,
-    of a head the first dims (with rotary positions the first pairs), of an MLP and of every expert
-    the first features, the first experts. Who prunes reorders before. What was not there before,
-    wider layers and experts in an MLP's place, is drawn as `init_weights_` draws it with seed 0.
+    The first weights are kept: the first key-value heads and the first query heads of each, the
+    first dims of a head (with rotary positions the first pairs), the first features of an MLP and
+    of every expert, the first experts. Pruning reorders them before. New weights, of wider layers
+    and of experts that replace an MLP, are initialized like `init_weights_` with seed 0.
 
-    Both attentions of an encoder-decoder's layer get the same heads; `attn=False` takes the
-    self-attention only. A bias on the scores that layers share (T5, CPM-Ant, CPM-Bee) has a column
-    per head and stays: a narrowed layer uses the first ones. Scales that follow from a width
-    (Tensor Programs) follow the new one; experts have no biases, whatever the MLP had.
+    Both attentions of an encoder-decoder layer get the same heads; `attn=False` removes the
+    self-attention only. A position bias shared by the layers (T5, CPM-Ant, CPM-Bee) keeps all its
+    heads: a narrowed layer uses the first ones. Scales that depend on a width (muP) follow the new
+    width; experts have no biases, even if the MLP had.
 
     Args:
-        model: of any family, not yet laid out.
-        names: of its blocks, such as ``"layers.1"`` or ``"encoder.layers.0"``.
-        sizes: what is to become of each of them.
+        model: model of any family, not yet parallelized.
+        names: names of blocks, such as ``"layers.1"`` or ``"encoder.layers.0"``.
+        sizes: the new sizes.
 
     Raises:
-        ConfigError: a name that is no block; sizes that do not fit a layer, or that it has already;
-            a layer that was changed in another way before. Nothing is changed then.
+        ConfigError: unknown block; sizes that do not fit the layer or that it has already; a layer
+            with another change before. The model is unchanged then.
     """
     if not names:
-        raise ConfigError("no layer to resize was named.")
+        raise ConfigError("names=[] selects no layer to resize.")
     old = {name: _find(model, name) for name in names}
     specs = {name: resize_block(block.spec, sizes, name) for name, block in old.items()}
     _check(model, old, specs)
@@ -77,7 +77,7 @@ def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
 
 
 def resize_block(block: BlockSpec, sizes: Sizes, name: str = "a layer") -> BlockSpec:
-    """Return the data of a block of another size.
+    """Return the spec of a block with other sizes.
 
     Raises:
         ConfigError: see `resize_`.
@@ -99,8 +99,8 @@ def _resize_attention(spec: AttentionSpec | None, new: LayerSizes) -> AttentionS
         return None
     if spec.global_tokens and new.num_kv_heads != new.num_heads:
         raise ConfigError(
-            f"num_kv_heads={new.num_kv_heads} must be num_heads={new.num_heads} where attention "
-            "has global tokens."
+            f"num_kv_heads={new.num_kv_heads} must be num_heads={new.num_heads} if attention has "
+            "global tokens."
         )
     return replace(
         spec,
@@ -137,7 +137,7 @@ def _resize_feed(spec: MLPSpec | MoESpec | None, new: LayerSizes) -> MLPSpec | M
 
 
 def _split_feed(spec: Any, new: LayerSizes, sizes: Sizes) -> MoESpec:
-    """Return an MLP as experts that are its features, which are as many as before."""
+    """Return an MLP's features as experts; their number does not change."""
     return MoESpec(
         new.num_experts,
         new.experts_per_token,
@@ -157,31 +157,31 @@ def _split_feed(spec: Any, new: LayerSizes, sizes: Sizes) -> MoESpec:
 
 
 def _rescale(scale: float, before: int, after: int) -> float:
-    """Return a scale of 1/sqrt(width), which 1 is not, for another width."""
+    """Return a scale of 1/sqrt(width) for another width; 1 stays 1."""
     return scale if scale == 1.0 else scale * math.sqrt(before / after)
 
 
 def _find(model: Any, name: str) -> Block:
     """Return a block that can be resized."""
-    known = [n for n, m in model.named_modules() if isinstance(m, Block)]
-    if name not in known:
-        raise ConfigError(f"{name!r} is no layer of this model.{suggest(name, known)}")
+    block_names = [n for n, m in model.named_modules() if isinstance(m, Block)]
+    if name not in block_names:
+        raise ConfigError(f"{name!r} is not a layer of this model.{suggest(name, block_names)}")
     block: Block = model.get_submodule(name)
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     with torch.device("meta"), NoDrawing():
         own = {n for n, _ in Block(block.spec, 0).named_parameters()}
-    if strange := sorted(set(tensors) ^ own):
+    if unexpected := sorted(set(tensors) ^ own):
         raise ConfigError(
-            f"{name} was changed before: {', '.join(strange[:3])} is not what its sizes say. "
-            "Resize layers first, then change them in other ways."
+            f"{name} has other changes: {', '.join(unexpected[:3])} does not follow from its "
+            "sizes. Resize layers first, then apply other changes."
         )
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        raise ConfigError(f"{name} is laid out over processes. Resize it before `parallelize`.")
+        raise ConfigError(f"{name} is already parallelized. Resize it before `parallelize`.")
     return block
 
 
 def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> None:
-    """Raise for what blocks cannot know by themselves."""
+    """Raise `ConfigError` for conflicts with the rest of the model."""
     rotary_dim = _rotary_dim(model)
     for name, spec in specs.items():
         stack = name.rpartition(".")[0]
@@ -191,29 +191,29 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
             continue
         if table is not None and attn.num_heads > table.weight.shape[1]:
             raise ConfigError(
-                f"{name} cannot be resized: num_heads={attn.num_heads} is more than the "
-                f"{table.weight.shape[1]} heads for which the layers share a bias."
+                f"{name} cannot be resized: num_heads={attn.num_heads} exceeds the "
+                f"{table.weight.shape[1]} heads of the bias that the layers share."
             )
         if attn.head_dim < rotary_dim and attn.head_dim % 2:
             raise ConfigError(
-                f"{name} cannot be resized: head_dim={attn.head_dim} is odd, and rotary positions "
-                "turn pairs of dims."
+                f"{name} cannot be resized: head_dim={attn.head_dim} is odd, but rotary positions "
+                "rotate pairs of dims."
             )
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in specs):
         blocks = model.get_submodule(stack).named_children()
         left = [specs.get(f"{stack}.{number}", block.spec) for number, block in blocks]
         if all(spec.attn is None for spec in left):
-            raise ConfigError(f"attn=False would leave no attention in any layer of {stack}.")
+            raise ConfigError(f"attn=False would remove attention from all layers of {stack}.")
 
 
 def _rotary_dim(model: Any) -> int:
-    """Return how many dims of the model's heads are turned by their position."""
+    """Return the number of rotated dims of the model's heads."""
     rope = getattr(model.spec, "rope", None)
     return 0 if rope is None else rope.rotary_dim
 
 
 def _take_after_(new: Block, old: Block) -> None:
-    """Give a block on meta the places, dtypes and flags of another one, without values."""
+    """Copy devices, dtypes and flags of the old block to the new one on meta, without values."""
     before = dict(old.named_parameters())
     usual = next(iter(before.values()), None)
     for name, parameter in list(new.named_parameters()):
@@ -229,7 +229,7 @@ def _take_after_(new: Block, old: Block) -> None:
 
 @torch.no_grad()
 def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
-    """Give a new block the weights that it keeps, and draw the others."""
+    """Copy the weights that a new block keeps, and initialize the others."""
     new: Block = model.get_submodule(name)
     before = dict(old.named_parameters())
     for key, parameter in new.named_parameters():
@@ -248,8 +248,8 @@ def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
         else:
             box = tuple(slice(min(p)) for p in zip(parameter.shape, source.shape, strict=True))
             parameter[box] = source[box]
-    was, feed = old.spec.mlp, new.mlp
-    is_new = isinstance(was, MLPSpec) and not any(p.is_meta for p in new.parameters())
+    old_spec, feed = old.spec.mlp, new.mlp
+    is_new = isinstance(old_spec, MLPSpec) and not any(p.is_meta for p in new.parameters())
     if is_new and isinstance(feed, MoE) and feed.is_split:
         fill_split_(feed, old.mlp)
 
@@ -261,7 +261,7 @@ def _keep_heads_(
     specs: tuple[AttentionSpec, AttentionSpec],
     rotary_dim: int,
 ) -> None:
-    """Copy what two attentions of different heads have in common of one parameter."""
+    """Copy the common part of one parameter between attentions with different heads."""
     module, _, kind = leaf.partition(".")
     if module == "o_proj":
         if kind == "bias":
@@ -272,14 +272,14 @@ def _keep_heads_(
     common = tuple(slice(min(pair)) for pair in zip(*(d[:-1] for d in dims), strict=True))
     into, source = (t.unflatten(0, d)[common] for t, d in zip((new, old), dims, strict=True))
     widths = specs[0].head_dim, specs[1].head_dim
-    places = kept_dims(*widths, rotary_dim, specs[0].rope_interleaved)
-    target, chosen = (torch.tensor(p, device=new.device) for p in zip(*places, strict=True))
+    dim_pairs = kept_dims(*widths, rotary_dim, specs[0].rope_interleaved)
+    target, chosen = (torch.tensor(p, device=new.device) for p in zip(*dim_pairs, strict=True))
     axis = len(common)
     into.index_copy_(axis, target, source.index_select(axis, chosen))
 
 
 def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
-    """Return what the first dim of a parameter is made of, the dims of a head last."""
+    """Return the dims that a parameter's first dim consists of, the dims of a head last."""
     if module in ("q_norm", "k_norm"):
         return (spec.head_dim,)
     if module in ("k_proj", "v_proj"):
@@ -288,13 +288,13 @@ def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
 
 
 def kept_dims(new: int, old: int, rotary_dim: int, interleaved: bool) -> list[tuple[int, int]]:
-    """Return the places, (in the new, in the old), of the dims of a head that both have.
+    """Return pairs (index in the new head, index in the old head) of the dims that both have.
 
-    Rotary pairs that are halves apart stay pairs, of the same speed; see `nn.narrow_rope`.
+    Rotary pairs of half layout stay pairs with the same frequency; see `nn.narrow_rope`.
     """
-    turned = [min(width, rotary_dim) // 2 for width in (new, old)]
-    if interleaved or turned[0] == turned[1]:
+    rotated = [min(width, rotary_dim) // 2 for width in (new, old)]
+    if interleaved or rotated[0] == rotated[1]:
         return [(i, i) for i in range(min(new, old))]
-    count = min(turned)
+    count = min(rotated)
     pairs = [(i, i) for i in range(count)]
-    return pairs + [(turned[0] + i, turned[1] + i) for i in range(count)]
+    return pairs + [(rotated[0] + i, rotated[1] + i) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Finding a model's files: a directory, the Hugging Face cache, or the hub, in this order."""
+"""Location of a model's files: a directory, the Hugging Face cache, or the hub, in this order."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from bmforge.models.formats.hf_format import has_all_weights
 __all__ = ["resolve_model"]
 
 _WANTED = ["*.json", "README.md", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*"]
-# Short names of ModelCenter's whose weights lay on its own server and were never on the hub.
-_SERVER = "ModelCenter kept it on its own server (openbmb.oss-cn-hongkong.aliyuncs.com)"
+# Short names of ModelCenter whose weights were on its own server and never on the hub.
+_SERVER = "ModelCenter hosted it on its own server (openbmb.oss-cn-hongkong.aliyuncs.com)"
 _NOT_ON_HUB = {
     "kv-plm": "The same BERT was published with the paper, at github.com/thunlp/KV-PLM.",
     "cpm1-large": "The CPM-1 of the paper is another model: TsinghuaAI/CPM-Generate on the hub is "
-    "that one as a GPT-2, and bmforge convert reads its published shards.",
+    "that model as a GPT-2, and bmforge convert reads its published shards.",
     "cpm2-large": "The CPM-2 of the paper was published as shards, which bmforge convert reads.",
 }
-# Repositories often hold the same weights in several forms: the first that is there is fetched.
+# Repositories often have the same weights in several formats; the first available is downloaded.
 _WEIGHTS = ["model*.safetensors", "pytorch_model*.bin", "*.pt"]
 
 
 def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) -> Path:
-    """Return the place of a model: `name` itself, its cached copy, or a fresh download.
+    """Return the path of a model: `name` itself, its cached copy, or a download.
 
-    A cached copy without all weights is completed; where the hub cannot be asked it is returned as
-    it is, for those who read only its config or tokenizer.
+    A cached copy without all weights is completed; if the hub is not reachable it is returned as it
+    is, for callers that read only its config or tokenizer.
 
     Args:
         name: directory, GGUF file, hub id, or a name in `hub_ids`.
         hub_ids: short name -> hub id.
 
     Raises:
-        ConfigError: no such directory, and neither the cache nor the hub has it.
+        ConfigError: it is neither a directory, nor in the cache, nor on the hub.
     """
     path = Path(name)
     if path.is_dir() or is_gguf(path):
         return path
     if path.exists():
         raise ConfigError(
-            f"{str(name)!r} is a file; give the directory that holds config.json, or a .gguf file."
+            f"{str(name)!r} is a file. Pass the directory with config.json, or a .gguf file."
         )
     if path.suffix == ".gguf":
-        raise ConfigError(f"there is no file {str(path)!r}; name a GGUF file that is there.")
+        raise ConfigError(f"GGUF file {str(path)!r} does not exist.")
     name = (hub_ids or {}).get(str(name), str(name))
     if name in _NOT_ON_HUB:
         raise ConfigError(
             f"{name!r} is not on the hub. {_SERVER}: if you have its config.json and "
-            f"pytorch_model.pt, put them into the directory {str(path.absolute())!r}. "
+            f"pytorch_model.pt, copy them into the directory {str(path.absolute())!r}. "
             f"{_NOT_ON_HUB[name]}"
         )
     cached = _find_cached(name)
@@ -66,19 +66,19 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
     except Exception as error:
         if cached is not None:
             get_logger().warning(
-                "%s: the cached copy %s lacks weights, and the hub could not be asked (%s)",
+                "%s: the cached copy %s lacks weights, and the hub is not reachable (%s)",
                 *(name, cached, type(error).__name__),
             )
             return cached
         raise ConfigError(
-            f"{name!r} is not a directory, not in the Hugging Face cache, and the hub could "
-            f"not be asked ({type(error).__name__}). Offline, put config.json and the weights into "
+            f"{name!r} is neither a directory nor in the Hugging Face cache, and the hub is not "
+            f"reachable ({type(error).__name__}). Offline, copy config.json and the weights into "
             f"the directory {str(path.absolute())!r}."
         ) from error
 
 
 def _find_cached(name: str) -> Path | None:
-    """Return the cached copy, whole or not."""
+    """Return the cached copy, complete or not; None without one."""
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except HFValidationError as error:
@@ -88,7 +88,7 @@ def _find_cached(name: str) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    """Fetch what is read of a repository; nothing in folders of it is."""
+    """Download the files of a repository's root that are needed."""
     files = [file for file in list_repo_files(name) if "/" not in file]
     forms = [pattern for pattern in _WEIGHTS if fnmatch.filter(files, pattern)]
     return Path(

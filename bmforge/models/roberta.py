@@ -15,10 +15,10 @@ __all__ = ["Roberta", "RobertaConfig"]
 
 @dataclass(kw_only=True)
 class RobertaConfig(EncoderConfig):
-    """Sizes of a RoBERTa; the fields are `EncoderConfig`'s.
+    """Config of RoBERTa; the fields are those of `EncoderConfig`.
 
-    Positions are counted over tokens that are not padding; `max_seq_len` is the longest input, and
-    the table has `pad_token_id` + 1 rows more.
+    Positions count the tokens that are no padding; `max_seq_len` is the maximum input length, and
+    the position table has `pad_token_id` + 1 more rows.
     """
 
     family: ClassVar[str] = "roberta"
@@ -50,13 +50,13 @@ class RobertaConfig(EncoderConfig):
 
 
 class Roberta(EncoderModel):
-    """RoBERTa with a head for masked tokens, by default tied to the embedding."""
+    """RoBERTa with a masked-LM head, by default tied to the embedding."""
 
     config_class = RobertaConfig
     family_traits = Traits("both", "masked tokens", "learned", marks_between=2)
     hf_prefix = "roberta."
-    # A pooler that our head does not read; the bias that transformers does not use beside an
-    # untied decoder.
+    # Poolers that no head here reads; the bias that transformers ignores when the decoder is not
+    # tied.
     hf_unused = ("roberta.pooler.dense.*", "pooler.dense.*", "lm_head.bias")
     hf_old_names = (
         ("lm_head.bias", "lm_head.decoder.bias"),
@@ -75,5 +75,5 @@ class Roberta(EncoderModel):
         super().__init__(config, spec)
 
     def tied_copies(self) -> dict[str, str]:
-        """The decoder's bias is stored under two names."""
+        """Return the decoder's bias, which is stored under two names."""
         return {"lm_head.decoder.bias": "lm_head.bias"}

@@ -1,4 +1,4 @@
-"""Rotary positions in configs: transformers' two forms, and the fields every such family has."""
+"""Rotary positions in configs: transformers' two formats, and the fields of all such families."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bmforge.nn import RopeSpec
 
 __all__ = ["RotaryConfig", "rope_from_hf", "rope_to_hf"]
 
-# transformers' name of a rotary scaling number -> RopeSpec's.
+# transformers' name of a rotary parameter -> name in `RopeSpec`.
 _ROPE_NAMES = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -29,16 +29,16 @@ _ROPE_NAMES = {
 
 
 def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
-    """Take the rotary fields out of a transformers config, old form or new.
+    """Remove the rotary fields from a transformers config, in its old or new format.
 
     Args:
-        raw: config.json's contents; the rotary fields are removed from it.
+        raw: contents of config.json; the rotary fields are removed.
 
     Returns:
-        `rope_theta` and `rope_scaling` (a dict with `kind` and RopeSpec's names, or empty).
+        `rope_theta` and `rope_scaling` (a dict with `kind` and `RopeSpec`'s names, or empty).
 
     Raises:
-        ConfigError: a scaling kind or number that is not understood.
+        ConfigError: unsupported scaling kind or parameter.
     """
     parameters = dict(raw.pop("rope_parameters", None) or raw.pop("rope_scaling", None) or {})
     raw.pop("rope_scaling", None)
@@ -47,11 +47,11 @@ def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     for fields in (raw, parameters):
-        if fields.get("partial_rotary_factor") == 1.0:  # all of a head is turned, as without it
+        if fields.get("partial_rotary_factor") == 1.0:  # equivalent to no field
             del fields["partial_rotary_factor"]
     unknown = [name for name in parameters if name not in _ROPE_NAMES]
     if unknown:
-        raise ConfigError(f"rotary scaling {kind!r} has fields that are not understood: {unknown}.")
+        raise ConfigError(f"rotary scaling {kind!r} has unsupported parameters: {unknown}.")
     scaling = {_ROPE_NAMES[n]: v for n, v in parameters.items() if v is not None}
     return {
         "rope_theta": float(theta),
@@ -60,9 +60,9 @@ def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_to_hf(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary fields in the form that transformers 4 and 5 both read."""
-    ours = {our: their for their, our in _ROPE_NAMES.items()}
-    numbers = {ours[n]: v for n, v in scaling.items() if n != "kind"}
+    """Return the rotary fields in the format that transformers 4 and 5 both read."""
+    published_names = {own: published for published, own in _ROPE_NAMES.items()}
+    numbers = {published_names[n]: v for n, v in scaling.items() if n != "kind"}
     return {
         "rope_theta": theta,
         "rope_scaling": {"rope_type": scaling["kind"], **numbers} if scaling else None,
@@ -71,27 +71,27 @@ def rope_to_hf(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class RotaryConfig(ModelConfig):
-    """Fields of every family with rotary positions.
+    """Fields of all families with rotary positions.
 
     Args:
         rope_theta: base of the rotary frequencies.
-        rope_scaling: `kind` and the numbers of `nn.RopeSpec`; empty for none.
+        rope_scaling: `kind` and parameters of `nn.RopeSpec`; empty for no scaling.
     """
 
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Check the rotary fields with the others."""
+        """Check the rotary fields and the others."""
         super().check()
         self.rope_spec()
 
     def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> RopeSpec:
-        """Return the rotary embedding these fields describe.
+        """Return the rotary embedding that these fields describe.
 
         Args:
-            rotary_dim: how many dims of a head are turned; 0 is all.
-            interleaved: pairs are neighbours.
+            rotary_dim: number of head dims that are rotated; 0 is all.
+            interleaved: pairs are adjacent dims.
         """
         numbers: dict[str, Any] = {
             n: tuple(v) if isinstance(v, list) else v for n, v in self.rope_scaling.items()
@@ -102,7 +102,7 @@ class RotaryConfig(ModelConfig):
         if kind in ("yarn", "longrope"):
             numbers.setdefault("factor", self.max_seq_len / numbers["original_seq_len"])
         elif kind and "factor" not in numbers:
-            raise ConfigError(f"rotary scaling {kind!r} needs a factor (was given {numbers}).")
+            raise ConfigError(f"rotary scaling {kind!r} needs a factor (got {numbers}).")
         return RopeSpec(
             rotary_dim or self.head_dim,
             self.rope_theta,
@@ -119,6 +119,6 @@ class RotaryConfig(ModelConfig):
         return {**rope_to_hf(self.rope_theta, self.rope_scaling), "rope_parameters": None}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under transformers' names, the rotary fields in one form only."""
+        """Return the config with transformers' names, the rotary fields in one format only."""
         out = super().to_hf()
         return {name: value for name, value in out.items() if name != "rope_parameters"}

@@ -1,4 +1,4 @@
-"""Default layout rules for the canonical names: data that `parallel` applies to any model."""
+"""Default sharding rules for the canonical module names, which `parallel` applies to any model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["LayoutRules", "TensorCut", "default_cuts"]
 
 @dataclass(frozen=True)
 class TensorCut:
-    """How tensor parallelism cuts the modules of a glob.
+    """Tensor parallel style of the modules that match a glob.
 
     Args:
-        glob: names of modules, see `surgery`.
-        style: "part": what is cut inside begins with the whole input; "column": a linear layer by
-            its outputs; "row": by its inputs; "key_value": by its outputs, or where there are fewer
-            heads than processes each takes the one it needs; "bias": a table by its columns, one
-            per head; "head_norm" and "gate": whole, but used by each process for its heads;
-            "embedding" and "head": by rows of the vocabulary; "experts": each expert by its width.
-        units: how many pieces cannot be cut further (heads); 0: every row or column can.
+        glob: module glob, see `surgery`.
+        style: "part": module with sharded children that takes the whole input; "column": linear
+            layer sharded by outputs; "row": by inputs; "key_value": by outputs, replicated if there
+            are fewer heads than ranks; "bias": table sharded by columns, one per head; "head_norm"
+            and "gate": replicated, each rank uses the part of its heads; "embedding" and "head":
+            sharded by vocabulary; "experts": each expert sharded by width.
+        units: number of indivisible units (heads); 0 is every row or column.
     """
 
     glob: str
@@ -29,17 +29,18 @@ class TensorCut:
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Name globs (see `surgery`) of what a layout does where.
+    """Sharding plan of a model: module globs (see `surgery`) per purpose.
 
     Args:
-        zero_units: modules whose parameters are gathered together; the rest belongs to the root.
-        recompute_units: modules whose activations may be recomputed in backward.
-        tensor_parallel: what tensor parallelism cuts; empty where a family cannot be cut.
-        stacks: containers of blocks that run one after the other, in the order in which they run.
-        pipeline_first: names beside a stack that belong to where it begins, and
-        pipeline_last: to where it ends; what neither names is wherever its stack is.
-        quantize_targets: what may be kept as integers; norms, biases, routers and tables of
-            positions stay floats. Those that a model has not are passed over.
+        zero_units: modules whose parameters are all-gathered together; others belong to the root.
+        recompute_units: modules whose activations can be recomputed in backward.
+        tensor_parallel: tensor parallel plan; empty if the family does not support it.
+        stacks: containers of blocks, in execution order.
+        pipeline_first: modules that belong to the pipeline stage where the stack begins.
+        pipeline_last: modules that belong to the stage where it ends; all others are on every stage
+            of the stack.
+        quantize_targets: modules that are quantized by default; norms, biases, routers and position
+            tables stay floats. Globs without a match are skipped.
     """
 
     zero_units: tuple[str, ...] = ("layers.*",)
@@ -66,7 +67,7 @@ class LayoutRules:
     )
 
 
-# Last part of a module's name -> style and what its units are.
+# Last part of a module's name -> style, and kind of its units.
 _STYLES = {
     "attn": ("part", ""),
     "cross_attn": ("part", ""),
@@ -102,25 +103,25 @@ def default_cuts(
     without: Iterable[str] = (),
     differing: Mapping[str, tuple[int, int]] | None = None,
 ) -> tuple[TensorCut, ...]:
-    """Return the cuts of a model that uses the canonical names.
+    """Return the tensor parallel plan of a model with the canonical names.
 
-    A bias on the scores that layers with different numbers of heads share stays whole: which of its
-    columns a process needs is another question in each of them.
+    A position bias shared by layers with different numbers of heads is replicated: a rank needs
+    different columns of it in each layer.
 
     Args:
-        names: of all its modules.
-        num_heads: N.
-        num_kv_heads: K.
-        without: last parts of names that stay whole.
-        differing: names of attentions that have other numbers of heads -> these, (N, K).
+        names: names of all modules.
+        num_heads: number N of heads.
+        num_kv_heads: number K of key-value heads.
+        without: last parts of names of modules that are replicated.
+        differing: attention with another number of heads -> (N, K).
     """
     units = {"heads": num_heads, "kv_heads": num_kv_heads, "": 0}
-    left_out, differing = set(without), differing or {}
-    found: dict[str, TensorCut] = {}
+    excluded, differing = set(without), differing or {}
+    plan: dict[str, TensorCut] = {}
     single: dict[str, TensorCut] = {}
     for name in names:
         before, _, last = name.rpartition(".")
-        if last not in _STYLES or last in left_out:
+        if last not in _STYLES or last in excluded:
             continue
         if last == "decoder" and before != "mlm_head":  # the stack of an encoder-decoder
             continue
@@ -128,7 +129,7 @@ def default_cuts(
         style = "head_norm" if differing and style == "bias" else style
         glob = f"**.{last}" if before else last
         glob = name if last == "decoder" else glob
-        found[glob] = TensorCut(glob, style, 0 if style == "head_norm" else units[unit])
+        plan[glob] = TensorCut(glob, style, 0 if style == "head_norm" else units[unit])
         if unit and before in differing:
             single[name] = TensorCut(name, style, differing[before][unit == "kv_heads"])
-    return (*found.values(), *single.values())
+    return (*plan.values(), *single.values())

@@ -1,4 +1,4 @@
-"""Saving a model of any layout as a Hugging Face directory."""
+"""Saving of a model on any layout as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ def write_model(
     """Write a model; see `Model.save_pretrained`.
 
     Args:
-        model: laid out, or whole.
-        out: the directory.
-        overwrite: replace weights that are already there.
-        max_file_bytes: size above which the weights are divided over several files.
-        alone: this process has all of it and writes it, while the others do something else.
+        model: parallelized or plain model.
+        out: directory.
+        overwrite: replace existing weights.
+        max_file_bytes: size above which the weights are split over several files.
+        alone: this rank has the whole model and writes it without the others.
     """
     if has_weights(out) and not overwrite:
         raise CheckpointError(
-            f"{str(out)!r} already holds a model. Name another, or pass overwrite=True."
+            f"{str(out)!r} already holds a model. Choose another path, or pass overwrite=True."
         )
     rank, world = (0, 1) if alone else _rank_and_world()
     if world > 1:
-        dist.barrier()  # nobody writes before all have looked
+        dist.barrier()  # no rank writes before all have checked
     out.mkdir(parents=True, exist_ok=True)
     tensors = persistent_tensors(model)
     whole = model.whole()
-    gather, described = _Whole(tensors), persistent_tensors(whole)
+    gather, meta_tensors = _Whole(tensors), persistent_tensors(whole)
     groups = group_by_source(whole.active_rules())
     sizes = {
-        name: sum(_source_bytes(rule, described[rule.ours]) for rule in rules)
+        name: sum(_source_bytes(rule, meta_tensors[rule.ours]) for rule in rules)
         for name, rules in groups.items()
     }
-    homes = {name: model._stage_rank(rules[0].ours) for name, rules in groups.items()}
-    files = plan_files(sizes, max_file_bytes, homes)
+    stages = {name: model._stage_rank(rules[0].ours) for name, rules in groups.items()}
+    files = plan_files(sizes, max_file_bytes, stages)
     stage, members = model._stage_and_members(rank, world)
     for number, (file, names) in enumerate(track(list(files.items()), "save weights")):
-        if homes[names[0]] != stage:
+        if stages[names[0]] != stage:
             continue
-        mine = number % members == rank % members
-        found = {}
+        writes = number % members == rank % members
+        tensors_to_write = {}
         for name in names:
             tensor = assemble_source(groups[name], gather)
-            if mine:
-                found[name] = tensor.cpu()
-        if mine:
-            write_file(out / file, found)
+            if writes:
+                tensors_to_write[name] = tensor.cpu()
+        if writes:
+            write_file(out / file, tensors_to_write)
     if rank == 0:
         write_config(model, out, tensors)
         _warn_of_changes(model, out)
@@ -90,8 +90,8 @@ def _warn_of_changes(model: Any, out: Path) -> None:
     if changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in changes))
         get_logger().warning(
-            "%s holds a changed model (%s): bmforge opens it; transformers would refuse it, or "
-            "draw what was changed at random",
+            "%s contains a changed model (%s), which bmforge opens; transformers refuses it or "
+            "initializes the changed tensors",
             *(out, kinds),
         )
 
@@ -108,7 +108,7 @@ def _source_bytes(rule: WeightRule, parameter: Tensor) -> int:
 
 
 class _Whole:
-    """Gathers parameters by name; the last one is kept, for the many parts of a stacked one."""
+    """All-gathers parameters by name; caches the last one, which may have many parts."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters

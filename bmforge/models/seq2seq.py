@@ -1,4 +1,4 @@
-"""The encoder-decoder that T5 and its relatives assemble."""
+"""Encoder-decoder from which T5 and its relatives are assembled."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from bmforge.nn import LMHead, build_mask
 from bmforge.nn.attention import KeyValueCache
 from bmforge.records import Span
 
-# Token ids of a text, or what the embedding would have returned for it; neither for no text.
+# Token ids of a text, or its embeddings; (None, None) without a text.
 Pair = tuple[Tensor | None, Tensor | None]
 
 __all__ = ["Seq2Seq", "shift_right"]
 
 
 class Seq2Seq(Model):
-    """One embedding, an encoder, a decoder, and one of the heads.
+    """Shared embedding, encoder, decoder and a head.
 
     Args:
-        config: the family's config; has `decoder_start_token_id`, `pad_token_id`, `eos_token_id`.
-        spec: what the config comes down to.
+        config: config of the family, with `decoder_start_token_id`, `pad_token_id`, `eos_token_id`.
+        spec: hyperparameters derived from it.
 
     Attributes:
-        encoder_heads: heads that read the encoder; there is no decoder then.
+        encoder_heads: heads on the encoder, with which there is no decoder.
     """
 
     family_traits = Traits("apart", "spans", "relative")
@@ -92,28 +92,29 @@ class Seq2Seq(Model):
         decoder_inputs_embeds: Tensor | None = None,
         logits_at: Tensor | None = None,
     ) -> ModelOutput:
-        """Read the source and predict the target, or what the head answers.
+        """Encode the source and decode the target, or apply another head.
 
         Args:
-            input_ids: the source's token ids; not needed with `encoder_outputs`.
+            input_ids: token ids of the source; not needed with `encoder_outputs`.
             attention_mask: 1 for tokens of the source, 0 for padding.
-            decoder_input_ids: the target so far; when not given, the labels (a classifier and
-                question answering: the source), moved right behind the start token.
-            decoder_attention_mask: 1 for tokens of the target, 0 for padding, the past included.
-            labels: of the sequence-to-sequence head: the target's token ids, -100 is not counted;
-                returns the loss instead of logits. Of a classifier: see `classification_loss`.
-            encoder_outputs: what `encode` returned for the source.
-            cache: keys and values of the target's earlier tokens, and of the source.
-            num_items_in_batch: what the summed loss is divided by; None gives the mean.
-            output_hidden_states: return the embedding's and every layer's output.
-            logits_to_keep: return logits of only the last so many positions.
-            start_positions: first token of the answers, for question answering.
+            decoder_input_ids: token ids of the target; by default the labels (for classification
+                and question answering: the source), shifted right after the start token.
+            decoder_attention_mask: 1 for tokens of the target, 0 for padding, cached tokens
+                included.
+            labels: for sequence-to-sequence, target ids, -100 to ignore; returns the loss instead
+                of logits. For a classifier, see `classification_loss`.
+            encoder_outputs: result of `encode` for the source.
+            cache: KV cache of the target's earlier tokens and of the source.
+            num_items_in_batch: divisor of the summed loss; None is the mean.
+            output_hidden_states: return the outputs of the embedding and of every layer.
+            logits_to_keep: number of last positions whose logits are returned.
+            start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
-            role_ids: who speaks each token of the source, where the model has roles.
-            decoder_role_ids: likewise of the target.
-            inputs_embeds: instead of `input_ids`, what the token embedding would have returned.
-            decoder_inputs_embeds: likewise of the target.
-            logits_at: return logits of only these positions of every target.
+            role_ids: speaker of each source token, in models with roles.
+            decoder_role_ids: speaker of each target token.
+            inputs_embeds: token embeddings in place of `input_ids`.
+            decoder_inputs_embeds: token embeddings in place of `decoder_input_ids`.
+            logits_at: positions of every target whose logits are returned.
 
         Shape:
             input_ids, attention_mask, role_ids: (B, S);
@@ -123,29 +124,29 @@ class Seq2Seq(Model):
             decoder_inputs_embeds: (B, T, D); logits_at: (B, M)
 
         Raises:
-            ShapeError: no source or no target, one given twice, or ids outside the vocabulary.
+            ShapeError: source or target missing or given twice, or ids outside of the vocabulary.
         """
         head, source = self.config.head, encoder_outputs
         check_places(head, labels, logits_at)
         if source is None and input_ids is None and inputs_embeds is None:
-            raise ShapeError("no source: pass input_ids or encoder_outputs, or inputs_embeds.")
-        target, begun = decoder_input_ids, decoder_inputs_embeds
+            raise ShapeError("no source given. Pass input_ids, inputs_embeds or encoder_outputs.")
+        target, target_embeds = decoder_input_ids, decoder_inputs_embeds
         if self.decoder is None:
-            target = begun = None
-        elif target is None and begun is None:
+            target = target_embeds = None
+        elif target is None and target_embeds is None:
             target = self._shift(input_ids, labels)
-        reads, writes = span_of(self.encoder.layers), self._decoder_span()
-        if reads.first:
+        encoder_span, decoder_span = span_of(self.encoder.layers), self._decoder_span()
+        if encoder_span.first:
             x, y = (*self.arrived, None)[:2]
         else:
-            read = (input_ids, inputs_embeds) if source is None else (None, None)
-            x, y = self._embed(read, (target, begun))
+            source_pair = (input_ids, inputs_embeds) if source is None else (None, None)
+            x, y = self._embed(source_pair, (target, target_embeds))
             x, y = self._add_roles(x, role_ids), self._add_roles(y, decoder_role_ids)
-        if source is None and reads.first < reads.last:
+        if source is None and encoder_span.first < encoder_span.last:
             x, states = self.encoder(x, attention_mask, keep_states=output_hidden_states)
             source = ModelOutput(last_hidden_state=x, hidden_states=states)
         source = source or ModelOutput(last_hidden_state=x)
-        if reads.last < reads.total or (writes.total and not writes.last):
+        if encoder_span.last < encoder_span.total or (decoder_span.total and not decoder_span.last):
             return ModelOutput(carry=(x,) if y is None else (x, y))
         if head == "encoder":
             return source
@@ -155,7 +156,7 @@ class Seq2Seq(Model):
             y, decoder_attention_mask, source, attention_mask, cache, output_hidden_states
         )
         assert out.last_hidden_state is not None
-        if writes.last < writes.total:
+        if decoder_span.last < decoder_span.total:
             return ModelOutput(carry=(x, out.last_hidden_state))
         if head == "sequence_to_sequence":
             return self._predict(out, labels, num_items_in_batch, logits_to_keep, logits_at)
@@ -186,7 +187,7 @@ class Seq2Seq(Model):
         return Span(0, 0, 0) if self.decoder is None else span_of(self.decoder.layers)
 
     def _embed(self, source: Pair, target: Pair) -> tuple[Any, Any]:
-        """Embed both texts; where both are ids at once, so that the table has one gradient."""
+        """Embed both texts; ids in one lookup, so that the table gets one gradient."""
         names = ("inputs_embeds", "decoder_inputs_embeds")
         texts: list[Any] = [
             None if ids is None and embeds is None else given_inputs(ids, embeds, name)
@@ -204,11 +205,11 @@ class Seq2Seq(Model):
         return x, y
 
     def _add_roles(self, x: Tensor | None, roles: Tensor | None) -> Any:
-        """Add who speaks to embedded tokens."""
+        """Add the speakers' embeddings to token embeddings."""
         if roles is None or x is None:
             return x
         if not self.spec.num_roles:
-            raise ShapeError(f"{type(self).__name__} has no roles: leave role_ids out.")
+            raise ShapeError(f"{type(self).__name__} has no roles. Leave out role_ids.")
         check_ids(roles, self.spec.num_roles, "role_ids", "num_roles")
         return x + self.embed_segments(roles)
 
@@ -221,7 +222,7 @@ class Seq2Seq(Model):
         cache: KeyValueCache | None,
         keep_states: bool,
     ) -> ModelOutput:
-        """Run the decoder over the target."""
+        """Run the decoder on the target."""
         assert self.decoder is not None
         memory = source.last_hidden_state
         memory_mask = None
@@ -237,12 +238,12 @@ class Seq2Seq(Model):
         )
 
     def _shift(self, input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
-        """The decoder's input where none was given."""
+        """Return the default input of the decoder."""
         target = labels if self.config.head == "sequence_to_sequence" else input_ids
         if target is None:
             raise ShapeError(
-                f"no target was given: with the head {self.config.head!r} pass "
-                "decoder_input_ids, or what they follow from (labels, or input_ids)."
+                f"no target given: with the head {self.config.head!r} pass decoder_input_ids, or "
+                "the labels or input_ids that they are derived from."
             )
         return shift_right(target, self.config.decoder_start_token_id, self.config.pad_token_id)
 
@@ -254,7 +255,7 @@ class Seq2Seq(Model):
         logits_to_keep: int | None,
         logits_at: Tensor | None,
     ) -> ModelOutput:
-        """The sequence-to-sequence head: the loss with labels, else logits."""
+        """Apply the sequence-to-sequence head: the loss with labels, else logits."""
         x, scale = out.last_hidden_state, self.spec.head_scale
         assert x is not None
         if labels is None:
@@ -276,7 +277,7 @@ class Seq2Seq(Model):
         assert x is not None
         if self.config.head == "sequence_classification":
             if ends_of is None:
-                raise ShapeError("a sequence is classified at its end token: pass input_ids.")
+                raise ShapeError("a sequence is classified at its end token. Pass input_ids.")
             last = find_last_end(ends_of, self.config.eos_token_id)
             x = x[torch.arange(x.shape[0], device=x.device), last]
         dropout = self.spec.classifier_dropout
@@ -284,7 +285,7 @@ class Seq2Seq(Model):
         return finish_classes(out, logits, labels, self.config.problem_type, num_items)
 
     def layout_rules(self) -> LayoutRules:
-        """Both stacks' layers are units."""
+        """Return the sharding plan, with the layers of both stacks as units."""
         parts = ("encoder",) if self.decoder is None else ("encoder", "decoder")
         stacks = tuple(f"{part}.layers" for part in parts)
         units = tuple(f"{stack}.*" for stack in stacks)
@@ -292,27 +293,27 @@ class Seq2Seq(Model):
 
 
 def shift_right(ids: Tensor, start: int, padding: int) -> Tensor:
-    """Return what a decoder reads to predict `ids`: the start token, then all but the last.
+    """Return the decoder input for `ids`: the start token, then all but the last id.
 
     Shape:
-        ids: (B, T), where -100 becomes `padding` -> (B, T)
+        ids: (B, T), with -100 replaced by `padding` -> (B, T)
     """
     moved = F.pad(ids[:, :-1], (1, 0), value=start)
     return moved.masked_fill(moved == IGNORE_INDEX, padding)
 
 
 def find_last_end(input_ids: Tensor, end: int) -> Tensor:
-    """Return the index of every row's last end token, (B,).
+    """Return the index of every sequence's last end token, (B,).
 
     Raises:
-        ShapeError: a row has none.
+        ShapeError: a sequence has none.
     """
     is_end = input_ids == end
     if reads_are_free(is_end) and not bool(is_end.any(1).all()):
         rows = (~is_end.any(1)).nonzero()[:, 0].tolist()
         raise ShapeError(
-            f"rows {rows} have no end token (eos_token_id={end}), at which they are classified. "
-            "End every row with it."
+            f"sequences {rows} have no end token (eos_token_id={end}), at which they are "
+            "classified. Append it to every sequence."
         )
-    places = torch.arange(input_ids.shape[1], device=input_ids.device)
-    return (places * is_end).argmax(-1)
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return (positions * is_end).argmax(-1)

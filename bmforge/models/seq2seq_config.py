@@ -1,4 +1,4 @@
-"""What the configs of CPM-2 and EVA share, and the encoder-decoder that both are."""
+"""Config fields and encoder-decoder that CPM-2 and EVA share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 
 __all__ = ["Seq2SeqConfig", "make_spec"]
 
-# They steer the original programs, not the numbers: there are no absolute positions, the MLP is a
-# gated GELU whatever `feed_forward_proj` says, and both stacks have `num_layers` blocks.
+# Options of the original programs without effect on results: there are no absolute positions, the
+# MLP is a gated GELU for any `feed_forward_proj`, and both stacks have `num_layers` blocks.
 _IGNORED_FIELDS = """
     feed_forward_proj max_position_embeddings use_scaled_init_for_output_weights is_encoder_decoder
     num_decoder_layers init_method_std initializer_factor
@@ -23,17 +23,17 @@ _IGNORED_FIELDS = """
 
 @dataclass(kw_only=True)
 class Seq2SeqConfig(ModelConfig):
-    """Fields of an encoder-decoder with T5's relative positions, in the originals' names.
+    """Config of an encoder-decoder with T5's relative positions; names are those of the originals.
 
-    There is no longest context: relative positions go on. `max_seq_len` is what it was trained on.
+    Relative positions have no maximum; `max_seq_len` is the training length.
 
     Args:
-        num_layers: blocks of the encoder, and of the decoder.
-        num_buckets: of relative positions; distances of 128 and more share the last.
-        dropout: wherever there is one.
-        decoder_start_token_id: what every target starts with.
-        pad_token_id: padding.
-        eos_token_id: ends a target.
+        num_layers: number of blocks of the encoder, and of the decoder.
+        num_buckets: number of relative position buckets; distances from 128 on share the last.
+        dropout: dropout probability everywhere.
+        decoder_start_token_id: first token of every target.
+        pad_token_id: id of padding.
+        eos_token_id: token that ends a target.
     """
 
     hf_names: ClassVar[dict[str, str]] = {
@@ -54,7 +54,7 @@ class Seq2SeqConfig(ModelConfig):
         "do_dim_trick": (False,),
         "tie_word_embeddings": (False, None),
     }
-    # EVA's classes take an absent dropout for 0.1; the published files have 0.0.
+    # Default of EVA's classes for an absent field; the published files have 0.0.
     hf_defaults: ClassVar[dict[str, Any]] = {"dropout": 0.1}
 
     num_kv_heads: int = 0
@@ -67,7 +67,7 @@ class Seq2SeqConfig(ModelConfig):
     pad_token_id: int = 5
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         if self.tie_word_embeddings or self.num_kv_heads != self.num_heads:
             raise ConfigError(
@@ -77,7 +77,7 @@ class Seq2SeqConfig(ModelConfig):
 
     @property
     def is_gated(self) -> bool:
-        """The MLP has a gate."""
+        """True: the MLP has a gate."""
         return True
 
     def _give_special(self) -> dict[str, Any]:
@@ -95,22 +95,22 @@ class Seq2SeqConfig(ModelConfig):
         return {"max_seq_len": raw.get("max_position_embeddings") or 512}, raw
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under the original names."""
+        """Return the config with the original names."""
         out = super().to_hf()
         if "initializer_range" not in self.raw:
             del out["initializer_range"]
         return out
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward for one pair of tokens.
+        """Floating-point operations of forward and backward per pair of tokens.
 
-        That is one token of the source, through the encoder, and one of the target, through the
-        decoder and the head, in a row of `seq_len` of each. Counted as in `ModelConfig`.
+        A pair is one source token through the encoder and one target token through the decoder and
+        head, with `seq_len` tokens each. Counted as in `ModelConfig`.
         """
         return super().flops_per_token(seq_len)
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Both stacks' layers; the decoder's attend to the source as well."""
+        """Return the layer sizes of both stacks; the decoder has cross-attention."""
         layer = self.layer_sizes()
         return {
             "encoder.layers": [layer] * self.num_layers,
@@ -118,10 +118,10 @@ class Seq2SeqConfig(ModelConfig):
         }
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Bytes of keys and values that one pair of tokens leaves in the cache.
+        """Return the bytes of one pair of tokens in the cache.
 
-        The target's token leaves its own in every layer, the source's token those that the decoder
-        attends to.
+        The target token has keys and values in every layer, and the source token those of
+        cross-attention.
         """
         return super().kv_bytes_per_token(bytes_per_element)
 
@@ -129,13 +129,13 @@ class Seq2SeqConfig(ModelConfig):
 def make_spec(
     config: Any, activation: str, scale: float | None, moe: MoESpec | None = None
 ) -> Seq2SeqSpec:
-    """Return the encoder-decoder of a config: RMS norms before the parts, gated MLPs, no biases.
+    """Return the encoder-decoder of a config: pre-norm RMS norms, gated MLPs, no biases.
 
     Args:
         config: a `Seq2SeqConfig`.
-        activation: of the MLP's gate.
-        scale: of attention's scores; None is 1/sqrt(H).
-        moe: experts in the place of the MLP.
+        activation: activation of the MLP's gate.
+        scale: factor on attention scores; None is 1/sqrt(H).
+        moe: experts in place of the MLP.
     """
     heads, dropout = config.num_heads, config.dropout
     block = BlockSpec(

@@ -1,4 +1,4 @@
-"""What an encoder-decoder is made of: its data, and the stack that it has one or two of."""
+"""Hyperparameters of an encoder-decoder, and its stack of blocks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["Seq2SeqSpec", "Stack"]
 
 @dataclass(frozen=True)
 class Seq2SeqSpec:
-    """Everything in which encoder-decoders differ around their blocks.
+    """Hyperparameters of an encoder-decoder.
 
     Args:
-        block: data of the blocks; see `encoder_block` and `decoder_block` for what is added.
-        num_encoder_layers: blocks of the encoder.
-        num_decoder_layers: blocks of the decoder.
-        encoder_blocks: data of the encoder's blocks that differ from `encoder_block`, by layer.
-        decoder_blocks: data of the decoder's blocks that differ from `decoder_block`, by layer.
-        num_buckets: of each stack's relative positions; see `RelativeBias`.
-        max_distance: likewise.
-        dropout: after the embedding and after each stack's last norm.
-        classifier_dropout: before a classifier's layers.
-        head_scale: factor on what goes into the language-model head.
-        num_roles: rows of `embed_segments`, which says who speaks; 0 for none.
+        block: spec of the blocks, completed by `encoder_block` and `decoder_block`.
+        num_encoder_layers: number of blocks of the encoder.
+        num_decoder_layers: number of blocks of the decoder.
+        encoder_blocks: layer index -> spec of an encoder block that differs from `encoder_block`.
+        decoder_blocks: layer index -> spec of a decoder block that differs from `decoder_block`.
+        num_buckets: number of relative position buckets, see `RelativeBias`.
+        max_distance: largest bucketed distance, see `RelativeBias`.
+        dropout: dropout probability after the embedding and after each stack's final norm.
+        classifier_dropout: dropout probability before a classifier's layers.
+        head_scale: factor on the input of the language-model head.
+        num_roles: rows of `embed_segments`, one per speaker; 0 is none.
     """
 
     block: BlockSpec
@@ -49,20 +49,20 @@ class Seq2SeqSpec:
 
     @property
     def encoder_block(self) -> BlockSpec:
-        """The encoder's block: all tokens see each other."""
+        """Spec of the encoder's blocks: bidirectional attention."""
         assert self.block.attn is not None
         return replace(self.block, attn=replace(self.block.attn, causal=False))
 
     @property
     def decoder_block(self) -> BlockSpec:
-        """The decoder's block: causal, and with attention to the encoder's result."""
+        """Spec of the decoder's blocks: causal self-attention and cross-attention."""
         block = self.encoder_block
         assert block.attn is not None
         return replace(block, attn=replace(block.attn, causal=True), cross_attn=block.attn)
 
 
 class Stack(nn.Module):
-    """Blocks that share one relative bias, and a norm: an encoder or a decoder.
+    """Encoder or decoder: blocks that share a relative position bias, and a final norm.
 
     Shape:
         x: (B, T, D) -> (B, T, D)
@@ -94,15 +94,15 @@ class Stack(nn.Module):
         memory_mask: Tensor | None = None,
         keep_states: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Return the last hidden state and, when asked for, all of them.
+        """Return the last hidden state and, on request, those of all layers.
 
         Args:
             x: embeddings.
             attention_mask: 1 for tokens, 0 for padding, (B, past + T).
-            cache: keys and values of earlier tokens.
-            memory: the encoder's result, (B, S, D).
-            memory_mask: which of it can be seen, (B, 1, 1, S).
-            keep_states: whether to return all hidden states.
+            cache: KV cache of earlier tokens.
+            memory: output of the encoder, (B, S, D).
+            memory_mask: True for tokens of `memory` that count, (B, 1, 1, S).
+            keep_states: return all hidden states.
         """
         span = span_of(self.layers)
         if self.widens_half and x.dtype == torch.float16:
@@ -115,7 +115,7 @@ class Stack(nn.Module):
                 shape, x.device, past=past, attention_mask=attention_mask, causal=self.causal
             )
         if mask is not None and not torch.is_grad_enabled():
-            # The fused kernel takes one of the two; joined here, they are joined once.
+            # The fused kernel takes one of them; joining here does it once for all layers.
             bias, mask = bias.masked_fill(~mask, -torch.inf), None
         x, states = run_layers(
             self.layers,

@@ -1,7 +1,7 @@
-"""How large the layers of a model are, each by itself, and what it takes to make some another size.
+"""Sizes of a model's layers, and how a change resizes them.
 
-`LayerSizes` is what costs are counted from (FLOPs, caches); `Sizes` is what a change of kind
-"resize" says. Modules are rebuilt in `resize.py`.
+`LayerSizes` is the basis of costs (FLOPs, caches); `Sizes` holds the options of the change
+"resize". `resize.py` rebuilds the modules.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ __all__ = ["LayerSizes", "Sizes", "feed_sizes", "sizes_of"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is to become of layers; None leaves as it is.
+    """New sizes of layers; None keeps a size.
 
     Args:
-        num_heads: N.
-        num_kv_heads: K; not given, it stays, and is N where it was.
-        head_dim: H.
-        intermediate_size: F, of every expert where there are experts.
-        attn: False takes attention to itself away, with its norm.
-        mlp: False takes the MLP or the experts away, with their norm.
-        num_experts: E; of a layer with an MLP, experts in its place.
-        experts_per_token: k.
-        split: the experts in an MLP's place are its features, side by side, added up as they are;
-            each has (F - shared_size) / E of them.
-        shared_size: with `split`: so many features, the first, work on every token.
-        router: with `split`: how experts are chosen; see `nn.MoESpec`, as for
-        choice: per token ("top_k") or "per_call".
+        num_heads: number N of heads.
+        num_kv_heads: number K of key-value heads; by default unchanged, or N if they were equal.
+        head_dim: width H of a head.
+        intermediate_size: hidden width F of the MLP or of every expert.
+        attn: False removes self-attention and its norm.
+        mlp: False removes the MLP or experts and their norm.
+        num_experts: number E of experts; in a layer with an MLP they replace it.
+        experts_per_token: number k of experts per token.
+        split: the experts are slices of the MLP's hidden features, (F - shared_size) / E each, and
+            their outputs are summed.
+        shared_size: with `split`, number of first features that form the shared expert.
+        router: with `split`, kind of router; see `nn.MoESpec`.
+        choice: with `split`, expert choice per token ("top_k") or "per_call".
     """
 
     num_heads: int | None = None
@@ -50,18 +50,18 @@ class Sizes:
     choice: Literal["top_k", "per_call"] | None = None
 
     def __post_init__(self) -> None:
-        """Check each by itself."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {name: value for name, value in given.items() if value is not None}
-        problems = ["nothing is to change"] * (not given)
-        for name, value in given.items():
+        """Check each value."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {name: value for name, value in values.items() if value is not None}
+        problems = ["no size is changed"] * (not values)
+        for name, value in values.items():
             if name in _WORDS:
                 if value not in _WORDS[name]:
-                    known = ", ".join(map(repr, _WORDS[name]))
-                    problems.append(f"{name}={value!r} must be {known}")
+                    allowed = ", ".join(map(repr, _WORDS[name]))
+                    problems.append(f"{name}={value!r} must be {allowed}")
             elif name in ("attn", "mlp"):
                 if value is not False:
-                    problems.append(f"{name}={value!r} can only be False, which takes it away")
+                    problems.append(f"{name}={value!r} can only be False, which removes it")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 problems.append(f"{name}={value!r} must be a positive whole number")
         heads = self.num_heads or self.num_kv_heads or self.head_dim
@@ -88,21 +88,21 @@ _WORDS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """How large a layer is.
+    """Sizes of a layer.
 
     Args:
-        num_heads: N; 0 without any attention.
-        num_kv_heads: K.
-        head_dim: H.
-        intermediate_size: F, of every expert where there are experts; 0 without an MLP.
+        num_heads: number N of heads; 0 without attention.
+        num_kv_heads: number K of key-value heads.
+        head_dim: width H of a head.
+        intermediate_size: hidden width F of the MLP or of every expert; 0 without an MLP.
         gated: the MLP has a gate.
-        attn: it attends to itself.
-        cross: it attends to a memory.
-        num_experts: E; 0 for an MLP.
-        experts_per_token: k.
-        shared_size: F of an expert that works on every token.
-        shared_gate: that one has a gate of its own.
-        two_layers: the router has a second layer, from experts to experts.
+        attn: the layer has self-attention.
+        cross: the layer has cross-attention.
+        num_experts: number E of experts; 0 for an MLP.
+        experts_per_token: number k of experts per token.
+        shared_size: hidden width F of the shared expert; 0 is none.
+        shared_gate: the shared expert has a gate of its own.
+        two_layers: the router has a second layer of size E x E.
     """
 
     num_heads: int
@@ -119,10 +119,10 @@ class LayerSizes:
     two_layers: bool = False
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Describe the layer in words."""
         parts = []
-        for there, name in ((self.attn, "attention"), (self.cross, "attention to the source")):
-            if there:
+        for exists, name in ((self.attn, "attention"), (self.cross, "attention to the source")):
+            if exists:
                 heads = f"{self.num_heads} heads"
                 if self.num_kv_heads != self.num_heads:
                     heads += f" on {self.num_kv_heads} key-value heads"
@@ -137,7 +137,7 @@ class LayerSizes:
         return ", ".join(parts) or "nothing"
 
     def count_weights(self, hidden_size: int) -> int:
-        """Return how many weights of linear layers work on one token of width D."""
+        """Return the number of linear weights that process one token of width D."""
         inner = self.head_dim * (self.num_heads + self.num_kv_heads)
         attention = 2 * hidden_size * inner * self.num_attentions
         each = 3 if self.gated else 2
@@ -148,24 +148,24 @@ class LayerSizes:
 
     @property
     def num_attentions(self) -> int:
-        """How often it attends."""
+        """Number of attentions."""
         return self.attn + self.cross
 
     @property
     def products(self) -> int:
-        """Width of what is multiplied with every key: N x H of all its attentions."""
+        """Width of attention's products with every key: N x H over all attentions."""
         return self.num_heads * self.head_dim * self.num_attentions
 
     @property
     def kv_width(self) -> int:
-        """Numbers that a token leaves in the cache."""
+        """Number of values that a token has in the cache."""
         return 2 * self.num_kv_heads * self.head_dim * self.num_attentions
 
     def resized(self, sizes: Sizes, name: str = "a layer") -> LayerSizes:
         """Return the sizes after a change.
 
         Raises:
-            ConfigError: the layer lacks what is to change, or its heads do not fit; all is said.
+            ConfigError: the layer lacks a sublayer that the change resizes, or heads do not fit.
         """
         problems = []
         heads = sizes.num_heads or sizes.num_kv_heads or sizes.head_dim
@@ -199,22 +199,24 @@ class LayerSizes:
         return new
 
     def _with(self, sizes: Sizes) -> LayerSizes:
-        own = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
-        own = {name: value for name, value in own.items() if value is not None and name != "mlp"}
-        if "num_heads" in own and self.num_kv_heads == self.num_heads:
-            own.setdefault("num_kv_heads", own["num_heads"])
-        if "num_experts" in own and not self.num_experts:
-            own.setdefault("experts_per_token", 1)
-        own.pop("attn", None)
+        changes = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
+        changes = {
+            name: value for name, value in changes.items() if value is not None and name != "mlp"
+        }
+        if "num_heads" in changes and self.num_kv_heads == self.num_heads:
+            changes.setdefault("num_kv_heads", changes["num_heads"])
+        if "num_experts" in changes and not self.num_experts:
+            changes.setdefault("experts_per_token", 1)
+        changes.pop("attn", None)
         if sizes.split:
-            own["two_layers"] = sizes.router == "two_layer"
-            left = self.intermediate_size - (sizes.shared_size or 0)
-            own["intermediate_size"] = left // (sizes.num_experts or 1)
-        own = {name: value for name, value in own.items() if name not in _WORDS}
-        return replace(self, **own).without(sizes.attn is False, sizes.mlp is False)
+            changes["two_layers"] = sizes.router == "two_layer"
+            remaining = self.intermediate_size - (sizes.shared_size or 0)
+            changes["intermediate_size"] = remaining // (sizes.num_experts or 1)
+        changes = {name: value for name, value in changes.items() if name not in _WORDS}
+        return replace(self, **changes).without(sizes.attn is False, sizes.mlp is False)
 
     def without(self, attn: bool, mlp: bool) -> LayerSizes:
-        """Return what is left where the self-attention or the MLP is taken away."""
+        """Return the sizes without self-attention or MLP."""
         new = replace(self, attn=False) if attn else self
         if mlp:
             new = replace(new, **feed_sizes(None))
@@ -222,19 +224,21 @@ class LayerSizes:
 
 
 def _nearest_experts(width: int, sizes: Sizes) -> str:
-    """Say which numbers of experts divide an MLP's features."""
-    left, count = width - (sizes.shared_size or 0), sizes.num_experts or 1
-    fits = sorted((n for n in range(1, left + 1) if left % n == 0), key=lambda n: abs(n - count))
+    """Describe which number of experts divides an MLP's features."""
+    remaining, count = width - (sizes.shared_size or 0), sizes.num_experts or 1
+    fits = sorted(
+        (n for n in range(1, remaining + 1) if remaining % n == 0), key=lambda n: abs(n - count)
+    )
     return (
-        f"num_experts={count} does not divide the {left} features that are split: the nearest that "
-        f"does is {fits[0] if fits else 1}"
+        f"num_experts={count} does not divide the {remaining} features to split (nearest divisor: "
+        f"{fits[0] if fits else 1})"
     )
 
 
 def sizes_of(block: BlockSpec) -> LayerSizes:
-    """Return the sizes that a block is built with."""
+    """Return the sizes of a block from its spec."""
     heads = block.attn or block.cross_attn
-    found = LayerSizes(
+    sizes = LayerSizes(
         heads.num_heads if heads else 0,
         heads.num_kv_heads if heads else 0,
         heads.head_dim if heads else 0,
@@ -242,19 +246,19 @@ def sizes_of(block: BlockSpec) -> LayerSizes:
         attn=block.attn is not None,
         cross=block.cross_attn is not None,
     )
-    return replace(found, **feed_sizes(block.mlp))
+    return replace(sizes, **feed_sizes(block.mlp))
 
 
 def feed_sizes(mlp: MLPSpec | MoESpec | None) -> dict[str, Any]:
-    """Return the fields of `LayerSizes` that a feed-forward part decides."""
+    """Return the fields of `LayerSizes` that the feed-forward sublayer defines."""
     if mlp is None:
         return dict.fromkeys(_FEED, 0) | dict.fromkeys(_FLAGS, False)
     if isinstance(mlp, MLPSpec):
-        found = {"intermediate_size": mlp.intermediate_size, "gated": mlp.gated}
-        return feed_sizes(None) | found
-    found = {name: getattr(mlp, name) for name in (*_FEED, "gated")}
+        values = {"intermediate_size": mlp.intermediate_size, "gated": mlp.gated}
+        return feed_sizes(None) | values
+    values = {name: getattr(mlp, name) for name in (*_FEED, "gated")}
     two_layers = mlp.router == "two_layer"
-    return found | {
+    return values | {
         "shared_gate": bool(mlp.shared_size) and mlp.shared_gate,
         "two_layers": two_layers,
     }

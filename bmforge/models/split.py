@@ -1,7 +1,7 @@
-"""An MLP whose features lie side by side as experts: how it comes to be, and how files have it.
+"""MLPs split into experts: their initialization from an MLP, and their format in files.
 
-In memory it is a mixture of experts (`nn.MoE`) that adds up what the chosen ones make; in a file it
-is the MLP that it was made of, with its router beside it, so others open the dense model.
+In memory a split MLP is a mixture of experts (`nn.MoE`) that sums the selected experts' outputs; in
+a file it is the original MLP, with its router added, so other programs open the dense model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def split_modules(model: nn.Module) -> Iterator[tuple[str, MoE]]:
 
 @torch.no_grad()
 def fill_split_(new: MoE, old: Any) -> None:
-    """Fill experts with the features of an MLP, the first ones into the shared expert."""
+    """Copy the features of an MLP to the experts, the first ones to the shared expert."""
     experts, shared = new.experts, new.shared_expert
     count, size, _ = experts.up_proj.shape
     first = 0 if shared is None else shared.up_proj.weight.shape[0]
@@ -56,15 +56,15 @@ def fill_split_(new: MoE, old: Any) -> None:
 
 
 def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRule]:
-    """Return where the tensors of split MLPs lie in the MLPs of a file.
+    """Return the rules that map split MLPs to the MLPs in a file.
 
-    A layer with packed experts has none: its tensors are in files as they are in memory.
+    A layer with quantized experts has no such rules: its tensors are saved as they are in memory.
 
     Args:
-        model: any.
-        rules: of its family, with `{i}` for layers.
+        model: model with split MLPs.
+        rules: rules of its family, with `{i}` for layers.
     """
-    found = []
+    split = []
     for name, module in split_modules(model):
         if any(tensor_notes(part) for part in module.modules()):
             continue
@@ -78,33 +78,33 @@ def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRul
             dim = 1 if key == "down_proj" else 0
             for kind in ("weight", "bias"):
                 dense = _rule_of(rules, f"{name}.{key}.{kind}")
-                ours, alone = f"{name}.shared_expert.{key}.{kind}", f"{name}.down_bias"
+                own, down_bias = f"{name}.shared_expert.{key}.{kind}", f"{name}.down_bias"
                 if dense is None or (kind == "bias" and module.down_bias is None):
                     continue
                 if kind == "bias" and key == "down_proj":
-                    found.append(WeightRule(alone, dense.theirs, dense.transpose))
+                    split.append(WeightRule(down_bias, dense.theirs, dense.transpose))
                     continue
                 base, rows = dense.part or (0, total)
                 stack = key if kind == "weight" else key.replace("proj", "bias")
                 if shared is not None:
                     part = (base, rows)
-                    found.append(WeightRule(ours, dense.theirs, dense.transpose, part, None, dim))
+                    split.append(WeightRule(own, dense.theirs, dense.transpose, part, None, dim))
                 for number in range(count):
                     part = (base + first + number * size, rows)
                     expert = f"{name}.experts.{stack}"
-                    found.append(
+                    split.append(
                         WeightRule(expert, dense.theirs, dense.transpose, part, number, dim)
                     )
-    return found
+    return split
 
 
 def _rule_of(rules: Sequence[WeightRule], name: str) -> WeightRule | None:
-    """Return the family's rule of a tensor of ours, with its numbers put in."""
+    """Return the family's rule for a tensor, with the layer index filled in."""
     for rule in rules:
         match = re.fullmatch(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"), name)
         if match:
-            theirs = rule.theirs
+            published = rule.theirs
             for number in match.groups():
-                theirs = theirs.replace("{i}", number)
-            return WeightRule(name, theirs, rule.transpose, rule.part)
+                published = published.replace("{i}", number)
+            return WeightRule(name, published, rule.transpose, rule.part)
     return None

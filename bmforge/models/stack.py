@@ -1,4 +1,4 @@
-"""Blocks one after the other: what every family does with its layers."""
+"""Stacks of blocks: building them and running them, for all families."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StackSpec:
-    """Blocks that are all the same but for some.
+    """Blocks of a stack, which are equal except for some.
 
     Args:
-        block: data of the blocks.
-        blocks: data of those that differ from it, by layer.
+        block: spec of the blocks.
+        blocks: layer index -> spec of a block that differs.
     """
 
     block: BlockSpec
@@ -47,19 +47,19 @@ class StackSpec:
 
 
 def span_of(layers: Stack) -> Span:
-    """Return which blocks run: those that a layout says, or all."""
+    """Return the blocks that run: those of the layout's pipeline stage, or all."""
     return layers.span or Span(0, len(layers), len(layers))
 
 
 def differing(block: BlockSpec, specs: Iterable[BlockSpec]) -> dict[int, BlockSpec]:
-    """Return those of all layers' specs that are not `block`, by layer: a `StackSpec.blocks`."""
+    """Return layer index -> spec for the specs that differ from `block` (`StackSpec.blocks`)."""
     return {layer: spec for layer, spec in enumerate(specs) if spec != block}
 
 
 def build_layers(
     block: BlockSpec, num_layers: int, blocks: Mapping[int, BlockSpec] | None = None
 ) -> Stack:
-    """Return `num_layers` blocks keyed "0", "1", ..., of `block` or, where it says so, `blocks`."""
+    """Build `num_layers` blocks with keys "0", "1", ..., from `block` or the entry in `blocks`."""
     specs = [(blocks or {}).get(layer, block) for layer in range(num_layers)]
     layers = Stack({str(i): Block(spec, i) for i, spec in enumerate(specs)})
     number_places_(layers)
@@ -67,18 +67,18 @@ def build_layers(
 
 
 def number_places_(layers: nn.ModuleDict) -> None:
-    """Give the layers that store keys and values their places in a cache, in place.
+    """Number the layers that have keys and values with their index in the cache.
 
-    They are the cache's last ones, so that whatever layers lack attention, the last of all places
-    is that of the last layer to store, which moves the cache on.
+    The last indices are used, so that the last storing layer always has the cache's last index,
+    which advances the cache.
     """
     storing = [layer.attn for layer in layers.values() if layer.attn is not None]
-    for place, attn in enumerate(storing, len(layers) - len(storing)):
-        attn.layer_index = place
+    for index, attn in enumerate(storing, len(layers) - len(storing)):
+        attn.layer_index = index
 
 
 def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the name of every attention and its numbers of heads, (N, K), whatever cuts them."""
+    """Yield the name and heads (N, K) of every attention, independent of sharding."""
     for name, block in model.named_modules():
         if isinstance(block, Block):
             for part in ("attn", "cross_attn"):
@@ -88,7 +88,7 @@ def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def width_into(model: nn.Module, name: str) -> int:
-    """Return the width of what goes into a projection out of attention or MLP, by its name."""
+    """Return the input width of an output projection of attention or MLP, by parameter name."""
     spec = find_block(model, name).spec
     if "o_proj" not in name:
         assert spec.mlp is not None
@@ -100,14 +100,16 @@ def width_into(model: nn.Module, name: str) -> int:
 
 def expert_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters of experts and their routers."""
-    found = (name for name, module in model.named_modules() if isinstance(module, MoE))
+    moe_names = (name for name, module in model.named_modules() if isinstance(module, MoE))
     return {
-        f"{name}.{key}" for name in found for key, _ in model.get_submodule(name).named_parameters()
+        f"{name}.{key}"
+        for name in moe_names
+        for key, _ in model.get_submodule(name).named_parameters()
     }
 
 
 def find_block(model: nn.Module, name: str) -> Block:
-    """Return the block that a parameter is in."""
+    """Return the block that contains a parameter."""
     module: Any = model
     for part in name.split("."):
         module = getattr(module, part) if not isinstance(module, nn.ModuleDict) else module[part]
@@ -128,13 +130,13 @@ def run_layers(
 
     Args:
         layers: the blocks.
-        x: what goes into the first, (B, T, D).
-        masks: window -> mask of the layers that have it.
-        keep_states: return what goes into and comes out of every block.
-        routed: gets the router's logits of every layer with experts.
+        x: input of the first block, (B, T, D).
+        masks: window size -> mask of the layers with this window.
+        keep_states: return the inputs and outputs of all blocks.
+        routed: list to which the router logits of every layer with experts are appended.
         inputs: further arguments of `Block.forward`.
 
-    A layout that divides tokens gives the blocks a `token_cut`. With a cache all processes have all
+    A layout that shards tokens sets `token_cut` on the blocks. With a cache all ranks have all
     tokens.
     """
     cut: TokenCut | None = layers.token_cut
@@ -174,7 +176,7 @@ def run_block(
 ) -> Tensor:
     """Run one block with the mask of its window and the bias of its number of heads.
 
-    `routed` gets the router's logits where it has experts.
+    Router logits are appended to `routed`.
     """
     mask = bias = None
     if layer.attn is not None:
@@ -187,20 +189,20 @@ def run_block(
 
 
 def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor]:
-    """Return number of heads -> the bias of layers that have so many, of one that all share."""
+    """Return number of heads -> bias, from a bias that all layers share."""
     if bias is None:
         return {}
-    found = (layer.attn for layer in layers.values() if layer.attn is not None)
-    return {attn.num_heads: attn.pick_heads(bias) for attn in found}
+    attentions = (layer.attn for layer in layers.values() if layer.attn is not None)
+    return {attn.num_heads: attn.pick_heads(bias) for attn in attentions}
 
 
 def _stores(layers: nn.ModuleDict) -> bool:
-    """Tell whether any layer here puts keys and values into a cache."""
+    """Return True if any of these layers has keys and values to cache."""
     return any(layer.attn is not None for layer in layers.values())
 
 
 def _gather_logits(share: TokenShare, logits: list[Tensor], rows: int) -> list[Tensor]:
-    """Return the router's logits of all tokens, of all layers at once: (B * T, E) each."""
+    """All-gather the router logits of all layers at once: (B * T, E) each."""
     if not logits:
         return []
     joined = share.gather(torch.cat(logits, -1).unflatten(0, (rows, -1))).flatten(0, 1)
@@ -210,26 +212,26 @@ def _gather_logits(share: TokenShare, logits: list[Tensor], rows: int) -> list[T
 def given_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, name: str = "inputs_embeds"
 ) -> Tensor:
-    """Return which of the two was given: token ids (B, T) or embeddings (B, T, D).
+    """Return the one of both that is given: token ids (B, T) or embeddings (B, T, D).
 
     Raises:
-        ShapeError: both or neither.
+        ShapeError: both or neither are given.
     """
     ids = name.replace("inputs_embeds", "input_ids")
     if (input_ids is None) == (inputs_embeds is None):
         what = "neither was given" if input_ids is None else "both were given"
         raise ShapeError(f"pass either {ids} or {name}: {what}.")
-    given = inputs_embeds if input_ids is None else input_ids
-    assert given is not None
-    return given
+    inputs = inputs_embeds if input_ids is None else input_ids
+    assert inputs is not None
+    return inputs
 
 
 def check_ids(
     input_ids: Tensor, vocab_size: int, name: str = "input_ids", limit: str = "vocab_size"
 ) -> None:
-    """Raise `ShapeError` for ids outside the vocabulary, where looking costs no waiting.
+    """Raise `ShapeError` for ids outside of the vocabulary, if reading them needs no sync.
 
-    `name` and `limit` are what the message calls the ids and the number of them there can be.
+    `name` and `limit` are the names of the ids and of their number in the message.
     """
     if not input_ids.numel() or not reads_are_free(input_ids):
         return

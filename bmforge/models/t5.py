@@ -21,8 +21,8 @@ from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
 __all__ = ["T5", "T5Config", "t5_heads"]
 
-# head -> what stands behind the stem of its class, its linear layers (ours -> theirs), and what
-# stands before the body's names.
+# head -> (ending of its class name, its linear layers here -> published, prefix of the body's
+# names)
 _HEADS: dict[str, tuple[str, dict[str, str], str]] = {
     "sequence_classification": (
         "ForSequenceClassification",
@@ -44,11 +44,11 @@ _HEADS: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 def t5_heads(stem: str, *more: str, old: tuple[str, ...] = ()) -> dict[str, Head]:
-    """Return the heads of T5 and of the families that transformers copied from it.
+    """Return the heads of T5 and of the families that transformers derived from it.
 
     Args:
-        stem: of transformers' class names.
-        more: stems of further classes whose checkpoints open with these heads.
+        stem: prefix of transformers' class names.
+        more: prefixes of further classes whose checkpoints these heads open.
         old: further classes of the sequence-to-sequence head.
     """
     writer = "ForConditionalGeneration"
@@ -90,13 +90,13 @@ _PRESETS = {
 
 
 def _owner(preset: str) -> str:
-    """Who publishes a preset on the hub."""
+    """Return the hub organization of a preset."""
     if preset.startswith("mengzi"):
         return "Langboat"
     return "google" if preset.startswith(("mt5", "flan", "t5-v1_1")) else "google-t5"
 
 
-# What a field means that a config.json of mT5 lacks, where T5's default is another.
+# Defaults of mT5's config.json fields that differ from T5's.
 _MT5_DEFAULTS = {
     "vocab_size": 250112,
     "d_ff": 1024,
@@ -108,26 +108,26 @@ _MT5_DEFAULTS = {
 
 @dataclass(kw_only=True)
 class T5Config(ModelConfig):
-    """Sizes of a T5; the fields not named here are `ModelConfig`'s.
+    """Config of T5; other fields are those of `ModelConfig`.
 
-    There is no longest context: relative positions go on. `max_seq_len` is what it was trained on.
+    Relative positions have no maximum; `max_seq_len` is the training length.
 
     Args:
         model_type: "t5" or "mt5", as published.
-        num_layers: blocks of the encoder.
-        num_decoder_layers: blocks of the decoder; 0 takes num_layers.
-        feed_forward: activation of the MLP, with "gated-" before it where there is a gate, as
-            transformers writes it ("gated-gelu" is the tanh form).
-        num_buckets: of relative positions.
-        max_distance: from which on all relative positions are one.
-        scale_head: multiply by D^-0.5 what goes into the language-model head (T5 1.0, whose head
-            is tied).
+        num_layers: number of blocks of the encoder.
+        num_decoder_layers: number of blocks of the decoder; 0 is num_layers.
+        feed_forward: activation of the MLP, with prefix "gated-" if there is a gate, as in
+            transformers ("gated-gelu" is the tanh approximation).
+        num_buckets: number of relative position buckets.
+        max_distance: distance from which on all relative positions share a bucket.
+        scale_head: multiply the input of the language-model head by D^-0.5 (T5 1.0, whose head is
+            tied).
         init_std: factor on the paper's standard deviations.
-        dropout: wherever T5 has one; there is only one number.
-        classifier_dropout: around a classifier's layers.
-        decoder_start_token_id: what every target starts with.
-        pad_token_id: padding.
-        eos_token_id: ends a source, and a target.
+        dropout: dropout probability everywhere.
+        classifier_dropout: dropout probability before and after a classifier's first layer.
+        decoder_start_token_id: first token of every target.
+        pad_token_id: id of padding.
+        eos_token_id: token that ends a source and a target.
     """
 
     family: ClassVar[str] = "t5"
@@ -181,12 +181,12 @@ class T5Config(ModelConfig):
     eos_token_id: int = 1
 
     def __post_init__(self) -> None:
-        """Fill in the decoder's depth, and the base's."""
+        """Derive the decoder's depth, and the base class's values."""
         self.num_decoder_layers = self.num_decoder_layers or self.num_layers
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         if self.model_type not in self.model_types:
             raise ConfigError(
@@ -194,11 +194,11 @@ class T5Config(ModelConfig):
                 f"{self.model_types}."
             )
         if self.model_type == "mt5" and self.scale_head:
-            raise ConfigError("T5Config: scale_head=True does not exist in mT5; set it to False.")
+            raise ConfigError("T5Config: scale_head=True does not exist in mT5. Set it to False.")
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """True if the MLP has a gate."""
         return self.feed_forward.startswith("gated-")
 
     @property
@@ -212,20 +212,20 @@ class T5Config(ModelConfig):
         if kind == "mt5":
             raw = {**_MT5_DEFAULTS, **{n: v for n, v in raw.items() if v is not None}}
         tied = raw.pop("tie_word_embeddings", None) is not False
-        # Before transformers 5, being tied and being scaled were one field.
+        # Before transformers 5 one field meant tied and scaled.
         scaled = raw.pop("scale_decoder_outputs", tied) and kind == "t5"
         implied = cls(feed_forward=raw.get("feed_forward_proj") or "relu")._implied()
-        wrong = {n: v for n in implied if (v := raw.pop(n, None)) not in (None, implied[n])}
-        if wrong:
+        conflicts = {n: v for n in implied if (v := raw.pop(n, None)) not in (None, implied[n])}
+        if conflicts:
             raise ConfigError(
-                f"T5Config: {wrong} contradicts feed_forward_proj, from which {implied} follows. "
+                f"T5Config: {conflicts} contradicts feed_forward_proj, which implies {implied}. "
                 "Correct config.json."
             )
         values = {"model_type": kind, "tie_word_embeddings": tied, "scale_head": scaled}
         return {**values, "max_seq_len": raw.pop("n_positions", None) or 512}, raw
 
     def _implied(self) -> dict[str, Any]:
-        """Fields of config.json that repeat feed_forward_proj."""
+        """Return the fields of config.json that repeat feed_forward_proj."""
         return {"dense_act_fn": self.activation, "is_gated_act": self.is_gated}
 
     def _give_special(self) -> dict[str, Any]:
@@ -247,22 +247,22 @@ class T5Config(ModelConfig):
         return out
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config under transformers' names."""
+        """Return the config with transformers' names."""
         out = {**super().to_hf(), "model_type": self.model_type}
         if "initializer_range" not in self.raw:
             del out["initializer_range"]
         return out
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward for one pair of tokens.
+        """Floating-point operations of forward and backward per pair of tokens.
 
-        That is one token of the source, through the encoder, and one of the target, through the
-        decoder and the head, in a row of `seq_len` of each. Counted as in `ModelConfig`.
+        A pair is one source token through the encoder and one target token through the decoder and
+        head, with `seq_len` tokens each. Counted as in `ModelConfig`.
         """
         return super().flops_per_token(seq_len)
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Both stacks' layers; the decoder's attend to the source as well."""
+        """Return the layer sizes of both stacks; the decoder has cross-attention."""
         layer = self.layer_sizes()
         return {
             "encoder.layers": [layer] * self.num_layers,
@@ -270,10 +270,10 @@ class T5Config(ModelConfig):
         }
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Bytes of keys and values that one pair of tokens leaves in the cache.
+        """Return the bytes of one pair of tokens in the cache.
 
-        The target's token leaves its own in every layer, the source's token those that the decoder
-        attends to.
+        The target token has keys and values in every layer, and the source token those of
+        cross-attention.
         """
         return super().kv_bytes_per_token(bytes_per_element)
 
@@ -287,7 +287,7 @@ class T5(Seq2Seq):
     def __init__(self, config: T5Config) -> None:
         heads, dropout = config.num_heads, config.dropout
         attn = AttentionSpec(heads, heads, config.head_dim, False, False, 1.0, dropout)
-        # T5 was trained in bf16; in larger ones what MLPs add to the residual leaves fp16's range.
+        # T5 was trained in bf16; in larger models the MLPs' outputs exceed fp16's range.
         mlp = MLPSpec(
             config.intermediate_size,
             config.activation,
@@ -318,12 +318,12 @@ class T5(Seq2Seq):
 
     @property
     def hf_unused(self) -> tuple[str, ...]:  # type: ignore[override]
-        """T5 1.0 comes with a bias nothing reads; an encoder leaves out the decoder."""
+        """Globs of unused weights: a bias in T5 1.0, and the decoder if this is an encoder only."""
         dead = "**decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
         return (dead, "**decoder.**") if self.decoder is None else (dead,)
 
     def init_std(self, name: str) -> float:
-        """As in the paper's code: 1 for embeddings, else by the width of what goes in."""
+        """Return the std as in the paper's code: 1 for embeddings, else by the input width."""
         config = self.config
         if name in ("embed.weight", "lm_head.weight"):
             return float(config.init_std)
@@ -335,7 +335,7 @@ class T5(Seq2Seq):
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
-        """Each stack's own name for the embedding."""
+        """Return each stack's own name of the embedding."""
         return {
             f"{prefix}{stack}.embed_tokens.weight": f"{prefix}shared.weight"
             for prefix in ("", "transformer.")
@@ -343,7 +343,7 @@ class T5(Seq2Seq):
         }
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names: a layer's parts are numbered, the bias is in block 0."""
+        """Map to transformers' names: sublayers are numbered, and block 0 has the position bias."""
         rules = [WeightRule("embed.weight", "shared.weight")]
         for stack, parts in (
             ("encoder", ("attn", "mlp")),
@@ -357,10 +357,13 @@ class T5(Seq2Seq):
                 ),
             ]
             for number, part in enumerate(parts):
-                ours, theirs = f"{stack}.layers.{{i}}.{part}", f"{stack}.block.{{i}}.layer.{number}"
-                names = {f"{ours}_norm": f"{theirs}.layer_norm"}
-                for our, their in self._part_names(part).items():
-                    names[f"{ours}.{our}"] = f"{theirs}.{their}"
+                own, published = (
+                    f"{stack}.layers.{{i}}.{part}",
+                    f"{stack}.block.{{i}}.layer.{number}",
+                )
+                names = {f"{own}_norm": f"{published}.layer_norm"}
+                for name, published_name in self._part_names(part).items():
+                    names[f"{own}.{name}"] = f"{published}.{published_name}"
                 rules += linear_rules(names, ("weight",))
         return rules
 
@@ -368,6 +371,8 @@ class T5(Seq2Seq):
         if part == "mlp":
             up = {"gate_proj": "wi_0", "up_proj": "wi_1"}
             names = {**(up if self.config.is_gated else {"up_proj": "wi"}), "down_proj": "wo"}
-            return {our: f"DenseReluDense.{their}" for our, their in names.items()}
+            return {
+                name: f"DenseReluDense.{published_name}" for name, published_name in names.items()
+            }
         module = "SelfAttention" if part == "attn" else "EncDecAttention"
         return {f"{n}_proj": f"{module}.{n}" for n in ("q", "k", "v", "o")}

@@ -1,8 +1,7 @@
-"""What others must know of a family to use it: how it reads, whether it writes, what it learns.
+"""Properties of a family that other packages need: attention pattern, generation, objective.
 
-Every family sets these as data (`Model.family_traits`); what follows from a config, such as whether
-there is a head that writes, is filled in by `Model.traits`. Nobody outside `models` asks for a
-family's class.
+Every family sets them as data (`Model.family_traits`); `Model.traits` adds what depends on a
+config, such as whether the head generates. No other package asks for a family's class.
 """
 
 from __future__ import annotations
@@ -24,24 +23,23 @@ _WRITING_HEADS = ("language_model", "sequence_to_sequence")
 
 @dataclass(frozen=True)
 class Traits:
-    """How a family is used.
+    """Properties of a family.
 
     Args:
-        reads: "left": a token sees those before it; "both": all tokens see all; "apart": an encoder
-            sees all of a text, a decoder writes another; "blanks": a text is seen in both
-            directions, and what is left out of it is written from the left. This is about plain
-            ids: how CPM-Bee reads a document, the document says.
-        objective: what the family was pretrained to do.
-        positions: "learned": a table with an end; "rotary": they go on, and were trained up to
-            max_seq_len; "relative": distances, of which far ones are all the same.
-        has_images: it reads pixels rather than tokens.
-        sentinel: the tokens that stand for cut-out spans, with {} for their number.
-        ends_inside: the end token of a text is one of those that spans are cut from; otherwise it
-            stands behind source and target.
-        marks_between: end marks between two texts that are read together.
-        tokenizer: the class of the family's own tokenizer, where its texts need that one's marks.
-        writes: the model has a head that writes text.
-        position_limit: the longest input in tokens; None where positions go on.
+        reads: attention pattern. "left": causal; "both": bidirectional; "apart": encoder-decoder;
+            "blanks": bidirectional text whose blanks are filled causally. It describes plain text;
+            a CPM-Bee document defines its own pattern.
+        objective: pretraining objective.
+        positions: "learned": a table with a maximum; "rotary": no maximum, trained up to
+            max_seq_len; "relative": bucketed distances.
+        has_images: the input is pixels, not tokens.
+        sentinel: tokens that mark masked spans, with {} for the span's index.
+        ends_inside: the end token belongs to the text from which spans are masked; otherwise it
+            follows source and target.
+        marks_between: number of end tokens between two texts that are encoded together.
+        tokenizer: class of the family's own tokenizer, if its texts need that tokenizer's marks.
+        writes: the model has a head that generates text.
+        position_limit: maximum input length in tokens; None without a limit.
     """
 
     reads: Reading
@@ -57,19 +55,19 @@ class Traits:
 
     @property
     def writing_head(self) -> str:
-        """The head that writes text."""
+        """Name of the head that generates text."""
         return _WRITING_HEADS[self.reads == "apart"]
 
     @property
     def answer_sentinel(self) -> str:
-        """What an encoder-decoder's answers begin with, {} for its number; EVA's just end."""
+        """Prefix of an encoder-decoder's answers, with {} for the index; EVA's have none."""
         return "" if self.objective == "dialogues" else self.sentinel
 
     def of(self, config: Any) -> Traits:
-        """Return what holds for a model of this config."""
+        """Return the properties of a model with this config."""
         limit = config.max_seq_len if self.positions == "learned" else None
         return replace(self, writes=config.head in _WRITING_HEADS, position_limit=limit)
 
     def row_limit(self, config: Any) -> int | None:
-        """Return the longest row in tokens that a model of this config may learn from, if any."""
+        """Return the maximum training length in tokens for this config; None is no limit."""
         return None if self.positions == "relative" else config.max_seq_len

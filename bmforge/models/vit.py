@@ -1,7 +1,7 @@
 """Vision Transformer (Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020).
 
-An image is cut into patches; each is a token, and a class token in front of them is what the
-classifier reads. Checked against transformers' ViTForImageClassification and ViTModel.
+An image is cut into patches, one token each, after a class token that the classifier reads.
+Verified against transformers' ViTForImageClassification and ViTModel.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _SQUARES = ("image_size", "patch_size")
 
 @dataclass(kw_only=True)
 class ViTConfig(ModelConfig):
-    """Sizes of a ViT; the fields not named here are `ModelConfig`'s.
+    """Config of ViT; other fields are those of `ModelConfig`.
 
-    There is no vocabulary (`vocab_size` is 0), and `max_seq_len` follows from the image: one token
-    per patch and one for the class.
+    There is no vocabulary (`vocab_size` is 0), and `max_seq_len` is one token per patch and one for
+    the class.
 
     Args:
-        image_size: height and width of the images, in pixels.
-        patch_size: height and width of a patch, in pixels.
-        num_channels: of the images.
-        activation: of the MLP; a name in `nn.mlp.ACTIVATIONS`.
+        image_size: height and width of the images in pixels.
+        patch_size: height and width of a patch in pixels.
+        num_channels: number of channels of the images.
+        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
         qkv_bias: biases on q, k and v.
-        dropout: on embeddings and on what each part adds to the residual.
-        attn_dropout: on attention weights.
-        pooler_size: width of `pooler_output`; 0 takes D.
-        pooler_activation: of the pooler.
-        add_pooling_layer: whether head "none" has a pooler.
+        dropout: dropout probability of embeddings and of each sublayer's output.
+        attn_dropout: dropout probability of attention weights.
+        pooler_size: width of `pooler_output`; 0 is D.
+        pooler_activation: activation of the pooler.
+        add_pooling_layer: head "none" has a pooler.
     """
 
     family: ClassVar[str] = "vit"
@@ -77,7 +77,7 @@ class ViTConfig(ModelConfig):
         "pooler_size": "pooler_output_size",
         "pooler_activation": "pooler_act",
     }
-    # encoder_stride belongs to a decoder for masked images.
+    # encoder_stride is a field of the masked-image decoder.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"encoder_stride", "tie_word_embeddings"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "vit-base-patch16-224": {**_BASE, "num_labels": 1000},
@@ -115,7 +115,7 @@ class ViTConfig(ModelConfig):
     add_pooling_layer: bool = True
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest: F = 4 D, the number of tokens, and the base's."""
+        """Derive F = 4 D, the number of tokens, and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         self.pooler_size = self.pooler_size or self.hidden_size
         super().__post_init__()
@@ -123,16 +123,16 @@ class ViTConfig(ModelConfig):
 
     @property
     def grid_size(self) -> int:
-        """Patches along each side of an image."""
+        """Number of patches along each side of an image."""
         return self.image_size // max(self.patch_size, 1)
 
     def check(self) -> None:
-        """Check the fields against each other."""
+        """Check the fields for consistency."""
         super().check()
         if self.patch_size < 1 or self.num_channels < 1 or self.image_size < self.patch_size:
             raise ConfigError(
                 f"ViTConfig: image_size={self.image_size}, patch_size={self.patch_size} and "
-                f"num_channels={self.num_channels} must be positive, and a patch fit the image."
+                f"num_channels={self.num_channels} must be positive, and patches at most as large."
             )
         if (
             self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
@@ -161,28 +161,28 @@ class ViTConfig(ModelConfig):
         return out
 
     def flops_per_token(self, seq_len: int) -> float:
-        """As `ModelConfig.flops_per_token`, with the patch embedding instead of a vocabulary."""
+        """Like `ModelConfig.flops_per_token`, with the patch embedding instead of a vocabulary."""
         patch = self.num_channels * self.patch_size**2 * self.hidden_size
         return super().flops_per_token(seq_len) + 6 * patch
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """0: nothing is generated, so nothing is cached."""
+        """Return 0: nothing is generated, so nothing is cached."""
         return 0
 
 
 class PatchEmbedding(nn.Module):
-    """Cuts images into patches and projects each: a convolution whose stride is its width.
+    """Patch embedding: a convolution whose stride equals its kernel size.
 
-    Computed as one matrix product, which on a CPU is faster than the convolution.
+    It is computed as one matrix product, which is faster than the convolution on a CPU.
 
     Args:
-        num_channels: C.
-        hidden_size: D.
-        patch_size: P.
+        num_channels: number C of channels.
+        hidden_size: width D of the hidden states.
+        patch_size: height and width P of a patch.
 
     Shape:
-        pixels: (B, C, H, W) -> (B, (H / P) * (W / P), D), row by row; what is left over at the
-            lower and right edges is not read
+        pixels: (B, C, H, W) -> (B, (H / P) * (W / P), D), row by row; a remainder at the lower and
+            right edges is ignored
     """
 
     def __init__(self, num_channels: int, hidden_size: int, patch_size: int) -> None:
@@ -248,23 +248,22 @@ class ViT(Model):
         output_hidden_states: bool = False,
         attention_mask: Tensor | None = None,
     ) -> ModelOutput:
-        """Classify images, or describe them.
+        """Classify images, or return their features.
 
         Args:
-            pixel_values: images as the model's image processor leaves them.
+            pixel_values: images from the model's image processor.
             labels: see `classification_loss`; returns the loss as well.
-            num_items_in_batch: what the summed loss is divided by; None gives the mean.
-            interpolate_pos_encoding: take images of another size, the positions stretched to it.
-            output_hidden_states: return the embedding's and every layer's output, before `norm`.
-            attention_mask: 1 for tokens that are seen, the class token and then the patches.
+            num_items_in_batch: divisor of the summed loss; None is the mean.
+            interpolate_pos_encoding: accept images of another size by interpolating the positions.
+            output_hidden_states: return the outputs of embedding and layers, before `norm`.
+            attention_mask: 1 for tokens that are attended to, the class token and then the patches.
 
         Shape:
             pixel_values: (B, C, H, W); labels: (B,), or (B, L) for several classes;
             attention_mask: (B, 1 + patches)
 
         Raises:
-            ShapeError: images of another size or number of channels than the model's, or a mask
-                that does not cover their tokens.
+            ShapeError: images of another size or number of channels, or a mask of another length.
         """
         self._check_images(pixel_values, interpolate_pos_encoding)
         span = span_of(self.layers)
@@ -273,8 +272,8 @@ class ViT(Model):
         if attention_mask is not None:
             if attention_mask.shape != x.shape[:2]:
                 raise ShapeError(
-                    f"attention_mask is {tuple(attention_mask.shape)}; the class token and the "
-                    f"patches need {tuple(x.shape[:2])}."
+                    f"attention_mask is {tuple(attention_mask.shape)}; it must be "
+                    f"{tuple(x.shape[:2])}, for the class token and the patches."
                 )
             mask = attention_mask.bool()[:, None, None]
         x, states = run_layers(self.layers, x, {None: mask}, output_hidden_states)
@@ -297,24 +296,24 @@ class ViT(Model):
     def _check_images(self, images: Tensor, any_size: bool) -> None:
         config = self.config
         size, patch, channels = config.image_size, config.patch_size, config.num_channels
-        given = tuple(images.shape)
-        if images.dim() != 4 or given[1] != channels:
+        shape = tuple(images.shape)
+        if images.dim() != 4 or shape[1] != channels:
             raise ShapeError(
-                f"pixel_values is {given}; the model needs (batch, {channels} channels, {size}, "
-                f"{size}). Use the image processor that belongs to the model."
+                f"pixel_values is {shape}; the model needs (batch, {channels} channels, {size}, "
+                f"{size}). Use the image processor of the model."
             )
-        if not any_size and given[2:] != (size, size):
+        if not any_size and shape[2:] != (size, size):
             raise ShapeError(
-                f"the images are {given[2]} x {given[3]} pixels, the model needs {size} x {size}. "
+                f"the images are {shape[2]} x {shape[3]} pixels, the model needs {size} x {size}. "
                 "Resize them, or pass interpolate_pos_encoding=True."
             )
-        if min(given[2:]) < patch:
+        if min(shape[2:]) < patch:
             raise ShapeError(
-                f"the images are {given[2]} x {given[3]} pixels, smaller than a patch of {patch}."
+                f"the images are {shape[2]} x {shape[3]} pixels, smaller than a patch of {patch}."
             )
 
     def _embed(self, images: Tensor, any_size: bool) -> Tensor:
-        """From images to the tokens that go into the first block, (B, 1 + patches, D)."""
+        """Embed images as the input of the first block, (B, 1 + patches, D)."""
         patches = self.embed_patches(images.to(self.embed_patches.weight.dtype))
         first = self.embed_class.expand(patches.shape[0], -1, -1)
         positions = self._stretch_positions(*images.shape[2:]) if any_size else self.embed_positions
@@ -323,7 +322,7 @@ class ViT(Model):
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def _stretch_positions(self, height: int, width: int) -> Tensor:
-        """Return the positions for images of another size, between the learned ones (bicubic)."""
+        """Interpolate the learned positions (bicubic) for images of another size."""
         config = self.config
         if height == width and height // config.patch_size == config.grid_size:
             return self.embed_positions
@@ -334,8 +333,8 @@ class ViT(Model):
 
     def weight_rules(self) -> list[WeightRule]:
         """Map to transformers' names; only the names differ."""
-        block, theirs = "layers.{i}.", "vit.encoder.layer.{i}."
-        attention = f"{theirs}attention.attention."
+        block, published = "layers.{i}.", "vit.encoder.layer.{i}."
+        attention = f"{published}attention.attention."
         return [
             WeightRule("embed_class", "vit.embeddings.cls_token"),
             WeightRule("embed_positions", "vit.embeddings.position_embeddings"),
@@ -344,14 +343,14 @@ class ViT(Model):
                     "embed_patches": "vit.embeddings.patch_embeddings.projection",
                     "norm": "vit.layernorm",
                     "pooler": "vit.pooler.dense",
-                    f"{block}attn_norm": f"{theirs}layernorm_before",
-                    f"{block}mlp_norm": f"{theirs}layernorm_after",
+                    f"{block}attn_norm": f"{published}layernorm_before",
+                    f"{block}mlp_norm": f"{published}layernorm_after",
                     f"{block}attn.q_proj": f"{attention}query",
                     f"{block}attn.k_proj": f"{attention}key",
                     f"{block}attn.v_proj": f"{attention}value",
-                    f"{block}attn.o_proj": f"{theirs}attention.output.dense",
-                    f"{block}mlp.up_proj": f"{theirs}intermediate.dense",
-                    f"{block}mlp.down_proj": f"{theirs}output.dense",
+                    f"{block}attn.o_proj": f"{published}attention.output.dense",
+                    f"{block}mlp.up_proj": f"{published}intermediate.dense",
+                    f"{block}mlp.down_proj": f"{published}output.dense",
                 }
             ),
         ]

@@ -1,8 +1,8 @@
-"""Weight-name maps: how a tensor of ours lies in a tensor of a published checkpoint.
+"""Map of weight names: where a tensor of this library is in a published checkpoint.
 
-A rule says where our parameter is: under which name, transposed or not, which rows of a fused
-tensor, or which entry of a stacked one of ours. Read in one direction it loads any slice of our
-parameter, in the other it saves.
+A rule gives the published name of a parameter, whether it is transposed, which rows of a fused
+tensor it is, or which entry of a stacked parameter. The same rule loads any slice of the parameter
+and saves it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Our tensor `ours` is (a part of) their tensor `theirs`.
+    """The tensor `ours` is (a part of) the published tensor `theirs`.
 
-    `{i}` stands for the layer number; `{e}` in `theirs` for the expert, the first dim of ours.
+    `{i}` is the layer index; `{e}` in `theirs` is the expert, the first dim of `ours`.
 
     Args:
         ours: canonical name.
         theirs: published name.
-        transpose: theirs is stored (in, out).
-        part: (first row, all rows) of the fused tensor, in our orientation; None: it is all ours.
-            In layers of other sizes than the usual the parts' own rows count, in the same order.
-        index: theirs is this entry of our stacked tensor; `expand_rules` sets it.
-        part_dim: what `part` counts, in our orientation: 0 rows, 1 columns.
+        transpose: the published tensor is stored as (in, out).
+        part: (first row, number of rows) in the fused tensor, in this library's orientation; None
+            is the whole tensor. In resized layers the rows are recomputed, in the same order.
+        index: entry of the stacked tensor `ours`; set by `expand_rules`.
+        part_dim: dim that `part` slices, in this library's orientation: 0 rows, 1 columns.
     """
 
     ours: str
@@ -52,7 +52,7 @@ class WeightRule:
     part_dim: int = 0
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape `theirs` must have when our whole tensor has `shape`."""
+        """Return the shape of the published tensor for the shape of our whole tensor."""
         shape = shape if self.index is None else shape[1:]
         whole = list(shape)
         if self.part is not None:
@@ -60,7 +60,7 @@ class WeightRule:
         return tuple(reversed(whole)) if self.transpose else tuple(whole)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
-        """Return where in `theirs` the box of our tensor lies; None where it has nothing of it."""
+        """Return the slices of `theirs` for a box of our tensor; None if they do not overlap."""
         slices = [slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True)]
         if self.index is not None:
             stack = slices.pop(0)
@@ -72,33 +72,33 @@ class WeightRule:
         return tuple(reversed(slices)) if self.transpose else tuple(slices)
 
     def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return the part of our local tensor (the box) that theirs fills."""
+        """Return the part of our local tensor (the box) that `theirs` fills."""
         return local if self.index is None else local[self.index - box.offsets[0]]
 
     def source_view(self, target: Tensor) -> Tensor:
-        """Return a view of a piece of ours in their order of dims."""
+        """Return a view of a part of our tensor in the published order of dims."""
         return target.t() if self.transpose else target
 
     @property
     def is_renaming(self) -> bool:
-        """Whether theirs is ours under another name, whole and as it lies."""
+        """True if the published tensor is our whole tensor with another name."""
         return not self.transpose and self.part is None and self.index is None
 
     def to_source(self, whole: Tensor) -> Tensor:
-        """Return theirs, not yet transposed, of our whole tensor."""
+        """Return the published tensor, not yet transposed, from our whole tensor."""
         return whole if self.index is None else whole[self.index]
 
 
 def linear_rules(
     pairs: Mapping[str, str], kinds: Iterable[str] = ("weight", "bias")
 ) -> list[WeightRule]:
-    """Return rules for modules whose weights (and biases) differ in their names only."""
+    """Return rules for modules whose weights (and biases) differ only in their names."""
     return [WeightRule(f"{a}.{kind}", f"{b}.{kind}") for kind in kinds for a, b in pairs.items()]
 
 
-# What stands before the names of tensors that no published checkpoint has.
+# Prefix of tensors that no published checkpoint has.
 OWN_PREFIX = "bmforge."
-# Tensors of a packed weight: in files they stand beside the name that the weight would have.
+# Tensors of a quantized weight; in files their names extend the weight's.
 PACKED_KEYS = frozenset({"packed", "scales", "minima", "outlier_columns", "outlier_weight"})
 
 
@@ -108,40 +108,39 @@ def expand_rules(
     own: Collection[str] = (),
     expanded: Sequence[WeightRule] = (),
 ) -> list[WeightRule]:
-    """Return the rules of the tensors in `shapes`, in their order, with numbers put in.
+    """Expand rules to the tensors in `shapes`, in their order.
 
     Args:
-        rules: of a family; those without a tensor are left out.
-        shapes: our tensors' names and whole shapes.
-        own: names of tensors that were changed, and what shares a published tensor with them:
-            published checkpoints have no place for them, and files have them under our names,
-            but for those of which `expanded` says more.
-        expanded: rules with numbers put in already, of some of them.
+        rules: rules of a family; those without a tensor are skipped.
+        shapes: name -> whole shape of our tensors.
+        own: names of changed tensors and of those fused with them in published checkpoints; files
+            store them with our names, except those in `expanded`.
+        expanded: expanded rules of some of them.
 
     Raises:
-        TypeError: a tensor that no rule names, which saving would lose.
+        TypeError: a tensor without a rule, which saving would lose.
     """
     patterns = [(_pattern_of(rule), rule) for rule in rules]
-    kept = _expand_family(patterns, {n: s for n, s in shapes.items() if n not in own})
-    kept += expanded
-    ours = {rule.ours for rule in kept}
-    alone = [WeightRule(n, _own_name(n, patterns)) for n in shapes if n not in ours]
-    places = {name: place for place, name in enumerate(shapes)}
-    return sorted([*kept, *alone], key=lambda rule: places[rule.ours])
+    matched = _expand_family(patterns, {n: s for n, s in shapes.items() if n not in own})
+    matched += expanded
+    names = {rule.ours for rule in matched}
+    unmatched = [WeightRule(n, _own_name(n, patterns)) for n in shapes if n not in names]
+    order = {name: index for index, name in enumerate(shapes)}
+    return sorted([*matched, *unmatched], key=lambda rule: order[rule.ours])
 
 
 def _pattern_of(rule: WeightRule) -> re.Pattern[str]:
     return re.compile(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"))
 
 
-def _fill_numbers(theirs: str, match: re.Match[str]) -> str:
+def _fill_numbers(published: str, match: re.Match[str]) -> str:
     for number in match.groups():
-        theirs = theirs.replace("{i}", number)
-    return theirs
+        published = published.replace("{i}", number)
+    return published
 
 
 def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]]) -> str:
-    """Return the name in files of a tensor that no published checkpoint has."""
+    """Return the name in files of a tensor that published checkpoints do not have."""
     module, _, key = name.rpartition(".")
     if key in PACKED_KEYS:
         for pattern, rule in patterns:
@@ -155,14 +154,14 @@ def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]])
 def _expand_family(
     patterns: list[tuple[re.Pattern[str], WeightRule]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[WeightRule]:
-    """Return the family's rules of these tensors, but for those that do not fill a fused one."""
+    """Return the family's rules of these tensors, without incomplete fused tensors."""
     fused: dict[tuple[str, str], list[int]] = {}
     out: list[WeightRule] = []
     for name, shape in shapes.items():
-        found = [(match, rule) for pattern, rule in patterns if (match := pattern.fullmatch(name))]
-        if not found:
+        matches = [(m, rule) for pattern, rule in patterns if (m := pattern.fullmatch(name))]
+        if not matches:
             raise TypeError(f"no weight rule for {name}")
-        for match, rule in found:
+        for match, rule in matches:
             theirs = _fill_numbers(rule.theirs, match)
             if rule.part is not None:
                 fused.setdefault((rule.theirs, theirs), []).append(len(out))
@@ -173,26 +172,26 @@ def _expand_family(
             ]
     members = Counter(rule.theirs for _, rule in patterns if rule.part is not None)
     broken = set()
-    for (template, theirs), places in fused.items():
-        if len(places) < members[template]:
+    for (template, theirs), indices in fused.items():
+        if len(indices) < members[template]:
             broken.add(theirs)
         elif "{i}" in template:
-            _fit_parts_(out, places, shapes)
+            _fit_parts_(out, indices, shapes)
     return [rule for rule in out if rule.theirs not in broken]
 
 
 def _fit_parts_(
-    rules: list[WeightRule], places: list[int], shapes: Mapping[str, tuple[int, ...]]
+    rules: list[WeightRule], indices: list[int], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Give the parts of a layer's fused tensor, one behind the other, the rows that ours have."""
-    total, first = sum(shapes[rules[place].ours][0] for place in places), 0
-    for place in sorted(places, key=lambda place: (rules[place].part or (0, 0))[0]):
-        rules[place] = replace(rules[place], part=(first, total))
-        first += shapes[rules[place].ours][0]
+    """Set the rows of the parts of a layer's fused tensor from the shapes of our tensors."""
+    total, first = sum(shapes[rules[index].ours][0] for index in indices), 0
+    for index in sorted(indices, key=lambda index: (rules[index].part or (0, 0))[0]):
+        rules[index] = replace(rules[index], part=(first, total))
+        first += shapes[rules[index].ours][0]
 
 
 def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
-    """Return their name -> the rules that read from it, in order of the rows."""
+    """Return published name -> rules that read from it, ordered by rows."""
     groups: dict[str, list[WeightRule]] = {}
     for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)
@@ -200,7 +199,7 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 
 
 def assemble_source(rules: list[WeightRule], whole: Callable[[str], Tensor]) -> Tensor:
-    """Build their tensor from ours; `whole` returns our whole tensor by name."""
+    """Assemble a published tensor from ours; `whole` returns our whole tensor by name."""
     parts = [rule.to_source(whole(rule.ours)) for rule in rules]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, rules[0].part_dim)
     return joined.t().contiguous() if rules[0].transpose else joined.contiguous()

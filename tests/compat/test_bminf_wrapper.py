@@ -191,7 +191,7 @@ def test_a_model_of_ours() -> None:
     )
     model = bminf.wrapper(Llama.from_config(config, seed=1).eval())
     assert [change.kind for change in model.config.changes] == ["quantize"]
-    with pytest.raises(ConfigError, match="quantised already"):
+    with pytest.raises(ConfigError, match="already quantized"):
         bminf.wrapper(model)
 
 

@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     embeds = model.embed(inputs["input_ids"])
     with pytest.raises(ShapeError, match="both were given"):
         model(**inputs, inputs_embeds=embeds)
-    with pytest.raises(ShapeError, match=r"pass .*input_ids or"):
+    with pytest.raises(ShapeError, match=r"ass .*input_ids[ ,]"):
         model()
     with pytest.raises(ShapeError, match="as the token embedding"):
         model(
@@ -109,7 +109,7 @@ def test_what_only_ids_say() -> None:
         blanks(inputs_embeds=blanks.embed(make_inputs("glm")["input_ids"]))
     ends = family_of("t5").from_config(TINY["t5"].replace(head="sequence_classification"))
     embeds = ends.embed(make_inputs("t5")["input_ids"])
-    with pytest.raises(ShapeError, match="pass input_ids"):
+    with pytest.raises(ShapeError, match="ass input_ids"):
         ends(inputs_embeds=embeds, decoder_inputs_embeds=embeds)
 
 

@@ -190,12 +190,12 @@ def test_a_quantised_model_writes_and_learns_beside(tmp_path: Path) -> None:
 def test_twice_and_again_while_reading(tmp_path: Path) -> None:
     model = quantize_(llama(), "int8")
     before = persistent_tensors(model)
-    with pytest.raises(ConfigError, match=r"Llama.*quantised already"):
+    with pytest.raises(ConfigError, match=r"Llama.*already quantized"):
         quantize_(model, "int4")
     assert all(tensor is before[name] for name, tensor in persistent_tensors(model).items())
     assert len(model.config.changes) == 1
     model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="quantised already"):
+    with pytest.raises(ConfigError, match="already quantized"):
         AutoModel.from_pretrained(tmp_path, quantize="int4")
 
 

@@ -301,12 +301,12 @@ def strip(model: Any) -> Any:
         (["layers.0"], {"num_heads": 3}, "multiple of num_kv_heads=2"),
         (["layers.0"], {"num_heads": 4}, "these sizes already"),
         (["layers.9"], {"num_heads": 2}, "layers.9.*matches nothing"),
-        (["layers.0.attn"], {"num_heads": 2}, "no layer of this model.*layers.0"),
+        (["layers.0.attn"], {"num_heads": 2}, "not a layer of this model.*layers.0"),
         (["layers.0"], {"head_dim": 3}, "head_dim=3 is odd"),
-        (["layers.0", "layers.1", "layers.2"], {"attn": False}, "no attention in any layer"),
+        (["layers.0", "layers.1", "layers.2"], {"attn": False}, "remove attention from all layers"),
         (["layers.0"], {"experts_per_token": 2}, "experts_per_token needs num_experts"),
         (["layers.0"], {"num_experts": 2, "experts_per_token": 3}, "is more than num_experts=2"),
-        (["layers.0"], {}, "nothing is to change"),
+        (["layers.0"], {}, "no size is changed"),
         (["layers.0"], {"num_heads": 0}, "num_heads=0 must be a positive"),
         (["layers.0"], {"attn": True}, "attn=True can only be False"),
         (["layers.0"], {"mlp": False, "num_experts": 2}, "an MLP that is taken away"),
@@ -338,7 +338,7 @@ def test_families_refuse_what_they_cannot_have() -> None:
     with pytest.raises(ConfigError, match="it has no attention"):
         resize_(model, ["layers.0"], Sizes(num_heads=2))
     model.layers["1"].mlp.up_proj.lora = nn.Linear(3, 3)
-    with pytest.raises(ConfigError, match="changed before"):
+    with pytest.raises(ConfigError, match="has other changes"):
         resize_(model, ["layers.1"], Sizes(num_heads=2))
 
 

@@ -197,7 +197,7 @@ def test_a_compiled_layer_is_one_graph() -> None:
         (nn.Linear(96, 8), PRESETS["int4-128"], "no multiple of 128"),
         (Experts(64, MoESpec(2, 1, 48)), PRESETS["int4"], "48 input columns"),
         (Experts(64, MoESpec(2, 1, 64)), OUTLIERS, "not for experts"),
-        (store_packed(nn.Linear(32, 8), EXACT), EXACT, "quantised already"),
+        (store_packed(nn.Linear(32, 8), EXACT), EXACT, "already quantized"),
     ],
 )
 def test_what_cannot_be_packed(module: nn.Module, spec: QuantSpec, said: str) -> None:
