@@ -45,7 +45,10 @@ def test_words(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         set_words(monkeypatch, given)
         assert read_tuning() == words
-    for given, hint in [("memry", "Did you mean 'memory'"), ("none,memory", "none, or a comma-separated list of")]:
+    for given, hint in [
+        ("memry", "Did you mean 'memory'"),
+        ("none,memory", "none, or a comma-separated list of"),
+    ]:
         set_words(monkeypatch, given)
         with pytest.raises(ConfigError, match=hint):
             read_tuning()

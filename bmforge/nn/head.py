@@ -145,8 +145,8 @@ class LMHead(nn.Linear):
                 continue
             if not isinstance(part, LowRank):
                 raise ConfigError(
-                    f"adapter {name!r} of a language model's head is a {type(part).__name__}, but its "
-                    "fused loss supports low-rank and bias adapters only. Target other layers."
+                    f"adapter {name!r} of a language model's head is a {type(part).__name__}, but "
+                    "its fused loss supports low-rank and bias adapters only. Target other layers."
                 )
             low, up = part.factors(x)
             low = low if part.share == 1 else low * part.share

@@ -81,7 +81,7 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (low_rank("layers.*.attn.qproj"), "GPT2 .*'low_rank'.*matches nothing.*q_proj"),
+        (low_rank("layers.*.attn.qproj"), "'low_rank' to GPT2.*matches nothing.*q_proj"),
         (Change("low_rank", "layers.*.attn.q_proj", {"rnk": 2}), "Did you mean 'rank'"),
         (Change("low_rank", "layers.*.attn.q_proj", {"rank": 33}), "between 1 and 32"),
         (Change("low_rank", "layers.*.attn.q_proj", {}), "missing options.rank"),
@@ -106,7 +106,7 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("low_rank", "lm_head", {"rank": 2, "alpha": 0.0}), "alpha=0.0 must be"),
         (Change("low_rank", "lm_head", {"rank": 2, "alpha": float("nan")}), "alpha=nan must be"),
         (Change("low_rank", "lm_head", {"rank": 2, "dropout": 1.0}), "dropout=1.0 must be"),
-        (Change("low_rankk", "layers.0"), "GPT2.*'low_rankk' is not known"),
+        (Change("low_rankk", "layers.0"), "to GPT2.*'low_rankk' is not known"),
     ],
 )
 def test_a_change_that_does_not_fit_leaves_the_model(change: Change, said: str) -> None:
@@ -189,7 +189,7 @@ def save_changed(folder: Path) -> dict[str, Any]:
 def test_a_newer_version_and_an_unknown_kind(tmp_path: Path) -> None:
     raw = save_changed(tmp_path)
     for change, said in (
-        ({"version": 2}, "GPT2Config.*changes of version 2.*reads version 1"),
+        ({"version": 2}, "GPT2Config.*changes of version 2 .supported: 1"),
         ({"changes": [{"kind": "int3", "where": ["embed"]}]}, "GPT2Config.*'int3' is not known"),
         ({"changes": 5}, "must be a table"),
     ):
