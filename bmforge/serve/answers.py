@@ -94,6 +94,7 @@ class Reading:
         self._tools, self._begins, self._start = tools, begins, ""
         self._is_forced = tools.rule is not None
         self._whole: list[str] = []
+        self._count = 0
         self._calls = CallReader(tools.names) if tools.names and not self._is_forced else None
         self.has_calls = False
 
@@ -107,6 +108,9 @@ class Reading:
             yield from (text,) if text else ()
             return
         for found in self._calls.feed(text):
+            if self._count == self._tools.max_calls:
+                return  # nothing follows the last call that the client accepts
+            self._count += isinstance(found, Call)
             self.has_calls |= isinstance(found, Call)
             yield found
 
@@ -127,6 +131,8 @@ class Reading:
             call = read_call(text, self._tools.names)
             self.has_calls = call is not None
             yield call if call is not None else text
+            return
+        if self._count == self._tools.max_calls:
             return
         rest = self._start if self._begins else ""
         rest = "".join(one for one in [rest, self._calls.end() if self._calls else ""])

@@ -7,12 +7,14 @@ import binascii
 import hashlib
 import hmac
 import ipaddress
+import os
 import re
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 from bmforge.errors import ConfigError
 from bmforge.files import read_bytes
+from bmforge.logging import get_logger
 from bmforge.serve.errors import RequestError
 from bmforge.serve.settings import KEYS_VARIABLE, ServeConfig, is_loopback
 
@@ -97,9 +99,14 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> Keys:
     texts = [text.strip() for text in environment.get(KEYS_VARIABLE, "").split(",")]
     if config.keys_file is not None:
         lines = read_bytes(config.keys_file, "a file with one key a line").decode(
-            "utf-8", "replace"
+            "utf-8-sig", "replace"
         )
-        texts += [line.strip() for line in lines.splitlines() if not line.startswith("#")]
+        stripped = [line.strip() for line in lines.splitlines()]
+        texts += [line for line in stripped if not line.startswith("#")]
+        if os.name == "posix" and config.keys_file.stat().st_mode & 0o077:
+            get_logger().warning(
+                "other users can read keys_file=%s; `chmod 600` takes that away", config.keys_file
+            )
     keys = Keys(text for text in texts if text)
     if config.keys_file is not None and not keys:
         raise ConfigError(f"keys_file={str(config.keys_file)!r} has no key; write one a line.")

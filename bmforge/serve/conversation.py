@@ -68,13 +68,15 @@ class Prompter:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         begin: str = "",
+        **variables: Any,
     ) -> Prompt:
         """Return a conversation as it is read.
 
         Args:
             messages: what was said.
             tools: that may be called.
-            begin: of the answer, which the model goes on with.
+            begin: start of the answer, which the model continues.
+            variables: further variables of the chat template, such as ``enable_thinking``.
 
         Raises:
             RequestError: the model does not converse, or its template refuses.
@@ -90,7 +92,7 @@ class Prompter:
             )
         said = [normalize_message(m.model_dump(exclude_none=True)) for m in messages]
         try:
-            text = self.template.render(said, add_generation_prompt=True, tools=tools)
+            text = self.template.render(said, add_generation_prompt=True, tools=tools, **variables)
             ids = encode_said(text + begin, model, tokenizer)
             mark = self.template.end_mark()
         except BmforgeError as error:

@@ -22,7 +22,7 @@ from bmforge.serve.live import GoneError, unless_gone
 from bmforge.serve.openai_types import DocumentsRequest, EmbeddingRequest
 from bmforge.serve.routes import GONE, StrictRoute, check_engine
 from bmforge.serve.serving import Serving, client_of, serving_of
-from bmforge.serve.writing import longest_prompt, row_tokens
+from bmforge.serve.writing import check_size, longest_prompt, row_tokens
 
 __all__ = ["router"]
 
@@ -93,14 +93,17 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     serving = serving_of(request)
     served, inputs = serving.find(body.model, "embeddings"), body.inputs
     engine, config = served.engine, serving.config
-    check_at_most("input", len(inputs), config.max_prompts, "texts")
+    check_at_most("input", len(inputs), config.max_inputs, "texts")
+    check_size((text for text in inputs if isinstance(text, str)), engine, config, "input")
     hidden = engine.model.config.hidden_size
     if body.dimensions not in (None, hidden):
         raise RequestError(
             f"dimensions={body.dimensions}: this model's embeddings have {hidden}", "dimensions"
         )
-    with serving.admission.enter(client_of(request), len(inputs)):
-        rows = await run_in_threadpool(_spell_inputs, engine, inputs)
+    # The engine computes many short texts in one batch, so a text is less work than a request.
+    work = -(-len(inputs) // config.max_prompts)
+    with serving.admission.enter(client_of(request), work):
+        rows = await serving.tokenize(partial(_spell_inputs, engine, inputs))
         most = longest_prompt(engine, config)
         for ids in rows:
             if len(ids) > most:

@@ -81,6 +81,19 @@ def explain_types(error: RequestValidationError) -> RequestError:
             "the body must be a JSON object, with the header Content-Type: application/json"
         )
     where, name = ".".join(path), path[0]
+    if any(
+        problem["type"] == "literal_error"
+        and problem["loc"][-1] == "type"
+        and "content" in problem["loc"]
+        for problem in problems
+    ):
+        place = next(p for p in problems if p["loc"][-1] == "type")
+        number = next((str(part) for part in place["loc"] if isinstance(part, int)), "0")
+        return RequestError(
+            f"messages.{number}.content has a part that is no text; this model reads text only",
+            f"messages.{number}.content",
+            code="unsupported_value",
+        )
     if first["type"] in ("extra_forbidden", "none_required"):
         return RequestError(
             f"{where} is not understood here; leave it out", where, code="unknown_parameter"

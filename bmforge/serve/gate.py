@@ -60,6 +60,12 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers, keys = Headers(scope=scope), self._serving.keys
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy in front may have read another body than this server (RFC 9112, 6.1).
+            raise RequestError(
+                "content-length and transfer-encoding contradict each other",
+                headers={"connection": "close"},
+            )
         state = scope.setdefault("state", {})
         check_origin(self._serving.config, bool(keys), scope["method"], headers)
         if keys and scope["path"] not in _OPEN:

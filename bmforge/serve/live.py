@@ -31,14 +31,19 @@ class LiveRequest:
 
     Args:
         handles: of the engine, one for every prompt.
-        max_unread_bytes: of text that was written and not taken; the request ends at more.
+        max_unread_bytes: generated text buffered for a slow client before the request ends.
+        prompt_tokens: tokens of all prompts.
 
     Attributes:
-        is_read: all of it was taken.
+        is_read: whether the client has taken all of it.
+        new_tokens: tokens generated so far, of all answers.
     """
 
-    def __init__(self, handles: Sequence[Handle], max_unread_bytes: int) -> None:
+    def __init__(
+        self, handles: Sequence[Handle], max_unread_bytes: int, prompt_tokens: int = 0
+    ) -> None:
         self.handles, self.is_read = handles, False
+        self.prompt_tokens, self.new_tokens = prompt_tokens, 0
         self._most, self._unread = max_unread_bytes, 0
         self._pieces: deque[tuple[int, Piece]] = deque()
         self._error: RequestError | None = None
@@ -59,6 +64,7 @@ class LiveRequest:
             self._error = self._error or _failed(error)
             found = []
         self._pieces += [(number, piece) for piece in found]
+        self.new_tokens += sum(len(piece.ids) for piece in found)
         self._unread += sum(_size(piece) for piece in found)
         if self._unread > self._most and self._error is None:
             self.cancel()

@@ -66,9 +66,11 @@ class Metrics:
                 self._tokens.labels("new").inc(len(answer.ids))
                 self._ends.labels(answer.finish_reason).inc()
 
-    def note_left(self) -> None:
-        """Count a request whose client has gone."""
+    def note_left(self, prompt_tokens: int = 0, new_tokens: int = 0) -> None:
+        """Count a request whose client has disconnected, and the tokens computed for it."""
         self._ends.labels("left").inc()
+        self._tokens.labels("prompt").inc(prompt_tokens)
+        self._tokens.labels("new").inc(new_tokens)
 
     def write(self, status: RequestsStatus, count: int) -> tuple[bytes, str]:
         """Return all figures, and the type of their text.

@@ -122,13 +122,15 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None  # clients send the deltas of a stream back as they came
 
 
 class TextPart(Strict):
-    """A part of what was said; only texts are read."""
+    """A content part; only text is supported."""
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None  # the prefix cache needs no marks
 
 
 class Message(Strict):
@@ -139,7 +141,12 @@ class Message(Strict):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
+    reasoning_content: str | None = None  # for the chat template
+    # Fields that clients send back with an earlier answer; they hold nothing that is read.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Message:
@@ -168,20 +175,24 @@ class Writing(Strict):
     stop: str | Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # What is drawn.
+    # Sampling.
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: Share | None = None
     seed: int | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    # Other servers' names for more of it.
+    # vLLM's sampling parameters.
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     min_tokens: int | None = Field(None, ge=0)
     bad_words: Texts | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
     # They change nothing of an answer.
     user: str | None = None
 
@@ -193,8 +204,35 @@ class Writing(Strict):
 
     @property
     def count(self) -> int:
-        """Answers to a prompt."""
+        """Number of answers per prompt."""
         return self.n or 1
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the temperature is so small that sampling would take the argmax anyway.
+
+        Scores divided by less than 1e-38 overflow fp32; vLLM decodes greedily below 1e-5 too.
+        """
+        return self.temperature is not None and self.temperature < 1e-5
+
+    @property
+    def outputs(self) -> StructuredOutputs | None:
+        """The rule for answers, by `structured_outputs` or by vLLM's older `guided_*` names.
+
+        Raises:
+            RequestError: both are given.
+        """
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        guided = {name: rule for name, rule in guided.items() if rule is not None}
+        if guided and self.structured_outputs is not None:
+            name = f"guided_{next(iter(guided))}"
+            raise RequestError(f"{name} and structured_outputs contradict each other", name)
+        return StructuredOutputs(**guided) if guided else self.structured_outputs
 
     @property
     def stops(self) -> list[str]:
@@ -231,6 +269,13 @@ class ChatRequest(Writing):
     reasoning_effort: None = None
     verbosity: None = None
     audio: None = None
+    function_call: None = None
+    functions: None = None
+    web_search_options: None = None
+    # vLLM's arguments of the chat template.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> ChatRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,7 +25,13 @@ from bmforge.serve.openai_types import ChatRequest, CompletionRequest
 from bmforge.serve.serving import Serving, client_of, key_of, serving_of
 from bmforge.serve.strict_json import parse_json
 from bmforge.serve.tools import find_tools
-from bmforge.serve.writing import check_limits, find_constraint, longest_answer, to_options
+from bmforge.serve.writing import (
+    check_limits,
+    check_size,
+    find_constraint,
+    longest_answer,
+    to_options,
+)
 
 __all__ = ["GONE", "StrictRoute", "check_engine", "router"]
 
@@ -120,8 +127,10 @@ async def check_engine(serving: Serving, engine: Any) -> None:
         ) from error
 
 
-async def start(serving: Serving, requests: Sequence[EngineRequest]) -> LiveRequest:
-    """Give requests to the engine.
+async def start(
+    serving: Serving, requests: Sequence[EngineRequest], prompt_tokens: int
+) -> LiveRequest:
+    """Submit requests with so many prompt tokens to the engine.
 
     Raises:
         RequestError: it does not take one.
@@ -135,7 +144,7 @@ async def start(serving: Serving, requests: Sequence[EngineRequest]) -> LiveRequ
             handle.cancel()
         await check_engine(serving, serving.engine)
         raise RequestError(str(error), code="invalid_value") from error
-    live = LiveRequest(handles, serving.config.max_unread_bytes)
+    live = LiveRequest(handles, serving.config.max_unread_bytes, prompt_tokens)
     serving.live.add(live)
     return live
 
@@ -149,19 +158,21 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     config, engine = serving.config, serving.engine
     check_limits(body, config)
     tools = find_tools(body, serving.prompter.writes_calls)
-    rule = tools.rule or find_constraint(body.response_format, body.structured_outputs)
+    rule = tools.rule or find_constraint(body.response_format, body.outputs)
+    check_size((message.text for message in body.messages), engine, config, "messages")
     with ExitStack() as stack:
         stack.enter_context(serving.admission.enter(client_of(request)))
         if rule is not None:
-            await serving.rules.check(rule)
-        prompt = await run_in_threadpool(
-            serving.prompter.write, body.messages, tools.shown, tools.begin
+            await serving.rules.check(rule, client_of(request), "tools" if tools.rule else None)
+        variables = body.chat_template_kwargs or {}
+        prompt = await serving.tokenize(
+            partial(serving.prompter.write, body.messages, tools.shown, tools.begin, **variables)
         )
         most = longest_answer(body.most_tokens, len(prompt.ids), engine, config)
         likeliest = (body.top_logprobs or 0) if body.logprobs else None
         options = to_options(body, engine, most, prompt.ends or None, likeliest, prompt.stops)
         told = options, rule, key_of(request), config.request_s, served.delta
-        live = await start(serving, [EngineRequest(prompt.ids, *told)])
+        live = await start(serving, [EngineRequest(prompt.ids, *told)], len(prompt.ids))
         stack.callback(serving.end, live)
         if body.stream:
             events = chat_events(serving, live, body, tools, prompt.begins, begin)
@@ -182,21 +193,23 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     served = serving.find(body.model, "completions")
     config, engine = serving.config, serving.engine
     check_limits(body, config)
-    rule = find_constraint(None, body.structured_outputs)
+    rule = find_constraint(None, body.outputs)
+    check_size((p for p in body.prompts if isinstance(p, str)), engine, config, "prompt")
     with ExitStack() as stack:
         stack.enter_context(serving.admission.enter(client_of(request), len(body.prompts)))
         if rule is not None:
-            await serving.rules.check(rule)
-        asked = []
+            await serving.rules.check(rule, client_of(request))
+        asked, prompt_tokens = [], 0
         for prompt in body.prompts:
             ids = prompt
             if isinstance(prompt, str):
-                ids = await run_in_threadpool(engine.tokenizer.encode, prompt)
+                ids = await serving.tokenize(partial(engine.tokenizer.encode, prompt))
             most = longest_answer(body.max_tokens or _COMPLETION_TOKENS, len(ids), engine, config)
             options = to_options(body, engine, most, None, body.logprobs)
             told = options, rule, key_of(request), config.request_s, served.delta
             asked.append(EngineRequest(prompt, *told))
-        live = await start(serving, asked)
+            prompt_tokens += len(ids)
+        live = await start(serving, asked, prompt_tokens)
         stack.callback(serving.end, live)
         if body.stream:
             events = text_events(serving, live, body, begin)

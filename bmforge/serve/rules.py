@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve import schema_check
@@ -17,6 +18,7 @@ from bmforge.serve.errors import RequestError, overloaded
 from bmforge.serve.limits import check_at_most
 from bmforge.serve.settings import ServeConfig
 from bmforge.serve.strict_json import json_depth
+from bmforge.serve.tools import LITERAL_KEYWORDS
 
 __all__ = ["RuleChecker"]
 
@@ -36,15 +38,22 @@ class RuleChecker:
         self._config = config
         self._verdicts: OrderedDict[Constraint, str | None] = OrderedDict()
         self._turns = asyncio.Semaphore(_AT_ONCE)
+        # One rule per client at a time, so that no client takes both processes.
+        self._client_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def check(self, rule: Constraint) -> None:
+    async def check(self, rule: Constraint, client: str, name: str | None = None) -> None:
         """Check a rule.
+
+        Args:
+            rule: constraint of the answers.
+            client: key or address of the client that sent it.
+            name: request field that holds the rule (default: by the kind of the rule).
 
         Raises:
             RequestError: it is too large or too deep, refers to what is not in it, has what cannot
                 be kept, or compiles too long.
         """
-        name = _FIELD[rule.kind]
+        name = name or _FIELD[rule.kind]
         size = len(rule.source.encode())
         check_at_most(name, size, self._config.max_schema_bytes, "bytes of rules")
         if rule.kind == "json":
@@ -52,7 +61,7 @@ class RuleChecker:
         if rule in self._verdicts:
             self._verdicts.move_to_end(rule)
         else:
-            self._verdicts[rule] = await self._compile(rule)
+            self._verdicts[rule] = await self._compile(rule, client)
             while len(self._verdicts) > _KEPT:
                 self._verdicts.popitem(last=False)
         problem = self._verdicts[rule]
@@ -75,17 +84,17 @@ class RuleChecker:
                         name,
                         code="invalid_schema",
                     )
-                left += one.values()
+                left += [value for key, value in one.items() if key not in LITERAL_KEYWORDS]
             elif isinstance(one, list):
                 left += one
 
-    async def _compile(self, rule: Constraint) -> str | None:
+    async def _compile(self, rule: Constraint, client: str) -> str | None:
         """Return what is wrong with a rule, by a process that has little time and memory."""
         limits = self._config
         try:
-            async with asyncio.timeout(limits.schema_s):
-                async with self._turns:
-                    return await self._run(rule)
+            own_turn = self._client_turns.setdefault(client, asyncio.Lock())
+            async with asyncio.timeout(limits.schema_s), own_turn, self._turns:
+                return await self._run(rule)
         except TimeoutError:
             raise overloaded("too many rules are waiting to be compiled", limits.schema_s) from None
 

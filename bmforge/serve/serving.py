@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request as HTTPRequest
 
 from bmforge.errors import ConfigError
@@ -24,6 +25,9 @@ from bmforge.serve.rules import RuleChecker
 from bmforge.serve.settings import ServeConfig
 
 __all__ = ["Served", "Serving", "client_of", "key_of", "serving_of"]
+
+T = TypeVar("T")
+_TOKENIZING_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,12 @@ class Serving:
         self.prompter = Prompter(self.main.engine, self.directory, self.config)
         self.rules = RuleChecker(self.config)
         self.admission = Admission(self.config)
+        # Tokenizing is work for a core; more threads would only hold more memory at once.
+        self._tokenizing = CapacityLimiter(_TOKENIZING_THREADS)
+
+    async def tokenize(self, function: Callable[[], T]) -> T:
+        """Run a function that tokenizes in one of few threads, off the event loop."""
+        return await to_thread.run_sync(function, limiter=self._tokenizing)
 
     @property
     def engine(self) -> Any:
@@ -123,7 +133,7 @@ class Serving:
     def end(self, live: LiveRequest) -> None:
         """Forget a request; if it still runs it is cancelled, and gives its memory back."""
         if not live.is_read:
-            self.metrics.note_left()
+            self.metrics.note_left(live.prompt_tokens, live.new_tokens)
         self.live.end(live)
 
     def find(self, name: str, ability: str | None = None) -> Served:

@@ -40,7 +40,8 @@ class ServeConfig:
         max_prompt_tokens: None takes what the engine was planned for.
         max_new_tokens: longest answer. None takes what the engine was planned for.
         max_choices: answers to one prompt (`n`).
-        max_prompts: prompts, texts or documents in one request.
+        max_prompts: prompts or documents in one request.
+        max_inputs: texts in one request for embeddings.
         max_stops: stop texts.
         max_stop_chars: of one stop text.
         max_logit_bias: tokens with a bias.
@@ -80,6 +81,7 @@ class ServeConfig:
     max_new_tokens: int | None = None
     max_choices: int = 8
     max_prompts: int = 64
+    max_inputs: int = 2048
     max_stops: int = 8
     max_stop_chars: int = 256
     max_logit_bias: int = 1024

@@ -16,8 +16,10 @@ from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve.errors import RequestError
 from bmforge.serve.openai_types import ChatRequest, ToolChoice
 
-__all__ = ["Call", "CallReader", "ToolUse", "find_tools", "read_call"]
+__all__ = ["LITERAL_KEYWORDS", "Call", "CallReader", "ToolUse", "find_tools", "read_call"]
 
+# Keywords of JSON schemas whose values are data: a "$ref" inside is text.
+LITERAL_KEYWORDS = frozenset(("const", "enum", "default", "examples"))
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -52,14 +54,16 @@ class ToolUse:
     Args:
         shown: what the template gets; None where there is nothing to call.
         names: of what may be called.
-        rule: what the answer is held to where a call must come.
-        begin: of the answer then.
+        rule: constraint of the answer where a call is required.
+        begin: start of the answer then.
+        max_calls: most calls in one answer; None is any number.
     """
 
     shown: list[dict[str, Any]] | None = None
     names: frozenset[str] = frozenset()
     rule: Constraint | None = None
     begin: str = ""
+    max_calls: int | None = None
 
 
 def find_tools(body: ChatRequest, writes_calls: bool) -> ToolUse:
@@ -96,13 +100,8 @@ def find_tools(body: ChatRequest, writes_calls: bool) -> ToolUse:
                 "tool_choice",
                 code="unsupported_value",
             )
-        if any(tool.function.strict for tool in body.tools):
-            raise RequestError(
-                "strict holds where a call must come: tool_choice required, or a function's name",
-                "tools",
-                code="unsupported_value",
-            )
-        return ToolUse(shown, names)
+        most = 1 if body.parallel_tool_calls is False else None
+        return ToolUse(shown, names, max_calls=most)
     if isinstance(body.tool_choice, ToolChoice):
         name = body.tool_choice.function.name
         if name not in functions:
@@ -138,9 +137,13 @@ def _move(schema: Any, root: str) -> Any:
         return [_move(one, root) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _move(value, root) for key, value in schema.items()}
+    moved = {
+        key: value if key in LITERAL_KEYWORDS else _move(value, root)
+        for key, value in schema.items()
+    }
     target = moved.get("$ref")
-    if isinstance(target, str) and target.startswith("#"):
+    # "#/..." counts from the root, which moves; "#name" is an anchor, which is found anywhere.
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
         moved["$ref"] = root + target[1:]
     return moved
 

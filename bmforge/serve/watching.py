@@ -40,12 +40,14 @@ async def model(name: str, request: Request) -> Response:
     return JSONResponse(_describe(serving.find(name), serving.began))
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Response:
     """Say that the server answers."""
     return JSONResponse({"status": "ok"})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Say whether new requests are taken."""

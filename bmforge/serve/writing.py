@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from bmforge.errors import BmforgeError
@@ -28,6 +29,9 @@ __all__ = [
     "row_tokens",
     "to_options",
 ]
+
+
+_MOST_DIGITS = 10  # of a token id; int() refuses more than 4,300
 
 
 def row_tokens(engine: AnyEngine) -> int:
@@ -62,6 +66,37 @@ def check_limits(body: Writing, config: ServeConfig) -> None:
         check_at_most("logprobs", body.logprobs or 0, config.max_logprobs, "tokens")
         check_at_most("prompt", len(body.prompts), config.max_prompts, "prompts")
         check_at_most("n", body.count * len(body.prompts), config.max_prompts, "answers in all")
+
+
+def check_size(texts: Iterable[str], engine: AnyEngine, config: ServeConfig, field: str) -> None:
+    """Refuse texts that cannot fit the context, before time and memory go into tokenizing them.
+
+    Args:
+        texts: text of one prompt each; the texts of a conversation make one prompt.
+        engine: engine with the tokenizer.
+        config: the limits.
+        field: request field that holds the texts.
+
+    Raises:
+        RequestError: a prompt has more bytes than the longest prompt of the longest tokens.
+    """
+    tokens = longest_prompt(engine, config)
+    most = tokens * longest_token_bytes(engine.tokenizer)
+    sizes = [len(text.encode("utf-8", "replace")) for text in texts]
+    size = sum(sizes) if field == "messages" else max(sizes, default=0)
+    if size > most:
+        raise RequestError(
+            f"{field} has {size} bytes; a prompt has at most {tokens} tokens here, of at most "
+            f"{most} bytes",
+            field,
+            code="context_length_exceeded",
+        )
+
+
+@lru_cache(maxsize=4)
+def longest_token_bytes(tokenizer: Any) -> int:
+    """Return the size of the longest token of a vocabulary, in bytes of UTF-8."""
+    return max(len(token.encode("utf-8", "replace")) for token in tokenizer.get_vocab())
 
 
 def longest_answer(
@@ -121,15 +156,14 @@ def to_options(
     Raises:
         RequestError: a field that does not fit the model, or another field.
     """
-    drawing: dict[str, Any] = {"do_sample": body.temperature != 0}
-    if drawing["do_sample"]:  # the likeliest token is the likeliest by any of these
+    drawing: dict[str, Any] = {"do_sample": not body.is_greedy}
+    if drawing["do_sample"]:  # greedy decoding is the same for any value of these
         drawing["temperature"] = 1.0 if body.temperature is None else body.temperature
         drawing |= {"top_p": body.top_p, "min_p": body.min_p or None}
         drawing |= {"top_k": body.top_k if (body.top_k or 0) > 0 else None}
         drawing |= {"seed": None if body.seed is None else body.seed % (1 << 63)}
     elif body.count > 1:
         raise RequestError("n above 1 needs a temperature above 0", "n", code="invalid_value")
-    words = [engine.tokenizer.encode(word) for word in body.bad_words or ()]
     try:
         return GenerationConfig(
             max_new_tokens=max_new_tokens,
@@ -137,7 +171,7 @@ def to_options(
             repetition_penalty=body.repetition_penalty or 1.0,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
-            bad_words_ids=tuple(tuple(word) for word in words if word),
+            bad_words_ids=bad_word_ids(body.bad_words or (), engine.tokenizer),
             logit_bias=_read_bias(body, engine),
             num_return_sequences=body.count,
             eos_token_id=ends,
@@ -149,10 +183,22 @@ def to_options(
         raise RequestError(str(error), code="invalid_value") from error
 
 
+def bad_word_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of words that must not be generated.
+
+    A word at the start of a text and the same word behind a space are different tokens for BPE
+    tokenizers, so both are included, as in vLLM.
+    """
+    spellings = [text for word in words for text in (word, " " + word.lstrip(" "))]
+    ids = [tuple(tokenizer.encode(text)) for text in dict.fromkeys(spellings)]
+    return tuple(row for row in dict.fromkeys(ids) if row)
+
+
 def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
     found = {}
     for text, bias in (body.logit_bias or {}).items():
-        if not (text.isascii() and text.isdigit() and int(text) < engine.model.config.vocab_size):
+        is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+        if not (is_number and int(text) < engine.model.config.vocab_size):
             raise RequestError(
                 f"logit_bias: {text[:20]!r} is no token; needed are ids from 0 to "
                 f"{engine.model.config.vocab_size - 1}",

@@ -22,7 +22,7 @@ HEAVY = {
 
 
 def check(rule: Constraint, **limits: Any) -> None:
-    asyncio.run(RuleChecker(ServeConfig(**limits)).check(rule))
+    asyncio.run(RuleChecker(ServeConfig(**limits)).check(rule, "client"))
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_verdicts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         checker = RuleChecker(ServeConfig())
         for _ in range(3):
-            await checker.check(Constraint.regex("a+"))
+            await checker.check(Constraint.regex("a+"), "client")
             with pytest.raises(RequestError):
-                await checker.check(Constraint.regex("(a"))
+                await checker.check(Constraint.regex("(a"), "client")
 
     asyncio.run(ask())
     assert len(compiled) == 2

@@ -52,10 +52,10 @@ def test_texts_that_are_too_long(start: Any) -> None:
             assert ask(server, "completions", prompt=[id]).status_code == 400
 
 
-def test_every_text_counts(start: Any) -> None:
-    with start(max_requests=8, max_requests_per_key=4) as server:
-        assert ask(server, "embeddings", input=["a"] * 4).status_code == 200
-        assert ask(server, "embeddings", input=["a"] * 5).status_code == 429
+def test_texts_count_by_batches(start: Any) -> None:
+    with start(max_requests=8, max_requests_per_key=4, max_prompts=2) as server:
+        assert ask(server, "embeddings", input=["a"] * 8).status_code == 200
+        assert ask(server, "embeddings", input=["a"] * 9).status_code == 429
         assert server.serving.admission.count == 0
 
 

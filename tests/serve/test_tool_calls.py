@@ -121,7 +121,6 @@ def test_tools_that_may_be_called_or_not() -> None:
     ("fields", "writes", "problem"),
     [
         ({"tools": [tool("a")]}, False, "no form for calls"),
-        ({"tools": [tool("a", strict=True)]}, True, "strict"),
         ({"tools": [tool("a"), tool("a")]}, True, "twice"),
         ({"tools": [tool("a")], "response_format": {"type": "json_object"}}, True, "contradict"),
         ({"tools": [tool("a")], "structured_outputs": {"regex": "a"}}, True, "contradict"),

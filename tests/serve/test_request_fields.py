@@ -1,0 +1,239 @@
+"""Fields that clients send: each changes the answer, has no effect by definition, or is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bmforge.serve.auth import load_keys
+from bmforge.serve.openai_types import ChatRequest
+from bmforge.serve.settings import ServeConfig
+from bmforge.serve.tools import CallReader, ToolUse, find_tools
+from bmforge.serve.writing import bad_word_ids, longest_token_bytes
+
+USER = [{"role": "user", "content": "hello"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": {"type": "object"}},
+}
+
+
+def ask(server: Any, path: str = "chat/completions", **fields: Any) -> httpx.Response:
+    body = {"model": server.serving.name, "max_tokens": 2, **fields}
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+
+
+HISTORIES = {
+    "model_dump": [
+        {
+            **{"role": "assistant", "content": "Hello!", "refusal": None, "annotations": None},
+            **{"audio": None, "function_call": None, "tool_calls": None},
+        }
+    ],
+    "empty annotations": [{"role": "assistant", "content": "a", "annotations": []}],
+    "reasoning": [{"role": "assistant", "content": "a", "reasoning_content": "b"}],
+    "index of a call": [
+        {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 0}]},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+    ],
+    "cache_control": [
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+        }
+    ],
+}
+
+
+def test_histories_as_clients_send_them_back(start: Any) -> None:
+    with start() as server:
+        for name, turns in HISTORIES.items():
+            found = ask(server, messages=[*USER, *turns, *USER])
+            assert found.status_code == 200, (name, found.text)
+        for field in ("function_call", "functions", "web_search_options"):
+            assert ask(server, messages=USER, **{field: None}).status_code == 200
+            assert ask(server, messages=USER, **{field: {}}).status_code == 400
+
+
+def test_strict_tools_and_template_arguments(start: Any) -> None:
+    with start() as server:
+        assert ask(server, messages=USER, tools=[TOOL]).status_code == 200
+        found = ask(server, messages=USER, chat_template_kwargs={"enable_thinking": False})
+        assert found.status_code == 200
+
+
+def test_guided_fields_are_structured_outputs(start: Any) -> None:
+    with start() as server:
+        for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {})):
+            fields = prompt or {"messages": USER}
+            found = ask(server, path, **fields, guided_choice=["yes"], max_tokens=8)
+            choice = found.json()["choices"][0]
+            assert choice.get("text", choice.get("message", {}).get("content")) == "yes"
+            found = ask(server, path, **fields, guided_regex="a", structured_outputs={"regex": "a"})
+            assert found.json()["error"]["param"] == "guided_regex"
+
+
+def test_a_tiny_temperature_is_greedy(start: Any) -> None:
+    with start() as server:
+        greedy = ask(server, "completions", prompt="a", temperature=0, max_tokens=12).json()
+        for temperature in (1e-6, 1e-38, 5e-324):
+            found = ask(
+                server, "completions", prompt="a", temperature=temperature, max_tokens=12, seed=1
+            )
+            assert found.json()["choices"][0]["text"] == greedy["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("key", ["99999999", "9" * 5000, "0" * 5000 + "1", "-1", "x", "²"])
+def test_keys_of_logit_bias_that_are_no_token(start: Any, key: str) -> None:
+    with start() as server:
+        found = ask(server, "completions", prompt="a", logit_bias={key: 1})
+        assert found.status_code == 400
+        assert found.json()["error"]["param"] == "logit_bias"
+
+
+class WordTokenizer:
+    """Gives a word and the same word behind a space different ids, as BPE vocabularies do."""
+
+    def encode(self, text: str) -> list[int]:
+        return {"block": [1], " block": [2], "is": [3, 4], " is": [3, 4]}.get(text, [])
+
+
+def test_bad_words_in_both_spellings() -> None:
+    assert bad_word_ids(["block", "is"], WordTokenizer()) == ((1,), (2,), (3, 4))
+    assert bad_word_ids([" block"], WordTokenizer()) == ((2,),)
+
+
+def read_stream(use: ToolUse, pieces: list[str]) -> list[Any]:
+    from bmforge.serve.answers import Reading
+
+    reading = Reading(use)
+    shown = [found for piece in pieces for found in reading.feed(piece)]
+    return [*shown, *reading.end()]
+
+
+@given(st.integers(1, 4), st.integers(1, 40))
+def test_one_call_at_most_where_parallel_calls_are_off(calls: int, width: int) -> None:
+    text = "Sure.\n" + "\n".join(
+        f'<tool_call>\n{{"name": "f", "arguments": {{"n": {n}}}}}\n</tool_call>'
+        for n in range(calls)
+    )
+    pieces = [text[i : i + width] for i in range(0, len(text), width)]
+    body = {"model": "m", "messages": USER, "tools": [TOOL]}
+    for parallel, expected in ((None, calls), (True, calls), (False, 1)):
+        request = ChatRequest(**body, parallel_tool_calls=parallel)
+        found = read_stream(find_tools(request, writes_calls=True), pieces)
+        assert sum(not isinstance(one, str) for one in found) == expected
+    assert CallReader(["f"]).end() == ""
+
+
+def test_references_inside_data_are_not_references() -> None:
+    """`$ref` in const, enum or default is data; an anchor is not a path."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"const": {"$ref": "#/x"}},
+            "b": {"$ref": "#/$defs/b"},
+            "c": {"$ref": "#anchor"},
+        },
+        "$defs": {"b": {"type": "string"}, "c": {"$anchor": "anchor", "type": "string"}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    request = ChatRequest(model="m", messages=USER, tools=[tool], tool_choice="required")
+    rule = find_tools(request, writes_calls=True).rule
+    assert rule is not None
+    moved = json.loads(rule.source)["$defs"]["tool0"]["properties"]
+    assert moved["a"] == {"const": {"$ref": "#/x"}}
+    assert moved["b"] == {"$ref": "#/$defs/tool0/$defs/b"}
+    assert moved["c"] == {"$ref": "#anchor"}
+
+
+def test_prompts_are_refused_by_size_before_they_are_tokenized(
+    start: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert longest_token_bytes(engine.tokenizer) == len("<|im_start|>")
+    with start() as server:
+
+        def fail(text: str) -> list[int]:
+            raise AssertionError("tokenized")
+
+        monkeypatch.setattr(engine.tokenizer, "encode", fail)
+        text = "a" * 100_000
+        for path, fields in (
+            ("completions", {"prompt": text}),
+            ("chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("embeddings", {"input": [text]}),
+        ):
+            body = {"model": server.serving.name, **fields}
+            found = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+            assert found.json()["error"]["code"] == "context_length_exceeded", found.text
+
+
+def test_many_texts_to_embed(start: Any) -> None:
+    with start() as server:
+        body = {"model": server.serving.name, "input": ["a"] * 100}
+        for _ in range(2):
+            found = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=120)
+            assert len(found.json()["data"]) == 100
+
+
+def test_content_that_is_no_text_is_named(start: Any) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with start() as server:
+        found = ask(server, messages=[*USER, {"role": "user", "content": [image]}])
+        error = found.json()["error"]
+        assert error["param"] == "messages.1.content"
+        assert "text only" in error["message"]
+
+
+def test_contradicting_lengths_are_refused_and_closed(start: Any) -> None:
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    )
+    with start() as server, socket.create_connection(("127.0.0.1", server.port), 20) as client:
+        client.sendall(head)
+        answer = b""
+        while piece := client.recv(9999):  # ends when the server closes the connection
+            answer += piece
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"contradict" in answer
+
+
+def test_head_of_health(start: Any) -> None:
+    with start() as server:
+        for path in ("health", "ready"):
+            assert httpx.head(f"{server.url}/{path}").status_code == 200
+
+
+def test_tokens_of_abandoned_answers_are_counted(start: Any) -> None:
+    with start() as server:
+        body = {
+            **{"model": server.serving.name, "prompt": "abc", "max_tokens": 900, "stream": True},
+            **{"temperature": 0, "logit_bias": {"2": -100, "4": -100}},
+        }
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            for number, _ in enumerate(answer.iter_lines()):
+                if number == 40:
+                    break
+        for _ in range(100):
+            text = httpx.get(f"{server.url}/metrics").text
+            lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+            if float(lines.get('bmforge_answers_total{reason="left"}', 0)):
+                break
+        assert float(lines['bmforge_tokens_total{kind="new"}']) >= 19
+        assert float(lines['bmforge_tokens_total{kind="prompt"}']) >= 3
+
+
+def test_keys_files_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbf# mine\n  # another comment\nkey-0123456789abcdef\n")
+    path.chmod(0o600)
+    assert len(load_keys(ServeConfig(keys_file=path), {})) == 1
