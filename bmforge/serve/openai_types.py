@@ -222,13 +222,13 @@ class Writing(Strict):
         Raises:
             RequestError: both are given.
         """
-        guided = {
+        rules: dict[str, Any] = {
             "json": self.guided_json,
             "regex": self.guided_regex,
             "choice": self.guided_choice,
             "grammar": self.guided_grammar,
         }
-        guided = {name: rule for name, rule in guided.items() if rule is not None}
+        guided = {name: rule for name, rule in rules.items() if rule is not None}
         if guided and self.structured_outputs is not None:
             name = f"guided_{next(iter(guided))}"
             raise RequestError(f"{name} and structured_outputs contradict each other", name)

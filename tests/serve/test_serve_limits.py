@@ -64,6 +64,8 @@ def test_an_embedding_that_takes_too_long(start: Any, engine: Engine) -> None:
         goes_on, thread = held(engine)
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, server, "embeddings", input=["a"] * 3)
+            while not len(server.serving.live):
+                pass
             threading.Event().wait(0.3)  # the deadline is a time
             goes_on.set()
             found = asked.result(60)
@@ -126,7 +128,7 @@ def test_documents_keep_to_the_limits(start: Any, bee: Engine) -> None:
 
 
 def test_without_keys_each_address_is_a_client(start: Any, engine: Engine) -> None:
-    with start(max_requests_per_key=2) as server:
+    with start(max_requests_per_key=2, max_prompts=1) as server:
         goes_on, thread = held(engine)
         with ThreadPoolExecutor() as pool:
             first = pool.submit(ask, server, "embeddings", input=["a", "b"])
