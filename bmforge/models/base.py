@@ -22,6 +22,7 @@ from bmforge.models.changes import Change, apply_change_, changed_modules
 from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import FileReads
+from bmforge.models.hooks import ModelHooks
 from bmforge.models.init import NoDrawing, init_weights_, materialize_
 from bmforge.models.load import load_weights_
 from bmforge.models.match import settle_tie
@@ -43,7 +44,7 @@ from bmforge.surgery import persistent_tensors
 __all__ = ["Model"]
 
 
-class Model(nn.Module):
+class Model(ModelHooks, nn.Module):
     """Base class of the families.
 
     A family sets `config_class`, `weight_rules` (the map of weight names) and, if its checkpoints
@@ -52,7 +53,6 @@ class Model(nn.Module):
     Attributes:
         family_traits: properties of the family; `traits` adds those of the config.
         hf_prefix: prefix of the body's published names.
-        hf_unused: globs of published weights that no head uses (such as next-sentence heads).
         hf_old_names: pairs (ending of a published name, its ending in older checkpoints).
         tied_head: parameter that `tie_word_embeddings` ties to the embedding, and the embedding.
         shifts_labels: the language-model head predicts the label after each position.
@@ -64,7 +64,6 @@ class Model(nn.Module):
     config_class: ClassVar[type[ModelConfig]]
     family_traits: ClassVar[Traits]
     hf_prefix: ClassVar[str] = ""
-    hf_unused: ClassVar[tuple[str, ...]] = ()
     hf_old_names: ClassVar[tuple[tuple[str, str], ...]] = ()
     tied_head: ClassVar[tuple[str, str]] = ("lm_head.weight", "embed.weight")
     shifts_labels: ClassVar[bool] = True
@@ -107,11 +106,10 @@ class Model(nn.Module):
             raise ConfigError(
                 f"{cls.__name__} needs a {cls.config_class.__name__}, not {type(config).__name__}."
             )
+        model = cls.describe(config, dtype)
         with torch.device("meta"), NoDrawing():
-            model = cls(config)
             for change in config.changes:
                 apply_change_(model, change)
-        model.to(dtype)
         if torch.device(device).type != "meta":
             materialize_(model, device)
             init_weights_(model, seed)

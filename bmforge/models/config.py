@@ -32,7 +32,7 @@ from bmforge.models.heads import Head, check_head
 from bmforge.models.sizes import LayerSizes, Sizes
 from bmforge.surgery import match_glob
 
-__all__ = ["ModelConfig", "read_config_file"]
+__all__ = ["ModelConfig", "read_config_file", "without_changes"]
 
 # Fields of config.json that do not affect a forward pass.
 _IGNORED_FIELDS = """
@@ -176,7 +176,7 @@ class ModelConfig:
             ConfigError: unknown fields, or values that this family does not support; all are
                 listed.
         """
-        values, rest = cls._take_special(_without_changes(raw))
+        values, rest = cls._take_special(without_changes(raw))
         if CHANGES_KEY in raw:
             values["changes"] = changes_from_json(raw[CHANGES_KEY], cls.__name__)
         values = {**cls._take_head(raw), **values}
@@ -241,7 +241,7 @@ class ModelConfig:
         """Return the config with transformers' names; other fields that were read are kept."""
         named = {published: getattr(self, own) for own, published in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
-        raw = _without_changes(self.raw)
+        raw = without_changes(self.raw)
         out = {**raw, **fixed, **self._give_head(), **named, **self._give_special()}
         if self.changes:
             out[CHANGES_KEY] = changes_to_json(self.changes)
@@ -356,7 +356,7 @@ class ModelConfig:
         )
 
 
-def _without_changes(raw: dict[str, Any]) -> dict[str, Any]:
+def without_changes(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of a config.json without the entries that record changes."""
     quantization = raw.get(QUANTIZATION_KEY)
     is_own = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD

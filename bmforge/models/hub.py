@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
@@ -12,8 +12,20 @@ from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.families import FAMILIES
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.resolve import resolve_model
+from bmforge.models.transformers import TransformersModel
+from bmforge.models.transformers.library import load_library, supports
 
-__all__ = ["FAMILIES", "AutoModel", "find_config", "find_model", "find_preset"]
+__all__ = [
+    "FAMILIES",
+    "AutoModel",
+    "Backend",
+    "family_of_config",
+    "find_config",
+    "find_model",
+    "find_preset",
+]
+
+Backend = Literal["auto", "native", "transformers"]
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
@@ -47,6 +59,12 @@ def find_config(name: str) -> tuple[type[Model], ModelConfig]:
     return family, family.config_class.from_hf(raw)
 
 
+def family_of_config(config: ModelConfig) -> type[Model]:
+    """Return the class that builds a model of a config."""
+    native = (f for f in FAMILIES.values() if f.config_class is type(config))
+    return next(native, TransformersModel)
+
+
 def find_model(name: str | Path) -> Path:
     """Return the directory of a model given as a directory, hub id or short name.
 
@@ -61,37 +79,58 @@ class AutoModel:
     """Loads a checkpoint of any family by the `model_type` in its config.json."""
 
     @staticmethod
-    def family_of(raw: dict[str, Any]) -> type[Model]:
-        """Return the class for the contents of a config.json.
+    def family_of(raw: dict[str, Any], backend: Backend = "auto") -> type[Model]:
+        """Return the class for a config.json's contents.
+
+        Args:
+            raw: contents of config.json.
+            backend: "native" for the families of bmforge, "transformers" for the transformers
+                library, "auto" for a native family where there is one.
 
         Raises:
-            ConfigError: no family supports the model_type.
+            ConfigError: a model_type that neither has.
+            MissingDependencyError: transformers has it and is not installed.
         """
-        for family in FAMILIES.values():
-            if family.config_class.opens(raw):
-                return family
-        kind = raw.get("model_type")
-        configs = [family.config_class for family in FAMILIES.values()]
-        supported = sorted({t for c in configs for t in c.model_types or (c.family,)})
-        raise ConfigError(
-            f"unsupported model_type={kind!r} (supported: {', '.join(supported)})."
-            f"{suggest(str(kind), supported)}"
-        )
+        check_backend(backend)
+        if backend != "transformers":
+            for family in FAMILIES.values():
+                if family.config_class.opens(raw):
+                    return family
+        kind = str(raw.get("model_type"))
+        if backend != "native" and supports(kind):
+            return TransformersModel
+        raise ConfigError(_describe_unknown(kind, raw, backend))
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, **options: Any) -> Model:
-        """Load a checkpoint; the options are those of `Model.from_pretrained`."""
-        family, directory = cls._find(name)
+    def from_pretrained(
+        cls, name: str | Path, *, backend: Backend = "auto", **options: Any
+    ) -> Model:
+        """Open a checkpoint.
+
+        Args:
+            name: directory, hub id or short name.
+            backend: see `family_of`.
+            options: those of `Model.from_pretrained`.
+        """
+        family, directory = cls._find(name, backend)
         return family.from_pretrained(directory, **options)
 
     @classmethod
-    def describe_pretrained(cls, name: str | Path, **options: Any) -> tuple[Model, WeightFiles]:
-        """Describe a checkpoint; the options are those of `Model.describe_pretrained`."""
-        family, directory = cls._find(name)
+    def describe_pretrained(
+        cls, name: str | Path, *, backend: Backend = "auto", **options: Any
+    ) -> tuple[Model, WeightFiles]:
+        """Describe a checkpoint.
+
+        Args:
+            name: directory, hub id or short name.
+            backend: see `family_of`.
+            options: those of `Model.describe_pretrained`.
+        """
+        family, directory = cls._find(name, backend)
         return family.describe_pretrained(directory, **options)
 
     @classmethod
-    def _find(cls, name: str | Path) -> tuple[type[Model], Path]:
+    def _find(cls, name: str | Path, backend: Backend) -> tuple[type[Model], Path]:
         directory = find_model(name)
         raw = read_config_file(directory)
         if "model_type" not in raw and (directory / "pytorch_model.pt").is_file():
@@ -99,4 +138,40 @@ class AutoModel:
                 f"{str(name)!r} is in ModelCenter's format. Convert it: bmforge convert {name} "
                 "DIRECTORY."
             )
-        return cls.family_of(raw), directory
+        return cls.family_of(raw, backend), directory
+
+
+def check_backend(backend: str) -> None:
+    """Raise `ConfigError` for a backend that does not exist."""
+    if backend not in get_args(Backend):
+        raise ConfigError(
+            f"backend={backend!r} is unknown (allowed: {', '.join(get_args(Backend))})."
+        )
+
+
+def _describe_unknown(kind: str, raw: dict[str, Any], backend: str) -> str:
+    """Return the message about a model_type that nothing opens, and what would open it."""
+    configs = [family.config_class for family in FAMILIES.values()]
+    native = sorted({t for c in configs for t in c.model_types or (c.family,)})
+    if kind in native:
+        return (
+            f"model_type={kind!r} names a native family, but the other fields of this config.json "
+            "are of another architecture. Open it with backend='transformers'."
+        )
+    if backend == "native":
+        hint = suggest(kind, native)
+        return (
+            f"model_type={kind!r} has no native family (allowed: {', '.join(native)}).{hint} "
+            "Leave backend out to open it with transformers."
+        )
+    if "auto_map" in raw:
+        return (
+            f"model_type={kind!r} is Python code in the model's directory, which bmforge does not "
+            "run. Use a model whose architecture is part of transformers."
+        )
+    version = load_library().__version__
+    return (
+        f"model_type={kind!r} is neither a native family nor an architecture of transformers "
+        f"{version}.{suggest(kind, native)} Install a newer transformers, or see "
+        "docs/own_models.md for a model of your own."
+    )

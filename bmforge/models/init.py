@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from bmforge.nn.draw import draw_normal_, draw_tensor_, fill_
+from bmforge.nn.draw import copy_part_, draw_normal_, draw_tensor_, fill_
 from bmforge.nn.part import Derived, tensor_notes
 from bmforge.shards import is_streamed
 from bmforge.surgery import persistent_tensors
@@ -112,6 +112,9 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
     Raises:
         TypeError: a buffer without a description.
     """
+    if (value := model.initial_value(name)) is not None:
+        copy_part_(tensor, value)
+        return
     owner, _, key = name.rpartition(".")
     note = tensor_notes(model.get_submodule(owner)).get(key)
     if note is not None:

@@ -11,7 +11,6 @@ from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
 from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
-from bmforge.models.heads import Head
 from bmforge.models.weights import OWN_PREFIX, WeightRule
 from bmforge.surgery import match_glob, persistent_tensors
 
@@ -52,13 +51,13 @@ def match_sources(
         if source is None:
             if _is_of_delta(model, rule.ours):
                 adapter_names.append(rule.ours)
-            elif rule.ours in head.optional or (new_head and _is_in(rule.ours, head)):
+            elif rule.ours in head.optional or (new_head and model.is_of_head(rule.ours)):
                 new_names.append(rule.ours)
             else:
                 missing.append(rule.theirs)
             continue
         need = rule.source_shape(tuple(tensors[rule.ours].shape))
-        if shapes[source] != need and new_head and _is_in(rule.ours, head):
+        if shapes[source] != need and new_head and model.is_of_head(rule.ours):
             new_names.append(rule.ours)  # the stored head has another number of classes
             replaced.add(source)
             continue
@@ -85,7 +84,7 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
     head = model.config.heads[model.config.head]
     tensors, names_missing = persistent_tensors(model), []
     for rule in files.rules_for(model, files.shapes):
-        if not _is_in(rule.ours, head) or rule.ours in head.optional:
+        if not model.is_of_head(rule.ours) or rule.ours in head.optional:
             continue
         name = _find_name(model, rule, files.shapes)
         need = rule.source_shape(tuple(tensors[rule.ours].shape))
@@ -126,12 +125,6 @@ def _is_of_delta(model: Any, name: str) -> bool:
     return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_delta", False))
 
 
-def _is_in(name: str, head: Head) -> bool:
-    """Return True if a tensor belongs to the head, or to adapters or quantized forms of it."""
-    own = {ours.rpartition(".")[0] for ours in head.names}
-    return name in head.names or any(name.startswith(f"{module}.") for module in own if module)
-
-
 def _is_dead(name: str) -> bool:
     return not name.startswith(OWN_PREFIX) and any(match_glob(name, glob) for glob in _DEAD)
 
@@ -170,7 +163,7 @@ def _find_extra(
         if name in used or _is_copy(model, files, name):
             continue
         is_other = name in others or _as_new_name(model, name) in others
-        is_head = is_other or any(match_glob(name, glob) for glob in model.hf_unused)
+        is_head = is_other or model.is_unused(name)
         (unused if is_head else extra).append(name)
     if unused and not extra:
         get_logger().info(

@@ -103,8 +103,7 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 def _source_bytes(rule: WeightRule, parameter: Tensor) -> int:
-    count = parameter.numel() // (1 if rule.index is None else parameter.shape[0])
-    return count * parameter.element_size()
+    return rule.stored_numel(tuple(parameter.shape)) * parameter.element_size()
 
 
 class _Whole:

@@ -7,6 +7,7 @@ and saves it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -78,6 +79,10 @@ class WeightRule:
     def source_view(self, target: Tensor) -> Tensor:
         """Return a view of a part of our tensor in the published order of dims."""
         return target.t() if self.transpose else target
+
+    def stored_numel(self, shape: tuple[int, ...]) -> int:
+        """Return how many elements of theirs come from our whole tensor of `shape`."""
+        return math.prod(shape if self.index is None else shape[1:])
 
     @property
     def is_renaming(self) -> bool:

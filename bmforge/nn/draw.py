@@ -15,7 +15,7 @@ from torch import Tensor
 from bmforge.nn.part import Derived, TensorNote
 from bmforge.shards import local_box, local_tensor
 
-__all__ = ["draw_normal_", "draw_tensor_", "fill_"]
+__all__ = ["copy_part_", "draw_normal_", "draw_tensor_", "fill_"]
 
 # Part of the format: another block size gives other weights.
 _BLOCK_ELEMENTS = 1 << 16
@@ -49,6 +49,14 @@ def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: 
 def fill_(tensor: Tensor, value: float) -> None:
     """Fill this rank's shard of a tensor with one number."""
     local_tensor(tensor).fill_(value)
+
+
+@torch.no_grad()
+def copy_part_(tensor: Tensor, whole: Tensor) -> None:
+    """Copy this process's part of a whole tensor."""
+    box = local_box(tensor)
+    if box.numel:
+        local_tensor(tensor).copy_(whole[box.slices] if whole.dim() else whole)
 
 
 @torch.no_grad()

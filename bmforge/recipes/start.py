@@ -17,7 +17,13 @@ from bmforge.models import Model
 from bmforge.models.changes import Change
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.formats.hf_format import WeightFiles
-from bmforge.models.hub import FAMILIES, AutoModel, find_model, find_preset
+from bmforge.models.hub import (
+    FAMILIES,
+    AutoModel,
+    family_of_config,
+    find_model,
+    find_preset,
+)
 from bmforge.models.match import find_missing_head, settle_tie
 from bmforge.models.traits import Traits
 
@@ -109,7 +115,7 @@ def check_length(config: Any) -> None:
 
 def family_of(config: ModelConfig) -> type[Model]:
     """Return the family of a model config."""
-    return next(f for f in FAMILIES.values() if f.config_class is type(config))
+    return family_of_config(config)
 
 
 def with_changes(config: Any) -> Any:

@@ -53,7 +53,7 @@ def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
         tokens: of the longest row, new ones included.
     """
     described = copy_to_meta(model)
-    if not isinstance(described, Model):
+    if not isinstance(described, Model) or not described.traces_memory:
         return _guess(described, rows, tokens)
     with evaluating(described), torch.no_grad():
         found = [_follow(described, run, rows, tokens) for run in largest_runs(described)]

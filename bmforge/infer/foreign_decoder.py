@@ -1,0 +1,76 @@
+"""Decoding with a model of transformers: its own cache, or the whole row again at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bmforge.infer.decoder import Decoder
+from bmforge.models.transformers.model import ForeignCache, TransformersModel
+
+__all__ = ["ForeignDecoder"]
+
+
+class ForeignDecoder(Decoder):
+    """A batch of rows that a transformers model continues.
+
+    Args:
+        model: the model.
+        mask: 1 for tokens, 0 for padding on the left; None without padding.
+        max_length: tokens in the longest row at the end.
+        delta_rows: adapter of every row, by name; see `Decoder`.
+
+    Shape:
+        mask: (B, prompt length)
+    """
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        mask: Tensor | None,
+        max_length: int,
+        delta_rows: Sequence[str | None] | None = None,
+    ) -> None:
+        self.model, self.delta_rows = model, delta_rows  # type: ignore[assignment]
+        self.cache = ForeignCache()  # type: ignore[assignment]
+        self._caches = model.behavior.caches
+        self._mask: Tensor | None = None
+        if mask is not None:
+            self._mask = mask.new_ones(mask.shape[0], max_length)
+            self._mask[:, : mask.shape[1]] = mask
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Feed the prompt, or the tokens chosen last, and return the scores of the next token.
+
+        Shape:
+            tokens: (B, T) -> (B, V) in fp32
+        """
+        if not self._caches:
+            tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
+            self._tokens = tokens
+        start = self.cache.length if self._caches else 0
+        end, mask, positions = start + tokens.shape[1], None, None
+        if self._mask is not None:
+            mask = self._mask[:, :end]
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]
+        out = self.model(
+            tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            cache=self.cache if self._caches else None,
+            logits_to_keep=1,
+            **self._chosen(),
+        )
+        return out.logits[:, -1].float()
+
+    def reorder(self, rows: Tensor) -> None:
+        """Continue the old rows `rows` as the new rows."""
+        if self._caches:
+            self.cache.reorder(rows)
+        self._reorder_choice(rows)
+        if self._tokens is not None:
+            self._tokens = self._tokens.index_select(0, rows)
+        if self._mask is not None:
+            self._mask = self._mask.index_select(0, rows)

@@ -1,0 +1,47 @@
+"""What drawing, loading and plans ask of a model, with the answers of the native families."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from bmforge.models.init import NoDrawing
+from bmforge.surgery import match_glob
+
+__all__ = ["ModelHooks"]
+
+
+class ModelHooks:
+    """Defaults that a model of another library overrides.
+
+    Attributes:
+        hf_unused: globs of published weights that none of our heads uses (a next-sentence head).
+        traces_memory: the model runs on the meta device, where its memory is measured.
+    """
+
+    config: Any
+    hf_unused: ClassVar[tuple[str, ...]] = ()
+    traces_memory: ClassVar[bool] = True
+
+    @classmethod
+    def describe(cls, config: Any, dtype: torch.dtype) -> Self:
+        """Build the unchanged model of a config on the meta device."""
+        with torch.device("meta"), NoDrawing():
+            model: Any = cls(config)  # type: ignore[call-arg]
+        return model.to(dtype)
+
+    def initial_value(self, name: str) -> Tensor | None:
+        """Return a tensor's value before training where it is fixed; None where it is drawn."""
+        return None
+
+    def is_of_head(self, name: str) -> bool:
+        """Return True for a tensor of the head, or of what changes attached to or replaced in it."""
+        names = self.config.heads[self.config.head].names
+        owners = {ours.rpartition(".")[0] for ours in names}
+        return name in names or any(name.startswith(f"{owner}.") for owner in owners if owner)
+
+    def is_unused(self, name: str) -> bool:
+        """Return True for a published tensor that none of the heads uses."""
+        return any(match_glob(name, glob) for glob in self.hf_unused)

@@ -1,0 +1,138 @@
+"""Building a transformers model without memory for its weights.
+
+Matrices live on the meta device. Small tensors and every buffer that a constructor computes (rotary
+tables, embedding scales, decay rates) are real: with all of a model on meta they would be garbage,
+and no file has them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from bmforge.errors import ConfigError
+from bmforge.models.transformers.library import AUTO_CLASSES, load_library
+
+__all__ = ["Built", "build_module", "find_class", "fit_config"]
+
+# Tensors of more elements are not computed when a model is built: 1 Mi of fp32 are 4 MiB. The
+# largest useful buffer, a causal mask of 1,024 positions (GPT-2), has as many.
+_MOST_ELEMENTS = 1 << 20
+_ALLOCATE = {torch.empty, torch.rand, torch.randn, torch.Tensor}
+_FILL = {torch.zeros, torch.ones, torch.full}
+
+
+class _Sparing(TorchFunctionMode):
+    """Allocates matrices on the meta device and everything else for real."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Choose the device of a new tensor; skip initializers of tensors without memory."""
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            target = args[0] if args else kwargs["tensor"]
+            return target if target.is_meta else func(*args, **kwargs)
+        if func in _ALLOCATE or func in _FILL:
+            shape = _shape_of(args, kwargs)
+            is_matrix = len(shape) > 1 and func in _ALLOCATE
+            if is_matrix or math.prod(shape) > _MOST_ELEMENTS:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    first = args[0] if args else kwargs.get("size", ())
+    if isinstance(first, int):
+        return tuple(a for a in args if isinstance(a, int))
+    return tuple(first) if isinstance(first, (tuple, list)) else ()
+
+
+class Built:
+    """A transformers model on the meta device, and the values its constructor gave.
+
+    Args:
+        module: the model; its parameters and persistent buffers are on meta.
+        values: name of a parameter or persistent buffer -> its initial value, of those that the
+            constructor computes; files or `init_weights_` replace it.
+    """
+
+    def __init__(self, module: Any, values: dict[str, Tensor]) -> None:
+        self.module, self.values = module, values
+
+
+def find_class(hf_config: Any, head: str) -> Any:
+    """Return the transformers class of a config and a head.
+
+    Raises:
+        ConfigError: the architecture has no such head.
+    """
+    library = load_library()
+    auto = getattr(library, AUTO_CLASSES[head][0])
+    try:
+        found = auto._model_mapping[type(hf_config)]
+    except KeyError:
+        raise ConfigError(
+            f"model_type={hf_config.model_type!r} has no head {head!r} in transformers."
+        ) from None
+    if isinstance(found, (tuple, list)):
+        wanted = getattr(hf_config, "architectures", None) or ()
+        return next((c for c in found if c.__name__ in wanted), found[0])
+    return found
+
+
+def fit_config(hf_config: Any, chosen: Any) -> Any:
+    """Return the config that a class takes: the text part where the class has only that."""
+    own = hf_config.sub_configs.get("text_config")
+    return hf_config.get_text_config() if own and chosen.config_class is own else hf_config
+
+
+def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
+    """Build the model of a config on the meta device.
+
+    Raises:
+        ConfigError: transformers cannot build it, for example because it needs another library.
+    """
+    chosen = find_class(hf_config, head)
+    initialization = importlib.import_module("transformers.initialization")
+    try:
+        with torch.random.fork_rng(devices=[]), _Sparing(), initialization.no_init_weights():
+            module = chosen._from_config(fit_config(hf_config, chosen), dtype=dtype)
+    except (ImportError, ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"transformers cannot build a {chosen.__name__} from this config: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}."
+        ) from error
+    module.tie_weights()
+    return Built(module, _move_to_meta_(module))
+
+
+def _move_to_meta_(module: nn.Module) -> dict[str, Tensor]:
+    """Move parameters and persistent buffers to meta, ties kept; return the real values."""
+    values: dict[str, Tensor] = {}
+    moved: dict[int, Any] = {}
+    for prefix, owner in module.named_modules():
+        before = f"{prefix}." if prefix else ""
+        for key, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if not parameter.is_meta and before + key not in values and id(parameter) not in moved:
+                values[before + key] = parameter.detach().clone()
+            if not parameter.is_meta:
+                new = moved.setdefault(
+                    id(parameter),
+                    nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad),
+                )
+                owner._parameters[key] = new
+                moved[id(new)] = new
+        for key, buffer in owner._buffers.items():
+            if buffer is None or key in owner._non_persistent_buffers_set or buffer.is_meta:
+                continue
+            values[before + key] = buffer.detach().clone()
+            owner._buffers[key] = buffer.to("meta")
+    return values

@@ -1,0 +1,120 @@
+"""Calling a transformers model: arguments that it takes, and outputs of every form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.models.transformers.structure import accepted_arguments
+
+__all__ = [
+    "cache_argument",
+    "call_arguments",
+    "count_positions",
+    "document_mask",
+    "hidden_of",
+    "replaced_child",
+    "with_hidden",
+]
+
+_CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Return under which name a forward takes and returns its cache; "" for none."""
+    names, _ = accepted_arguments(module)
+    return next((name for name in _CACHES if name in names), "")
+
+
+def call_arguments(module: nn.Module, given: dict[str, Any], *, cached: bool) -> dict[str, Any]:
+    """Return the arguments of a call: those that are set and that the forward takes.
+
+    Args:
+        module: a transformers model or its body.
+        given: argument -> value; None is left out.
+        cached: the call keeps keys and values for the next one.
+
+    Raises:
+        ConfigError: an argument that the model does not have.
+    """
+    names, passes_on = accepted_arguments(module)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "position_ids" in chosen and not passes_on and "position_ids" not in names:
+        chosen.pop("position_ids")  # recurrent models and learned tables count by themselves
+    unknown = [name for name in chosen if name not in names and not passes_on]
+    if unknown:
+        raise ConfigError(
+            f"a {type(module).__name__} does not take {', '.join(unknown)} "
+            f"(allowed: {', '.join(sorted(names - {'self'}))}). Leave them out."
+        )
+    if "use_cache" in names:
+        chosen["use_cache"] = cached
+    return chosen
+
+
+def hidden_of(out: Any) -> Tensor:
+    """Return the last hidden states of a body's output."""
+    hidden = getattr(out, "last_hidden_state", None)
+    return out[0] if hidden is None else hidden
+
+
+def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask of packed rows: a token sees its own document up to itself.
+
+    Shape:
+        document_ids: (B, T) -> (B, 1, T, T)
+    """
+    count = document_ids.shape[1]
+    sees = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    sees = sees & torch.ones(count, count, dtype=torch.bool, device=sees.device).tril()
+    mask = torch.zeros(sees.shape, dtype=dtype, device=sees.device)
+    return mask.masked_fill(~sees, torch.finfo(dtype).min)
+
+
+def count_positions(document_ids: Tensor) -> Tensor:
+    """Return positions that restart at every document.
+
+    Shape:
+        document_ids: (B, T) -> (B, T)
+    """
+    places = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return places - (places * starts).cummax(1).values
+
+
+class _Replay(nn.Module):
+    """Answers a call of the body with an output that was computed before."""
+
+    def __init__(self, out: Any) -> None:
+        super().__init__()
+        self.out = out
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output."""
+        return self.out
+
+
+class replaced_child:
+    """Context in which a child of a model is replaced by one that returns a given output."""
+
+    def __init__(self, module: nn.Module, name: str, out: Any) -> None:
+        owner, _, self.key = name.rpartition(".")
+        self.owner, self.out = module.get_submodule(owner), out
+
+    def __enter__(self) -> None:
+        self.old = self.owner._modules[self.key]
+        self.owner._modules[self.key] = _Replay(self.out)
+
+    def __exit__(self, *error: Any) -> None:
+        self.owner._modules[self.key] = self.old
+
+
+def with_hidden(out: Any, hidden: Tensor) -> Any:
+    """Return a body's output with other last hidden states."""
+    if hasattr(out, "items"):
+        return type(out)(**{**out, "last_hidden_state": hidden})
+    return (hidden, *out[1:])

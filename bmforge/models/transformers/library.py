@@ -1,0 +1,115 @@
+"""The transformers library: imported on first use, and its tables of architectures."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from bmforge.errors import ConfigError, MissingDependencyError
+
+__all__ = ["AUTO_CLASSES", "config_from_json", "find_auto_class", "load_library", "supports"]
+
+# Head of bmforge -> auto class of transformers and its table of class names. A directory that names
+# no class in `architectures` opens with the first head whose table has its model_type.
+AUTO_CLASSES: dict[str, tuple[str, str]] = {
+    "language_model": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "sequence_to_sequence": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    "image_text_to_text": (
+        "AutoModelForImageTextToText",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    ),
+    "speech_to_text": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
+    "ctc": ("AutoModelForCTC", "MODEL_FOR_CTC_MAPPING_NAMES"),
+    "masked_lm": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    "sequence_classification": (
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    ),
+    "token_classification": (
+        "AutoModelForTokenClassification",
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    ),
+    "question_answering": (
+        "AutoModelForQuestionAnswering",
+        "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    ),
+    "image_classification": (
+        "AutoModelForImageClassification",
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    ),
+    "none": ("AutoModel", "MODEL_MAPPING_NAMES"),
+}
+
+
+def load_library(purpose: str = "A model without a native family") -> ModuleType:
+    """Import transformers.
+
+    Args:
+        purpose: subject of the error message.
+
+    Raises:
+        MissingDependencyError: transformers is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingDependencyError("transformers", "transformers", purpose) from error
+
+
+def _table(name: str) -> dict[str, Any]:
+    load_library()
+    module = importlib.import_module("transformers.models.auto.modeling_auto")
+    return getattr(module, name)
+
+
+def supports(model_type: str) -> bool:
+    """Return True if the installed transformers has a config class for this model_type."""
+    load_library(f"model_type={model_type!r}")
+    module = importlib.import_module("transformers.models.auto.configuration_auto")
+    return model_type in module.CONFIG_MAPPING
+
+
+def config_from_json(raw: dict[str, Any]) -> Any:
+    """Build the transformers config of a config.json.
+
+    Args:
+        raw: contents of config.json.
+
+    Raises:
+        ConfigError: transformers has no such model_type, or rejects a field.
+    """
+    kind = str(raw.get("model_type"))
+    if not supports(kind):
+        raise ConfigError(f"model_type={kind!r} is not known to the installed transformers.")
+    module = importlib.import_module("transformers.models.auto.configuration_auto")
+    try:
+        return module.CONFIG_MAPPING[kind].from_dict(dict(raw))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"transformers rejects this config of a {kind!r}: {error}.") from error
+
+
+def find_auto_class(raw: dict[str, Any]) -> str:
+    """Return the head, a key of `AUTO_CLASSES`, with which a config.json opens.
+
+    Args:
+        raw: contents of config.json; `architectures` decides, then `model_type`.
+
+    Raises:
+        ConfigError: no auto class of transformers has the architecture.
+    """
+    kind, classes = raw.get("model_type"), raw.get("architectures") or ()
+    tables = {head: _table(names) for head, (_, names) in AUTO_CLASSES.items()}
+    for name in classes:
+        for head, table in tables.items():
+            own = table.get(kind)
+            if name in (own if isinstance(own, (tuple, list)) else (own,)):
+                return head
+    for head, table in tables.items():
+        if kind in table:
+            return head
+    raise ConfigError(
+        f"model_type={kind!r} has no language model, encoder or classifier in transformers, only "
+        f"{', '.join(classes) or 'a config'}. Supported auto classes: "
+        f"{', '.join(auto for auto, _ in AUTO_CLASSES.values())}."
+    )

@@ -1,0 +1,169 @@
+"""Losses of transformers models, computed here so that all of them follow one convention.
+
+transformers' own losses differ: some old decoders do not shift labels, fifteen types ignore
+`num_items_in_batch`, and most build all logits in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.device import wide_dtype
+from bmforge.errors import ConfigError
+from bmforge.models.heads import classification_loss, span_loss
+from bmforge.models.transformers.calls import (
+    call_arguments,
+    hidden_of,
+    replaced_child,
+    with_hidden,
+)
+from bmforge.models.transformers.probe import Behavior
+from bmforge.models.transformers.structure import Structure
+from bmforge.nn.losses import linear_cross_entropy
+from bmforge.nn.part import beside_parts
+
+__all__ = ["LanguageLoss", "head_loss"]
+
+# Logits that exist at once where the model computes them itself: 32 Mi fp32 numbers are 128 MiB.
+_LOGITS_AT_ONCE = 1 << 25
+
+
+@dataclass(frozen=True)
+class LanguageLoss:
+    """Next-token loss of a causal language model.
+
+    Args:
+        foreign: the transformers model.
+        structure: names of its parts.
+        behavior: how its logits follow from its hidden states.
+    """
+
+    foreign: Any
+    structure: Structure
+    behavior: Behavior
+
+    def __call__(
+        self, given: dict[str, Any], labels: Tensor, num_items: float | Tensor | None
+    ) -> Tensor:
+        """Return the summed cross-entropy divided by `num_items`.
+
+        Shape:
+            labels: (B, T), not shifted
+        """
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        own_items = (targets != IGNORE_INDEX).sum()
+        num_items = own_items.clamp(min=1) if num_items is None else num_items
+        if self._balances() or self.behavior.head == "whole":
+            return self._whole(given, targets, num_items, own_items)
+        body = self.foreign.get_submodule(self.structure.body)
+        out = body(**call_arguments(body, given, cached=False))
+        if self.behavior.head == "linear" and self._is_plain_head():
+            return self._linear(hidden_of(out), targets, num_items)
+        return self._by_chunks(out, given, targets, num_items)
+
+    def _balances(self) -> bool:
+        """Whether the model adds a loss of its experts' balance."""
+        config = self.foreign.config.get_text_config(decoder=True)
+        return bool(getattr(config, "output_router_logits", False))
+
+    def _is_plain_head(self) -> bool:
+        head = self.foreign.get_submodule(self.structure.head)
+        return type(head) is nn.Linear and not list(beside_parts(head))
+
+    def _linear(self, hidden: Tensor, targets: Tensor, num_items: float | Tensor) -> Tensor:
+        head: Any = self.foreign.get_submodule(self.structure.head)
+        factor = self.behavior.factor
+        flat = hidden.flatten(0, 1)
+        bias = head.bias
+        if factor != 1.0:
+            flat, bias = flat * factor, None if bias is None else bias * factor
+        return linear_cross_entropy(flat, head.weight, targets.flatten(), bias, num_items)
+
+    def _by_chunks(
+        self, out: Any, given: dict[str, Any], targets: Tensor, num_items: float | Tensor
+    ) -> Tensor:
+        """Let the model make logits of some positions at a time, and again in backward."""
+        hidden = hidden_of(out)
+        size = max(1, _LOGITS_AT_ONCE // (hidden.shape[0] * self._vocabulary()))
+        total: Any = 0.0
+        for start in range(0, hidden.shape[1], size):
+            part = hidden[:, start : start + size]
+            goal = targets[:, start : start + size]
+            total = total + checkpoint(self._chunk, out, given, part, goal, use_reentrant=False)
+        return total / num_items
+
+    def _vocabulary(self) -> int:
+        return int(getattr(self.foreign.config.get_text_config(decoder=True), "vocab_size", 1 << 17))
+
+    def _chunk(self, out: Any, given: dict[str, Any], hidden: Tensor, goal: Tensor) -> Tensor:
+        ids = {"input_ids": goal.clamp(min=0)} if given.get("input_ids") is not None else {}
+        with replaced_child(self.foreign, self.structure.body, with_hidden(out, hidden)):
+            made = self.foreign(**call_arguments(self.foreign, ids, cached=False))
+        return sum_cross_entropy(made.logits, goal)
+
+    def _whole(
+        self, given: dict[str, Any], targets: Tensor, num_items: float | Tensor, own: Tensor
+    ) -> Tensor:
+        """Make all logits at once; add the balance of the experts as the model weighs it."""
+        out = self.foreign(**call_arguments(self.foreign, given, cached=False))
+        loss = sum_cross_entropy(out.logits, targets) / num_items
+        aux = getattr(out, "aux_loss", None)
+        if aux is None:
+            return loss
+        config = self.foreign.config.get_text_config(decoder=True)
+        weight = getattr(config, "router_aux_loss_coef", 0.0)
+        return loss + weight * aux * (own / num_items)
+
+
+def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross-entropy in fp32 or wider; targets of -100 count nothing."""
+    wide = logits.to(wide_dtype(logits.dtype)).flatten(0, -2)
+    return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def head_loss(
+    foreign: Any,
+    config: Any,
+    given: dict[str, Any],
+    labels: Tensor | None,
+    num_items: float | Tensor | None,
+) -> Tensor:
+    """Return the loss of a model that is no causal language model.
+
+    Args:
+        foreign: the transformers model.
+        config: its `TransformersConfig`.
+        given: arguments of the call, without labels.
+        labels: as transformers takes them; of images and text shifted here.
+        num_items: divisor of the summed loss; None gives the mean.
+
+    Raises:
+        ConfigError: a head for which there is no loss.
+    """
+    if config.head == "question_answering":
+        starts, ends = given.pop("start_positions"), given.pop("end_positions")
+        out = foreign(**call_arguments(foreign, given, cached=False))
+        return span_loss(torch.stack((out.start_logits, out.end_logits), -1), starts, ends, num_items)
+    if labels is None:
+        raise ConfigError(f"head={config.head!r} needs labels to compute a loss.")
+    if config.head == "ctc":
+        out = foreign(**call_arguments(foreign, {**given, "labels": labels}, cached=False))
+        return out.loss if num_items is None else out.loss * (labels.shape[0] / num_items)
+    if config.head in ("sequence_to_sequence", "speech_to_text"):
+        given = {**given, "labels": labels}
+    out = foreign(**call_arguments(foreign, given, cached=False))
+    if getattr(out, "logits", None) is None:
+        raise ConfigError(f"head={config.head!r} has no loss in the transformers backend.")
+    if config.head in ("sequence_classification", "token_classification", "image_classification"):
+        return classification_loss(out.logits, labels, config.problem_type, num_items)
+    if config.head == "image_text_to_text":
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    count = (labels != IGNORE_INDEX).sum().clamp(min=1) if num_items is None else num_items
+    return sum_cross_entropy(out.logits, labels) / count

@@ -1,0 +1,341 @@
+"""`TransformersModel`: any architecture of transformers as a `Model`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.batch import IGNORE_INDEX
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.models.base import Model
+from bmforge.models.changes import changed_modules
+from bmforge.models.output import ModelOutput
+from bmforge.models.rules import LayoutRules
+from bmforge.models.transformers.build import build_module
+from bmforge.models.transformers.calls import (
+    cache_argument,
+    call_arguments,
+    count_positions,
+    document_mask,
+)
+from bmforge.models.transformers.config import TransformersConfig, TransformersTraits
+from bmforge.models.transformers.loss import LanguageLoss, head_loss
+from bmforge.models.transformers.names import StoredNames, find_stored_names, matches_any, rename_stored
+from bmforge.models.transformers.probe import Behavior, general_name, probe_architecture
+from bmforge.models.transformers.structure import Structure, find_structure, linear_names
+from bmforge.models.weights import WeightRule
+from bmforge.surgery import persistent_tensors
+
+__all__ = ["ForeignCache", "TransformersModel"]
+
+_SHIFTED = ("language_model", "image_text_to_text")
+
+
+class ForeignCache:
+    """Cache of a row that transformers' own cache classes keep.
+
+    Attributes:
+        past: transformers' cache; None before the first call.
+        length: tokens in it.
+        step: always None; native decoding steps do not apply.
+    """
+
+    def __init__(self) -> None:
+        self.past: Any = None
+        self.length = 0
+        self.step: Any = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors in the cache."""
+        layers = getattr(self.past, "layers", ())
+        tensors = [t for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Continue the old rows `rows` as the new rows."""
+        self.past.reorder_cache(rows)
+
+
+class TransformersModel(Model):
+    """A model that transformers implements.
+
+    Module and parameter names are those of transformers: this module and the transformers model
+    share their dictionaries of children, parameters and buffers, so a layer that is replaced in one
+    is replaced in both.
+
+    Args:
+        config: a `TransformersConfig`, read from a directory.
+        dtype: of the parameters; tensors that transformers keeps in fp32 stay so.
+    """
+
+    config_class = TransformersConfig
+    family_traits = TransformersTraits("left", "next token", "rotary")
+    traces_memory = False
+
+    def __init__(self, config: TransformersConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(config)
+        built = build_module(config.build_config(), config.head, dtype)
+        self.__dict__["foreign"] = built.module
+        for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = built.module.__dict__[shared]
+        self._constructed = built.values
+        self.structure: Structure = find_structure(built.module)
+        self.stored_names: StoredNames = find_stored_names(built.module)
+        self._linear = linear_names(built.module, self.structure.stacks)
+        self._ties = dict(getattr(built.module, "all_tied_weights_keys", None) or {})
+
+    @cached_property
+    def behavior(self) -> Behavior:
+        """What the twin of this architecture did; see `probe.py`."""
+        return probe_architecture(self.config.build_config(), self.config.head)
+
+    @classmethod
+    def describe(cls, config: Any, dtype: torch.dtype) -> TransformersModel:
+        """Build the unchanged model of a config: matrices on meta, computed tensors real."""
+        return cls(config, dtype)
+
+    def train(self, mode: bool = True) -> TransformersModel:
+        """Set the mode of this module and of the transformers model."""
+        super().train(mode)
+        self.foreign.training = mode
+        return self
+
+    @property
+    def embed(self) -> Any:
+        """Token embedding; None for models that read no tokens."""
+        return self.get_submodule(self.structure.embed) if self.structure.embed else None
+
+    @property
+    def shifts_labels(self) -> bool:  # type: ignore[override]
+        """Whether a label is predicted one position earlier."""
+        return self.config.head in _SHIFTED
+
+    def count_items(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the number of predictions in a batch; see `Model.count_items`."""
+        labels = batch.get("labels")
+        if labels is not None and self.config.head in _SHIFTED:
+            return int((labels[:, 1:] != IGNORE_INDEX).sum())
+        return super().count_items(batch)
+
+    def row_positions(self, ids: Tensor, mask: Tensor | None) -> None:
+        """Return None: positions are counted from the mask."""
+        return
+
+    # --- names and values of the weights
+
+    @property
+    def tied_head(self) -> tuple[str, str]:  # type: ignore[override]
+        """Names of the output layer's and the embedding's weights."""
+        head, embed = self.structure.head, self.structure.embed
+        return f"{head or 'lm_head'}.weight", f"{embed or 'embed'}.weight"
+
+    def tied_copies(self) -> dict[str, str]:
+        """Return the stored names of tied weights: the copy -> the original."""
+        return dict(self._ties)
+
+    def all_rules(self) -> list[WeightRule]:
+        """Return the rules of the unchanged model, and those of tied copies."""
+        known = {rule.ours for rule in self.stored_names.rules}
+        ties = [WeightRule(copy, copy) for copy in self._ties if copy not in known]
+        return [*self.stored_names.rules, *ties]
+
+    def active_rules(self) -> list[WeightRule]:
+        """Return the rules of the tensors that this model holds."""
+        changed = changed_modules(self)
+        own = {
+            name
+            for name in persistent_tensors(self)
+            if (owner := name.rpartition(".")[0]) in changed and name.rpartition(".")[2] != "bias"
+        }
+        return self.stored_names.of(persistent_tensors(self), own)
+
+    def rules_for(self, names: Collection[str]) -> list[WeightRule]:
+        """Return the rules by which a checkpoint with these names is read.
+
+        transformers renames tensors of old checkpoints; theirs is then the name in the files.
+        """
+        rules = self.active_rules()
+        if self.stored_names.opaque:
+            kind = type(self.foreign).__name__
+            raise ConfigError(
+                f"a {kind} stores tensors in a form that bmforge cannot read by slices: "
+                f"{self.stored_names.opaque[0]} and {len(self.stored_names.opaque) - 1} more. "
+                "Load it with transformers."
+            )
+        missing = {rule.theirs for rule in rules} - set(names)
+        if not missing:
+            return rules
+        spare = rename_stored(self.foreign, set(names) - {rule.theirs for rule in rules})
+        by_meaning = {meant: name for name, meant in spare.items()}
+        meant_by = rename_stored(self.foreign, missing)
+        from dataclasses import replace
+
+        return [
+            replace(rule, theirs=by_meaning[meant_by[rule.theirs]])
+            if rule.theirs in missing and meant_by[rule.theirs] in by_meaning
+            else rule
+            for rule in rules
+        ]
+
+    def is_unused(self, name: str) -> bool:
+        """Return True for a stored tensor that transformers leaves out as well."""
+        foreign = self.foreign
+        return matches_any(name, foreign._keys_to_ignore_on_load_unexpected) or (
+            matches_any(name, foreign._keys_to_ignore_on_load_missing)
+        )
+
+    def is_of_head(self, name: str) -> bool:
+        """Return True for a tensor outside of the body."""
+        body = self.structure.body
+        return bool(body) and not name.startswith(f"{body}.")
+
+    def initial_value(self, name: str) -> Tensor | None:
+        """Return the value that the constructor computes for a tensor; None where it is drawn."""
+        owner, _, key = name.rpartition(".")
+        plain = (nn.Linear, nn.Conv1d, nn.Conv2d)
+        if key == "bias" and isinstance(self.get_submodule(owner), plain):
+            return torch.zeros_like(self._constructed[name]) if name in self._constructed else None
+        return self._constructed.get(name)
+
+    # --- layouts
+
+    def layout_rules(self) -> LayoutRules:
+        """Return where layouts cut the model."""
+        blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
+        return LayoutRules(
+            zero_units=blocks,
+            recompute_units=blocks,
+            stacks=self.structure.stacks[:1],
+            pipeline_first=(),
+            pipeline_last=(),
+            quantize_targets=tuple(self.called_linear()),
+        )
+
+    def called_linear(self) -> list[str]:
+        """Return the linear layers of the blocks that a forward calls."""
+        idle = self.behavior.idle
+        return [name for name in self._linear if general_name(name) not in idle]
+
+    def uncalled(self, names: Collection[str]) -> list[str]:
+        """Return those of some modules whose forward is never called."""
+        idle = self.behavior.idle
+        return [name for name in names if general_name(name) in idle]
+
+    # --- forward
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+        cache: ForeignCache | None = None,
+        output_hidden_states: bool = False,
+        logits_to_keep: int | None = None,
+        inputs_embeds: Tensor | None = None,
+        **inputs: Any,
+    ) -> ModelOutput:
+        """Run the model; with labels return the loss instead of the logits.
+
+        Args:
+            input_ids, attention_mask, position_ids, inputs_embeds: as in transformers.
+            document_ids: number of the document of every token of a packed row.
+            labels: of a language model token ids, shifted in here; of others as in transformers.
+            num_items_in_batch: divisor of the summed loss; None gives the mean.
+            cache: keys and values of earlier tokens.
+            output_hidden_states: also return the hidden states of every layer.
+            logits_to_keep: number of last positions whose logits are returned; None for all.
+            inputs: further arguments of the transformers model (`pixel_values`, ...).
+
+        Raises:
+            ConfigError: packed rows of an architecture that does not keep documents apart.
+        """
+        self._check_ids(input_ids)
+        position_ids, attention_mask = self._separate(document_ids, position_ids, attention_mask)
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "output_hidden_states": output_hidden_states or None,
+            **inputs,
+        }
+        if labels is not None or "start_positions" in inputs:
+            return self._compute_loss(given, labels, num_items_in_batch)
+        if logits_to_keep and "logits_to_keep" in self._arguments:
+            given["logits_to_keep"] = logits_to_keep
+        return self._predict(given, cache)
+
+    @cached_property
+    def _arguments(self) -> frozenset[str]:
+        from bmforge.models.transformers.structure import accepted_arguments
+
+        return accepted_arguments(self.foreign)[0]
+
+    def _check_ids(self, ids: Tensor | None) -> None:
+        table = self.embed
+        if ids is None or ids.is_meta or not isinstance(table, nn.Embedding) or not ids.numel():
+            return
+        if not ids.is_cpu:  # looking would wait for the device
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= table.num_embeddings:
+            raise ShapeError(
+                f"input_ids has ids from {low} to {high} (allowed: 0 to "
+                f"{table.num_embeddings - 1}). Use the tokenizer of the model."
+            )
+
+    def _separate(
+        self, documents: Tensor | None, positions: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return positions and mask that keep the documents of packed rows apart."""
+        if documents is None or bool((documents == documents[:, :1]).all()):
+            return positions, mask
+        kind = self.behavior.packing
+        if not kind:
+            why = self.behavior.reason or "its layers pass information between documents"
+            raise ConfigError(
+                f"model_type={self.config.model_type!r} cannot keep the documents of a packed row "
+                f"apart ({why}). Set data.reset_at_documents=false, or use one document per row."
+            )
+        positions = count_positions(documents) if positions is None else positions
+        if kind == "positions":
+            return positions, None
+        dtype = next(p.dtype for p in self.parameters() if p.is_floating_point())
+        return positions, document_mask(documents, dtype)
+
+    def _predict(self, given: dict[str, Any], cache: ForeignCache | None) -> ModelOutput:
+        name = cache_argument(self.foreign) if cache is not None else ""
+        if cache is not None and name:
+            given[name] = cache.past
+        out = self.foreign(**call_arguments(self.foreign, given, cached=bool(name)))
+        if cache is not None:
+            cache.past = getattr(out, name, None)
+            ids = given["input_ids"]
+            cache.length += (ids if ids is not None else given["inputs_embeds"]).shape[1]
+        return ModelOutput(
+            logits=getattr(out, "logits", None),
+            last_hidden_state=getattr(out, "last_hidden_state", None),
+            hidden_states=getattr(out, "hidden_states", None),
+            pooler_output=getattr(out, "pooler_output", None),
+            start_logits=getattr(out, "start_logits", None),
+            end_logits=getattr(out, "end_logits", None),
+            encoder_last_hidden_state=getattr(out, "encoder_last_hidden_state", None),
+        )
+
+    def _compute_loss(
+        self, given: dict[str, Any], labels: Tensor | None, num_items: float | Tensor | None
+    ) -> ModelOutput:
+        if self.config.head == "language_model":
+            assert labels is not None
+            loss = LanguageLoss(self.foreign, self.structure, self.behavior)
+            return ModelOutput(loss(given, labels, num_items))
+        return ModelOutput(head_loss(self.foreign, self.config, given, labels, num_items))
+

@@ -1,0 +1,322 @@
+"""Where each parameter of a transformers model is stored in its checkpoints.
+
+transformers 5 renames, splits and merges tensors when it loads and saves. What it does on saving is
+run once on meta tensors, whose views tell offset, shape and strides: so every stored tensor becomes
+a box of one parameter, or a concatenation of such boxes, and can be read and written by slices.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from bmforge.errors import ConfigError
+from bmforge.models.weights import OWN_PREFIX, PACKED_KEYS, WeightRule
+from bmforge.shards import Box
+from bmforge.surgery import persistent_tensors
+
+__all__ = ["BoxRule", "StoredNames", "find_stored_names"]
+
+
+@dataclass(frozen=True)
+class BoxRule(WeightRule):
+    """The stored tensor, or a part of it, is a box of our tensor with its dims permuted.
+
+    Args:
+        box: (start, stop, step, keeps the dim) of every dim of ours.
+        order: which kept dim of ours each stored dim is.
+        part: (first, total) along stored dim `part_dim`; None if the box is all of the stored one.
+    """
+
+    box: tuple[tuple[int, int, int, bool], ...] = ()
+    order: tuple[int, ...] = ()
+
+    def _own_shape(self) -> list[int]:
+        sizes = [len(range(a, b, s)) for a, b, s, keeps in self.box if keeps]
+        return [sizes[dim] for dim in self.order]
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the stored tensor."""
+        whole = self._own_shape()
+        if self.part is not None:
+            whole[self.part_dim] = self.part[1]
+        return tuple(whole)
+
+    def source_slices(self, box: Box) -> tuple[slice, ...] | None:
+        """Return the slices of the stored tensor that a box of our tensor needs; None for none."""
+        kept = []
+        for dim in range(len(self.box)):
+            first, last = self._overlap(dim, box)
+            if first >= last:
+                return None
+            if self.box[dim][3]:
+                kept.append(slice(first, last))
+        slices = [kept[dim] for dim in self.order]
+        if self.part is not None:
+            own = slices[self.part_dim]
+            slices[self.part_dim] = slice(own.start + self.part[0], own.stop + self.part[0])
+        return tuple(slices)
+
+    def _overlap(self, dim: int, box: Box) -> tuple[int, int]:
+        """Return which elements of the stored dim fall into a box of ours: first, last + 1."""
+        start, stop, step, _ = self.box[dim]
+        low, high = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
+        first = max(0, -(-(low - start) // step))
+        last = min(len(range(start, stop, step)), -(-(high - start) // step))
+        return first, last
+
+    def target(self, local: Tensor, box: Box) -> Tensor:
+        """Return the elements of our local tensor that the stored one fills."""
+        index: list[Any] = []
+        for dim, (start, _, step, keeps) in enumerate(self.box):
+            first, last = self._overlap(dim, box)
+            low = start + first * step - box.offsets[dim]
+            index.append(slice(low, low + (last - first - 1) * step + 1, step) if keeps else low)
+        return local[tuple(index)]
+
+    def source_view(self, target: Tensor) -> Tensor:
+        """Return a view in the stored order of dims."""
+        return target.permute(self.order)
+
+    @property
+    def is_renaming(self) -> bool:
+        """Return False: the stored tensor is not ours as it is."""
+        return False
+
+    def to_source(self, whole: Tensor) -> Tensor:
+        """Return the stored tensor of our whole tensor."""
+        index = tuple(slice(a, b, s) if keeps else a for a, b, s, keeps in self.box)
+        return whole[index].permute(self.order)
+
+    def stored_numel(self, shape: tuple[int, ...]) -> int:
+        """Return how many elements of the stored tensor come from ours."""
+        return math.prod(self._own_shape())
+
+
+class _Tracking(TorchFunctionMode):
+    """Runs a conversion on meta tensors: copies stay views, and concatenations are remembered.
+
+    Attributes:
+        joined: id of a concatenated tensor -> it, its members and the dim.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: dict[int, tuple[Tensor, list[Tensor], int]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Skip copies; remember the members of a concatenation."""
+        kwargs = kwargs or {}
+        if func in (Tensor.contiguous, Tensor.clone):
+            return args[0]
+        out = func(*args, **kwargs)
+        if func is torch.cat:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            self.joined[id(out)] = out, list(args[0]), dim
+        return out
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """The name map of one model.
+
+    Args:
+        rules: of all stored tensors.
+        opaque: stored tensors that are no boxes of ours, which files can neither fill nor take.
+    """
+
+    rules: tuple[WeightRule, ...]
+    opaque: tuple[str, ...] = ()
+
+    def of(self, names: Iterable[str], changed: Collection[str]) -> list[WeightRule]:
+        """Return the rules of the tensors that a model holds, in their order.
+
+        Args:
+            names: of its tensors.
+            changed: those that published checkpoints have no place for.
+
+        Raises:
+            ConfigError: a tensor is stored in a form that bmforge cannot slice.
+        """
+        by_name: dict[str, list[WeightRule]] = {}
+        for rule in self.rules:
+            by_name.setdefault(rule.ours, []).append(rule)
+        incomplete = self._incomplete(set(names), changed)
+        out: list[WeightRule] = []
+        for name in names:
+            own = [] if name in changed else by_name.get(name, [])
+            if any(rule.theirs in incomplete for rule in own) or not own:
+                out.append(WeightRule(name, self._own_name(name, by_name)))
+            else:
+                out += own
+        return out
+
+    def _incomplete(self, names: set[str], changed: Collection[str]) -> set[str]:
+        """Return the stored tensors that need one of ours that is not there any more."""
+        return {r.theirs for r in self.rules if r.ours not in names or r.ours in changed}
+
+    def _own_name(self, name: str, rules: Mapping[str, list[WeightRule]]) -> str:
+        owner, _, key = name.rpartition(".")
+        own = rules.get(f"{owner}.weight", [])
+        if key in PACKED_KEYS and len(own) == 1 and own[0].part is None:
+            return own[0].theirs.removesuffix("weight") + key
+        return OWN_PREFIX + name
+
+
+def find_stored_names(module: Any) -> StoredNames:
+    """Return where the checkpoints of a transformers model store its parameters.
+
+    Args:
+        module: the model, with its parameters on meta.
+    """
+    loading = importlib.import_module("transformers.core_model_loading")
+    tensors = persistent_tensors(module)
+    tied = dict(getattr(module, "all_tied_weights_keys", None) or {})
+    first = {id(tensor): name for name, tensor in tensors.items()}
+    stored: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in first and name not in tied:
+            stored.setdefault(name, tensor.detach())
+    owners = _owners(module, stored, first)
+    with _Tracking() as tracking:
+        files = loading.revert_weight_conversion(module, dict(stored))
+    rules: list[WeightRule] = []
+    opaque: list[str] = []
+    for theirs, tensor in files.items():
+        found = _rules_of(theirs, tensor, owners, tracking)
+        if found is None:
+            opaque.append(theirs)
+        else:
+            rules += found
+    return StoredNames(tuple(rules), tuple(opaque))
+
+
+def _owners(
+    module: Any, stored: Mapping[str, Tensor], first: Mapping[int, str]
+) -> dict[int, tuple[str, Tensor]]:
+    """Return storage of a meta tensor -> the name of ours, and it."""
+    state = module.state_dict(keep_vars=True)
+    return {
+        tensor.untyped_storage()._cdata: (first[id(state[name])], tensor)
+        for name, tensor in stored.items()
+    }
+
+
+def _rules_of(
+    theirs: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
+) -> list[WeightRule] | None:
+    """Return the rules of one stored tensor; None where it is no box of ours."""
+    if id(tensor) in tracking.joined:
+        _, members, dim = tracking.joined[id(tensor)]
+        return _rules_of_parts(theirs, members, dim % tensor.dim(), owners, tracking)
+    owner = owners.get(tensor.untyped_storage()._cdata)
+    if owner is None:
+        return None
+    ours, whole = owner
+    if tensor.shape == whole.shape and tensor.stride() == whole.stride():
+        return [WeightRule(ours, theirs)]
+    found = _find_box(tensor, whole)
+    return None if found is None else [BoxRule(ours, theirs, box=found[0], order=found[1])]
+
+
+def _rules_of_parts(
+    theirs: str,
+    members: Sequence[Tensor],
+    dim: int,
+    owners: Mapping[int, tuple[str, Tensor]],
+    tracking: _Tracking,
+) -> list[WeightRule] | None:
+    total = sum(member.shape[dim] for member in members)
+    out: list[WeightRule] = []
+    first = 0
+    for member in members:
+        found = _rules_of(theirs, member, owners, tracking)
+        if found is None or len(found) > 1:
+            return None
+        rule = found[0]
+        if not isinstance(rule, BoxRule):
+            box = tuple((0, size, 1, True) for size in member.shape)
+            rule = BoxRule(rule.ours, theirs, box=box, order=tuple(range(member.dim())))
+        out.append(replace(rule, part=(first, total), part_dim=dim))
+        first += member.shape[dim]
+    return out
+
+
+def _find_box(
+    view: Tensor, whole: Tensor
+) -> tuple[tuple[tuple[int, int, int, bool], ...], tuple[int, ...]] | None:
+    """Return the box of `whole`, which is contiguous, that a view of it is; None if it is none."""
+    offset, starts = view.storage_offset(), []
+    for stride in whole.stride():
+        starts.append(offset // stride if stride else 0)
+        offset -= starts[-1] * stride
+    sizes: list[tuple[int, int, int, bool]] = [(s, s + 1, 1, False) for s in starts]
+    owner_of: list[int] = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        dim = _dim_of(size, stride, whole, sizes)
+        if dim is None:
+            return None
+        step = max(1, stride // whole.stride(dim)) if size > 1 else 1
+        stop = starts[dim] + (size - 1) * step + 1
+        if stop > whole.shape[dim]:
+            return None
+        sizes[dim] = (starts[dim], stop, step, True)
+        owner_of.append(dim)
+    kept = sorted(owner_of)
+    return tuple(sizes), tuple(kept.index(dim) for dim in owner_of)
+
+
+def _dim_of(size: int, stride: int, whole: Tensor, sizes: Sequence[tuple[Any, ...]]) -> int | None:
+    """Return which dim of ours a dim of a view walks along."""
+    free = [dim for dim in range(whole.dim()) if not sizes[dim][3]]
+    for dim in free:
+        own = whole.stride(dim)
+        if size > 1 and stride % own == 0 and (size - 1) * (stride // own) < whole.shape[dim]:
+            return dim
+    if size > 1:
+        return None
+    exact = [dim for dim in free if whole.shape[dim] == 1 or whole.stride(dim) == stride]
+    return next(iter(exact or free), None)
+
+
+def rename_stored(module: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return name in a file -> the name that transformers gives it before it splits or merges.
+
+    Old checkpoints and those of a bare body have other names than today's; transformers' own
+    renamings decide which tensor is meant.
+    """
+    loading = importlib.import_module("transformers.core_model_loading")
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    conversions = mapping.get_model_conversion_mapping(module)
+    renamings = [c for c in conversions if isinstance(c, loading.WeightRenaming)]
+    converters = [c for c in conversions if not isinstance(c, loading.WeightRenaming)]
+    state = module.state_dict(keep_vars=True)
+    prefix = module.base_model_prefix or None
+    return {
+        name: loading.rename_source_key(name, renamings, converters, prefix, state)[0]
+        for name in names
+    }
+
+
+def matches_any(name: str, patterns: Iterable[str] | None) -> bool:
+    """Return True if a regular expression of transformers' lists is found in a name."""
+    return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def check_opaque(names: StoredNames, kind: str) -> None:
+    """Raise `ConfigError` if some tensors are stored in a form that bmforge cannot slice."""
+    if names.opaque:
+        raise ConfigError(
+            f"a {kind} stores {len(names.opaque)} tensors in a form that bmforge cannot read by "
+            f"slices, such as {names.opaque[0]!r}. Load it with transformers and save it anew."
+        )

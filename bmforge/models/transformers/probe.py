@@ -1,0 +1,168 @@
+"""Checks of an architecture on its twin, so that nothing about it is silently wrong.
+
+Four questions have no answer in a config: how logits follow from hidden states, what keeps packed
+documents apart, whether a cache continues a row exactly, and which layers are never called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.logging import get_logger
+from bmforge.models.transformers.calls import (
+    cache_argument,
+    call_arguments,
+    document_mask,
+    hidden_of,
+    replaced_child,
+    with_hidden,
+)
+from bmforge.models.transformers.structure import Structure, find_structure
+from bmforge.models.transformers.twin import VOCABULARY, build_twin
+
+__all__ = ["Behavior", "general_name", "probe_architecture"]
+
+_TOKENS = 24  # longer than the twin's sliding window of 16, so that windows are seen
+_ATOL = 1e-4
+
+
+@dataclass(frozen=True)
+class Behavior:
+    """What the twin of an architecture did.
+
+    Args:
+        head: "linear": logits are the output layer's result times `factor`; "own": the model
+            computes logits position by position from its body's output; "whole": neither.
+        factor: multiplies the output layer's result.
+        packing: what keeps the documents of a packed row apart: "positions" that restart, a "mask"
+            of pairs; "" if nothing does.
+        caches: the cache continues a row exactly; else the whole row is computed again.
+        idle: general names of the modules that a forward never calls.
+        reason: why the twin could not be built; "" if it could.
+    """
+
+    head: str = "whole"
+    factor: float = 1.0
+    packing: str = ""
+    caches: bool = False
+    idle: frozenset[str] = field(default_factory=frozenset)
+    reason: str = ""
+
+
+def general_name(name: str) -> str:
+    """Return a module's name with the numbers of blocks replaced by ``*``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def probe_architecture(hf_config: Any, head: str) -> Behavior:
+    """Check an architecture on its twin.
+
+    Args:
+        hf_config: transformers config of the model; only its sizes are changed.
+        head: a key of `library.AUTO_CLASSES`; only language models are checked.
+    """
+    if head != "language_model":
+        return Behavior(reason=f"head={head!r} has no twin")
+    try:
+        twin = build_twin(hf_config, head)
+        return _probe(twin, find_structure(twin))
+    except Exception as error:  # any code of transformers may fail at small sizes
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        get_logger().info("no twin of model_type=%r: %s", hf_config.model_type, reason)
+        return Behavior(reason=reason)
+
+
+@torch.no_grad()
+def _probe(twin: Any, structure: Structure) -> Behavior:
+    ids = torch.arange(_TOKENS).mul(37).add(11).remainder(VOCABULARY - 20).add(5)[None]
+    called: set[str] = set()
+    hooks = [
+        part.register_forward_pre_hook(_note_call(general_name(name), called))
+        for name, part in twin.named_modules()
+    ]
+    logits = _run(twin, ids)
+    for hook in hooks:
+        hook.remove()
+    idle = {general_name(name) for name, _ in twin.named_modules()} - called
+    kind, factor = _find_head(twin, structure, ids, logits)
+    return Behavior(
+        kind, factor, _find_packing(twin, ids), _continues(twin, ids, logits), frozenset(idle)
+    )
+
+
+def _note_call(name: str, called: set[str]) -> Callable[..., None]:
+    return lambda module, args: called.add(name)
+
+
+def _run(twin: Any, ids: Tensor, **given: Any) -> Tensor:
+    return twin(**call_arguments(twin, {"input_ids": ids, **given}, cached=False)).logits
+
+
+def _find_head(
+    twin: Any, structure: Structure, ids: Tensor, logits: Tensor
+) -> tuple[str, float]:
+    """Return the kind of the head, and the factor of a linear one."""
+    if not structure.body:
+        return "whole", 1.0
+    body = twin.get_submodule(structure.body)
+    out = body(**call_arguments(body, {"input_ids": ids}, cached=False))
+    hidden = hidden_of(out)
+    if hidden.shape[:2] != ids.shape:
+        return "whole", 1.0
+    layer = twin.get_submodule(structure.head) if structure.head else None
+    if isinstance(layer, nn.Linear) and layer.in_features == hidden.shape[-1]:
+        plain = layer(hidden)
+        factor = float((logits / plain).median()) if plain.shape == logits.shape else 0.0
+        if plain.shape == logits.shape and torch.allclose(logits, plain * factor, atol=1e-6):
+            return "linear", 1.0 if abs(factor - 1) < 1e-5 else factor
+    try:
+        half = _TOKENS // 2
+        part = with_hidden(out, hidden[:, half:])
+        with replaced_child(twin, structure.body, part):
+            same = torch.allclose(_run(twin, ids[:, half:]), logits[:, half:], atol=1e-5)
+    except Exception:  # the model reads more of the body's output than the hidden states
+        same = False
+    return ("own" if same else "whole"), 1.0
+
+
+def _find_packing(twin: Any, ids: Tensor) -> str:
+    """Return what keeps two documents of a packed row apart."""
+    first = 7
+    documents = (torch.arange(_TOKENS) >= first).long()[None]
+    positions = torch.cat((torch.arange(first), torch.arange(_TOKENS - first)))[None]
+    alone = torch.cat((_run(twin, ids[:, :first]), _run(twin, ids[:, first:])), 1)
+    mask = document_mask(documents, torch.float32)
+    for kind, given in (("positions", {}), ("mask", {"attention_mask": mask})):
+        try:
+            packed = _run(twin, ids, position_ids=positions, **given)
+        except Exception:  # the model takes no such mask
+            continue
+        if packed.shape == alone.shape and torch.allclose(packed, alone, atol=_ATOL):
+            return kind
+    return ""
+
+
+def _continues(twin: Any, ids: Tensor, logits: Tensor) -> bool:
+    """Return True if a row that is continued through the cache has the logits of the whole row."""
+    name = cache_argument(twin)
+    if not name:
+        return False
+    past: Any = None
+    try:
+        for start, stop in ((0, _TOKENS - 2), (_TOKENS - 2, _TOKENS - 1), (_TOKENS - 1, _TOKENS)):
+            given = {"input_ids": ids[:, start:stop], name: past}
+            out = twin(**call_arguments(twin, given, cached=True))
+            past = getattr(out, name, None)
+            if past is None:
+                return False
+            if not torch.allclose(out.logits[:, -1], logits[:, stop - 1], atol=_ATOL):
+                return False
+    except Exception:  # a cache that this version of transformers cannot continue
+        return False
+    return True

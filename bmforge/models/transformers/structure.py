@@ -1,0 +1,87 @@
+"""What a transformers model consists of: body, output layer, stacks of blocks, arguments."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from bmforge.nn.low_rank import linear_sizes
+
+__all__ = ["Structure", "accepted_arguments", "find_structure", "linear_names"]
+
+# Layers that route tokens to experts; rounding them changes which expert is chosen.
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "e_score_correction_bias"})
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Names of the parts of a transformers model; "" where it has none.
+
+    Args:
+        body: module that computes the hidden states which the output layer reads.
+        head: output layer of the vocabulary.
+        embed: token embedding.
+        stacks: containers of blocks; the one that the decoder runs comes first.
+    """
+
+    body: str
+    head: str
+    embed: str
+    stacks: tuple[str, ...]
+
+
+def find_structure(module: Any) -> Structure:
+    """Find the parts of a transformers model."""
+    names = {id(part): name for name, part in module.named_modules()}
+    body = module.base_model
+    body_name = names.get(id(body), "") if body is not module else ""
+    head = names.get(id(module.get_output_embeddings()), "")
+    try:
+        embed = names.get(id(module.get_input_embeddings()), "")
+    except (NotImplementedError, AttributeError):
+        embed = ""
+    return Structure(body_name, head, embed, tuple(_find_stacks(module, embed)))
+
+
+def _find_stacks(module: Any, embed: str) -> list[str]:
+    """Return containers of at least two blocks with parameters, that of the text decoder first."""
+    found: list[tuple[tuple[bool, bool, int], str]] = []
+    classes = set(module._no_split_modules or ())
+    owner = embed.rpartition(".")[0]
+    for name, part in module.named_modules():
+        if any(name.startswith(f"{other}.") for _, other in found):
+            continue
+        if not isinstance(part, (nn.ModuleList, nn.ModuleDict)) or len(part) < 2:
+            continue
+        size = sum(parameter.numel() for parameter in part.parameters())
+        kinds = {type(block).__name__ for block in part.children()}
+        if not size or kinds <= {"ModuleList", "ModuleDict"}:
+            continue
+        is_known = bool(kinds & classes)
+        found.append(((name.rpartition(".")[0] == owner, is_known, size), name))
+    found.sort(key=lambda pair: pair[0], reverse=True)
+    known = [name for rank, name in found if rank[0] or rank[1]]
+    return known or [name for _, name in found[:1]]
+
+
+def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:
+    """Return the names of the linear layers in the blocks that are no routers."""
+    inside = tuple(f"{name}." for name in stacks)
+    return [
+        name
+        for name, part in module.named_modules()
+        if name.startswith(inside)
+        and linear_sizes(part) is not None
+        and getattr(part, "weight", None) is not None
+        and name.rpartition(".")[2] not in _ROUTERS
+    ]
+
+
+def accepted_arguments(module: nn.Module) -> tuple[frozenset[str], bool]:
+    """Return the names of a forward's arguments, and whether it passes on others."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    names = frozenset(p.name for p in parameters)
+    return names, any(p.kind == p.VAR_KEYWORD for p in parameters)

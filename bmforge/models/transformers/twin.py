@@ -1,0 +1,214 @@
+"""A twin: a small model of the same architecture, with real weights, for checks.
+
+What an architecture does (shift labels, keep packed documents apart, call a layer) depends on its
+code and its switches, not on its sizes. A twin shows it in milliseconds, before there are weights,
+and the same on every process of any layout.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bmforge.models.transformers.build import find_class, fit_config
+from bmforge.models.transformers.library import load_library
+
+__all__ = ["LAYERS", "VOCABULARY", "build_twin", "shrink_config"]
+
+VOCABULARY, LAYERS = 160, 4
+_HEADS, _KV_HEADS = 4, 2
+# Size in the twin -> fields of transformers configs that have it.
+_SIZES: dict[int, str] = {
+    64: "hidden_size n_embd d_model dim embed_dim model_dim word_embed_proj_dim embedding_size "
+    "emb_dim hidden_dim lru_width",
+    96: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
+    "feed_forward_proj_dim dim_feedforward intermediate_size_mlp dense_intermediate_size",
+    LAYERS: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
+    "num_decoder_layers depth num_experts num_local_experts n_routed_experts moe_num_experts "
+    "linear_num_value_heads mamba_n_heads mamba_num_heads num_attention_heads n_head n_heads "
+    "num_heads encoder_attention_heads decoder_attention_heads attention_heads laurel_rank",
+    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts num_selects "
+    "moe_top_k experts_per_token index_n_heads linear_num_key_heads mamba_expand altup_num_inputs "
+    "swa_num_key_value_heads",
+    32: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
+    "moe_shared_expert_intermediate_size shared_intermediate_size moe_ffn_hidden_size q_lora_rank "
+    "kv_lora_rank mamba_d_head mamba_head_dim time_step_rank mamba_dt_rank image_size",
+    16: "head_dim kv_channels attention_head_dim d_kv swa_head_dim global_head_dim v_head_dim "
+    "qk_head_dim index_head_dim linear_key_head_dim linear_value_head_dim mamba_chunk_size "
+    "chunk_size sliding_window attention_window_size window_size query_pre_attn_scalar",
+    8: "qk_nope_head_dim qk_rope_head_dim index_topk mamba_d_state ssm_state_size state_size "
+    "hidden_size_per_layer_input patch_size",
+    1: "n_group topk_group first_k_dense_replace num_dense_layers mamba_n_groups n_groups "
+    "num_hidden_groups",
+    128: "max_position_embeddings n_positions n_ctx seq_length max_sequence_length mamba_d_ssm "
+    "max_target_positions max_source_positions",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    3: "num_channels",
+    0: "num_kv_shared_layers",
+}
+_BY_FIELD = {name: size for size, names in _SIZES.items() for name in names.split()}
+_BY_FIELD |= dict.fromkeys(
+    "hidden_size n_embd d_model dim embed_dim model_dim word_embed_proj_dim embedding_size "
+    "emb_dim hidden_dim lru_width attention_hidden_size".split(),
+    64,
+)
+_KV_FIELDS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEAD_FIELDS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KIND_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
+_LAYER_LISTS = (*_KIND_LISTS, "no_rope_layers", "attention_layers", "moe_layers", "_block_types")
+_DROPOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "router_jitter_noise")
+# What follows from the sizes above in an architecture, and its config does not derive by itself.
+_RANK_HEAD = {"head_dim": 8}
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "xlnet": {"d_head": 16},
+    "axk1": _RANK_HEAD,
+    "deepseek_v2": {**_RANK_HEAD, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
+    "xmod": {"default_language": "en_XX"},
+    "deepseek_v3": _RANK_HEAD,
+    "youtu": _RANK_HEAD,
+    "longcat_flash": {
+        **_RANK_HEAD, "num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2,
+    },
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "dots1": {
+        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1,
+    },
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "attention_hidden_size": 128,
+        "attention_head_dim": 32, "num_key_value_heads": 4, "n_mamba_heads": 2,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_headdim": 32,
+        "n_mamba_heads": 4, "mamba_ngroups": 1, "use_shared_attention_adapter": False,
+        "hybrid_layer_ids": [1, 3],
+    },
+    "reformer": {
+        "is_decoder": True, "attn_layers": ["local", "lsh", "local", "lsh"],
+        "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32], "attention_head_size": 16,
+        "num_buckets": 4, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4,
+        "feed_forward_size": 96,
+    },
+}  # fmt: skip
+
+
+def shrink_config(hf_config: Any) -> Any:
+    """Return a copy of a transformers config with small sizes and no dropout.
+
+    Every kind of layer stays; ratios such as "one KV head per head" stay.
+    """
+    small = _shrink_(copy.deepcopy(hf_config))
+    base = type(hf_config)
+    parts = {
+        name: value
+        for name, value in vars(small).items()
+        if not name.startswith("_") and name not in ("transformers_version", "dtype")
+    }
+    parts.update(_SPECIAL.get(str(hf_config.model_type), {}))
+    try:  # the constructor derives fields from the sizes
+        made = base(**parts)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        made = small
+        for name, value in _SPECIAL.get(str(hf_config.model_type), {}).items():
+            setattr(made, name, value)
+    _drop_dropout_(made)
+    return made
+
+
+def _shrink_(config: Any) -> Any:
+    values = vars(config)
+    library = load_library()
+    for name, value in list(_smaller(values)):
+        try:
+            setattr(config, name, value)
+        except (ValueError, TypeError, AttributeError):
+            values[name] = value
+    for value in values.values():
+        if isinstance(value, library.PretrainedConfig):
+            _shrink_(value)
+    return config
+
+
+def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a config that become smaller, with their new values."""
+    heads = next((values[n] for n in _HEAD_FIELDS if isinstance(values.get(n), int)), None)
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in _KV_FIELDS and is_number and heads:
+            yield name, _HEADS if value == heads else 1 if value == 1 else _KV_HEADS
+        elif name in _BY_FIELD and is_number:
+            yield name, _BY_FIELD[name]
+        elif name in _LAYER_LISTS and isinstance(value, (list, tuple)) and len(value) > LAYERS:
+            yield name, _first_of_each(list(value), name in (*_KIND_LISTS, "no_rope_layers"))
+        elif name.endswith("token_id"):
+            yield name, _small_id(name, value)
+
+
+def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
+    """Return as many values as the twin has layers, with every kind among them."""
+    short = values[:LAYERS]
+    missing = [value for value in dict.fromkeys(values) if value not in short]
+    if keeps_kinds:
+        for number, value in enumerate(missing[: LAYERS - 1]):
+            short[LAYERS - 1 - number] = value
+    return short
+
+
+def _small_id(name: str, value: Any) -> Any:
+    usual = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(name, 3)
+    if isinstance(value, int):
+        return value if value < VOCABULARY else usual
+    if isinstance(value, (list, tuple)) and any(v is not None and v >= VOCABULARY for v in value):
+        return usual
+    return value
+
+
+def _drop_dropout_(config: Any) -> None:
+    for name, value in list(vars(config).items()):
+        is_dropout = "dropout" in name or name.endswith("_pdrop") or name in _DROPOUT
+        if is_dropout and isinstance(value, float):
+            vars(config)[name] = 0.0
+        elif isinstance(value, load_library().PretrainedConfig):
+            _drop_dropout_(value)
+
+
+def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
+    """Return a small real model of an architecture, in fp32 on the CPU, in evaluation mode.
+
+    Args:
+        hf_config: transformers config of the model.
+        head: a key of `library.AUTO_CLASSES`.
+        seed: random seed of the weights.
+
+    Raises:
+        Exception: of any kind, where the architecture does not build at small sizes.
+    """
+    config = shrink_config(hf_config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        chosen = find_class(config, head)
+        twin = chosen._from_config(fit_config(config, chosen), dtype=torch.float32)
+        for parameter in twin.parameters():
+            # Zero-initialized layers would hide what passes through them.
+            if parameter.numel() and not bool(parameter.detach().any()):
+                parameter.data.normal_(0, 0.02)
+    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
+        part.eos_token_id = None
+    return twin.eval()
