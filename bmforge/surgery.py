@@ -194,10 +194,21 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
             kinds = {type(child) for child in children.values()}
             has_parameters = any(True for _ in module.parameters())
             runs = not kinds & {nn.ModuleList, nn.ModuleDict}
-            if len(children) >= 2 and len(kinds) == 1 and has_parameters and runs:
+            if len(children) >= 2 and _are_alike(kinds) and has_parameters and runs:
                 prefix = f"{name}." if name else ""
                 blocks.update({prefix + key: child for key, child in children.items()})
     return blocks
+
+
+def _are_alike(kinds: set[type[nn.Module]]) -> bool:
+    """Return True for one class, or classes with a common base that is not torch's own.
+
+    Hybrid models have one list of blocks of several classes (recurrent ones, attention).
+    """
+    shared = set.intersection(*(set(kind.__mro__) for kind in kinds))
+    return len(kinds) == 1 or any(
+        issubclass(base, nn.Module) and not base.__module__.startswith("torch.") for base in shared
+    )
 
 
 @dataclass

@@ -13,7 +13,6 @@ from bmforge.infer.cache import KVCache
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.stack import span_of
-from bmforge.models.transformers import TransformersModel
 from bmforge.parallel import pipeline_of
 from bmforge.records import Stack
 from bmforge.tune.delta import delta_rows as choose_rows
@@ -47,7 +46,7 @@ def start_decoder(
     Shape:
         input_ids, mask: (B, S); returns a decoder and (B, T)
     """
-    if isinstance(model, TransformersModel) and model.traits.reads != "apart":
+    if model.keeps_foreign_cache and model.traits.reads != "apart":
         from bmforge.infer.foreign_decoder import ForeignDecoder  # a subclass of `Decoder`
 
         length = input_ids.shape[1] + max_new_tokens

@@ -19,11 +19,13 @@ class ModelHooks:
     Attributes:
         hf_unused: globs of published weights that none of our heads uses (a next-sentence head).
         traces_memory: the model runs on the meta device, where its memory is measured.
+        keeps_foreign_cache: its library keeps keys and values; see `transformers.ForeignCache`.
     """
 
     config: Any
     hf_unused: ClassVar[tuple[str, ...]] = ()
     traces_memory: ClassVar[bool] = True
+    keeps_foreign_cache: ClassVar[bool] = False
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> Self:
@@ -37,7 +39,7 @@ class ModelHooks:
         return None
 
     def is_of_head(self, name: str) -> bool:
-        """Return True for a tensor of the head, or of what changes attached to or replaced in it."""
+        """Return True for a tensor of the head, changed or not."""
         names = self.config.heads[self.config.head].names
         owners = {ours.rpartition(".")[0] for ours in names}
         return name in names or any(name.startswith(f"{owner}.") for owner in owners if owner)

@@ -14,6 +14,8 @@ from torch import nn
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.resize import resize_
 from bmforge.models.sizes import Sizes
+from bmforge.nn.called import find_uncalled
+from bmforge.nn.foreign_experts import is_foreign_experts
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import QuantSpec
@@ -38,6 +40,11 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
     """Quantize the weights of layers; tied weights stay tied."""
     refuse_name(name)
     _check_ties(model, names)
+    if uncalled := find_uncalled(model, names):
+        raise ConfigError(
+            f"the model reads the weight of {', '.join(uncalled[:3])} without calling the module, "
+            "so it must stay as it is. Leave it out of `where`."
+        )
     new: dict[str, Any] = {}
     problems = []
     for n in names:
@@ -51,7 +58,7 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
     filled: dict[int, Any] = {}
     for n, module in new.items():
         plain: Any = model.get_submodule(n)
-        if isinstance(plain, Experts):
+        if isinstance(plain, Experts) or is_foreign_experts(plain):
             for key, stack in plain_weights(plain):
                 if not stack.is_meta:
                     module.fill_(key, stack)

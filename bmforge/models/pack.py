@@ -7,6 +7,8 @@ position tables stay floats. The config of a quantized model records it as a cha
 from __future__ import annotations
 
 import copy
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -15,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.logging import track
+from bmforge.logging import get_logger, track
 from bmforge.models.changes import Change, apply_change_
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.init import materialize_
 from bmforge.models.keep import KEEP, fill_kept_, keep_
 from bmforge.models.load import weight_reader
+from bmforge.nn.called import find_uncalled
+from bmforge.nn.foreign_experts import PackedForeignExperts, is_foreign_experts
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import QuantSpec, find_preset
@@ -30,6 +34,8 @@ from bmforge.surgery import find_repeated_blocks, match_glob, persistent_tensors
 __all__ = ["PackedReader", "find_targets", "load_quantized", "quantize_"]
 
 M = TypeVar("M", bound=nn.Module)
+# Share of the weights in blocks that may stay floats without a warning: routers and the like.
+_FEW_FLOATS = 0.05
 
 
 def quantize_(model: M, scheme: str | QuantSpec, *, where: Sequence[str] | None = None) -> M:
@@ -53,6 +59,8 @@ def quantize_(model: M, scheme: str | QuantSpec, *, where: Sequence[str] | None 
         model.change_(change)
     else:
         apply_change_(model, change)
+    if where is None:
+        _warn_of_floats(model)
     return model
 
 
@@ -71,9 +79,10 @@ def find_targets(model: Any) -> list[str]:
         targets_found = [
             name
             for name, module in modules.items()
-            if name.startswith(blocks)
-            and (linear_sizes(module) is not None or isinstance(module, Experts))
+            if name.startswith(blocks) and _is_packable(module)
         ]
+        uncalled = set(find_uncalled(model, targets_found))
+        targets_found = [name for name in targets_found if name not in uncalled]
     if not targets_found:
         raise ConfigError(
             f"{type(model).__name__} has no layers to quantize by default. Name some in where=."
@@ -86,6 +95,33 @@ def find_targets(model: Any) -> list[str]:
             f"{type(model).__name__} is already quantized. Use the model that it was made from."
         )
     return targets_found
+
+
+def _is_packable(module: nn.Module) -> bool:
+    is_linear = linear_sizes(module) is not None
+    return is_linear or isinstance(module, Experts) or is_foreign_experts(module)
+
+
+def _warn_of_floats(model: Any) -> None:
+    """Log which weights of the blocks stay floats, where they are more than a twentieth."""
+    blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
+    stores = {n for n, module in model.named_modules() if isinstance(module, PackedStore)}
+    packed, floats = 0, Counter[str]()
+    for name, parameter in model.named_parameters():
+        if not name.startswith(blocks):
+            continue
+        owner = name.rpartition(".")[0]
+        if owner in stores:
+            packed += parameter.numel()
+        elif parameter.is_floating_point() and parameter.dim() > 1:
+            floats[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] += parameter.numel()
+    left = sum(floats.values())
+    if left > _FEW_FLOATS * (left + packed):
+        largest = ", ".join(name for name, _ in floats.most_common(3))
+        get_logger().warning(
+            "%d of %d weights in the blocks stay floats, most of them in %s",
+            *(left, left + packed, largest),
+        )
 
 
 def load_quantized(
@@ -154,7 +190,11 @@ class PackedReader:
             return self._values(name)
         owner, _, key = name.rpartition(".")
         store = self.model.get_submodule(owner)
-        base = key.rpartition("_")[0] if isinstance(store, QuantizedExperts) else "weight"
+        base = (
+            key.rpartition("_")[0]
+            if isinstance(store, (QuantizedExperts, PackedForeignExperts))
+            else "weight"
+        )
         if self._last is None or self._last[0] != f"{owner}.{base}":
             self._last = None  # free it before the next one is allocated
             self._last = f"{owner}.{base}", self._pack(store, owner, base)
@@ -170,7 +210,7 @@ class PackedReader:
         """Return the quantized tensors of one weight, or of one stack of experts."""
         store: Any = copy.copy(described)
         store._parameters = dict(described._parameters)
-        is_stack = isinstance(described, QuantizedExperts)
+        is_stack = isinstance(described, (QuantizedExperts, PackedForeignExperts))
         keys = [
             key
             for key, tensor in described.named_parameters(recurse=False)

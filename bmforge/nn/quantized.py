@@ -14,6 +14,11 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.cuts import Rows
+from bmforge.nn.foreign_experts import (
+    PackedForeignExperts,
+    foreign_stacks,
+    is_foreign_experts,
+)
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.head import LMHead
 from bmforge.nn.low_rank import linear_sizes
@@ -203,7 +208,7 @@ class QuantizedExperts(PackedStore, Experts):
         return f"{experts} x ({outer}, {inner}), gated={self.has_gate()}, {self.spec.bits} bits"
 
 
-def store_packed(module: nn.Module, spec: QuantSpec) -> MatrixStore | QuantizedExperts:
+def store_packed(module: nn.Module, spec: QuantSpec) -> PackedStore:
     """Return what can hold a module's weights packed, to be put in its place; not filled.
 
     Args:
@@ -216,7 +221,9 @@ def store_packed(module: nn.Module, spec: QuantSpec) -> MatrixStore | QuantizedE
     if isinstance(module, PackedStore) or type(module).__name__.startswith("Int8"):
         raise ConfigError(f"a {type(module).__name__} is quantised already.")
     new: Any
-    if isinstance(module, Experts):
+    if is_foreign_experts(module):
+        new = PackedForeignExperts(module, spec)
+    elif isinstance(module, Experts):
         new = QuantizedExperts(module, spec)
     elif isinstance(module, LMHead):
         new = QuantizedHead(module, spec)
@@ -237,7 +244,10 @@ def plain_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Tied layers yield the same tensor.
     """
-    if isinstance(module, Experts):
+    if is_foreign_experts(module):
+        for key, stack in foreign_stacks(module).items():
+            yield key, stack.detach()
+    elif isinstance(module, Experts):
         for key in module.stack_sizes():
             yield key, getattr(module, key).detach()
     else:

@@ -7,21 +7,46 @@ ranks or micro-batches, and every layout sees the same mean.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX, Batch, count_labels
+from bmforge.errors import ConfigError
 
 __all__ = [
     "Objective",
     "causal_lm",
+    "check_model",
     "count_labels",
     "count_tokens",
     "rename_inputs",
 ]
 
 Objective = Callable[[nn.Module, Batch, float], Tensor]
+
+
+def check_model(model: nn.Module, objective: Objective) -> None:
+    """Raise `ConfigError` if the default objective would silently scale a model's loss.
+
+    transformers' models follow `num_items_in_batch` where they compute the loss by their
+    `loss_function`; fifteen old decoders call a loss of their own and return each micro-batch's
+    mean.
+    """
+    owner = type(model)
+    if objective is not causal_lm or not hasattr(owner, "loss_function"):
+        return
+    try:
+        source = inspect.getsource(owner.forward)
+    except (OSError, TypeError):
+        return  # a class without source text
+    if "loss_function" not in source:
+        raise ConfigError(
+            f"{owner.__name__} ignores num_items_in_batch, so its loss would grow with the number "
+            "of micro-batches. Open it with AutoModel.from_pretrained(directory, "
+            "backend='transformers'), or give an objective of your own."
+        )
 
 
 def causal_lm(model: nn.Module, batch: Batch, num_items: float) -> Tensor:

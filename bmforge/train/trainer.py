@@ -42,7 +42,13 @@ from bmforge.train.checkpoint.checkpointer import Checkpointer
 from bmforge.train.checkpoint.rng import reseed_rng
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult
-from bmforge.train.objective import Objective, causal_lm, count_labels, count_tokens
+from bmforge.train.objective import (
+    Objective,
+    causal_lm,
+    check_model,
+    count_labels,
+    count_tokens,
+)
 from bmforge.train.offload.states import StateOffload
 from bmforge.train.optim.build import build_optimizers, clip_grad_norm_
 from bmforge.train.precision import LossScaler, check_precision, ensure_master_weights_
@@ -115,6 +121,7 @@ class Trainer:
         flops_per_token: float | None = None,
     ) -> None:
         self.model, self.loader, self.config = model, loader, config
+        check_model(model, objective)
         self.objective, self.evaluator, self.callbacks = objective, evaluator, tuple(callbacks)
         self.run_dir = None if run_dir is None else Path(run_dir)
         check_precision(model, config.precision)

@@ -16,7 +16,7 @@ __all__ = [
     "count_positions",
     "document_mask",
     "hidden_of",
-    "replaced_child",
+    "ReplacedChild",
     "with_hidden",
 ]
 
@@ -98,7 +98,7 @@ class _Replay(nn.Module):
         return self.out
 
 
-class replaced_child:
+class ReplacedChild:
     """Context in which a child of a model is replaced by one that returns a given output."""
 
     def __init__(self, module: nn.Module, name: str, out: Any) -> None:

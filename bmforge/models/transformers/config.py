@@ -16,8 +16,8 @@ from bmforge.models.changes import (
 )
 from bmforge.models.config import ModelConfig, without_changes
 from bmforge.models.heads import Head
-from bmforge.models.transformers.library import AUTO_CLASSES, config_from_json, find_auto_class
 from bmforge.models.traits import Traits
+from bmforge.models.transformers.library import AUTO_CLASSES, config_from_json, find_auto_class
 
 __all__ = ["TransformersConfig", "TransformersTraits", "own_config"]
 
@@ -29,7 +29,9 @@ _NAMES = {
         "intermediate_size", "n_inner", "ffn_dim", "d_ff", "decoder_ffn_dim", "ffn_hidden_size",
     ),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "num_heads": (
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+    ),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"),
     "head_dim": ("head_dim", "d_kv", "attention_head_dim"),
     "max_seq_len": (
@@ -80,7 +82,9 @@ class TransformersConfig(ModelConfig):
     """
 
     family: ClassVar[str] = "transformers"
-    heads: ClassVar[dict[str, Head]] = {head: Head(auto) for head, (auto, _) in AUTO_CLASSES.items()}
+    heads: ClassVar[dict[str, Head]] = {
+        head: Head(auto) for head, (auto, _) in AUTO_CLASSES.items()
+    }
 
     vocab_size: int = 0
     hidden_size: int = 0
@@ -103,7 +107,9 @@ class TransformersConfig(ModelConfig):
         return False
 
     @classmethod
-    def from_hf(cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()) -> TransformersConfig:
+    def from_hf(
+        cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()
+    ) -> TransformersConfig:
         """Read a config.json; transformers checks and interprets its fields.
 
         Args:
@@ -206,7 +212,10 @@ def _pick(hf: Any, names: tuple[str, ...]) -> int:
     for name in names:
         try:
             value = getattr(hf, name, None)
-        except ValueError:  # transformers: a field that differs by layer has no global value
+        except (
+            ValueError,
+            AttributeError,
+        ):  # transformers: a field that differs by layer has no global value
             continue
         if isinstance(value, int) and not isinstance(value, bool):
             return value

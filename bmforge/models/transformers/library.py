@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,10 @@ __all__ = ["AUTO_CLASSES", "config_from_json", "find_auto_class", "load_library"
 # no class in `architectures` opens with the first head whose table has its model_type.
 AUTO_CLASSES: dict[str, tuple[str, str]] = {
     "language_model": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-    "sequence_to_sequence": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    "sequence_to_sequence": (
+        "AutoModelForSeq2SeqLM",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    ),
     "image_text_to_text": (
         "AutoModelForImageTextToText",
         "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -83,8 +87,10 @@ def config_from_json(raw: dict[str, Any]) -> Any:
     if not supports(kind):
         raise ConfigError(f"model_type={kind!r} is not known to the installed transformers.")
     module = importlib.import_module("transformers.models.auto.configuration_auto")
+    chosen = module.CONFIG_MAPPING[kind]
     try:
-        return module.CONFIG_MAPPING[kind].from_dict(dict(raw))
+        # JSON has no infinity; transformers writes it as a table.
+        return chosen.from_dict(chosen._decode_special_floats(copy.deepcopy(raw)))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"transformers rejects this config of a {kind!r}: {error}.") from error
 

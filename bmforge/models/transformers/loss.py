@@ -19,9 +19,9 @@ from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.models.heads import classification_loss, span_loss
 from bmforge.models.transformers.calls import (
+    ReplacedChild,
     call_arguments,
     hidden_of,
-    replaced_child,
     with_hidden,
 )
 from bmforge.models.transformers.probe import Behavior
@@ -100,11 +100,13 @@ class LanguageLoss:
         return total / num_items
 
     def _vocabulary(self) -> int:
-        return int(getattr(self.foreign.config.get_text_config(decoder=True), "vocab_size", 1 << 17))
+        return int(
+            getattr(self.foreign.config.get_text_config(decoder=True), "vocab_size", 1 << 17)
+        )
 
     def _chunk(self, out: Any, given: dict[str, Any], hidden: Tensor, goal: Tensor) -> Tensor:
         ids = {"input_ids": goal.clamp(min=0)} if given.get("input_ids") is not None else {}
-        with replaced_child(self.foreign, self.structure.body, with_hidden(out, hidden)):
+        with ReplacedChild(self.foreign, self.structure.body, with_hidden(out, hidden)):
             made = self.foreign(**call_arguments(self.foreign, ids, cached=False))
         return sum_cross_entropy(made.logits, goal)
 
@@ -150,7 +152,9 @@ def head_loss(
     if config.head == "question_answering":
         starts, ends = given.pop("start_positions"), given.pop("end_positions")
         out = foreign(**call_arguments(foreign, given, cached=False))
-        return span_loss(torch.stack((out.start_logits, out.end_logits), -1), starts, ends, num_items)
+        return span_loss(
+            torch.stack((out.start_logits, out.end_logits), -1), starts, ends, num_items
+        )
     if labels is None:
         raise ConfigError(f"head={config.head!r} needs labels to compute a loss.")
     if config.head == "ctc":

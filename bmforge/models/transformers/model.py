@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,9 +25,19 @@ from bmforge.models.transformers.calls import (
 )
 from bmforge.models.transformers.config import TransformersConfig, TransformersTraits
 from bmforge.models.transformers.loss import LanguageLoss, head_loss
-from bmforge.models.transformers.names import StoredNames, find_stored_names, matches_any, rename_stored
+from bmforge.models.transformers.names import (
+    StoredNames,
+    find_stored_names,
+    matches_any,
+    rename_stored,
+)
 from bmforge.models.transformers.probe import Behavior, general_name, probe_architecture
-from bmforge.models.transformers.structure import Structure, find_structure, linear_names
+from bmforge.models.transformers.structure import (
+    Structure,
+    accepted_arguments,
+    find_structure,
+    linear_names,
+)
 from bmforge.models.weights import WeightRule
 from bmforge.surgery import persistent_tensors
 
@@ -76,6 +87,7 @@ class TransformersModel(Model):
     config_class = TransformersConfig
     family_traits = TransformersTraits("left", "next token", "rotary")
     traces_memory = False
+    keeps_foreign_cache = True
 
     def __init__(self, config: TransformersConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(config)
@@ -150,7 +162,7 @@ class TransformersModel(Model):
         own = {
             name
             for name in persistent_tensors(self)
-            if (owner := name.rpartition(".")[0]) in changed and name.rpartition(".")[2] != "bias"
+            if name.rpartition(".")[0] in changed and name.rpartition(".")[2] != "bias"
         }
         return self.stored_names.of(persistent_tensors(self), own)
 
@@ -173,8 +185,6 @@ class TransformersModel(Model):
         spare = rename_stored(self.foreign, set(names) - {rule.theirs for rule in rules})
         by_meaning = {meant: name for name, meant in spare.items()}
         meant_by = rename_stored(self.foreign, missing)
-        from dataclasses import replace
-
         return [
             replace(rule, theirs=by_meaning[meant_by[rule.theirs]])
             if rule.theirs in missing and meant_by[rule.theirs] in by_meaning
@@ -275,8 +285,6 @@ class TransformersModel(Model):
 
     @cached_property
     def _arguments(self) -> frozenset[str]:
-        from bmforge.models.transformers.structure import accepted_arguments
-
         return accepted_arguments(self.foreign)[0]
 
     def _check_ids(self, ids: Tensor | None) -> None:
@@ -338,4 +346,3 @@ class TransformersModel(Model):
             loss = LanguageLoss(self.foreign, self.structure, self.behavior)
             return ModelOutput(loss(given, labels, num_items))
         return ModelOutput(head_loss(self.foreign, self.config, given, labels, num_items))
-

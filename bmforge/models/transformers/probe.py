@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from bmforge.logging import get_logger
 from bmforge.models.transformers.calls import (
+    ReplacedChild,
     cache_argument,
     call_arguments,
     document_mask,
     hidden_of,
-    replaced_child,
     with_hidden,
 )
 from bmforge.models.transformers.structure import Structure, find_structure
@@ -104,9 +104,7 @@ def _run(twin: Any, ids: Tensor, **given: Any) -> Tensor:
     return twin(**call_arguments(twin, {"input_ids": ids, **given}, cached=False)).logits
 
 
-def _find_head(
-    twin: Any, structure: Structure, ids: Tensor, logits: Tensor
-) -> tuple[str, float]:
+def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> tuple[str, float]:
     """Return the kind of the head, and the factor of a linear one."""
     if not structure.body:
         return "whole", 1.0
@@ -118,13 +116,15 @@ def _find_head(
     layer = twin.get_submodule(structure.head) if structure.head else None
     if isinstance(layer, nn.Linear) and layer.in_features == hidden.shape[-1]:
         plain = layer(hidden)
-        factor = float((logits / plain).median()) if plain.shape == logits.shape else 0.0
-        if plain.shape == logits.shape and torch.allclose(logits, plain * factor, atol=1e-6):
-            return "linear", 1.0 if abs(factor - 1) < 1e-5 else factor
+        if plain.shape == logits.shape:
+            # Least squares, as the row of a padding token has logits of 0.
+            factor = float((logits * plain).sum() / (plain * plain).sum())
+            if torch.allclose(logits, plain * factor, atol=1e-6):
+                return "linear", 1.0 if abs(factor - 1) < 1e-5 else factor
     try:
         half = _TOKENS // 2
         part = with_hidden(out, hidden[:, half:])
-        with replaced_child(twin, structure.body, part):
+        with ReplacedChild(twin, structure.body, part):
             same = torch.allclose(_run(twin, ids[:, half:]), logits[:, half:], atol=1e-5)
     except Exception:  # the model reads more of the body's output than the hidden states
         same = False

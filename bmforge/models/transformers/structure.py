@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from bmforge.nn.foreign_experts import is_foreign_experts
 from bmforge.nn.low_rank import linear_sizes
 
 __all__ = ["Structure", "accepted_arguments", "find_structure", "linear_names"]
@@ -68,16 +69,20 @@ def _find_stacks(module: Any, embed: str) -> list[str]:
 
 
 def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:
-    """Return the names of the linear layers in the blocks that are no routers."""
+    """Return the names of linear layers and experts in the blocks, without routers."""
     inside = tuple(f"{name}." for name in stacks)
     return [
         name
         for name, part in module.named_modules()
         if name.startswith(inside)
-        and linear_sizes(part) is not None
-        and getattr(part, "weight", None) is not None
+        and _is_matrix(part)
         and name.rpartition(".")[2] not in _ROUTERS
     ]
+
+
+def _is_matrix(part: nn.Module) -> bool:
+    is_linear = linear_sizes(part) is not None and getattr(part, "weight", None) is not None
+    return is_linear or is_foreign_experts(part)
 
 
 def accepted_arguments(module: nn.Module) -> tuple[frozenset[str], bool]:

@@ -23,7 +23,7 @@ _HEADS, _KV_HEADS = 4, 2
 # Size in the twin -> fields of transformers configs that have it.
 _SIZES: dict[int, str] = {
     64: "hidden_size n_embd d_model dim embed_dim model_dim word_embed_proj_dim embedding_size "
-    "emb_dim hidden_dim lru_width",
+    "emb_dim hidden_dim lru_width attention_hidden_size",
     96: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
     "feed_forward_proj_dim dim_feedforward intermediate_size_mlp dense_intermediate_size",
     LAYERS: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
@@ -50,11 +50,6 @@ _SIZES: dict[int, str] = {
     0: "num_kv_shared_layers",
 }
 _BY_FIELD = {name: size for size, names in _SIZES.items() for name in names.split()}
-_BY_FIELD |= dict.fromkeys(
-    "hidden_size n_embd d_model dim embed_dim model_dim word_embed_proj_dim embedding_size "
-    "emb_dim hidden_dim lru_width attention_hidden_size".split(),
-    64,
-)
 _KV_FIELDS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_FIELDS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KIND_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")

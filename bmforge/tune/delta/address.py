@@ -17,9 +17,11 @@ from typing import Any
 from torch import nn
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.surgery import match_glob
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.surgery import find_repeated_blocks, match_glob
 
 __all__ = [
+    "ALL_LINEAR",
     "WORDS",
     "all_names",
     "find_places",
@@ -30,7 +32,18 @@ __all__ = [
 ]
 
 _REGEX = "[r]"
+# All linear layers of the repeated blocks but routers, as PEFT names them.
+ALL_LINEAR = "all-linear"
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
+# Endings of layers that compute queries, keys and values at once.
+_FUSED = (
+    ("attn.Wqkv",),
+    ("attn.qkv_proj", "self_attention.qkv_proj"),
+    ("attention.qkv_proj", "self_attn.Wqkv"),
+    ("attn.query_key_value", "self_attn.query_key_value"),
+    ("self_attn.W_pack", "attention.wqkv"),
+)
 # Common word -> groups of endings; the first group that a model has any of is meant. The first one
 # is of our names, the others of transformers' modules.
 WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -52,6 +65,12 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("attention.attention.query",),
         ("attention.query_key_value", "self_attention.query_key_value"),
         ("self_attn.qkv_proj",),
+        ("self_attn.q_b_proj", "self_attn.q_proj"),
+        *_FUSED,
+        ("attn.Wq", "multi_head_attention.Wq"),
+        (
+            "[r](attention|attn|self_attention|self_attn|decoder)\\.(\\w+\\.)?(q_proj|query|q_b_proj)",
+        ),
     ),
     "attn.k": (
         ("attn.k_proj",),
@@ -63,6 +82,12 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("attention.attention.key",),
         ("attention.query_key_value", "self_attention.query_key_value"),
         ("self_attn.qkv_proj",),
+        ("self_attn.kv_b_proj", "self_attn.k_b_proj"),
+        *_FUSED,
+        ("multi_head_attention.Wk",),
+        (
+            "[r](attention|attn|self_attention|self_attn|decoder)\\.(\\w+\\.)?(k_proj|key|kv_b_proj|kv_proj)",
+        ),
     ),
     "attn.v": (
         ("attn.v_proj",),
@@ -74,6 +99,12 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("attention.attention.value",),
         ("attention.query_key_value", "self_attention.query_key_value"),
         ("self_attn.qkv_proj",),
+        ("self_attn.kv_b_proj", "self_attn.v_b_proj"),
+        *_FUSED,
+        ("multi_head_attention.Wv",),
+        (
+            "[r](attention|attn|self_attention|self_attn|decoder)\\.(\\w+\\.)?(v_proj|value|kv_b_proj|kv_proj)",
+        ),
     ),
     "attn.o": (
         ("attn.o_proj",),
@@ -247,8 +278,9 @@ def find_places(
     names = [n for n, m in model.named_modules() if n and not hasattr(m, "is_delta")]
     published = all_names(model)
     chosen: set[str] = set()
+    linear = _linear_in_blocks(model) if ALL_LINEAR in targets else []
     for target in targets:
-        found = _find_one(names, published, target, exclude)
+        found = _find_one(names, linear, published, target, exclude)
         if not found and needs_all:
             _refuse(model, target, names, published, bool(exclude))
         chosen |= found
@@ -257,12 +289,31 @@ def find_places(
     return [name for name in names if name in chosen]
 
 
+def _linear_in_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers in the repeated blocks that are no routers."""
+    blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
+    return [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(blocks)
+        and linear_sizes(module) is not None
+        and not hasattr(module, "is_delta")
+        and name.rpartition(".")[2] not in _ROUTERS
+    ]
+
+
 def _find_one(
-    names: list[str], published: Mapping[str, list[str]], target: str, exclude: Sequence[str]
+    names: list[str],
+    linear: Sequence[str],
+    published: Mapping[str, list[str]],
+    target: str,
+    exclude: Sequence[str],
 ) -> set[str]:
     theirs = [name for name in published if not is_excluded(name, exclude)]
     kept = {n for name in published if is_excluded(name, exclude) for n in published[name]}
     kept = {n for n in names if is_excluded(n, exclude)} | kept
+    if target == ALL_LINEAR:
+        return {name for name in linear if name in names} - kept
     for group in WORDS.get(target, ()):
         found = {n for n in names if any(fits(n, pattern) for pattern in group)}
         if found:
@@ -286,7 +337,13 @@ def _refuse(
     has_exclude: bool,
 ) -> None:
     endings = {".".join(n.split(".")[-k:]) for n in (*names, *published) for k in (1, 2)}
-    hint = suggest(target, sorted(endings | set(WORDS)))
+    hint = suggest(target, sorted(endings | {ALL_LINEAR} | set(WORDS) - {target}))
+    if target in WORDS:
+        linear = {name.rpartition(".")[2] for name in _linear_in_blocks(model)}
+        hint = (
+            f" The word means a layer that this model does not have; its linear layers are "
+            f"{', '.join(sorted(linear))}."
+        )
     left = " Or all that it means is excluded." if has_exclude else ""
     raise ConfigError(
         f"target {target!r} matches no module of this {type(model).__name__}.{hint}{left} Targets "

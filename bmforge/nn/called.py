@@ -1,0 +1,66 @@
+"""Which modules of a model its forward calls.
+
+Some layers read the weight of another module instead of calling it (Mamba's mixer multiplies by
+`dt_proj.weight`). An adapter attached to such a module never trains, and packed storage breaks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["find_uncalled"]
+
+_TOKENS = 4
+
+
+def find_uncalled(model: Any, names: Sequence[str]) -> list[str]:
+    """Return those modules that are never called although the module around them is.
+
+    A `uncalled` method of the model answers; of a plain transformers model a short row of tokens is
+    run. Nothing is said about other models, or models on the meta device.
+
+    Args:
+        model: any module.
+        names: of some of its modules.
+    """
+    if callable(known := getattr(model, "uncalled", None)):
+        return list(known(names))
+    reads_ids = getattr(model, "main_input_name", None) == "input_ids"
+    if not reads_ids or any(tensor.is_meta for tensor in model.parameters()):
+        return []
+    called = _run_and_note(model)
+    if called is None:
+        return []
+    return [
+        name
+        for name in names
+        if id(model.get_submodule(name)) not in called
+        and id(model.get_submodule(name.rpartition(".")[0])) in called
+        and any(True for _ in model.get_submodule(name).parameters(recurse=False))
+    ]
+
+
+def _run_and_note(model: nn.Module) -> set[int] | None:
+    """Return the ids of the modules that a row of tokens passes; None where it cannot run."""
+    called: set[int] = set()
+    hooks = [
+        part.register_forward_pre_hook(lambda module, args: called.add(id(module)))
+        for part in model.modules()
+    ]
+    was_training = [part for part in model.modules() if part.training]
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad():
+            model.eval()(input_ids=torch.ones(1, _TOKENS, dtype=torch.int64, device=device))
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):
+        return None  # it needs more than tokens
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for part in was_training:
+            part.training = True
+    return called

@@ -1,0 +1,133 @@
+"""Experts of transformers models: recognized, and stored as packed integers.
+
+transformers 5 keeps the experts of a layer as 3-D parameters of one module whose forward takes
+tokens, expert numbers and weights. Its decorator leaves switches on the module (`is_transposed`,
+`has_gate`, `has_bias`), from which every variant is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.grouped import grouped_linear
+from bmforge.nn.moe import dispatch_locally
+from bmforge.nn.packed_store import GroupedProduct, PackedStore, dequantize_stack
+from bmforge.nn.packing import QuantSpec
+from bmforge.nn.part import TensorNote
+from bmforge.nn.products import numbers_of
+
+__all__ = ["PackedForeignExperts", "foreign_stacks", "is_foreign_experts"]
+
+_SWITCHES = ("has_gate", "has_bias", "is_transposed")
+
+
+def is_foreign_experts(module: nn.Module) -> bool:
+    """Return True for a module of transformers that holds stacked experts."""
+    return all(hasattr(module, name) for name in _SWITCHES) and bool(foreign_stacks(module))
+
+
+def foreign_stacks(module: nn.Module) -> dict[str, Tensor]:
+    """Return the stacked matrices of a module of transformers, by parameter name."""
+    return {
+        key: parameter
+        for key in ("gate_up_proj", "up_proj", "down_proj")
+        if isinstance(parameter := module._parameters.get(key), Tensor) and parameter.dim() == 3
+    }
+
+
+class PackedForeignExperts(PackedStore):
+    """Experts of transformers with packed matrices; replaces the plain module.
+
+    Args:
+        plain: the module that is replaced; `fill_` takes its weights.
+        spec: quantization scheme.
+
+    Shape:
+        hidden_states: (M, D); top_k_index, top_k_weights: (M, k); returns (M, D)
+    """
+
+    def __init__(self, plain: Any, spec: QuantSpec) -> None:
+        nn.Module.__init__(self)
+        if spec.outlier_ratio:
+            raise ConfigError(
+                f"outlier_ratio={spec.outlier_ratio} is not supported for experts: leave them out "
+                "of `where`."
+            )
+        own = set(self.__dict__)
+        # Switches, activation constants and the config, which the gate of the class reads.
+        self.__dict__.update({k: v for k, v in vars(plain).items() if k not in own})
+        for name, child in plain.named_children():
+            self.add_module(name, child)
+        stacks = foreign_stacks(plain)
+        first = next(iter(stacks.values()))
+        self.plain_class = type(plain)
+        self._stacks = {key: self._shape_of(stack) for key, stack in stacks.items()}
+        self._keep(spec, first.dtype, first.device)
+        for key, parameter in plain._parameters.items():
+            self.register_parameter(key, None if key in stacks else parameter)
+        for key, shape in self._stacks.items():
+            self._add_matrix(f"{key}_", shape, first.device)
+
+    def _shape_of(self, stack: Tensor) -> tuple[int, int, int]:
+        experts, rows, columns = stack.shape
+        return (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
+
+    def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
+        """Return (E, out, in) of every stack."""
+        return self._stacks
+
+    def fill_(self, key: str, stack: Tensor) -> None:
+        """Quantize a stack, laid out as the plain module has it."""
+        for number, matrix in enumerate(stack):
+            self._take(f"{key}_", matrix.t() if self.is_transposed else matrix, number)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Apply the chosen experts to every token and add their weighted results."""
+        count = next(iter(self._stacks.values()))[0]
+        run = partial(self._run)
+        parts = dispatch_locally(hidden_states, top_k_index, count, run)
+        return (parts * top_k_weights[..., None].to(parts.dtype)).sum(1).to(hidden_states.dtype)
+
+    def _run(self, x: Tensor, ends: Tensor) -> Tensor:
+        if self.has_gate:
+            inner = self.plain_class._apply_gate(self, self._product("gate_up_proj", x, ends))
+        else:
+            inner = self.act_fn(self._product("up_proj", x, ends))
+        out = self._product("down_proj", inner, ends)
+        return self.post_expert_norm(out) if getattr(self, "has_post_expert_norm", False) else out
+
+    def _product(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
+        wants = torch.is_grad_enabled() and x.requires_grad
+        if x.dtype == torch.float64 and self.spec.activations == "float":
+            out = grouped_linear(x, self.dense(key, x.dtype), ends)
+        else:
+            run = GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
+            tensors, rows = self._tensors(f"{key}_"), self._stacks[key][1]
+            out = run(x.float(), *tensors, rows, numbers_of(self.spec), ends).to(x.dtype)
+        bias = getattr(self, f"{key}_bias", None) if self.has_bias else None
+        if bias is None:
+            return out
+        rows = torch.arange(len(out), device=out.device, dtype=ends.dtype)
+        return out + bias.index_select(0, torch.searchsorted(ends, rows, right=True))
+
+    def plain(self, key: str) -> Tensor:
+        """Return a stack in fp32: (E, out, in)."""
+        return self.dense(key, torch.float32)
+
+    def dense(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the dequantized stack: (E, out, in)."""
+        tensors, rows = self._tensors(f"{key}_"), self._stacks[key][1]
+        return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Return how the packed tensors follow from drawn stacks."""
+        notes: dict[str, TensorNote] = {}
+        for key, shape in self._stacks.items():
+            notes |= self._notes(f"{key}_", key, shape)
+        return notes
