@@ -54,6 +54,7 @@ class MemoryOptions:
     """Memory limits of a model.
 
     Args:
+<<<<<<< HEAD
         device_budget: device memory for weights, KV cache and the largest step, as a size such as
             2GiB; weights that do not fit are read from disk when needed (default: no limit).
         max_tokens: with device_budget, longest sequence to plan for, new tokens included (default:
@@ -62,12 +63,26 @@ class MemoryOptions:
             the integers of a GGUF, GPTQ or AWQ file.
         devices: accelerators over which the blocks are divided, by index or name, such as 0,1; the
             budget applies to each (default: one).
+=======
+        device_budget: of the device's memory, for weights, keys and values, and the largest step:
+            a size such as 2GiB. What does not fit is read from disk whenever it is needed. None
+            takes as much as the model needs.
+        max_tokens: with a budget: longest row that is planned for, new tokens included; None takes
+            1,024, or what the model has positions for.
+        quantize: pack the weights as they are read, by int8, int8-dynamic, int4 or int4-128; keep
+            takes the integers of a GGUF file, of GPTQ or of AWQ.
+        devices: accelerators over which blocks are divided, by number or name, such as 0,1; the
+            budget holds for each. None takes one.
+        backend: implementation of the architecture: native for the families of bmforge,
+            transformers for that library, auto for a native family where there is one.
+>>>>>>> beff4fd (infer: continue padded rows of transformers models exactly)
     """
 
     device_budget: str | None = None
     max_tokens: int | None = None
     quantize: str | None = None
     devices: str | None = None
+    backend: Literal["auto", "native", "transformers"] = "auto"
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an invalid size or an option without effect."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bmforge.cli.options import InfoCommand
 from bmforge.config import config_to_dict
 from bmforge.models.config import ModelConfig
-from bmforge.models.hub import find_config
+from bmforge.models.hub import Backend, find_config
 from bmforge.provenance import describe_provenance, read_provenance
 from bmforge.surgery import persistent_tensors
 from bmforge.tune.delta.files import is_delta_dir
@@ -21,7 +23,7 @@ def run_info(command: InfoCommand) -> None:
     if is_delta_dir(command.name):
         print(describe_delta(Path(command.name)))
         return
-    print(describe_model(command.name, command.seq_len))
+    print(describe_model(command.name, command.seq_len, command.backend))
 
 
 def describe_delta(directory: Path) -> str:
@@ -32,23 +34,27 @@ def describe_delta(directory: Path) -> str:
     return "\n".join((file.read_text(encoding="utf-8").strip(), "", *said))
 
 
-def describe_model(name: str, seq_len: int | None = None) -> str:
+def describe_model(name: str, seq_len: int | None = None, backend: Backend = "auto") -> str:
     """Return a description of a preset or of a model directory.
 
     Args:
         name: preset or directory.
         seq_len: tokens per row for the FLOPs; None takes the longest context.
+        backend: see `AutoModel.family_of`.
 
     Raises:
         ConfigError: neither a preset nor a model.
     """
-    family, config = find_config(name)
+    family, config = find_config(name, backend)
     model = family.from_config(config, device="meta")
     parameters = sum(tensor.numel() for tensor in persistent_tensors(model).values())
     length = seq_len or config.max_seq_len
     flops = config.flops_per_token(length)
-    fields = {k: v for k, v in config_to_dict(config).items() if k != "raw" and v not in ("", [])}
-    lines = [f"{name}: {family.__name__}"]
+    hidden = {field.name for field in dataclasses.fields(config) if not field.repr}
+    fields = {
+        k: v for k, v in config_to_dict(config).items() if k not in hidden and v not in ("", [])
+    }
+    lines = [f"{name}: {family.__name__}{describe_backend(model)}"]
     lines += [f"  {key:<28}{value}" for key, value in fields.items()]
     lines += [
         f"  {'parameters':<28}{parameters:,}",
@@ -59,6 +65,15 @@ def describe_model(name: str, seq_len: int | None = None) -> str:
     if Path(name).exists():
         lines += [f"  {line}" for line in describe_provenance(read_provenance(name))]
     return "\n".join(lines)
+
+
+def describe_backend(model: Any) -> str:
+    """Return which class of another library implements a model; "" for a native family."""
+    foreign = getattr(model, "foreign", None)
+    if foreign is None:
+        return ""
+    library = type(foreign).__module__.partition(".")[0]
+    return f" (backend {library}: {type(foreign).__name__})"
 
 
 def _describe_layers(config: ModelConfig) -> Iterator[str]:

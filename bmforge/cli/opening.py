@@ -153,6 +153,7 @@ def open_beside(
         quantize=memory.quantize,
         devices=memory.device_names,
         config=config,
+        backend=memory.backend,
     )
     try:
         if deltas:
@@ -181,7 +182,7 @@ def opened_model(
     quantize = memory.quantize
     put_ = partial(put_deltas_, deltas=deltas, allow_other_base=quantize is not None)
     if memory.device_budget is None and memory.devices is None:
-        model = AutoModel.from_pretrained(directory, quantize=quantize)
+        model = AutoModel.from_pretrained(directory, quantize=quantize, backend=memory.backend)
         put_(model)
         yield model.eval()
         return

@@ -233,10 +233,13 @@ class InfoCommand:
     Args:
         name: a preset's name or a model's directory.
         seq_len: length of the rows for the FLOPs of attention; none takes the longest context.
+        backend: implementation of the architecture: native for the families of bmforge,
+            transformers for that library, auto for a native family where there is one.
     """
 
     name: Annotated[str, tyro.conf.Positional]
     seq_len: int | None = None
+    backend: Literal["auto", "native", "transformers"] = "auto"
 
 
 @dataclass(kw_only=True)

@@ -97,8 +97,8 @@ def _open_engine(command: ServeCommand, directory: Path, budget: int | None) -> 
     if is_planned:
         return open_beside(directory, command.memory, budget, command.delta, put_, config)
     if not command.delta:
-        return Engine(directory, quantize=quantize, config=config)
-    model = AutoModel.from_pretrained(directory, quantize=quantize)
+        return Engine(directory, quantize=quantize, config=config, backend=command.memory.backend)
+    model = AutoModel.from_pretrained(directory, quantize=quantize, backend=command.memory.backend)
     put_(model)
     return Engine(model.eval(), tokenizer=AutoTokenizer.from_pretrained(directory), config=config)
 

@@ -47,10 +47,10 @@ def start_decoder(
         input_ids, mask: (B, S); returns a decoder and (B, T)
     """
     if model.keeps_foreign_cache and model.traits.reads != "apart":
-        from bmforge.infer.foreign_decoder import ForeignDecoder  # a subclass of `Decoder`
+        from bmforge.infer.foreign_decoder import start_foreign  # its classes derive from these
 
         length = input_ids.shape[1] + max_new_tokens
-        return ForeignDecoder(model, mask, length, delta_rows), input_ids
+        return start_foreign(model, mask, length, delta_rows), input_ids
     if model.traits.reads != "apart":
         length = input_ids.shape[1] + max_new_tokens
         return Decoder(model, mask, length, delta_rows), input_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from bmforge.infer.decoder import Decoder
 from bmforge.models.transformers.model import ForeignCache, TransformersModel
 
-__all__ = ["ForeignDecoder"]
+__all__ = ["ForeignDecoder", "SeparateDecoder", "start_foreign"]
 
 
 class ForeignDecoder(Decoder):
@@ -35,7 +36,9 @@ class ForeignDecoder(Decoder):
     ) -> None:
         self.model, self.delta_rows = model, delta_rows  # type: ignore[assignment]
         self.cache = ForeignCache()  # type: ignore[assignment]
-        self._caches = model.behavior.caches
+        behavior = model.behavior
+        self._padding = behavior.padding
+        self._caches = behavior.caches and (mask is None or self._padding in ("mask", "prompt"))
         self._mask: Tensor | None = None
         if mask is not None:
             self._mask = mask.new_ones(mask.shape[0], max_length)
@@ -55,6 +58,8 @@ class ForeignDecoder(Decoder):
         if self._mask is not None:
             mask = self._mask[:, :end]
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]
+        if start and self._padding == "prompt":
+            mask = None
         out = self.model(
             tokens,
             attention_mask=mask,
@@ -74,3 +79,66 @@ class ForeignDecoder(Decoder):
             self._tokens = self._tokens.index_select(0, rows)
         if self._mask is not None:
             self._mask = self._mask.index_select(0, rows)
+
+    def copy(self) -> ForeignDecoder:
+        """Return a decoder that continues the same rows independently."""
+        twin = copy.copy(self)
+        twin.cache = copy.deepcopy(self.cache)
+        return twin
+
+
+class SeparateDecoder(Decoder):
+    """Rows of different lengths of a model that cannot read padding: each row runs alone.
+
+    Args:
+        model: the model.
+        mask: 1 for tokens, 0 for padding on the left.
+        max_length: tokens in the longest row at the end.
+        delta_rows: adapter of every row, by name; see `Decoder`.
+
+    Shape:
+        mask: (B, prompt length)
+    """
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        mask: Tensor,
+        max_length: int,
+        delta_rows: Sequence[str | None] | None = None,
+    ) -> None:
+        self.model, self.delta_rows = model, None  # type: ignore[assignment]
+        self.cache = ForeignCache()  # type: ignore[assignment]
+        names = delta_rows or [None] * mask.shape[0]
+        self._rows = [
+            ForeignDecoder(model, None, max_length, None if delta_rows is None else [name])
+            for name in names
+        ]
+        self._padding: list[int] | None = (mask == 0).sum(1).tolist()
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Feed the prompt, or the tokens chosen last, and return the scores of the next token.
+
+        Shape:
+            tokens: (B, T) -> (B, V) in fp32
+        """
+        skipped = self._padding or [0] * len(self._rows)
+        self._padding = None
+        pairs = zip(self._rows, tokens, skipped, strict=True)
+        return torch.cat([row.run(ids[None, first:]) for row, ids, first in pairs])
+
+    def reorder(self, rows: Tensor) -> None:
+        """Continue the old rows `rows` as the new rows."""
+        self._rows = [self._rows[row].copy() for row in rows.tolist()]
+
+
+def start_foreign(
+    model: TransformersModel,
+    mask: Tensor | None,
+    max_length: int,
+    delta_rows: Sequence[str | None] | None = None,
+) -> Decoder:
+    """Return the decoder of a transformers model; its architecture decides how padding is read."""
+    if mask is not None and not model.behavior.padding:
+        return SeparateDecoder(model, mask, max_length, delta_rows)
+    return ForeignDecoder(model, mask, max_length, delta_rows)

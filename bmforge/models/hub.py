@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
 from bmforge.models.base import Model
+from bmforge.models.changes import CHANGES_KEY
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.families import FAMILIES
 from bmforge.models.formats.hf_format import WeightFiles
@@ -46,7 +47,7 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
     raise ConfigError(f"unknown preset {name!r} (known: {', '.join(names)}).{suggest(name, names)}")
 
 
-def find_config(name: str) -> tuple[type[Model], ModelConfig]:
+def find_config(name: str, backend: Backend = "auto") -> tuple[type[Model], ModelConfig]:
     """Return family and config of a model directory, GGUF file or preset.
 
     Raises:
@@ -55,7 +56,7 @@ def find_config(name: str) -> tuple[type[Model], ModelConfig]:
     if not is_gguf(name) and not (Path(name) / "config.json").is_file():
         return find_preset(name)
     raw = read_config_file(name)
-    family = AutoModel.family_of(raw)
+    family = AutoModel.family_of(raw, backend)
     return family, family.config_class.from_hf(raw)
 
 
@@ -92,6 +93,9 @@ class AutoModel:
             MissingDependencyError: transformers has it and is not installed.
         """
         check_backend(backend)
+        changes = raw.get(CHANGES_KEY)
+        if backend == "auto" and isinstance(changes, dict):
+            backend = changes.get("backend", backend)
         if backend != "transformers":
             for family in FAMILIES.values():
                 if family.config_class.opens(raw):

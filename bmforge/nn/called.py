@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["find_uncalled"]
+from bmforge.errors import ConfigError
+
+__all__ = ["find_uncalled", "keep_called"]
 
 _TOKENS = 4
 
@@ -42,6 +44,28 @@ def find_uncalled(model: Any, names: Sequence[str]) -> list[str]:
         and id(model.get_submodule(name.rpartition(".")[0])) in called
         and any(True for _ in model.get_submodule(name).parameters(recurse=False))
     ]
+
+
+def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[str]:
+    """Return modules without those that the model never calls, where an adapter would not train.
+
+    Args:
+        model: any module.
+        names: of some of its modules.
+        drops: leave them out without an error, as long as others remain.
+
+    Raises:
+        ConfigError: there are such modules, and `drops` is off or no others remain.
+    """
+    uncalled = set(find_uncalled(model, names))
+    if uncalled and (not drops or len(uncalled) == len(names)):
+        first = sorted(uncalled)[0]
+        raise ConfigError(
+            f"{type(model).__name__} reads the weight of {first} without calling the module "
+            f"({len(uncalled)} such), so a part attached to it would not train. Leave it out of "
+            "targets."
+        )
+    return [name for name in names if name not in uncalled]
 
 
 def _run_and_note(model: nn.Module) -> set[int] | None:

@@ -42,7 +42,8 @@ def can_pack(model: Any) -> bool:
     """Tell whether a model's sequences can stand in one row: they are told apart by attention."""
     traits = model.traits
     reads = traits.writes and (traits.reads, traits.objective) == ("left", "next token")
-    return reads and traits.positions in ("learned", "rotary")
+    is_native = not model.keeps_foreign_cache
+    return reads and is_native and traits.positions in ("learned", "rotary")
 
 
 def shares_passes(model: Any) -> bool:

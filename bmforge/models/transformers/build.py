@@ -7,7 +7,6 @@ and no file has them.
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -99,9 +98,9 @@ def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
         ConfigError: transformers cannot build it, for example because it needs another library.
     """
     chosen = find_class(hf_config, head)
-    initialization = importlib.import_module("transformers.initialization")
     try:
-        with torch.random.fork_rng(devices=[]), _Sparing(), initialization.no_init_weights():
+        with torch.random.fork_rng(devices=[]), _Sparing():
+            torch.manual_seed(0)  # vectors that are drawn are the same on every process
             module = chosen._from_config(fit_config(hf_config, chosen), dtype=dtype)
     except (ImportError, ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
         raise ConfigError(

@@ -172,7 +172,8 @@ class TransformersConfig(ModelConfig):
             out["id2label"] = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
             out["label2id"] = {f"LABEL_{i}": i for i in range(self.num_labels)}
         if self.changes:
-            out[CHANGES_KEY] = changes_to_json(self.changes)
+            # The names of changed modules are transformers', so a native family cannot open it.
+            out[CHANGES_KEY] = {**changes_to_json(self.changes), "backend": "transformers"}
         packed = quantization_to_json(self.changes)
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
 

@@ -206,10 +206,6 @@ class TransformersModel(Model):
 
     def initial_value(self, name: str) -> Tensor | None:
         """Return the value that the constructor computes for a tensor; None where it is drawn."""
-        owner, _, key = name.rpartition(".")
-        plain = (nn.Linear, nn.Conv1d, nn.Conv2d)
-        if key == "bias" and isinstance(self.get_submodule(owner), plain):
-            return torch.zeros_like(self._constructed[name]) if name in self._constructed else None
         return self._constructed.get(name)
 
     # --- layouts

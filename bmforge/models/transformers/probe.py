@@ -1,7 +1,7 @@
 """Checks of an architecture on its twin, so that nothing about it is silently wrong.
 
-Four questions have no answer in a config: how logits follow from hidden states, what keeps packed
-documents apart, whether a cache continues a row exactly, and which layers are never called.
+A config does not say how logits follow from hidden states, what keeps packed documents apart,
+whether a cache continues a row exactly, with padding or not, and which layers are never called.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Behavior:
         packing: what keeps the documents of a packed row apart: "positions" that restart, a "mask"
             of pairs; "" if nothing does.
         caches: the cache continues a row exactly; else the whole row is computed again.
+        padding: how rows with padding on the left are continued exactly: a "mask" at every step, a
+            mask of the "prompt" only (recurrent layers), the "whole" row again; "" if they cannot.
         idle: general names of the modules that a forward never calls.
         reason: why the twin could not be built; "" if it could.
     """
@@ -51,6 +53,7 @@ class Behavior:
     factor: float = 1.0
     packing: str = ""
     caches: bool = False
+    padding: str = "whole"
     idle: frozenset[str] = field(default_factory=frozenset)
     reason: str = ""
 
@@ -91,8 +94,14 @@ def _probe(twin: Any, structure: Structure) -> Behavior:
         hook.remove()
     idle = {general_name(name) for name, _ in twin.named_modules()} - called
     kind, factor = _find_head(twin, structure, ids, logits)
+    caches = _continues(twin, ids, logits)
     return Behavior(
-        kind, factor, _find_packing(twin, ids), _continues(twin, ids, logits), frozenset(idle)
+        kind,
+        factor,
+        packing=_find_packing(twin, ids),
+        caches=caches,
+        padding=_find_padding(twin, ids, caches),
+        idle=frozenset(idle),
     )
 
 
@@ -150,13 +159,51 @@ def _find_packing(twin: Any, ids: Tensor) -> str:
 
 def _continues(twin: Any, ids: Tensor, logits: Tensor) -> bool:
     """Return True if a row that is continued through the cache has the logits of the whole row."""
+    return _matches_cached(twin, ids, logits, None, steps_masked=False)
+
+
+def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
+    """Return how rows that are padded on the left equal rows without padding."""
+    first = 5
+    alone = _run(twin, ids[:, first:])
+    padded = ids.clone()
+    padded[:, :first] = 0
+    mask = (torch.arange(_TOKENS) >= first).long()[None]
+    alone = torch.cat((alone.new_zeros(1, first, alone.shape[-1]), alone), 1)
+    for kind, steps_masked in (("mask", True), ("prompt", False)) if caches else ():
+        if _matches_cached(twin, padded, alone, mask, steps_masked=steps_masked):
+            return kind
+    try:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        whole = _run(twin, padded, attention_mask=mask, position_ids=positions)
+    except Exception:  # the model takes no such mask
+        return ""
+    return "whole" if torch.allclose(whole[:, first:], alone[:, first:], atol=_ATOL) else ""
+
+
+def _matches_cached(
+    twin: Any, ids: Tensor, logits: Tensor, mask: Tensor | None, *, steps_masked: bool
+) -> bool:
+    """Return True if a prompt and two steps through the cache have the given logits.
+
+    Args:
+        twin: the small model.
+        ids: the whole row.
+        logits: expected at every position.
+        mask: 0 for padding on the left; None for none.
+        steps_masked: single tokens get the mask of the whole row as well.
+    """
     name = cache_argument(twin)
     if not name:
         return False
     past: Any = None
+    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
     try:
         for start, stop in ((0, _TOKENS - 2), (_TOKENS - 2, _TOKENS - 1), (_TOKENS - 1, _TOKENS)):
             given = {"input_ids": ids[:, start:stop], name: past}
+            if mask is not None and positions is not None:
+                given["position_ids"] = positions[:, start:stop]
+                given["attention_mask"] = mask[:, :stop] if steps_masked or not start else None
             out = twin(**call_arguments(twin, given, cached=True))
             past = getattr(out, name, None)
             if past is None:

@@ -74,9 +74,7 @@ def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:
     return [
         name
         for name, part in module.named_modules()
-        if name.startswith(inside)
-        and _is_matrix(part)
-        and name.rpartition(".")[2] not in _ROUTERS
+        if name.startswith(inside) and _is_matrix(part) and name.rpartition(".")[2] not in _ROUTERS
     ]
 
 

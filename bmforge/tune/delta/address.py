@@ -24,6 +24,7 @@ __all__ = [
     "ALL_LINEAR",
     "WORDS",
     "all_names",
+    "are_words",
     "find_places",
     "find_wholes",
     "fits",
@@ -153,6 +154,11 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "lm_head": (("lm_head", "mlm_head.decoder"), ("[r](cls\\.predictions|lm_head)\\.decoder",)),
 }
+
+
+def are_words(targets: Sequence[str] | None) -> bool:
+    """Return True if all targets are common words, or none are given."""
+    return targets is None or set(targets) <= {ALL_LINEAR, *WORDS}
 
 
 def fits(name: str, pattern: str) -> bool:

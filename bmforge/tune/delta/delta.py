@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.called import find_uncalled
+from bmforge.nn.called import keep_called
 from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.low_rank import settle_magnitude_
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.provenance import Provenance
-from bmforge.tune.delta.address import ALL_LINEAR, WORDS, find_places, find_wholes
+from bmforge.tune.delta.address import are_words, find_places, find_wholes
 from bmforge.tune.delta.held import (
     Held,
     deltas_of,
@@ -125,27 +125,10 @@ class Delta:
         found = find_places(self.model, given, self.exclude, self.targets is not None)
         if self.targets is None:
             found = [name for name in found if self._is_usual(self.model.get_submodule(name))]
-        found = self._leave_out_uncalled(found)
+        found = keep_called(self.model, found, drops=are_words(self.targets))
         if self.stands_behind:
             found = list(dict.fromkeys(part_around(self.model, name) for name in found))
         return found
-
-    def _leave_out_uncalled(self, names: list[str]) -> list[str]:
-        """Return modules without those that the model never calls, beside which nothing trains.
-
-        Raises:
-            ConfigError: a target that is no common word names one, or there are no others.
-        """
-        uncalled = set(find_uncalled(self.model, names))
-        words = self.targets is None or {*self.targets} <= {ALL_LINEAR, *WORDS}
-        if uncalled and (not words or len(uncalled) == len(names)):
-            first = sorted(uncalled)[0]
-            raise ConfigError(
-                f"{type(self.model).__name__} reads the weight of {first} without calling the "
-                f"module ({len(uncalled)} such), so a part attached to it would not train. Leave "
-                "it out of targets."
-            )
-        return [name for name in names if name not in uncalled]
 
     def _is_usual(self, module: nn.Module) -> bool:
         """Tell whether a module that a common word names can have a part where nothing is said."""
