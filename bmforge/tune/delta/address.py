@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.nn.called import keep_called
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.surgery import find_repeated_blocks, match_glob
 
@@ -24,7 +25,7 @@ __all__ = [
     "ALL_LINEAR",
     "WORDS",
     "all_names",
-    "are_words",
+    "find_called",
     "find_places",
     "find_wholes",
     "fits",
@@ -154,11 +155,6 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "lm_head": (("lm_head", "mlm_head.decoder"), ("[r](cls\\.predictions|lm_head)\\.decoder",)),
 }
-
-
-def are_words(targets: Sequence[str] | None) -> bool:
-    """Return True if all targets are common words, or none are given."""
-    return targets is None or set(targets) <= {ALL_LINEAR, *WORDS}
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -306,6 +302,22 @@ def _linear_in_blocks(model: nn.Module) -> list[str]:
         and not hasattr(module, "is_delta")
         and name.rpartition(".")[2] not in _ROUTERS
     ]
+
+
+def find_called(
+    model: nn.Module, targets: Sequence[str], exclude: Sequence[str], needs_all: bool
+) -> list[str]:
+    """Return the names of the modules that targets mean and the model calls, for parts beside them.
+
+    Args:
+        model, targets, exclude, needs_all: see `find_places`.
+
+    Raises:
+        ConfigError: as `find_places`; or a target that is no common word means a module that the
+            model never calls.
+    """
+    found = find_places(model, targets, exclude, needs_all)
+    return keep_called(model, found, drops=set(targets) <= {ALL_LINEAR, *WORDS})
 
 
 def _find_one(

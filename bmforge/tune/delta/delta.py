@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.called import keep_called
 from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.low_rank import settle_magnitude_
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.provenance import Provenance
-from bmforge.tune.delta.address import are_words, find_places, find_wholes
+from bmforge.tune.delta.address import find_called, find_wholes
 from bmforge.tune.delta.held import (
     Held,
     deltas_of,
@@ -122,10 +121,9 @@ class Delta:
     def _settle_names(self) -> list[str]:
         """Return the names of the modules beside which parts come to stand."""
         given = self.default_targets if self.targets is None else tuple(self.targets)
-        found = find_places(self.model, given, self.exclude, self.targets is not None)
+        found = find_called(self.model, given, self.exclude, self.targets is not None)
         if self.targets is None:
             found = [name for name in found if self._is_usual(self.model.get_submodule(name))]
-        found = keep_called(self.model, found, drops=are_words(self.targets))
         if self.stands_behind:
             found = list(dict.fromkeys(part_around(self.model, name) for name in found))
         return found
