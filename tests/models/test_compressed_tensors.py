@@ -47,6 +47,9 @@ SCHEMES = {
     "int4-64": QuantSpec(4, 64),
     "int8": PRESETS["int8"],
     "int8-rows": QuantSpec(8, 0, activations="float", scale_dtype="float32"),
+    "int4-asym": QuantSpec(4, 32, symmetric=False, scale_dtype="float32"),
+    "int8-asym": QuantSpec(8, 64, symmetric=False, scale_dtype="float32"),
+    "int4-asym-rows": QuantSpec(4, 0, False, "float", scale_dtype="float32"),
 }
 
 
@@ -73,7 +76,13 @@ def twin(plain: Any, model: Any) -> Any:
     return plain
 
 
-QUICK = {(llama, "int8-dynamic"), (llama, "int4"), (llama, "int8-rows")}
+QUICK = {
+    (llama, "int4-asym"),
+    (opt, "int8-asym"),
+    (llama, "int8-dynamic"),
+    (llama, "int4"),
+    (llama, "int8-rows"),
+}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -175,7 +184,7 @@ def test_what_the_format_has_not(tmp_path: Path) -> None:
     mixed = quantize_(llama(), "int4", where=["layers.0.**_proj"])
     with pytest.raises(ConfigError, match="several schemes"):
         save_compressed(quantize_(mixed, "int8", where=["layers.1.**_proj"]), tmp_path)
-    with pytest.raises(ConfigError, match="minima or outliers"):
+    with pytest.raises(ConfigError, match="no integer zero points"):
         save_compressed(quantize_(llama(), QuantSpec(4, 32, symmetric=False)), tmp_path)
     config = MixtralConfig(
         **SIZES, num_kv_heads=2, intermediate_size=64, num_experts=3, experts_per_token=2
@@ -204,14 +213,27 @@ def test_what_is_not_read_is_said(change: dict[str, Any], words: str, tmp_path: 
         Llama.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("weights", [{"symmetric": False}, {"num_bits": 3}, {"actorder": "group"}])
-def test_weights_that_are_not_read(weights: dict[str, Any], tmp_path: Path) -> None:
+FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"weights": {"num_bits": 3}},
+        {"weights": {"actorder": "group"}},
+        {"input_activations": FP8},
+        {"input_activations": {**FP8, "type": "int", "dynamic": False}},
+    ],
+)
+def test_schemes_that_are_not_supported(group: dict[str, Any], tmp_path: Path) -> None:
     save_compressed(quantize_(llama(), "int4", where=WHERE), tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= weights
+    mine = config["quantization_config"]["config_groups"]["group_0"]
+    mine["weights"] |= group.get("weights", {})
+    mine["input_activations"] = group.get("input_activations")
     file.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="is not read"):
+    with pytest.raises(ConfigError, match="unsupported fields"):
         Llama.from_pretrained(tmp_path)
 
 

@@ -106,13 +106,66 @@ def test_weights_are_those_of_the_loops(tmp_path, method, settings, offset):
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
+GPTQMODEL_META = {"quantizer": ["gptqmodel:5.0.0"], "damp_percent": 0.05, "mse": 0.0, "v2": False}
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("gptq", {"pack_dtype": "int32", "checkpoint_format": "gptq", "meta": GPTQMODEL_META}),
+        ("gptq", {"pack_dtype": "int32", "format": "gptq", "checkpoint_format": "gptq"}),
+        ("gptq", {"pack_impl": "cpu", "hyb_act": True, "lm_head": False}),
+        ("gptq", {"act_group_aware": True, "mse": 2.0, "offload_to_disk": True, "method": "gptq"}),
+        ("gptq", {"dynamic": {r"-:model\.layers\.9\..*": {}}}),
+        ("gptq", {"model_seqlen": 2048, "use_cuda_fp16": True, "dataset": "c4"}),
+        ("awq", {"format": "gemm", "backend": "auto", "modules_to_not_convert": ["lm_head"]}),
+    ],
+)
+def test_fields_of_other_writers(tmp_path, method, fields):
+    """What GPTQModel, optimum and transformers write next to the fields of AutoGPTQ."""
+    settings = {"bits": 4, "group_size": 16, "sym": True, **fields}
+    whole = write_packed(tmp_path, method, settings, int(method == "gptq"))
+    got = AutoModel.from_pretrained(tmp_path).state_dict()
+    for name, tensor in whole.items():
+        if name.endswith("mlp.up_proj.weight"):
+            assert torch.equal(got[name.removeprefix("model.")], tensor)
+
+
+def test_inputs_in_another_order(tmp_path):
+    """With desc_act an input is of the group that g_idx names."""
+    whole = write_packed(tmp_path, "gptq", {"bits": 4, "group_size": 8, "desc_act": True}, 1)
+    file, generator = tmp_path / "model.safetensors", torch.Generator().manual_seed(2)
+    tensors = load_file(file)
+    want = {}
+    for name in [n for n in tensors if n.endswith(".g_idx")]:
+        stem, groups = name.removesuffix(".g_idx"), tensors[name]
+        order = groups[torch.randperm(len(groups), generator=generator)]
+        zeros = tensors[f"{stem}.qzeros"]
+        unpacked = torch.stack([zeros >> 4 * k & 15 for k in range(8)], -1).flatten(1) + 1
+        scales = tensors[f"{stem}.scales"].float()
+        # The integers that the loops packed, from their weight and the usual order.
+        integers = whole[f"{stem}.weight"].t() / scales[groups] + unpacked[groups]
+        want[stem] = ((integers.round() - unpacked[order]) * scales[order]).t()
+        tensors[name] = order
+    save_file(tensors, file)
+    got = AutoModel.from_pretrained(tmp_path).state_dict()
+    for stem, weight in want.items():
+        ours = stem.removeprefix("model.").replace("self_attn", "attn")
+        assert torch.equal(got[f"{ours}.weight"], weight), stem
+    with pytest.raises(ConfigError, match="no integers that packed layers can keep"):
+        AutoModel.from_pretrained(tmp_path, quantize="keep")
+
+
 def test_refused_by_name(tmp_path):
     """Other layouts, and parts that do not fit."""
     settings = {"bits": 4, "group_size": 16}
     write_packed(tmp_path, "gptq", settings, 1)
     file, raw = tmp_path / "config.json", json.loads((tmp_path / "config.json").read_text())
     for changes, said in (
-        ({"desc_act": True}, "desc_act=True"),
+        ({"pack_dtype": "int16"}, "pack_dtype='int16'"),
+        ({"format": "gptq_v2", "checkpoint_format": "gptq"}, "format='gptq_v2'"),
+        ({"dynamic": {r".*\\.1\\..*": {"bits": 8}}}, "dynamic="),
+        ({"rotation": "hadamard"}, "rotation='hadamard'"),
         ({"bits": 3}, "bits=3"),
         ({"group_size": 0}, "group_size=0"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
@@ -126,10 +179,14 @@ def test_refused_by_name(tmp_path):
     file.write_text(json.dumps(raw))
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj"
-    ordered = {**tensors, f"{name}.g_idx": tensors[f"{name}.g_idx"].flip(0)}
+    ordered = {**tensors, f"{name}.g_idx": tensors[f"{name}.g_idx"] + 1}
     short = {**tensors, f"{name}.scales": tensors[f"{name}.scales"][:1].clone()}
     gone = {key: tensor for key, tensor in tensors.items() if key != f"{name}.qzeros"}
-    for found, said in ((ordered, "desc_act"), (short, "do not fit"), (gone, "qzeros.*missing")):
+    for found, said in (
+        (ordered, "groups beyond"),
+        (short, "do not fit"),
+        (gone, "qzeros.*missing"),
+    ):
         save_file(found, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=said):
             AutoModel.from_pretrained(tmp_path)

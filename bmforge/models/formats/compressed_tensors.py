@@ -1,8 +1,9 @@
-"""Checkpoints in vLLM's compressed-tensors format: integers of linear layers, read as they are.
+"""Reads checkpoints in vLLM's compressed-tensors format; `compressed_write.py` writes them.
 
 A linear layer X has ``X.weight`` in int8 with ``X.weight_scale``, or ``X.weight_packed``, words of
-32 bits that hold integers of 4 or 8, with ``X.weight_scale`` and ``X.weight_shape``. Weights are
-``scale * q``, with a scale for every row or every group of inputs. `compressed_write.py` writes it.
+32 bits that hold integers of 4 or 8, with ``X.weight_scale`` and ``X.weight_shape``; asymmetric
+ones have ``X.weight_zero_point`` as well, packed along the rows. Weights are ``scale * (q - zero)``
+with a scale for every row or every group of inputs.
 
 Source: the format of the package compressed-tensors (0.20), as its files are.
 """
@@ -55,12 +56,14 @@ class Compression:
     Args:
         bits: of packed integers.
         group_size: inputs that share a scale; 0: those of a row.
-        rounds_tokens: whether what is multiplied with whole rows is rounded to 8 bits first.
+        rounds_tokens: whether activations are rounded to 8 bits, token by token.
+        symmetric: False for weights with zero points.
     """
 
     bits: int
     group_size: int
     rounds_tokens: bool = True
+    symmetric: bool = True
 
 
 def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
         return None
     groups = found.get("config_groups")
     problems: list[str] = []
-    forms: set[tuple[Any, Any, bool]] = set()
+    forms: set[tuple[Any, Any, bool, bool]] = set()
     if not isinstance(groups, dict) or not groups:
         groups = {}
         problems.append("no config_groups")
@@ -96,9 +99,11 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
         if not isinstance(weights, dict):
             problems.append(f"{name} without weights")
             continue
-        has_tokens = bool(group.get("input_activations"))
-        forms.add((weights.get("num_bits"), weights.get("group_size"), has_tokens))
+        tokens = group.get("input_activations") or {}
+        is_symmetric = weights.get("symmetric", True) is not False
+        forms.add((weights.get("num_bits"), weights.get("group_size"), bool(tokens), is_symmetric))
         problems += [f"{name}: {said}" for said in _weight_problems(weights)]
+        problems += [f"{name}: input_activations.{said}" for said in _token_problems(tokens)]
         if group.get("output_activations"):
             problems.append(f"{name}: output_activations")
     form = found.get("format")
@@ -113,24 +118,37 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
     ]
     if len(forms) > 1:
         problems.append(
-            f"several schemes, (bits, group, rounded tokens) of {sorted(map(str, forms))}"
+            f"several schemes: (bits, group, tokens, symmetric)={sorted(map(str, forms))}"
         )
     if problems:
         raise ConfigError(
-            f"quantization_config of {METHOD} has {'; '.join(problems)}, which is not read. "
-            "Read are symmetric integers of 8 bits by rows and of 4 or 8 bits by groups or rows, "
-            "weights alone or with 8-bit tokens: take such a checkpoint, or the model that is not "
-            "quantised."
+            f"the quantization_config of this {METHOD} checkpoint has unsupported fields: "
+            f"{'; '.join(problems)} (supported: integer weights of 4 or 8 bits by groups or rows, "
+            "alone or with dynamic 8-bit integer tokens). Take such a checkpoint, or the "
+            "unquantized model."
         )
-    bits, group, has_tokens = forms.pop()
-    return Compression(int(bits), max(0, group or 0), has_tokens)
+    bits, group, has_tokens, is_symmetric = forms.pop()
+    return Compression(int(bits), max(0, group or 0), has_tokens, is_symmetric)
+
+
+def _token_problems(tokens: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a scheme of activations that are not dynamic 8-bit integer tokens."""
+    wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    usual = {"type": "int", "symmetric": True}
+    if not tokens:
+        return []
+    return [
+        f"{name}={value!r}"
+        for name, want in wanted.items()
+        if (value := tokens.get(name, usual.get(name))) != want
+    ]
 
 
 def _weight_problems(weights: Mapping[str, Any]) -> list[str]:
     allowed: dict[str, tuple[Any, ...]] = {
         "num_bits": (4, 8),
         "type": ("int",),
-        "symmetric": (True,),
+        "symmetric": (True, False),
         "strategy": ("channel", "group"),
         "dynamic": (False,),
     }
@@ -170,6 +188,7 @@ class CompressedLinears:
             self._kinds[weight] = _Parts(how.bits if is_packed else 8, is_packed)
             self.shapes[weight] = self._check(stem, self._kinds[weight])
             self.parts |= {name, weight, packed, f"{stem}.weight_shape"}
+            self.parts.add(f"{stem}.weight_zero_point")
 
     def _check(self, stem: str, kind: _Parts) -> tuple[int, int]:
         """Return the shape of a layer's weight."""
@@ -207,7 +226,10 @@ class CompressedLinears:
         """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
         rows, columns = slices
         whole = slice(0, self.shapes[name][1])
-        target.copy_(self.read_groups(name, (rows, whole)).values()[:, columns])
+        integers, scales = self._read_integers(name, (rows, whole))
+        if not self._how.symmetric:
+            integers = integers - self._read_zeros(name, rows)[..., None].to(torch.int16)
+        target.copy_((integers * scales[..., None]).flatten(1)[:, columns])
 
     def stored_spec(self, name: str) -> QuantSpec | None:
         """Return the scheme of ours that a layer's integers fit; None where none does."""
@@ -219,6 +241,10 @@ class CompressedLinears:
         if group % (32 if bits == 4 else 16):
             return None
         scale = f"{stem}.weight_scale"
+        if not self._how.symmetric:
+            activations = "int8" if group or self._how.rounds_tokens else "float"
+            wide = QuantSpec(bits, group, False, activations, scale_dtype="float32")  # type: ignore[arg-type]
+            return wide if wide.fits(columns) else None
         is_half = self.files[scale].dtype(scale) == torch.float16
         if not is_half:  # such as fit in 16 bits may be kept in them
             values = self._read_whole(scale).float()
@@ -235,22 +261,47 @@ class CompressedLinears:
         """Return the integers of whole rows as they are stored.
 
         Args:
-            name: of a layer.
+            name: published name of a layer's weight.
             slices: rows, and all columns.
         """
+        integers, scales = self._read_integers(name, slices)
+        if self._how.symmetric:
+            return Groups(integers, scales, None)
+        zeros = self._read_zeros(name, slices[0])
+        if self._kinds[name].bits == 4:  # unsigned in our storage
+            integers, zeros = integers + 8, zeros + 8
+        return Groups(integers, scales, (0 - zeros.float()) * scales)  # no -0.0
+
+    def _read_integers(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Return the integers of whole rows, (R, G, W), and their scales, (R, G), in fp32."""
         rows, columns = slices[0], self.shapes[name][1]
         stem, kind = name.removesuffix(".weight"), self._kinds[name]
         groups = self._shape(stem, "scale")[1]
         scales = self._read(f"{stem}.weight_scale", (rows, slice(0, groups))).float()
         if kind.is_packed:
             words = self.files[f"{stem}.weight_packed"].shapes[f"{stem}.weight_packed"][1]
-            found = self._read(f"{stem}.weight_packed", (rows, slice(0, words)))
-            values = unpack_words(found, kind.bits)[:, :columns]
+            packed = self._read(f"{stem}.weight_packed", (rows, slice(0, words)))
+            values = unpack_words(packed, kind.bits)[:, :columns]
         else:
             values = self._read(f"{stem}.weight", (rows, slice(0, columns)))
-        return Groups(values.unflatten(1, (groups, -1)), scales, None)
+        return values.unflatten(1, (groups, -1)), scales
+
+    def _read_zeros(self, name: str, rows: slice) -> Tensor:
+        """Return the signed zero points of some rows: (R, G) int8."""
+        stem, kind = name.removesuffix(".weight"), self._kinds[name]
+        stored = self._read_whole(f"{stem}.weight_zero_point")
+        if kind.is_packed:  # a word holds the zero points of several rows
+            stored = unpack_words(stored.t().contiguous(), kind.bits).t()
+        if stored.shape[1:] != self._shape(stem, "scale")[1:] or stored.shape[0] < rows.stop:
+            raise CheckpointError(
+                f"{stem}.weight_zero_point does not fit weight_scale: its unpacked shape is "
+                f"{tuple(stored.shape)}."
+            )
+        return stored[rows]
 
     def _read_whole(self, name: str) -> Tensor:
+        if name not in self.files:
+            raise CheckpointError(f"{name} of a compressed layer is missing.")
         return self._read(name, tuple(slice(0, n) for n in self.files[name].shapes[name]))
 
     def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:

@@ -132,8 +132,7 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
             specs.setdefault(module.spec, name)
             if stems[name].startswith(OWN_PREFIX):
                 problems.append(f"{name} is a part of a fused or turned tensor in this family")
-            if not module.spec.symmetric or module.spec.outlier_ratio:
-                problems.append(f"{name} has minima or outliers")
+            problems += [f"{name} {problem}" for problem in _storage_problems(module)]
             if _form_of(module.spec) == (4, 0, True):
                 problems.append(
                     f"{name} has rows of 4 bits for tokens of 8, where the format has weights "
@@ -144,7 +143,7 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
             f"{type(model).__name__} has no quantised linear layers: compress.quantize(model, "
             '"int8-dynamic") makes some.'
         )
-    if len({_form_of(spec) for spec in specs}) > 1:
+    if len({(_form_of(spec), spec.symmetric) for spec in specs}) > 1:
         problems.append(f"several schemes, as of {' and '.join(specs.values())}")
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
@@ -155,8 +154,38 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
     return next(iter(specs))
 
 
+def _storage_problems(store: QuantizedLinear) -> list[str]:
+    """Return what a packed layer holds that the format cannot."""
+    spec, problems = store.spec, []
+    if spec.outlier_ratio:
+        problems.append("has outliers in 16 bits")
+    if spec.symmetric:
+        return problems
+    if not spec.group_size and spec.activations == "int8":
+        problems.append('has asymmetric rows for 8-bit tokens (take activations="float")')
+    is_on_meta = any(t is not None and t.is_meta for t in store._tensors())
+    if spec.scale_dtype == "float16" or (not is_on_meta and find_zero_points(store) is None):
+        problems.append("has minima that are no integer zero points")
+    return problems
+
+
+def find_zero_points(store: MatrixStore) -> Tensor | None:
+    """Return the integer zero points of an asymmetric layer; None if its minima are no such.
+
+    Shape:
+        returns (rows, groups), in the range of the stored integers
+    """
+    matrix = PackedMatrix(*store._tensors())  # type: ignore[arg-type]
+    assert matrix.minima is not None
+    scales = matrix.scales.float()
+    zeros = (-matrix.minima.float() / scales.where(scales > 0, 1.0)).round()
+    if not torch.equal(zeros * -scales, matrix.minima.float()):
+        return None
+    return zeros.transpose(1, 2).flatten(0, 1)[: store.rows].cpu()
+
+
 def _form_of(spec: QuantSpec) -> tuple[int, int, bool]:
-    """Return bits, size of groups, and whether tokens are rounded beside whole rows."""
+    """Return bits, group size, and whether whole rows are multiplied with 8-bit tokens."""
     return spec.bits, spec.group_size, not spec.group_size and spec.activations == "int8"
 
 
@@ -167,7 +196,14 @@ def _tensors_of(store: MatrixStore, stem: str) -> Iterator[tuple[str, Tensor]]:
     if _form_of(store.spec) == (8, 0, True):
         yield f"{stem}.weight", values.contiguous()
     else:
-        yield f"{stem}.weight_packed", pack_words(values, store.spec.bits)
+        signed = values - 8 if store.spec.bits == 4 and not store.spec.symmetric else values
+        yield f"{stem}.weight_packed", pack_words(signed, store.spec.bits)
+        if not store.spec.symmetric:
+            zeros = find_zero_points(store)
+            assert zeros is not None
+            signed = (zeros - (8 if store.spec.bits == 4 else 0)).to(torch.int8)
+            words = pack_words(signed.t(), store.spec.bits).t().contiguous()
+            yield f"{stem}.weight_zero_point", words
         yield f"{stem}.weight_shape", torch.tensor([store.rows, store.columns])
     yield f"{stem}.weight_scale", scales
 
@@ -182,7 +218,7 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
     known = [rule.theirs.rpartition(".")[0] for rule in model.active_rules()]
     heads = [stems.get(n, n) for n, m in model.named_modules() if isinstance(m, LMHead)]
     is_rows = _form_of(spec) == (8, 0, True)
-    weights = {"num_bits": spec.bits, "type": "int", "symmetric": True, "dynamic": False}
+    weights = {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric, "dynamic": False}
     weights |= (
         {"strategy": "channel"}
         if not spec.group_size
@@ -206,6 +242,10 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
         },
         "ignore": heads,
     }
+    if not is_rows:
+        # transformers then unpacks the weights while it loads them. Otherwise it (5.24) expects
+        # zero points that are not packed, and T5's MLP looks for a weight that is.
+        config["quantization_config"]["dequantize"] = True
     text = json.dumps(config, indent=2) + "\n"
     (out / "config.json").write_text(text, encoding="utf-8")
 

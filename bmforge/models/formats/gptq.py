@@ -1,10 +1,11 @@
-"""Checkpoints of GPTQ and AWQ: packed integers of 4 or 8 bits, read as the values they stand for.
+"""Reads checkpoints of GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ): packed 4- or 8-bit integers.
 
 A linear layer X has ``X.qweight``, ``X.qzeros``, ``X.scales`` (with GPTQ ``X.g_idx``) instead of
-``X.weight``. Weights are ``scale * (q - zero)``, with a scale and a zero for every group of inputs.
+``X.weight``. Weights are ``scale * (q - zero)``, with a scale and a zero for every group of inputs;
+``g_idx`` names the group of each input, which differs from their order with ``desc_act``.
 
-Source: the layouts of AutoGPTQ and AutoAWQ ("gemm"); Frantar et al., "GPTQ" (2022), Lin et al.,
-"AWQ" (2023).
+Source: the layouts of AutoGPTQ, GPTQModel and AutoAWQ ("gemm"); Frantar et al., "GPTQ" (2022), Lin
+et al., "AWQ" (2023).
 """
 
 from __future__ import annotations
@@ -29,21 +30,84 @@ _METHODS = ("gptq", "awq")
 # Which of eight neighbouring outputs each nibble of AWQ's int32 holds, the lowest nibble first.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = ("qweight", "qzeros", "scales")
-# Fields of the config that say how the integers were found, or repeat what the tensors say.
-_UNREAD = {
-    *("damp_percent", "static_groups", "true_sequential", "model_name_or_path", "dataset", "meta"),
-    *("model_file_base_name", "quant_method", "modules_to_not_convert", "is_marlin_format", "sym"),
-    *("exllama_config", "use_exllama", "block_name_to_quantize", "tokenizer", "pad_token_id"),
-    *(
+# Fields that say how the integers were found or are computed with, not what the tensors hold.
+_WITHOUT_EFFECT = frozenset(
+    [
+        "damp_percent",
+        "damp_auto_increment",
+        "static_groups",
+        "true_sequential",
+        "model_name_or_path",
+        "dataset",
+        "meta",
+        "model_file_base_name",
+        "modules_to_not_convert",
+        "is_marlin_format",
+        "exllama_config",
+        "use_exllama",
+        "block_name_to_quantize",
+        "modules_in_block_to_quantize",
+        "tokenizer",
+        "pad_token_id",
         "cache_block_outputs",
         "batch_size",
         "module_name_preceding_first_block",
         "backend",
         "lm_head",
-    ),
-    *("bits", "group_size", "desc_act", "checkpoint_format", "version", "zero_point", "w_bit"),
-    *("q_group_size", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "max_input_length"),
-}
+        "do_fuse",
+        "fuse_max_seq_len",
+        "modules_to_fuse",
+        "max_input_length",
+        "model_seqlen",
+        "use_cuda_fp16",
+        "pack_impl",
+        "hyb_act",
+        "act_group_aware",
+        "mse",
+        "activation_weighted_mse",
+        "v2",
+        "v2_alpha",
+        "gptaq",
+        "foem",
+        "hessian",
+        "fallback",
+        "failsafe",
+        "gc_mode",
+        "wait_for_submodule_finalizers",
+        "auto_forward_data_parallel",
+        "dense_vram_strategy",
+        "dense_vram_strategy_devices",
+        "moe_vram_strategy",
+        "moe_vram_strategy_devices",
+        "moe",
+        "vram_strategy",
+        "offload_to_disk",
+        "offload_to_disk_path",
+        "calibration_data_device",
+        "uri",
+        "quantizer",
+        "device",
+    ]
+)
+# Fields whose values are read or checked below.
+_READ = frozenset(
+    [
+        "quant_method",
+        "method",
+        "bits",
+        "w_bit",
+        "group_size",
+        "q_group_size",
+        "desc_act",
+        "sym",
+        "checkpoint_format",
+        "format",
+        "version",
+        "zero_point",
+        "pack_dtype",
+        "dynamic",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -83,32 +147,48 @@ def find_packing(directory: Path) -> Packing | None:
 
 def _find(raw: Mapping[str, Any]) -> Packing | None:
     found = raw.get("quantization_config")
-    if not isinstance(found, dict) or found.get("quant_method") not in _METHODS:
+    if not isinstance(found, dict):
         return None
-    method = found["quant_method"]
+    method = found.get("quant_method", found.get("method"))
+    if method not in _METHODS:
+        return None
     bits: Any = found.get("bits", found.get("w_bit", 4))
     group: Any = found.get("group_size", found.get("q_group_size", 128))
-    form = found.get("checkpoint_format", "gptq")
-    problems = [f"{name}={found[name]!r}" for name in found if name not in _UNREAD and found[name]]
+    known = _WITHOUT_EFFECT | _READ
+    problems = [f"{name}={found[name]!r}" for name in found if name not in known and found[name]]
     if bits not in ((4, 8) if method == "gptq" else (4,)):
         problems.append(f"bits={bits!r}")
     if type(group) is not int or (group < 1 and group != -1):
         problems.append(f"group_size={group!r}")
-    if method == "gptq" and found.get("desc_act"):
-        problems.append("desc_act=True")
-    if method == "gptq" and form not in ("gptq", "gptq_v2"):
-        problems.append(f"checkpoint_format={form!r}")
-    if method == "awq" and str(found.get("version", "gemm")).lower() != "gemm":
-        problems.append(f"version={found['version']!r}")
+    form, more = _find_format(found, method)
+    problems += more
+    if found.get("pack_dtype", "int32") != "int32":
+        problems.append(f"pack_dtype={found['pack_dtype']!r}")
+    # Layers that a "-:" pattern names are left unquantized; others have bits of their own.
+    overrides = [name for name in found.get("dynamic") or {} if not name.startswith("-:")]
+    if overrides:
+        problems.append(f"dynamic={overrides[0]!r}")
     if method == "awq" and found.get("zero_point") is False:
         problems.append("zero_point=False")
     if problems:
         raise ConfigError(
-            f"quantization_config of {method} has {', '.join(problems)}, which is not read. Read "
-            "are GPTQ without desc_act (4 or 8 bits) and AWQ in the form 'gemm' (4 bits): take "
-            "such a checkpoint, or the model that is not quantised."
+            f"the quantization_config of this {method} checkpoint has unsupported fields: "
+            f"{', '.join(problems)} (supported: GPTQ of 4 or 8 bits in the formats 'gptq' and "
+            "'gptq_v2', AWQ of 4 bits in the format 'gemm'). Take such a checkpoint, or the "
+            "unquantized model."
         )
     return Packing(method, bits, group, int(method == "gptq" and form == "gptq"))
+
+
+def _find_format(found: Mapping[str, Any], method: str) -> tuple[str, list[str]]:
+    """Return the layout of the integers, and what is wrong with the fields that name it."""
+    old, usual = ("checkpoint_format", "gptq") if method == "gptq" else ("version", "gemm")
+    supported = ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
+    names = {field: str(found[field]).lower() for field in (old, "format") if found.get(field)}
+    problems = [f"{field}={name!r}" for field, name in names.items() if name not in supported]
+    if len(set(names.values())) > 1 and not problems:
+        problems.append(" and ".join(f"{field}={name!r}" for field, name in names.items()))
+    return next(iter(names.values()), usual), problems
 
 
 class PackedLinears:
@@ -127,6 +207,7 @@ class PackedLinears:
         self.per_word = 32 // packing.bits
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._specs: dict[str, QuantSpec | None] = {}
+        self._orders: dict[str, Tensor] = {}  # layer -> group of each input, with desc_act
         self.parts: set[str] = set()
         for name in files:
             stem, _, part = name.rpartition(".")
@@ -145,7 +226,9 @@ class PackedLinears:
         """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
         inputs, group = slices[1], self._group(self.shapes[name][1])
         values, zeros, scales = self._read_parts(name, slices)
+        order = self._orders.get(name.removesuffix(".weight"))
         of = torch.arange(inputs.start, inputs.stop) // group - inputs.start // group
+        of = of if order is None else order[inputs]
         target.copy_(((values - zeros[of]).float() * scales[of]).t())
 
     def stored_spec(self, name: str) -> QuantSpec | None:
@@ -160,7 +243,8 @@ class PackedLinears:
     def _find_spec(self, name: str) -> QuantSpec | None:
         columns = self.shapes[name][1]
         group = max(0, self.packing.group_size)
-        if group % 32 or (group and columns % group):
+        is_ordered = name.removesuffix(".weight") in self._orders
+        if group % 32 or (group and columns % group) or is_ordered:
             return None
         zeros = self._read_zeros(name, slice(0, -(-columns // self._group(columns))))
         is_symmetric = bool((zeros == 1 << (self.packing.bits - 1)).all())
@@ -193,6 +277,8 @@ class PackedLinears:
         stem, (rows, inputs) = name.removesuffix(".weight"), slices
         group = self._group(self.shapes[name][1])
         groups = slice(inputs.start // group, (inputs.stop - 1) // group + 1)
+        if stem in self._orders:  # an input may be of any group
+            groups = slice(0, -(-self.shapes[name][1] // group))
         scales = self._read(f"{stem}.scales", (groups, rows)).float()
         zeros = self._read_zeros(name, groups)[:, rows]
         along = self._outputs if self.packing.method == "awq" else self._inputs
@@ -215,15 +301,20 @@ class PackedLinears:
         wanted = {"qzeros": (groups, outputs // self.per_word), "scales": (groups, outputs)}
         if outputs % self.per_word or any(shapes[part] != wanted[part] for part in wanted):
             raise CheckpointError(f"the packed parts of {stem} do not fit each other: {shapes}.")
-        order = f"{stem}.g_idx"
-        if order in self.files:
-            usual = torch.arange(inputs, dtype=torch.int64) // self._group(inputs)
-            if not torch.equal(self._read(order, (slice(0, inputs),)).to(torch.int64), usual):
-                raise CheckpointError(
-                    f"{order} orders inputs by their activations (desc_act), which is not read. "
-                    "Take a checkpoint without."
-                )
+        self._find_order(stem, inputs, groups)
         return outputs, inputs
+
+    def _find_order(self, stem: str, inputs: int, groups: int) -> None:
+        """Keep the group of each input where groups are not runs of neighbouring inputs."""
+        name = f"{stem}.g_idx"
+        if name not in self.files:
+            return
+        order = self._read(name, (slice(0, inputs),)).to(torch.int64)
+        if torch.equal(order, torch.arange(inputs) // self._group(inputs)):
+            return
+        if not bool(((order >= 0) & (order < groups)).all()):
+            raise CheckpointError(f"{name} names groups beyond the {groups} of the layer.")
+        self._orders[stem] = order
 
     def _group(self, inputs: int) -> int:
         return inputs if self.packing.group_size == -1 else self.packing.group_size
