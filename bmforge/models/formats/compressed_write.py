@@ -38,6 +38,13 @@ from bmforge.surgery import persistent_tensors
 
 __all__ = ["check_compressed", "save_compressed"]
 
+# Families with the original checkpoints' names, for which neither library has a class.
+_WITHOUT_READERS = ("CPM1", "CPM2", "CPMAnt", "CPMBee", "EVA", "GLM")
+
+# Families whose modules transformers 5 renames while it loads them. Weights alone are unpacked by
+# their names in the file, but a scheme with rounded tokens is applied by the names of modules.
+_RENAMED_MODULES = ("ViT",)
+
 
 def save_compressed(
     model: Any, directory: str | Path, *, overwrite: bool = False, max_file_bytes: int = 4 << 30
@@ -124,6 +131,8 @@ class _Source:
 def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
     """Return the one scheme of the linear layers."""
     problems: list[str] = []
+    if type(model).__name__ in _WITHOUT_READERS:
+        problems.append(f"neither transformers nor vLLM opens a {type(model).__name__}")
     specs: dict[QuantSpec, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts):
@@ -133,6 +142,11 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
             if stems[name].startswith(OWN_PREFIX):
                 problems.append(f"{name} is a part of a fused or turned tensor in this family")
             problems += [f"{name} {problem}" for problem in _storage_problems(module)]
+            if type(model).__name__ in _RENAMED_MODULES and _form_of(module.spec)[2]:
+                problems.append(
+                    f"{name} has rows for 8-bit tokens, and transformers names the modules of a "
+                    f"{type(model).__name__} otherwise than the file does"
+                )
             if _form_of(module.spec) == (4, 0, True):
                 problems.append(
                     f"{name} has rows of 4 bits for tokens of 8, where the format has weights "
