@@ -28,8 +28,6 @@ from bmforge.nn import MoESpec
 
 __all__ = ["CPM2", "CPM2Config", "megatron_rules"]
 
-_ACTIVATION = "gelu_new"
-
 
 @dataclass(kw_only=True)
 class CPM2Config(Seq2SeqConfig):
@@ -39,6 +37,7 @@ class CPM2Config(Seq2SeqConfig):
         num_experts: number E of experts in every block of both stacks; 0 is an MLP.
         balance_experts: in training assign equally many tokens to all experts, over all ranks;
             else, as in inference, route by argmax.
+        activation: activation of the MLP's gate (default: the tanh form of GELU, as published).
     """
 
     family: ClassVar[str] = "cpm2"
@@ -52,6 +51,7 @@ class CPM2Config(Seq2SeqConfig):
         "decoder_start_token_id": "decoder_start_token_id",
         "num_experts": "num_experts",
         "balance_experts": "balance_experts",
+        "activation": "activation",
     }
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "cpm2-2.0": {"vocab_size": 26240, "eos_token_id": 7},
@@ -69,6 +69,7 @@ class CPM2Config(Seq2SeqConfig):
     eos_token_id: int = 8
     num_experts: int = 0
     balance_experts: bool = True
+    activation: str = "gelu_new"
 
     def check(self) -> None:
         """Check the fields for consistency."""
@@ -93,8 +94,8 @@ class CPM2(Seq2Seq):
         if config.num_experts:
             choice = "balanced" if config.balance_experts else "top_k"
             size = config.intermediate_size
-            moe = MoESpec(config.num_experts, 1, size, _ACTIVATION, choice=choice)  # type: ignore[arg-type]
-        super().__init__(config, make_spec(config, _ACTIVATION, scale=1.0, moe=moe))
+            moe = MoESpec(config.num_experts, 1, size, config.activation, choice=choice)  # type: ignore[arg-type]
+        super().__init__(config, make_spec(config, config.activation, scale=1.0, moe=moe))
 
     def init_std(self, name: str) -> float:
         """Scale residual projections by 1/sqrt(2 L), as the original does.

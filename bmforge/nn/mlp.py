@@ -26,6 +26,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 # The aliases are names that published configs use.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
+    "gelu_python": F.gelu,  # transformers' name of the same formula, for T5's gate
     "gelu_tanh": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "gelu_fast": _gelu_tanh,

@@ -45,8 +45,7 @@ model.config.GPTjConfig model.config.OPTConfig model.config.LlamaConfig | same
 model.config.T5Config model.config.LongformerConfig model.config.GLMConfig | same
 model.config.VitConfig | same
 model.config.CPM1Config | changed | `pos_bias_type="none"` is the published CPM-1
-model.config.CPM2Config | changed | both stacks have equally many layers; the gate is the \
-published weights' GELU
+model.config.CPM2Config | changed | both stacks have equally many layers
 model.config.CPM3Config | changed | the fields of CPM-Ant
 
 # Layers

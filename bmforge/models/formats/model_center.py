@@ -220,7 +220,14 @@ def _check_fit(
         for name, shape in shapes.items()
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
-    rest = [name for name in tensors if name not in shapes and not _is_copy(name, tensors)]
+    unused = (
+        {"lm_head.decoder.weight"} if getattr(model.config, "tie_word_embeddings", False) else ()
+    )
+    rest = [
+        name
+        for name in tensors
+        if name not in shapes and name not in unused and not _is_copy(name, tensors)
+    ]
     no_words = model.config.head in ("none", "token_classification")
     others = ("pooler.", "lm_head.", "output_projection.") if no_words else ("pooler.",)
     extra = [name for name in rest if not name.startswith(others)]

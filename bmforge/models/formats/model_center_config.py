@@ -78,8 +78,7 @@ class OldFamily:
     Args:
         defaults: what absent fields mean, as far as we read them.
         needed: fields that must have this value, which is also what an absent one means.
-        activations: ffn_activate_fn -> our activation as the published weights want it; "" is an
-            absent one.
+        activations: ffn_activate_fn -> our activation of the same formula; "" is an absent field.
     """
 
     defaults: Mapping[str, Any]
@@ -98,7 +97,7 @@ def _size(width: int, heads: int, ff: int, layers: int) -> dict[str, Any]:
     return dict(zip(names, (width, heads, width // heads, ff, layers), strict=True))
 
 
-_BASE = {**_size(768, 12, 3072, 12), "dropout_p": 0.1, "tied": True}
+_BASE = {**_size(768, 12, 3072, 12), "dropout_p": 0.0, "tied": True}
 _BERT = {**_BASE, "vocab_size": 119547, "type_size": 2, "position_size": 512, "norm_eps": 1e-12}
 _ROBERTA = {
     **{**_BASE, **_size(1024, 16, 4096, 24), "vocab_size": 50265, "type_size": 1},
@@ -110,25 +109,26 @@ _T5 = {
 }
 _POST_NORM = _needs(True, post_layer_norm=True)
 _GELU = {"": "gelu", "gelu": "gelu", "gelu_new": "gelu_new", "relu": "relu"}
-_GELU_NEW = {**_GELU, "": "gelu_new", "gelu": "gelu_new"}
 _T5_ACTIVATIONS = {
-    **{"": "relu", "relu": "relu", "gated_gelu": "gated-gelu", "gated_gelu_new": "gated-gelu"},
+    # transformers reads "gated-gelu" as the tanh form; "gelu_python" is the exact one there.
+    **{"": "relu", "relu": "relu", "gated_gelu": "gated-gelu_python"},
+    "gated_gelu_new": "gated-gelu",
     **{"gated_silu": "gated-silu", "gated_relu": "gated-relu"},
 }
 OLD_FAMILIES: dict[str, OldFamily] = {
     "Bert": OldFamily(_BERT, _POST_NORM, _GELU),
     "Roberta": OldFamily(_ROBERTA, _POST_NORM, _GELU),
-    "Longformer": OldFamily({**_BERT, "pad_token_id": 1}, _POST_NORM, _GELU),
+    "Longformer": OldFamily({**_BERT, "pad_token_id": 1, "dropout_p": 0.1}, _POST_NORM, _GELU),
     "GPT2": OldFamily(
-        {**_BASE, "vocab_size": PADDED_GPT2, "position_size": 1024}, _needs(True), _GELU_NEW
+        {**_BASE, "vocab_size": PADDED_GPT2, "position_size": 1024}, _needs(True), _GELU
     ),
     "GPTJ": OldFamily(
         {**_size(4096, 16, 16384, 28), "vocab_size": 50400, "pos_rotary_dim": 64, "tied": False},
         _needs(True, att_bias=False, pos_bias_type="rotary"),
-        _GELU_NEW,
+        _GELU,
     ),
     "OPT": OldFamily(
-        {**_BASE, "vocab_size": 50272, "position_size": 2048, "prefix": "</s>"},
+        {**_BASE, "vocab_size": 50272, "position_size": 2048, "prefix": "</s>", "dropout_p": 0.1},
         _needs(True),
         {**_GELU, "": "relu"},
     ),
@@ -141,14 +141,14 @@ OLD_FAMILIES: dict[str, OldFamily] = {
         _T5, _needs(False, attn_scale=False, pos_bias_type="relative"), _T5_ACTIVATIONS
     ),
     "CPM2": OldFamily(
-        # Its MLP's gate is the published weights' GELU, ModelCenter's to 1e-3.
         {**_T5, "vocab_size": 26240, "dim_ff": 1920, "tied": False},
         _needs(False, attn_scale=False, pos_bias_type="relative", position_bias_max_distance=128),
-        dict.fromkeys(("", "gated_gelu", "gated_gelu_new"), "gelu_new"),
+        {"": "gelu", "gated_gelu": "gelu", "gated_gelu_new": "gelu_new"},
     ),
     "GLM": OldFamily(
         {
             **{**_BASE, **_size(1024, 16, 4096, 24), "vocab_size": 50048, "position_size": 1025},
+            "dropout_p": 0.1,
             **{"sop_tok_id": 50006, "eop_tok_id": 50007, "mask_tok_id": 50008},
         },
         _needs(True),
@@ -305,6 +305,9 @@ def _read_head(
         out["head"] = "none"
     if family == "GPT2" and embed is not None and is_padded(embed):
         out["vocab_size"] = embed.shape[0] - 1
+    if "lm_head.decoder.weight" in tensors and given.get("tied", True):
+        # ModelCenter's encoders keep this tensor and neither use nor train it when tied.
+        return {**out, "tie_word_embeddings": True}
     heads = [tensors.get(f"{name}.weight") for name in ("output_projection", "lm_head.decoder")]
     own = next((tensor for tensor in heads if tensor is not None), None)
     if own is None or embed is None:

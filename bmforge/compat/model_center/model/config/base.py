@@ -93,7 +93,12 @@ class Config:
         raw = read_config_file(directory)
         if is_model_center(directory) or not family.opens(raw):
             return cls(**{**raw, **fields})
-        return cls.over(family.from_hf(raw), **fields)
+        native = family.from_hf(raw)
+        old = OLD_FAMILIES.get(cls.family)
+        if old is not None and cls.family != "OPT" and hasattr(native, "dropout"):
+            # ModelCenter's converters write no dropout but for OPT: its default holds.
+            fields = {"dropout_p": old.defaults.get("dropout_p", 0.0), **fields}
+        return cls.over(native, **fields)
 
     @classmethod
     def from_json_file(cls, json_file: str | Path, **fields: Any) -> Self:
