@@ -37,7 +37,7 @@ model.sum-scale model.task-id model.tie-word-embeddings model.vocab-size model.w
 model.window-layers model.windows new-head noise-density offload.activations offload.directory
 offload.fraction offload.gradients offload.states offload.target offload.weights prefetch
 recompute run-dir search.keep-ratio search.kinds search.max-trained search.places search.sizes
-seed shortest soft-front target-len template template-class train.eval-every-steps
+seed shortest soft-front target-len template template-class timeout-s train.eval-every-steps
 train.grad-clip train.keep-every-steps train.keep-last train.log-every-steps
 train.master-weights train.optim.betas train.optim.eps train.optim.groups train.optim.lr
 train.optim.momentum train.optim.muon-lr train.optim.name train.optim.ns-steps

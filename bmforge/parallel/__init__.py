@@ -15,6 +15,8 @@ from bmforge.parallel.distributed import (
     run_on_first,
     shutdown_distributed,
 )
+from bmforge.parallel.failure_detector import FailureDetector
+from bmforge.parallel.groups import new_group
 from bmforge.parallel.layout import (
     CONTEXT_AXES,
     LOSS_AXES,
@@ -41,7 +43,6 @@ from bmforge.parallel.pipeline.model import pipeline_of, run_step
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.parallel.planner.search import Plan, Request, plan
 from bmforge.parallel.planner.workload import Workload
-from bmforge.parallel.roll_call import RollCall
 from bmforge.parallel.zero import reshard_
 
 __all__ = [
@@ -52,11 +53,11 @@ __all__ = [
     "TENSOR_AXES",
     "TOKEN_AXES",
     "Cluster",
+    "FailureDetector",
     "Layout",
     "OffloadConfig",
     "Plan",
     "Request",
-    "RollCall",
     "Workload",
     "World",
     "axis_rank",
@@ -73,6 +74,7 @@ __all__ = [
     "left_gradient",
     "master_weight_problems",
     "mesh_of",
+    "new_group",
     "parallelize",
     "pipeline_of",
     "plan",

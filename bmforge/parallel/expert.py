@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from bmforge.parallel.collectives import all_gather, all_reduce, exchange_rows
+from bmforge.parallel.groups import build_device_mesh
 from bmforge.parallel.layout import axis_group, axis_size
 from bmforge.records import fill_slot_
 from bmforge.surgery import view_parameters_
@@ -81,7 +82,7 @@ def build_expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     zero = axis_size(mesh, "dp_shard", "cp") // size
     pp, replicas, tp = (axis_size(mesh, axis) for axis in ("pp", "dp_replicate", "tp"))
     names = ("pp", "dp_replicate", "zero", "ep", "tp")
-    return init_device_mesh(mesh.device_type, (pp, replicas, zero, size, tp), mesh_dim_names=names)
+    return build_device_mesh(mesh.device_type, (pp, replicas, zero, size, tp), names)
 
 
 def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:

@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.errors import ConfigError
+from bmforge.parallel.groups import build_device_mesh
 from bmforge.records import laid_out
 
 __all__ = [
@@ -172,9 +173,7 @@ def build_mesh(layout: Layout, device: torch.device | str = "cpu") -> DeviceMesh
     world_size = dist.get_world_size()
     layout.check(world_size)
     lengths = layout.axis_lengths(world_size)
-    return init_device_mesh(
-        torch.device(device).type, tuple(lengths.values()), mesh_dim_names=tuple(lengths)
-    )
+    return build_device_mesh(torch.device(device).type, tuple(lengths.values()), tuple(lengths))
 
 
 def axis_size(mesh: DeviceMesh | None, *axes: str) -> int:

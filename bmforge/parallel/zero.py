@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bmforge.parallel.groups import flatten_mesh
 from bmforge.parallel.parameters import scalars_of
 from bmforge.records import swap_
 
@@ -150,7 +151,7 @@ def _sharding_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
     copies, shards = mesh["dp_replicate"], mesh["dp_shard"]
     if mesh["cp"].size() > 1:
         joined = ("dp_replicate", "cp") if zero == 0 else ("dp_shard", "cp")
-        flat = mesh[joined]._flatten("_".join(joined))
+        flat = flatten_mesh(mesh[joined], "_".join(joined))
         copies, shards = (flat, shards) if zero == 0 else (copies, flat)
     # A replicating axis of length 1 would only add an all-reduce among one.
     return shards if copies.size() == 1 else DeviceMesh._concatenate([copies, shards])

@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.config import config_to_dict
 from bmforge.device import device_name
-from bmforge.errors import CheckpointError
+from bmforge.errors import CheckpointError, ConfigError
 from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.models.changes import Change
 from bmforge.parallel import (
+    FailureDetector,
     Layout,
     OffloadConfig,
     World,
@@ -76,7 +77,7 @@ _FREE_FIELDS = """
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
     train.log_every_steps train.profile_steps data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
-    delta.merge search licence
+    delta.merge search licence timeout_s
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -109,6 +110,8 @@ class RunConfig:
         export: write a Hugging Face directory ``run_dir/export`` at the end.
         licence: under which the export is handed on, an id of SPDX; empty says nothing.
         wandb_project: also log to this Weights & Biases project.
+        timeout_s: seconds that a process may wait for another one that does not answer; then all
+            end with an error that names it (default: 600).
     """
 
     run_dir: Path = Path("runs/run")
@@ -130,6 +133,7 @@ class RunConfig:
     export: bool = True
     licence: str = ""
     wandb_project: str | None = None
+    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -195,12 +199,14 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
             training starts.
         CheckpointError: the last checkpoint could not be written; said at the very end.
     """
-    world = init_distributed()
+    if config.timeout_s <= 0:
+        raise ConfigError(f"timeout_s={config.timeout_s} must be above 0 seconds.")
+    world = init_distributed(timeout_s=config.timeout_s)
     config.layout.check(world.size)
     config.loss_scale.check(config.train.precision)
     config = need_fields(settle_model(config), needs)
     config = dataclasses.replace(config, data=settle_batch(config, world.size))
-    with occupy_run_dir(config.run_dir, config, _FREE):
+    with FailureDetector().watching(), occupy_run_dir(config.run_dir, config, _FREE):
         return _run(config, open_data, world)
 
 

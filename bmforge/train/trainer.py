@@ -25,8 +25,8 @@ from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
     LOSS_AXES,
     ROW_AXES,
+    FailureDetector,
     OffloadConfig,
-    RollCall,
     counts_here,
     data_parallel_size,
     gradient_ranks,
@@ -138,7 +138,7 @@ class Trainer:
         self.base: Base | None = None
         self.step, self.stopped = 0, False
         self.save_error: Exception | None = None
-        self._knows_rows, self._roll = False, RollCall()
+        self._knows_rows, self._detector = False, FailureDetector()
         self.mesh = mesh or mesh_of(model)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         peak = peak_flops(self.device)
@@ -161,10 +161,11 @@ class Trainer:
         self._stream = random_stream(self.mesh, self._rank)
         reseed_rng(self.config.seed, self.step, self._stream)
         if self.run_dir is None:
-            with tuned_host(self.device) as watch, StopRequest() as stop, self._roll.answering():
+            with self._detector.watching(), tuned_host(self.device) as watch, StopRequest() as stop:
                 self._loop(last_step, stop, None, None, watch)
             return self
         with (
+            self._detector.watching(),
             tuned_host(self.device) as watch,
             hold_run_dir(self.run_dir) as check_hold,
             Checkpointer(
@@ -175,7 +176,6 @@ class Trainer:
                 check=check_hold,
             ) as checkpointer,
             StopRequest() as stop,
-            self._roll.answering(),
         ):
             resumed = self._resume(checkpointer)
             writer = run_on_first(partial(MetricsWriter, self.run_dir, resumed))
@@ -259,9 +259,9 @@ class Trainer:
             sum(count_tokens(b) for b in micro_batches),
         ]
         place = f"step {self.step + 1}"
-        with self._roll.name_the_missing(f"{place}, counting labels"):
+        with self._detector.naming_failures(f"{place}, counting labels"):
             items, tokens, stops = self._sum(counts, stop_asked, len(micro_batches), place)
-        with self._roll.name_the_missing(f"{place}, forward and backward"):
+        with self._detector.naming_failures(f"{place}, forward and backward"):
             loss, norm, applied_scale = self._backward(micro_batches, max(items, 1))
         skipped = self.guard.check(loss, norm)
         multiplier = self.schedule(self.step)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.compat.bmtrain.streams import STREAM_KEYS, current_stream, new_event
 from bmforge.device import fork_random
@@ -22,6 +22,7 @@ from bmforge.errors import ConfigError, DistributedError, suggest
 from bmforge.host_tuning import tuned_host
 from bmforge.parallel import Layout, World, build_mesh
 from bmforge.parallel import init_distributed as join_world
+from bmforge.parallel.groups import build_device_mesh, flatten_mesh
 from bmforge.train.checkpoint.rng import seed_all
 
 __all__ = [
@@ -186,10 +187,10 @@ class Config(Mapping[str, Any]):
         mesh = build_mesh(layout, world.device)
         self.mesh: DeviceMesh = mesh
         self.tp_zero = mesh["dp_shard"]
-        self.stage = mesh["dp_shard"] if layout.tp == 1 else mesh["dp_shard", "tp"]._flatten()
+        self.stage = mesh["dp_shard"] if layout.tp == 1 else flatten_mesh(mesh["dp_shard", "tp"])
         self.world = self.stage
         if layout.pp > 1:
-            self.world = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("all",))
+            self.world = build_device_mesh(world.device.type, (world.size,), ("all",))
         tp, pipe = mesh["tp"].get_group(), mesh["pp"].get_group()
         groups = {
             "comm": self.world.get_group(),

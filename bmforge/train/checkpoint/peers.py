@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bmforge.parallel import new_group
+
 __all__ = ["Peers"]
 
 
@@ -20,7 +22,7 @@ class Peers:
         joined = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if joined else 0
         self.world_size: int = dist.get_world_size() if joined else 1
-        self._group: Any = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self._group: Any = new_group(backend="gloo") if self.world_size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         """Return every process's `value`, ordered by rank, on every process."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bmforge.compat.cpm_pretrain.names import NAMES
 from bmforge.compat.names import missing_names
 from bmforge.errors import DistributedError
-from bmforge.parallel import Layout, build_mesh, init_distributed
+from bmforge.parallel import Layout, build_mesh, init_distributed, new_group
 
 __all__ = [
     "Groups",
@@ -100,7 +100,7 @@ groups = Groups()
 def _io_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of the first processes of the first and the last stage."""
     ends = mesh.mesh.flatten(1, -2)[[0, -1], :, 0].flatten().unique().tolist()
-    made = dist.new_group(ends)
+    made = new_group(ends)
     return made if dist.get_rank() in ends else None
 
 

@@ -1,0 +1,226 @@
+"""Detects processes that died or stopped, names them, and ends the processes that wait for them.
+
+A collective that waits for a process that is gone fails after a timeout, or never, and does not
+say which process it was. So a thread of every process writes its heartbeat, the current time, into
+the store through which the processes met. Each watches the next rank's heartbeat, so that the work
+per process does not grow with their number. A process that exits stops its heartbeat, and so does
+one that gets SIGSTOP, whatever its main thread was waiting for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from bmforge.errors import BmforgeError, DistributedError
+from bmforge.logging import get_logger
+from bmforge.parallel.groups import group_timeout
+
+__all__ = ["FailureDetector"]
+
+_BEAT_S = 0.5
+_SCAN_S = 2.5  # in which every heartbeat must advance, when a collective has failed
+_LEAVE_S = 2.0  # for the main thread to end by itself
+_STORE_S = 5.0  # for the store to answer
+_VERDICT = "bmforge/liveness/verdict"
+_LEFT = "left"  # the heartbeat of a process that does not train any more
+# Words in the errors of the backends when another process is gone or does not answer.
+_BACKEND_ERRORS = ("gloo", "Connection closed", "Connection reset", "Timed out", "timeout", "NCCL")
+_NO_STORE = "the process that hosts the store does not answer: rank 0, or the launcher"
+
+
+class FailureDetector:
+    """Sends this process's heartbeat, watches the next rank's, ends the process on a failure."""
+
+    def __init__(self) -> None:
+        self._occasion = "waiting for other processes"
+        self._is_watching = False
+        self._failed: str | None = None  # occasion at which a collective failed
+        self._scanned = threading.Event()
+        self._finding = _NO_STORE
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Detect failures inside; does nothing in a single process.
+
+        When a rank has had no heartbeat for the timeout of the process group, every process logs
+        that rank and ends with status 1, unless its main thread has ended with an error before.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            yield
+            return
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=self._watch, args=(stop,), name="bmforge-failure-detector", daemon=True
+        )
+        thread.start()
+        self._is_watching = True
+        try:
+            yield
+        finally:
+            self._is_watching = False
+            stop.set()
+            thread.join(_STORE_S)  # the store may not answer any more
+
+    @contextmanager
+    def naming_failures(self, occasion: str) -> Iterator[None]:
+        """Turn the failure of a collective inside into an error that names the failed ranks.
+
+        Args:
+            occasion: description of the collectives for the error, such as the step and its phase.
+
+        Raises:
+            DistributedError: a collective failed; says which ranks are dead or hang.
+        """
+        before, self._occasion = self._occasion, occasion
+        try:
+            yield
+        except RuntimeError as error:
+            # Our own errors have their own words, unless the backend's failure caused them.
+            is_own = isinstance(error, BmforgeError) and not isinstance(
+                error.__cause__, RuntimeError
+            )
+            if is_own or not any(word in str(error) for word in _BACKEND_ERRORS):
+                raise
+            raise DistributedError(
+                f"{occasion}: a collective failed on rank {dist.get_rank()}; "
+                f"{self._find_failed(occasion)}. The backend says: {error}"
+            ) from error
+        finally:
+            self._occasion = before
+
+    def _find_failed(self, occasion: str) -> str:
+        """Let the thread find the failed ranks, since a call of the store may block for ever."""
+        if not self._is_watching:
+            return "which rank failed is not known outside of FailureDetector.watching()"
+        self._failed = occasion
+        self._scanned.wait(_SCAN_S + _STORE_S)
+        return self._finding
+
+    def _watch(self, stop: threading.Event) -> None:
+        verdict: str | None = None
+        try:
+            verdict = self._beat_until_failure(
+                _Heartbeats(_get_default_store(), dist.get_rank(), dist.get_world_size()), stop
+            )
+        except RuntimeError:
+            verdict = None if stop.is_set() else _NO_STORE
+        if verdict is None or stop.wait(_LEAVE_S):
+            return
+        # The main thread waits inside the backend, where no exception reaches it.
+        get_logger().error("%s: rank %d ends: %s", self._occasion, dist.get_rank(), verdict)
+        os._exit(1)
+
+    def _beat_until_failure(self, beats: _Heartbeats, stop: threading.Event) -> str | None:
+        """Beat until a failure is known or `stop` is set; return the failure."""
+        try:
+            while not stop.is_set():
+                beats.beat()
+                if (verdict := beats.verdict()) is not None:
+                    self._finish_scan(verdict)
+                    return verdict
+                if self._failed is not None and not self._scanned.is_set():
+                    self._finish_scan(beats.scan(self._failed))
+                if beats.next_is_silent():
+                    beats.find_silent()
+                stop.wait(_BEAT_S)
+            return None
+        finally:
+            if stop.is_set():
+                beats.leave()
+
+    def _finish_scan(self, finding: str) -> None:
+        self._finding = finding
+        self._scanned.set()
+
+
+class _Heartbeats:
+    """The heartbeats of all ranks in the store.
+
+    Args:
+        store: through which the processes met.
+        rank: rank of this process.
+        size: number of processes.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._timeout_s = group_timeout().total_seconds()
+        self._next, self._seen_at = "", time.monotonic()
+
+    def beat(self) -> None:
+        """Advance this rank's heartbeat."""
+        self._store.set(_beat_key(self._rank), str(time.monotonic_ns()))
+
+    def leave(self) -> None:
+        """Tell the others that this rank trains no more, so that nobody waits for its heartbeat."""
+        self._store.set(_beat_key(self._rank), _LEFT)
+
+    def verdict(self) -> str | None:
+        """Return the failure that some rank has found, if there is one."""
+        return self._store.get(_VERDICT).decode() if self._store.check([_VERDICT]) else None
+
+    def next_is_silent(self) -> bool:
+        """Return True if the next rank has had no heartbeat for the timeout."""
+        now = self._read((self._rank + 1) % self._size)
+        if now != self._next or now in ("", _LEFT):
+            self._next, self._seen_at = now, time.monotonic()
+        return time.monotonic() - self._seen_at > self._timeout_s
+
+    def scan(self, occasion: str) -> str:
+        """Find out in words why a collective failed on this rank.
+
+        Args:
+            occasion: description of the collective, the same on all ranks that take part in it.
+        """
+        failed = [f"bmforge/liveness/failed/{occasion}/{rank}" for rank in range(self._size)]
+        self._store.set(failed[self._rank], "")
+        verdict = self.find_silent(failed)
+        if verdict is not None:
+            return verdict
+        waiting = [rank for rank, key in enumerate(failed) if not self._store.check([key])]
+        if not waiting:
+            return "all ranks are alive"
+        return f"all ranks are alive, but {waiting} hang or wait for others"
+
+    def find_silent(self, failed: Sequence[str] = ()) -> str | None:
+        """Find the ranks whose heartbeats do not advance, and publish them as the verdict.
+
+        Args:
+            failed: keys of the store that all ranks set if all have seen a collective fail, in
+                which case all are alive.
+
+        Returns:
+            the verdict in words, or None where all ranks are alive
+        """
+        before = [self._read(rank) for rank in range(self._size)]
+        end = time.monotonic() + _SCAN_S
+        while time.monotonic() < end:
+            self.beat()
+            if (verdict := self.verdict()) is not None:
+                return verdict
+            if failed and all(self._store.check([key]) for key in failed):
+                return None
+            time.sleep(_BEAT_S / 2)
+        after = [self._read(rank) for rank in range(self._size)]
+        # A rank that has left is the cause only where no other one is silent.
+        silent = [rank for rank, beat in enumerate(after) if beat == before[rank] != _LEFT]
+        silent = silent or [rank for rank, beat in enumerate(after) if beat == _LEFT]
+        if not silent:
+            return None
+        said = f"ranks {silent} are dead or hang"
+        return self._store.compare_set(_VERDICT, "", said).decode()
+
+    def _read(self, rank: int) -> str:
+        key = _beat_key(rank)
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _beat_key(rank: int) -> str:
+    return f"bmforge/liveness/beat/{rank}"
