@@ -18,7 +18,14 @@ import tomli_w
 from bmforge.errors import ConfigError, suggest
 from bmforge.files import replace_file
 
-__all__ = ["config_from_dict", "config_to_dict", "dump_toml", "load_toml", "save_toml"]
+__all__ = [
+    "config_from_dict",
+    "config_to_dict",
+    "dump_toml",
+    "load_toml",
+    "plain_value",
+    "save_toml",
+]
 
 C = TypeVar("C")
 _NONE = "none"
@@ -36,19 +43,20 @@ def config_to_dict(config: Any) -> dict[str, Any]:
             continue  # computed from other fields
         value = getattr(config, field.name)
         if value is not None:
-            out[field.name] = _plain(value)
+            out[field.name] = plain_value(value)
         elif field.default is not None:
             out[field.name] = _NONE
     return out
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """Return a value as TOML and JSON have it: dataclasses as dicts, tuples as lists."""
     if dataclasses.is_dataclass(value):
         return config_to_dict(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, Path):
         return str(value)
     return value

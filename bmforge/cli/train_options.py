@@ -35,14 +35,14 @@ model.rope-theta model.rotary-dim model.router-aux-loss-coef model.scale-head
 model.segment-types model.sep-token-id model.shared-size model.sop-token-id model.sparse-step
 model.sum-scale model.task-id model.tie-word-embeddings model.vocab-size model.window
 model.window-layers model.windows new-head noise-density offload.activations offload.directory
-offload.fraction offload.gradients offload.states offload.target offload.weights prefetch
-recompute run-dir search.keep-ratio search.kinds search.max-trained search.places search.sizes
-seed shortest soft-front target-len template template-class timeout-s train.eval-every-steps
-train.grad-clip train.keep-every-steps train.keep-last train.log-every-steps
-train.master-weights train.optim.betas train.optim.eps train.optim.groups train.optim.lr
-train.optim.momentum train.optim.muon-lr train.optim.name train.optim.ns-steps
-train.optim.weight-decay train.precision train.profile-steps train.save-every-steps
-train.schedule.decay-kind train.schedule.decay-steps train.schedule.kind
+offload.fraction offload.gradients offload.states offload.target offload.weights override
+prefetch recompute run-dir search.keep-ratio search.kinds search.max-trained search.places
+search.sizes seed shortest soft-front target-len template template-class timeout-s
+train.eval-every-steps train.grad-clip train.keep-every-steps train.keep-last
+train.log-every-steps train.master-weights train.num-epochs train.optim.betas train.optim.eps
+train.optim.groups train.optim.lr train.optim.momentum train.optim.muon-lr train.optim.name
+train.optim.ns-steps train.optim.weight-decay train.precision train.profile-steps
+train.save-every-steps train.schedule.decay-kind train.schedule.decay-steps train.schedule.kind
 train.schedule.min-lr-ratio train.schedule.total-steps train.schedule.warmup-steps train.seed
 train.spike-sigmas train.steps verbalizer verbalizer-class wandb-project zero-shot
 """

@@ -26,7 +26,8 @@ __all__ = ["FailureDetector"]
 
 _BEAT_S = 0.5
 _SCAN_S = 2.5  # in which every heartbeat must advance, when a collective has failed
-_LEAVE_S = 2.0  # for the main thread to end by itself
+_LEAVE_S = 2.0  # for the main thread to see the failure by itself
+_UNWIND_S = 5.0  # for a main thread that has seen it to end
 _STORE_S = 5.0  # for the store to answer
 _VERDICT = "bmforge/liveness/verdict"
 _LEFT = "left"  # the heartbeat of a process that does not train any more
@@ -111,7 +112,8 @@ class FailureDetector:
             )
         except RuntimeError:
             verdict = None if stop.is_set() else _NO_STORE
-        if verdict is None or stop.wait(_LEAVE_S):
+        leave_s = _UNWIND_S if self._scanned.is_set() and self._failed else _LEAVE_S
+        if verdict is None or stop.wait(leave_s):
             return
         # The main thread waits inside the backend, where no exception reaches it.
         get_logger().error("%s: rank %d ends: %s", self._occasion, dist.get_rank(), verdict)

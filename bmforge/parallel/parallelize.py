@@ -30,7 +30,7 @@ from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.master_weights import upcast_trained_
 from bmforge.parallel.parameters import lay_straight_
 from bmforge.parallel.pipeline.model import PipelinedModel
-from bmforge.parallel.pipeline.stages import drop_the_rest_
+from bmforge.parallel.pipeline.stages import Cutting, drop_the_rest_
 from bmforge.parallel.same_start import start_alike_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_
@@ -116,19 +116,32 @@ def parallelize(
             expert_mesh=expert_mesh,
         )
     if division.cutting is not None:
-        record.pipeline = PipelinedModel(
-            model,
-            division.cutting,
-            mesh,
-            (layout.pp_schedule, layout.pp_stages_per_rank),
-            shared,
-            slices=layout.tp > 1,
-            frees=layout.zero == 3,
-            splits=not (division.is_sharded or recompute or compile or offload_activations),
-        )
+        splits = not (division.is_sharded or recompute or compile or offload_activations)
+        record.pipeline = _build_pipeline(model, layout, division.cutting, mesh, shared, splits)
     record.units, record.precision = division.units, precision
     record.master_weights = master_weights
     return model
+
+
+def _build_pipeline(
+    model: nn.Module,
+    layout: Layout,
+    cutting: Cutting,
+    mesh: DeviceMesh,
+    shared: dict[str, list[int]],
+    splits: bool,
+) -> PipelinedModel:
+    """Return what runs the stages of a cut model; `shared` maps parameters to their stages."""
+    return PipelinedModel(
+        model,
+        cutting,
+        mesh,
+        (layout.pp_schedule, layout.pp_stages_per_rank),
+        shared,
+        slices=layout.tp > 1,
+        frees=layout.zero == 3,
+        splits=splits,
+    )
 
 
 def _check_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:

@@ -31,6 +31,7 @@ from bmforge.parallel import (
     data_parallel_rank,
     data_parallel_size,
     init_distributed,
+    run_everywhere,
     run_on_first,
 )
 from bmforge.provenance import warn_of_licences
@@ -44,7 +45,13 @@ from bmforge.recipes.compressing import (
 from bmforge.recipes.deltas import DeltaConfig, export_delta, set_rates
 from bmforge.recipes.made_of import find_provenance
 from bmforge.recipes.micro_batches import settle_batch
-from bmforge.recipes.run_dir import add_results, claim_run_dir, occupy_run_dir
+from bmforge.recipes.run_dir import (
+    add_results,
+    claim_run_dir,
+    occupy_run_dir,
+    overridden_fields,
+    record_overrides,
+)
 from bmforge.recipes.start import family_of, need_fields, settle_model
 from bmforge.train import (
     EvalResult,
@@ -75,7 +82,8 @@ Results = dict[str, dict[str, float]]
 _FREE_FIELDS = """
     run_dir layout offload recompute compile prefetch wandb_project export train.steps
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
-    train.log_every_steps train.profile_steps data.micro_batch_size data.prefetch_steps
+    train.log_every_steps train.profile_steps
+    train.num_epochs data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
     delta.merge search licence timeout_s
 """
@@ -112,6 +120,8 @@ class RunConfig:
         wandb_project: also log to this Weights & Biases project.
         timeout_s: seconds that a process may wait for another one that does not answer; then all
             end with an error that names it (default: 600).
+        override: fields or tables that a resumed run changes on purpose, such as train.optim.lr or
+            data.global_batch_size; "data" also takes a corpus that has grown, in a new order.
     """
 
     run_dir: Path = Path("runs/run")
@@ -134,6 +144,7 @@ class RunConfig:
     licence: str = ""
     wandb_project: str | None = None
     timeout_s: float = 600.0
+    override: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -207,10 +218,12 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     config = need_fields(settle_model(config), needs)
     config = dataclasses.replace(config, data=settle_batch(config, world.size))
     with FailureDetector().watching(), occupy_run_dir(config.run_dir, config, _FREE):
-        return _run(config, open_data, world)
+        overridden = overridden_fields(config)
+        config = run_everywhere(lambda: record_overrides(config.run_dir, config))
+        return _run(config, open_data, world, overridden)
 
 
-def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
+def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[str]) -> RunResult:
     mesh = build_mesh(config.layout, world.device)
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     known = find_provenance(config)
@@ -232,7 +245,7 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
         callbacks=_callbacks(config) if job is None else [*_callbacks(config), job],
         flops_per_token=config.model.flops_per_token(data.row_tokens),
     )
-    trainer.base = base
+    trainer.base, trainer.overridden = base, overridden
     if trainer.scaler is not None:
         trainer.scaler = build_scaler(config.loss_scale)
     get_logger().info(
@@ -248,7 +261,7 @@ def _run(config: Any, open_data: OpenData, world: World) -> RunResult:
     try:
         trainer.fit()
         evaluation = None
-        if trainer.step >= config.train.steps:
+        if trainer.ended or trainer.step >= config.train.steps:
             evaluation = _finish(config, trainer, data, world, mesh)
     finally:
         if data.close is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tomllib
 from collections.abc import Iterator
@@ -9,11 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bmforge.config import config_to_dict, save_toml
+from bmforge.config import config_to_dict, plain_value, save_toml
 from bmforge.errors import ConfigError
 from bmforge.files import check_place, partial_name, replace_file
 from bmforge.logging import get_logger, log_to_file, process_rank
 from bmforge.parallel import run_on_first
+from bmforge.recipes.renamed_fields import rename_fields
 from bmforge.train.run_lock import LOCK_NAME, hold_run_dir
 
 __all__ = [
@@ -23,9 +25,13 @@ __all__ = [
     "claim_run_dir",
     "occupy_run_dir",
     "open_run_dir",
+    "overridden_fields",
+    "record_overrides",
 ]
 
 _FILE, _LOG = "run.toml", "log.txt"
+# Fields and tables that a run can change on purpose and still go on with its optimizer and step.
+_OVERRIDABLE = ("train.", "data.", "loss_scale.")
 
 
 def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
@@ -91,36 +97,104 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
 
 
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
-    """Return why `config` may not run in `run_dir`, or None."""
+    """Return why `config` may not run in `run_dir`, or None.
+
+    A field that the run.toml of an earlier version lacks had its default. Fields and tables that
+    the config's `override` names may differ.
+    """
     file = run_dir / _FILE
     if not file.exists():
         return check_free(run_dir)
     try:
-        before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
+        changed = _find_changes(file, config)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         return f"{str(file)!r} is damaged ({error}); restore it, or name another run_dir."
-    now = _flatten(config_to_dict(config))
-    changed = [
-        f"{name}: {before.get(name)!r} there, {now.get(name)!r} now"
-        for name in sorted(before.keys() | now.keys())
-        if _differ(before.get(name), now.get(name)) and not _is_free(name, free)
+    allowed = free | overridden_fields(config) | {"override"}
+    told = [
+        f"{name}: {before!r} there, {now!r} now"
+        for name, (before, now) in changed.items()
+        if not _is_free(name, allowed)
     ]
-    if changed:
+    if told:
+        names = [name for name in changed if not _is_free(name, allowed)]
+        hint = ""
+        if all(name.startswith(_OVERRIDABLE) for name in names) and hasattr(config, "override"):
+            hint = f", or change them on purpose with --override {' '.join(names)}"
         return (
-            f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(changed)}. "
-            "Name another run_dir, or set these back to go on with that run."
+            f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(told)}. "
+            f"Name another run_dir, or set these back to go on with that run{hint}."
         )
     return None
 
 
-def _say_changes(run_dir: Path, config: Any) -> None:
-    """Log the free fields that differ from those of the run that is there."""
+def record_overrides(run_dir: Path, config: Any) -> Any:
+    """Return the config with an entry ``field=old->new`` in `override` for every overridden field.
+
+    Entries of earlier overrides stay, so that run.toml tells the history of the run.
+    """
     file = run_dir / _FILE
-    if file.exists():
-        before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
-        now = _flatten(config_to_dict(config))
-        if freely := [name for name in now if _differ(before.get(name), now[name])]:
-            get_logger().info("changed since the run began: %s", ", ".join(freely))
+    if not file.exists() or not hasattr(config, "override"):
+        return config
+    names = overridden_fields(config)
+    earlier = tomllib.loads(file.read_text(encoding="utf-8")).get("override", [])
+    new = [
+        f"{name}={before!r}->{now!r}"
+        for name, (before, now) in _find_changes(file, config).items()
+        if _is_free(name, names)
+    ]
+    changed = {entry.partition("=")[0] for entry in new}
+    plain = [n for n in sorted(names) if not any(_is_free(c, frozenset({n})) for c in changed)]
+    for entry in new:
+        get_logger().info("overridden: %s", entry)
+    return dataclasses.replace(config, override=tuple(dict.fromkeys([*earlier, *new, *plain])))
+
+
+def overridden_fields(config: Any) -> frozenset[str]:
+    """Return the fields and tables that a config overrides; an entry of a run.toml has values."""
+    return frozenset(
+        entry.replace("-", "_") for entry in getattr(config, "override", ()) if "=" not in entry
+    )
+
+
+def _find_changes(file: Path, config: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which a config differs from a run.toml: their values there and now."""
+    before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
+    now, defaults = _flatten(config_to_dict(config)), _flatten(_default_values(config))
+    names = sorted(before.keys() | now.keys())
+    values = {name: (before.get(name, defaults.get(name)), now.get(name)) for name in names}
+    return {name: pair for name, pair in values.items() if _differ(*pair)}
+
+
+def _default_values(config: Any) -> dict[str, Any]:
+    """Return the defaults of a config and of the configs in it, as nested dicts."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            out[field.name] = _default_values(value)
+        elif field.default is not dataclasses.MISSING:
+            out[field.name] = plain_value(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            out[field.name] = plain_value(field.default_factory())
+    return out
+
+
+def _say_changes(run_dir: Path, config: Any) -> None:
+    """Log the fields that differ from those of the run that is there, and those it did not know."""
+    file = run_dir / _FILE
+    if not file.exists():
+        return
+    before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
+    if changed := [name for name in _find_changes(file, config) if name != "override"]:
+        get_logger().info("changed since the run began: %s", ", ".join(changed))
+    defaults = _flatten(_default_values(config))
+    now = _flatten(config_to_dict(config))
+    if new := [f"{name}={now[name]!r}" for name in now if name not in before and name in defaults]:
+        get_logger().info(
+            "%s of an earlier version lacks fields, which keep their defaults: %s",
+            _FILE,
+            ", ".join(new),
+        )
 
 
 def check_free(run_dir: Path) -> str | None:

@@ -19,6 +19,8 @@ class TrainConfig:
 
     Args:
         steps: optimizer steps in all.
+        num_epochs: passes over a loader that ends; the training ends after the last one or after
+            `steps`, whichever comes first (default: 1). Loaders of bmforge do not end.
         seed: of dropout; weights and sample order have their own.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters; as the model is laid out.
         master_weights: upcast trained 16-bit parameters to fp32 (default: on); off trains them in
@@ -37,6 +39,7 @@ class TrainConfig:
     """
 
     steps: int = 1000
+    num_epochs: int = 1
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     master_weights: bool = True
@@ -53,7 +56,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a number out of range."""
-        for name in ("steps", "log_every_steps", "keep_last"):
+        for name in ("steps", "num_epochs", "log_every_steps", "keep_last"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)} must be at least 1.")
         for name in ("eval_every_steps", "save_every_steps", "keep_every_steps", "grad_clip"):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from bmforge.parallel import (
     run_step,
     sum_over_axes,
 )
+from bmforge.train.batch_reader import BatchReader, Loader
 from bmforge.train.checkpoint.base import Base
 from bmforge.train.checkpoint.checkpointer import Checkpointer
 from bmforge.train.checkpoint.rng import reseed_rng
@@ -50,7 +51,7 @@ from bmforge.train.objective import (
     count_tokens,
 )
 from bmforge.train.offload.states import StateOffload
-from bmforge.train.optim.build import build_optimizers, clip_grad_norm_
+from bmforge.train.optim.build import build_optimizers, clip_grad_norm_, restore_settings_
 from bmforge.train.precision import LossScaler, check_precision, ensure_master_weights_
 from bmforge.train.profile import trace_steps
 from bmforge.train.report.metrics import (
@@ -71,19 +72,6 @@ __all__ = ["Callback", "Loader", "Trainer"]
 Callback = Callable[["Trainer", Row], None]
 
 
-class Loader(Protocol):
-    """What the Trainer needs of a loader; `data.DataLoader` is one."""
-
-    def __next__(self) -> Sequence[Batch]:
-        """Return this process's micro-batches of the next optimizer step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-
-
 class Trainer:
     """Trains a model; resumes by itself when its run directory holds a checkpoint.
 
@@ -101,6 +89,8 @@ class Trainer:
 
     Attributes:
         base: weights that checkpoints leave out, as in `save_checkpoint`; None leaves none out.
+        overridden: fields such as ``train.optim.lr`` and tables such as ``data`` in which a resumed
+            run may differ: its optimizers take the new settings, its loader begins a new order.
         step: optimizer steps done.
         stopped: a signal has ended `fit` before its last step.
         save_error: why the last checkpoint could not be written; None: it is on disk.
@@ -136,18 +126,27 @@ class Trainer:
         self.guard = SpikeGuard(config.spike_sigmas)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self.base: Base | None = None
+        self.overridden: frozenset[str] = frozenset()
         self.step, self.stopped = 0, False
         self.save_error: Exception | None = None
         self._knows_rows, self._detector = False, FailureDetector()
         self.mesh = mesh or mesh_of(model)
+        self._reader = BatchReader(loader, config.num_epochs, self.device, self.mesh)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         peak = peak_flops(self.device)
         size = dist.get_world_size() if dist.is_initialized() else 1
         self._throughput = Throughput(flops_per_token, peak and peak * size)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the loader has ended `fit` before its last step, after `num_epochs` epochs."""
+        return self._reader.ended
+
     def fit(self, until_step: int | None = None) -> Self:
         """Train to `config.steps`, saving and evaluating on the way; return the trainer.
 
+        A loader that ends, and has no further epoch to begin, ends the training: the last step is
+        saved and `ended` is set.
         Stops early, after saving, when SIGINT or SIGTERM reaches any process: `stopped` tells. A
         checkpoint that could not be written does not end the training; `save_error` tells of the
         last one.
@@ -187,9 +186,12 @@ class Trainer:
         return self
 
     def _resume(self, checkpointer: Checkpointer) -> int | None:
+        settings = [[dict(g) for g in optimizer.param_groups] for optimizer in self.optimizers]
         found = checkpointer.load_newest(self.model, self.optimizers)
         if found is None:
             return None
+        if any(name.startswith("train.optim") for name in self.overridden):
+            restore_settings_(self.optimizers, settings)
         self.step, state = found
         self.load_state_dict(state)
         if state.get("mesh", self._shape()) != self._shape():
@@ -214,8 +216,14 @@ class Trainer:
         ):
             bar.advance(self.step)
             self.stopped = stopping = False
+            saved = self.step
             while self.step < last_step and not stopping:
-                row, stopping = self.train_step(stop.asked is not None)
+                self._throughput.start()
+                with self._detector.naming_failures(f"step {self.step + 1}, reading data"):
+                    micro_batches = self._reader.read(self.step)
+                if micro_batches is None:
+                    break
+                row, stopping = self.train_step(stop.asked is not None, micro_batches)
                 note_step()
                 if watch is not None:
                     watch.note_step()
@@ -231,17 +239,28 @@ class Trainer:
                     callback(self, row)
                 due = config.save_every_steps and self.step % config.save_every_steps == 0
                 if checkpointer is not None and (due or stopping or self.step == last_step):
-                    reshard_(self.model)  # a callback may have run the model
-                    checkpointer.save(self.step, self.model, self.optimizers, self.state_dict())
+                    self._save(checkpointer)
+                    saved = self.step
+            if self.ended and self.step > saved and checkpointer is not None:
+                self._save(checkpointer)
         self.stopped = stopping and self.step < last_step
         if checkpointer is not None:
             self.save_error = checkpointer.report(self.step, self.stopped)
 
-    def train_step(self, stop_asked: bool = False) -> tuple[Row, bool]:
+    def _save(self, checkpointer: Checkpointer) -> None:
+        if self.state_offload is not None:
+            self.state_offload.wait()
+        reshard_(self.model)  # a callback may have run the model
+        checkpointer.save(self.step, self.model, self.optimizers, self.state_dict())
+
+    def train_step(
+        self, stop_asked: bool = False, micro_batches: Sequence[Batch] | None = None
+    ) -> tuple[Row, bool]:
         """Run one optimizer step over the next global batch.
 
         Args:
             stop_asked: whether this process wants to stop; all learn of it.
+            micro_batches: of this process; None takes the loader's next ones.
 
         Returns:
             the metrics row, and whether any process wants to stop.
@@ -249,8 +268,9 @@ class Trainer:
         Comm: one all-reduce of five integers before, one of the loss after, the gradients' own,
             and one per kind of sharding for the norm.
         """
-        self._throughput.start()
-        micro_batches = next(self.loader)
+        if micro_batches is None:
+            self._throughput.start()
+            micro_batches = next(self.loader)
         if not self._knows_rows:
             check_same_rows(micro_batches, self.mesh)
             self._knows_rows = True
@@ -338,6 +358,7 @@ class Trainer:
         return {
             "seed": self.config.seed,
             "optim": self.config.optim.to_record(),
+            "epoch": self._reader.epoch,
             "loader": self.loader.state_dict(),
             "guard": self.guard.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -367,8 +388,8 @@ class Trainer:
                 with other callbacks that have a state.
         """
         if "optim" in state:
-            self.config.optim.check_same(state["optim"])
-        self.loader.load_state_dict(state["loader"])
+            self.config.optim.check_same(state["optim"], self.overridden)
+        self._reader.resume(state, self.overridden)
         self.guard.load_state_dict(state["guard"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])

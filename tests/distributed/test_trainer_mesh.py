@@ -18,11 +18,12 @@ import torch.distributed as dist
 from bmforge.errors import ConfigError, DistributedError, MissingDependencyError
 from bmforge.models import GPT2, GPT2Config, init_weights_
 from bmforge.parallel import (
+    FailureDetector,
     Layout,
     build_mesh,
+    failure_detector,
     init_distributed,
     parallelize,
-    roll_call,
     run_everywhere,
     run_on_first,
 )
@@ -165,7 +166,7 @@ def lose_a_rank(layout: Layout) -> None:
     model = GPT2.from_config(GPT2Config(**SIZES), device="meta")
     parallelize(model, layout)
     init_weights_(model, seed=0)
-    with mock.patch.object(roll_call, "_GRACE_S", 1.5):
+    with mock.patch.object(failure_detector, "_SCAN_S", 1.5):
         Trainer(model, LeavesAtTheSecondStep(), TrainConfig(steps=3)).fit()
 
 
@@ -183,12 +184,13 @@ def test_a_dead_rank_is_named_by_all(layout: Layout):
 
 def wait_in_a_row() -> str:
     """Rank 2 waits for rank 0, which has seen that rank 1 is gone but does not end."""
-    rank, numbers, roll = dist.get_rank(), torch.zeros(2), roll_call.RollCall()
+    rank, numbers, detector = dist.get_rank(), torch.zeros(2), FailureDetector()
     if rank == 1:
         os._exit(3)
-    with mock.patch.multiple(roll_call, _GRACE_S=1.5, _LEAVE_S=0.1), roll.answering():
+    shorter = mock.patch.multiple(failure_detector, _SCAN_S=1.0, _BEAT_S=0.2, _LEAVE_S=0.1)
+    with shorter, detector.watching():
         try:
-            with roll.name_the_missing("a step"):
+            with detector.naming_failures("a step"):
                 dist.recv(numbers, 1 - rank if rank == 0 else 0)
         except DistributedError as error:
             with suppress(RuntimeError):

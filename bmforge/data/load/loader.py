@@ -59,6 +59,8 @@ class DataLoader:
         DataError: the corpus is shorter than one row.
     """
 
+    is_endless = True
+
     def __init__(
         self,
         dataset: Dataset,
@@ -82,6 +84,7 @@ class DataLoader:
         )  # fmt: skip
         self._seed = seed
         self._fingerprint, self._content = dataset.fingerprint(), dataset.content()
+        self._rows = dataset.num_held_out_rows()
         self._global_batch_size = global_batch_size
         self._prefetch_steps = prefetch_steps
         self._step = 0
@@ -122,6 +125,7 @@ class DataLoader:
             "seed": self._seed,
             "dataset": self._fingerprint,
             "content": self._content,
+            "rows": self._rows,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -132,7 +136,7 @@ class DataLoader:
                 lacks an entry; `content` is not in the states of earlier versions.
         """
         ours = self.state_dict()
-        missing = [key for key in ours if key not in state and key != "content"]
+        missing = [key for key in ours if key not in state and key not in ("content", "rows")]
         if missing:
             raise ConfigError(
                 f"loader state {sorted(state)} lacks {missing}: it is not of "
@@ -140,10 +144,13 @@ class DataLoader:
             )
         for key, what in _ORDER.items():
             if key in state and state[key] != ours[key]:
+                sizes = f" ({state.get('rows')} rows then, {ours['rows']} now)"
+                rows = sizes if "rows" in state else ""
                 raise ConfigError(
                     f"loader state has {key}={state[key]}, this loader has {key}={ours[key]}: "
-                    f"{what} changed, so the sample order cannot go on; restore it or start a new "
-                    f"run{'' if 'content' in state else _EARLIER}"
+                    f"{what} changed{rows}, so the sample order cannot go on. Restore it, start a "
+                    "new run, or go on in a new order with --override data"
+                    f"{'' if 'content' in state else _EARLIER}"
                 )
         self.close()
         self._step, self._samples = int(state["step"]), int(state["samples"])

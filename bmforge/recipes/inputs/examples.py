@@ -116,13 +116,15 @@ class ExampleLoader:
         DataError: there is no example.
     """
 
+    is_endless = True
+
     def __init__(self, source: ExampleSource, config: Any, rank: int = 0, world: int = 1) -> None:
         config.check()
         if len(source) == 0:
             raise DataError(f"{list(config.paths)} hold no example to learn from.")
         self._source, self._config = source, config
         self._rank, self._world = rank, world
-        self._step = 0
+        self._samples = 0
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -131,13 +133,13 @@ class ExampleLoader:
         """Return the micro-batches of the next optimizer step."""
         config = self._config
         size, total = config.micro_batch_size, config.global_batch_size
-        first = self._step * total
+        first = self._samples
         batches = []
         for start in range(0, total, size * self._world):
             slots = range(start + self._rank * size, start + (self._rank + 1) * size)
             rows = [self._row(first + slot if slot < total else None) for slot in slots]
             batches.append(_lay(rows, self._source))
-        self._step += 1
+        self._samples += total
         return batches
 
     def _row(self, number: int | None) -> Example:
@@ -153,17 +155,17 @@ class ExampleLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands; the same on every rank."""
         return {
-            "samples": self._step * self._config.global_batch_size,
+            "samples": self._samples,
             "seed": self._config.seed,
             "dataset": self._source.fingerprint,
             "content": getattr(self._source, "content", 0),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken, on any world size.
+        """Go on exactly where `state` was taken, on any world and batch size.
 
         Raises:
-            ConfigError: the state is of other examples, another seed or batch size.
+            ConfigError: the state is of other examples or another seed.
         """
         ours = self.state_dict()
         state = {"content": ours["content"], **state}  # states of earlier versions have none
@@ -174,12 +176,7 @@ class ExampleLoader:
                     f"{ours[key]}: the order cannot go on; restore it or start a new "
                     "run."
                 )
-        self._step, left = divmod(int(state["samples"]), self._config.global_batch_size)
-        if left:
-            raise ConfigError(
-                f"{state['samples']} samples were taken, which is no multiple of global_batch_size="
-                f"{self._config.global_batch_size}; set it back, or start a new run."
-            )
+        self._samples = int(state["samples"])
 
 
 def iter_held_out(

@@ -7,7 +7,7 @@ gives the same numbers on both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -105,8 +105,12 @@ class OptimConfig:
         groups = [asdict(group) for group in self.groups]
         return {**asdict(self), "betas": list(self.betas), "groups": groups}
 
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Compare with the record of a run that is to go on; a setting that it lacks is no other.
+    def check_same(self, before: Mapping[str, Any], overridden: Collection[str] = ()) -> None:
+        """Compare with the record of a run that resumes; a setting that it lacks is not compared.
+
+        Args:
+            before: record of the run's checkpoint.
+            overridden: settings that may differ, as ``train.optim.lr``, or all: ``train.optim``.
 
         Raises:
             ConfigError: it has other settings, which its optimizers would go on with.
@@ -115,6 +119,7 @@ class OptimConfig:
             f"optim.{name}={value!r}, but {before[name]!r} there"
             for name, value in self.to_record().items()
             if before.get(name, value) != value
+            and not {"train", "train.optim", f"train.optim.{name}"} & set(overridden)
         ]
         if changed:
             raise ConfigError(
@@ -122,6 +127,20 @@ class OptimConfig:
                 "have no effect. Set these back to go on with that run, or start another one in "
                 "another run_dir."
             )
+
+
+def restore_settings_(
+    optimizers: Sequence[torch.optim.Optimizer], settings: Sequence[Sequence[Mapping[str, Any]]]
+) -> None:
+    """Set the hyper-parameters of every parameter group back to an earlier copy.
+
+    Args:
+        optimizers: whose groups a checkpoint has changed.
+        settings: copies of their parameter groups.
+    """
+    for optimizer, groups in zip(optimizers, settings, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
 
 
 def build_optimizers(

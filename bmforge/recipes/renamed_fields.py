@@ -1,0 +1,48 @@
+"""Fields of run.toml that have other names today, so that runs of earlier commits can resume.
+
+One row per renamed field or table; `rename_fields` applies them wherever such a file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["RENAMED", "rename_fields"]
+
+# Dotted name of a field or table in old files -> its name today.
+RENAMED: Mapping[str, str] = {}
+
+
+def rename_fields(
+    table: dict[str, Any], renamed: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the table of a run.toml with its fields under today's names.
+
+    Args:
+        table: nested tables as read from the file; unchanged.
+        renamed: dotted old name -> dotted new name; None takes `RENAMED`.
+    """
+    out = {key: rename_fields(v, {}) if isinstance(v, dict) else v for key, v in table.items()}
+    for old, new in (RENAMED if renamed is None else renamed).items():
+        holder, name = _find_holder(out, old, create=False)
+        if holder is None or name not in holder:
+            continue
+        value = holder.pop(name)
+        target, key = _find_holder(out, new, create=True)
+        assert target is not None
+        target.setdefault(key, value)
+    return out
+
+
+def _find_holder(
+    table: dict[str, Any], name: str, *, create: bool
+) -> tuple[dict[str, Any] | None, str]:
+    """Return the table that holds a dotted name, or None where there is none, and the last part."""
+    *path, last = name.split(".")
+    for part in path:
+        inner = table.setdefault(part, {}) if create else table.get(part)
+        if not isinstance(inner, dict):
+            return None, last
+        table = inner
+    return table, last

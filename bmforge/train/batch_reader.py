@@ -1,0 +1,116 @@
+"""Reads the micro-batches of every step from a loader, epoch after epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from bmforge.batch import Batch
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+
+__all__ = ["BatchReader", "Loader"]
+
+
+# Fields whose change gives the samples another order, in which no position can be resumed.
+_ORDER_FIELDS = frozenset(
+    ("data", *(f"data.{n}" for n in ("paths", "weights", "seq_len", "seed", "reset_at_documents")))
+)
+
+
+class Loader(Protocol):
+    """What the Trainer needs of a loader; `data.DataLoader` is one.
+
+    A loader whose `is_endless` is True never ends. Other ones are asked on all processes before
+    every step whether they have ended on any.
+    """
+
+    def __next__(self) -> Sequence[Batch]:
+        """Return this process's micro-batches of the next optimizer step.
+
+        Raises:
+            StopIteration: at the end of an epoch; `__iter__`, if there is one, begins the next.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the loader."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position."""
+
+
+class BatchReader:
+    """Takes batches from a loader that may end, and begins its next epoch.
+
+    Args:
+        loader: a `Loader`.
+        num_epochs: passes over a loader that ends.
+        device: device of the model.
+        mesh: mesh of the model, or None for one process.
+
+    Attributes:
+        epoch: number of the current pass, from 0 on.
+        ended: the last pass is over.
+    """
+
+    def __init__(
+        self, loader: Loader, num_epochs: int, device: torch.device, mesh: DeviceMesh | None
+    ) -> None:
+        self._loader, self._num_epochs, self._device = loader, num_epochs, device
+        self._mesh = mesh
+        self._batches: Any = loader
+        self.epoch, self.ended = 0, False
+
+    def read(self, step: int) -> Sequence[Batch] | None:
+        """Return the micro-batches of the step after `step`, or None after the last epoch.
+
+        A loader that ends on some processes only ends on all, as a step needs every one.
+        """
+        batches = self._take()
+        if batches is None and self.epoch + 1 < self._num_epochs:
+            if getattr(self._loader, "__iter__", None) is None:
+                raise ConfigError(
+                    f"train.num_epochs={self._num_epochs}, but the loader has ended and has no "
+                    "__iter__ that begins the next epoch. Add one, or set train.num_epochs=1."
+                )
+            self.epoch += 1
+            self._batches = iter(self._loader)  # type: ignore[call-overload]
+            batches = self._take()
+        self.ended = batches is None
+        if batches is None:
+            get_logger().info(
+                "the loader has ended after step %d, in epoch %d of %d: the training ends",
+                *(step, self.epoch + 1, self._num_epochs),
+            )
+        return batches
+
+    def resume(self, state: Mapping[str, Any], overridden: Collection[str]) -> None:
+        """Continue after the batches that a saved training has read.
+
+        Args:
+            state: of `Trainer.state_dict`.
+            overridden: fields and tables of the run that differ on purpose; where they change the
+                order of the samples, a new order begins.
+        """
+        self.epoch = state.get("epoch", 0)
+        if _ORDER_FIELDS.isdisjoint(overridden):
+            self._loader.load_state_dict(state["loader"])
+        else:
+            get_logger().info("data is overridden: the order of the samples begins anew")
+
+    def _take(self) -> Sequence[Batch] | None:
+        """Return the next micro-batches; None at the end of an epoch, on all processes alike.
+
+        Comm: one all-reduce of an integer, over several processes with a loader that can end.
+        """
+        batches: Sequence[Batch] | None = next(self._batches, None)
+        if getattr(self._loader, "is_endless", False):
+            return batches
+        has_ended = torch.tensor(int(batches is None), device=self._device)
+        if self._mesh is not None and self._mesh.size() > 1:
+            dist.all_reduce(has_ended, op=dist.ReduceOp.MAX)
+        return None if has_ended.item() else batches
