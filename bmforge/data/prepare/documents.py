@@ -24,7 +24,7 @@ from bmforge.data.prepare.summary import Summary, group_of
 from bmforge.data.sources.document import Document, from_record, to_record
 from bmforge.data.sources.files import parse_record, python_topics, read_records
 from bmforge.data.sources.packed import open_unpacked
-from bmforge.data.sources.record import ReadOptions, Record, fail
+from bmforge.data.sources.record import ReadOptions, Record, fail, show_name
 from bmforge.errors import DataError
 
 __all__ = [
@@ -153,6 +153,8 @@ def _process(part: Part, beat: Beat, funnel: Funnel) -> Iterator[tuple[Document,
         else:
             if replaced := int(found.scores.get("replaced_characters", 0)):
                 funnel.change("replacing damaged characters", 1, replaced)
+            if damaged := int(found.scores.get("damaged_parts", 0)):
+                funnel.change("leaving out damaged parts", 1, damaged)
             document, reason = _take_steps(found, task.steps, funnel)
             yield document, len(found.text.encode()), reason
 
@@ -195,24 +197,24 @@ def _entries(part: Part, blamed: dict[int, Blame], beat: Beat) -> Iterator[tuple
     task: DocumentsTask = part.task
     entry = 0
     for piece in task.shard.pieces:
-        records = _read_piece(piece, task.options)
+        records, source = _read_piece(piece, task.options), show_name(piece.path)
         while True:
             if entry in blamed and blamed[entry].in_reading:
-                yield entry, piece.path, Record("1", 0, _never)
+                yield entry, source, Record("1", 0, _never)
                 entry += 1
                 break
-            beat(entry, True, f"{piece.path}, at entry {entry} of its shard")
+            beat(entry, True, f"{source}, at entry {entry} of its shard")
             try:
                 record = next(records, None)
             except DataError as error:
                 if not task.skip_bad:
                     raise
-                yield entry, piece.path, fail("1", 0, error)
+                yield entry, source, fail("1", 0, error)
                 entry += 1
                 break
             if record is None:
                 break
-            yield entry, piece.path, record
+            yield entry, source, record
             entry += 1
 
 

@@ -15,6 +15,7 @@ from bmforge.data.prepare.outputs import OutputFile, output_from_record, output_
 from bmforge.data.prepare.shards import InputFile
 from bmforge.data.prepare.summary import Summary
 from bmforge.data.prepare.tokenise import EncodeCount
+from bmforge.data.sources.record import show_name
 from bmforge.errors import DataError
 from bmforge.settings import PrepareConfig
 
@@ -110,7 +111,16 @@ def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile])
         "outputs": [output_to_record(output) for output in report.outputs],
         "inputs": [asdict(entry) for entry in inputs],
     }
-    path.write_bytes(tomli_w.dumps(record).encode())
+    path.write_bytes(tomli_w.dumps(_printable(record)).encode())
+
+
+def _printable(value: Any) -> Any:
+    """Return nested tables with file names that can be written as UTF-8."""
+    if isinstance(value, str):
+        return show_name(value)
+    if isinstance(value, dict):
+        return {show_name(name): _printable(inner) for name, inner in value.items()}
+    return [_printable(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:

@@ -114,6 +114,7 @@ def _prepare(
         report, known = read_record(out)
         now = plan_shards(files, config.shard_bytes, known=known).inputs
         _check_same(report, known, config, now, all_steps)
+        _remove_finished_work(out / _WORK_NAME, report.config.keep_stages)
         return report
     check_place(out, "out_dir")
     given = _open_tokenizer(config)
@@ -133,6 +134,18 @@ def _prepare(
     if not config.keep_stages:
         shutil.rmtree(work)
     return replace(report, out_dir=out)
+
+
+def _remove_finished_work(work: Path, is_kept: bool) -> None:
+    """Remove the work that a kill left after the corpus was whole."""
+    if is_kept or not work.exists():
+        return
+    try:
+        with Journal(work):
+            pass
+    except ConfigError:  # another process prepares there
+        return
+    shutil.rmtree(work)
 
 
 def show_preparation(

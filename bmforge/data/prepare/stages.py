@@ -190,6 +190,7 @@ def run_stages(
     work = _Work(journal, keys, config, runner)
     results: dict[str, list[Any]] = {}
     results["documents"] = _read_documents(plan, steps, work)
+    _check_unread_members(results["documents"], config.skip_unread)
     _check_any_left(results["documents"])
     counts = tuple(result["documents"] for result in results["documents"])
     chosen = _choose(counts, work, results)
@@ -215,6 +216,20 @@ def run_stages(
     results["tokenizer"] = [_once(journal, "tokenizer", keys, make_tokenizer)]
     results["encode"] = _encode(chosen, work, choose_grouping(plan.inputs))
     return results
+
+
+def _check_unread_members(results: Sequence[Any], is_allowed: bool) -> None:
+    """Refuse archives most of whose bytes are members of kinds that are not read."""
+    funnel = Funnel()
+    for result in results:
+        funnel.merge(Funnel.from_record(result["funnel"]))
+    unread = funnel.dropped.get("unknown_kind")
+    if unread and 2 * unread.text_bytes > funnel.read.text_bytes and not is_allowed:
+        raise DataError(
+            f"{unread.text_bytes} of {funnel.read.text_bytes} bytes are {unread.documents} members "
+            "of archives of kinds that are not read. Convert them to .txt or .jsonl, or leave them "
+            "out with skip_unread=True (--skip-unread)"
+        )
 
 
 def _check_any_left(results: Sequence[Any]) -> None:

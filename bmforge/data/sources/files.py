@@ -124,6 +124,11 @@ def list_files(
     for path in map(Path, named):
         if path.is_dir():
             files += _walk(path, [] if unread is None else unread)
+        elif path.exists() and not path.is_file():
+            raise DataError(
+                f"input {str(path)!r} is a pipe or a device: only `prepare` reads such, from a "
+                "copy; write it to a file first"
+            )
         elif not path.exists():
             raise DataError(f"input {str(path)!r} does not exist: check the path")
         elif not _is_input(path):
@@ -145,21 +150,33 @@ def python_topics() -> Iterator[Document]:
 
 
 def _walk(directory: Path, unread: list[Path]) -> list[Path]:
-    """Return the input files below `directory`, sorted; others are `unread`, but hidden ones."""
-    found: list[Path] = []
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and not _is_hidden(path.relative_to(directory)):
-            (found if _is_input(path) else unread).append(path)
-    if not found:
+    """Return the input files below `directory`, linked folders included, sorted.
+
+    Files of other kinds, pipes and broken links go into `unread`, except hidden ones.
+    """
+    paths: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for folder, folders, names in os.walk(directory, followlinks=True, onerror=_raise_unlistable):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:  # a link back to a folder that is read already
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+    files: list[Path] = []
+    for path in sorted(paths):
+        (files if path.is_file() and _is_input(path) else unread).append(path)
+    if not files:
         raise DataError(
             f"directory {str(directory)!r} holds no input file: needed are files ending in "
             f"{', '.join(_SUFFIXES)}, also packed as {' or '.join(PACKED)}"
         )
-    return found
+    return files
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _raise_unlistable(error: OSError) -> None:
+    raise DataError(f"directory {error.filename!r} cannot be listed ({error.strerror})") from error
 
 
 def _is_input(path: Path) -> bool:

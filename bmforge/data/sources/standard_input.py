@@ -1,9 +1,10 @@
-"""Standard input as a source: kept in a file first, as a text must be read more than once."""
+"""Keeps standard input and named pipes in files, as a text must be read more than once."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,24 +28,24 @@ Name = str | os.PathLike[str]
 def keep_standard_input(
     inputs: Name | Iterable[Name] | None, folder: Path
 ) -> Iterator[list[Name] | None]:
-    """Give the inputs with a file in `folder` in the place of ``-``; it is removed at the end.
+    """Replace ``-``, named pipes and ``<(...)`` by copies in `folder`, removed at the end.
 
-    What its first bytes do not tell is lines of JSON if it begins with ``{`` or is packed, else one
-    text.
+    If the first bytes do not say the kind, a stream is lines of JSON if it begins with ``{`` or is
+    packed, else one text.
 
     Raises:
-        ConfigError: ``-`` is there twice, or nobody writes to standard input.
+        ConfigError: ``-`` is named twice, or nobody writes to standard input.
     """
     if inputs is None:
         yield None
         return
     named = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    if STANDARD_INPUT not in named:
+    if not any(map(_is_stream, named)):
         yield named
         return
     if named.count(STANDARD_INPUT) > 1:
         raise ConfigError("standard input ('-') can be read once: name it once")
-    if sys.stdin is None or sys.stdin.isatty():
+    if STANDARD_INPUT in named and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigError(
             "'-' reads standard input: send something there, as with `cat FILE | ...`"
         )
@@ -52,22 +53,45 @@ def keep_standard_input(
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     try:
-        kept = _keep(sys.stdin.buffer, place)
-        yield [kept if name == STANDARD_INPUT else name for name in named]
+        yield [
+            _keep_stream(name, place, number) if _is_stream(name) else name
+            for number, name in enumerate(named)
+        ]
     finally:
         shutil.rmtree(place, ignore_errors=True)
-        for left in (folder, folder.parent):  # where nothing else came of it
+        for left in (folder, folder.parent):  # if the preparation wrote nothing else there
             with suppress(OSError):
                 left.rmdir()
 
 
-def _keep(stream: BinaryIO, place: Path) -> Path:
+def _is_stream(name: Name) -> bool:
+    if name == STANDARD_INPUT:
+        return True
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
+
+
+def _keep_stream(name: Name, place: Path, number: int) -> Path:
+    if name == STANDARD_INPUT:
+        return _keep(sys.stdin.buffer, place / _NAME)
+    try:
+        with Path(name).open("rb") as stream:
+            return _keep(stream, place / f"{number}-{Path(name).name}")
+    except OSError as error:
+        raise ConfigError(f"input {str(name)!r} cannot be read as a stream ({error})") from error
+
+
+def _keep(stream: BinaryIO, path: Path) -> Path:
     head = stream.read(_HEAD_BYTES)
-    packing = packing_of(head, "")
-    known = not packing and kind_of(head, "")
-    is_lines = bool(packing) or head.lstrip()[:1] == b"{"  # a packed one cannot be looked into
-    suffix = "" if known else f"{'.jsonl' if is_lines else '.txt'}{packing}"
-    path = place / f"{_NAME}{suffix}"
+    packing = packing_of(head, path.name)
+    if packing or not kind_of(head, path.name):  # a packed stream cannot be looked into
+        is_lines = bool(packing) or head.lstrip()[:1] == b"{"
+        if not kind_of(b"", path.name):
+            suffix = f"{'.jsonl' if is_lines else '.txt'}{packing}"
+            path = path.with_name(f"{path.name}{suffix}")
     with path.open("wb") as file:
         file.write(head)
         shutil.copyfileobj(stream, file, _CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""What lies among the input and is not read: named with its size, and refused where it is most."""
+"""Reports files among the input that are of no kind that is read, and refuses too many."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from bmforge.data.sources.record import show_name
 from bmforge.errors import DataError
 from bmforge.logging import get_logger
 
@@ -27,7 +28,7 @@ def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -
     """
     if not unread:
         return
-    lost, kept = (sum(path.stat().st_size for path in group) for group in (unread, files))
+    lost, kept = (sum(map(_bytes_of, group)) for group in (unread, files))
     said = f"{_size(lost)} of the input's {_size(lost + kept)} are of kinds that are not read: "
     said += _describe(unread)
     if lost > kept and not allowed:
@@ -43,16 +44,21 @@ def _describe(paths: Sequence[Path]) -> str:
     kinds: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         kinds[path.suffix.lower()].append(path)
-    sizes = {kind: sum(path.stat().st_size for path in group) for kind, group in kinds.items()}
+    sizes = {kind: sum(map(_bytes_of, group)) for kind, group in kinds.items()}
     order = sorted(kinds, key=lambda kind: (-sizes[kind], kind))
     said = []
     for kind in order[:_NAMED]:
-        first, count = kinds[kind][0].name, len(kinds[kind])
+        first, count = show_name(kinds[kind][0].name), len(kinds[kind])
         more = "" if count == 1 else f" and {count - 1} more {kind or 'without a suffix'}"
         said.append(f"{first}{more} ({_size(sizes[kind])})")
     if order[_NAMED:]:
         said.append(f"and {len(order) - _NAMED} more kinds")
     return ", ".join(said)
+
+
+def _bytes_of(path: Path) -> int:
+    """Return the size of a file; a link to nothing has its own."""
+    return (path.stat() if path.exists() else path.lstat()).st_size
 
 
 def _size(count_bytes: int) -> str:
