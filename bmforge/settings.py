@@ -133,6 +133,8 @@ class PrepareConfig:
             all, and notes the language of each. Empty does not ask.
         by_paragraph: with languages, cut paragraphs in others out of what is left.
         mask_private: write <EMAIL>, <PHONE> and so on in the place of private data.
+        phone_regions: countries, such as US and DE, whose national phone numbers count as private
+            data besides Chinese and international ones.
         rules: which published rules drop documents: for English, for Chinese, or for each document
             those of its language.
         bad_words: a file with a word on each line; documents with more than one in two lines are
@@ -185,6 +187,7 @@ class PrepareConfig:
     languages: tuple[str, ...] = ()
     by_paragraph: bool = False
     mask_private: bool = False
+    phone_regions: tuple[str, ...] = ()
     rules: Literal["none", "english", "chinese", "mixed"] = "none"
     bad_words: str = ""
     bad_hosts: str = ""

@@ -303,6 +303,7 @@ def test_signs_are_in_all_that_the_patterns_match():
         digits = "".join(draw.choices("13456789", k=20))
         forms = [digits[:18], f"{digits[:4]} {digits[4:8]} {digits[8:12]} {digits[12:16]}"]
         forms += [f"138{digits[:8]}", "{}.{}.{}.{}".format(*digits), "{}:{}:{}::{}".format(*digits)]
+        forms += [f"DE{digits[:2]} {digits[2:18]} {digits[:2]}", f"{digits[:3]}-14-{digits[3:7]}"]
         text = f"{draw.choice(forms)} {''.join(draw.choices('0123456789.:- @aFX', k=20))} a@b.cn"
         for name, kind in KINDS.items():
             if kind.sign is not None and kind.pattern.search(text):
@@ -345,3 +346,76 @@ def test_hostile_text_goes_through_all_steps(text):
     ]
     for step in steps:
         assert isinstance(step(Document(text, "f")), Document | Drop)
+
+
+PROSE_WITH_WORDS_OF_NOTICES = [
+    "Copyright law protects the author of a work for seventy years after his death.",
+    "The parliament debated the cookie policy of the union for three days.",
+    "Under the old law, the phrase all rights reserved had to be printed in every book.",
+    "Paris > Lyon > Avignon > Marseille",
+    "版权所有者可以许可他人使用其作品。",
+    "未经法院许可，任何人不得转载使用该照片，这是去年的判决。",
+    "相关推荐算法的研究在去年取得了进展。",
+    "责任编辑是一个辛苦的工作，每天要看很多稿件。",
+    "分享到的经验让大家受益。",
+    "当前位置编码的方法有两种。",
+    "下一页书写满了他的名字。",
+    "We used to share this room on Sundays.",
+    "The menu, the log in the fire and the next page were all there.",
+    "Read more slowly, said the teacher.",
+    "Copyright is a right of authors.",
+]
+NOTICES = [
+    *[
+        "© 2024 Example Ltd.",
+        "Copyright 2024 by Example",
+        "All rights reserved.",
+        "Cookie settings",
+    ],
+    *[
+        "版权所有：某某公司",
+        "京ICP备12345678号-1",
+        "相关推荐：",
+        "责任编辑：张三",
+        "上一篇：春天来了",
+    ],
+    *["当前位置：首页 > 新闻", "返回顶部", "Home > News > World > Europe", "Share on Facebook"],
+]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prose_with_words_of_notices_stays_and_notices_go(seed):
+    """Notices go from anywhere; sentences stay at the head, in the middle and at the foot."""
+    draw = random.Random(seed)
+    filler = [f"This is sentence {n} of a page about ferries." for n in range(12)]
+    prose = [*filler, *PROSE_WITH_WORDS_OF_NOTICES[:-1]]
+    draw.shuffle(prose)
+    route = PROSE_WITH_WORDS_OF_NOTICES[3]
+    if prose.index(route) not in range(3, len(prose) - 3):  # there it would be a path of the site
+        prose.remove(route)
+        prose.insert(len(prose) // 2, route)
+    assert drop_boilerplate("\n".join(prose)) == "\n".join(prose)
+    mixed = list(prose)
+    for notice in NOTICES:
+        at = draw.randrange(len(mixed) + 1)
+        while route in mixed[max(at - 1, 0) : at + 1]:
+            at = draw.randrange(len(mixed) + 1)
+        mixed.insert(at, notice)
+    assert drop_boilerplate("\n".join(mixed)) == "\n".join(prose)
+
+
+@pytest.mark.parametrize("line", PROSE_WITH_WORDS_OF_NOTICES)
+def test_a_sentence_alone_is_never_a_notice(line):
+    assert drop_boilerplate(line) == line
+
+
+def test_a_doubtful_line_goes_by_its_neighbors():
+    text = "\n".join(f"Sentence {n} of a page." for n in range(8))
+    doubtful = "Example Ltd., all rights reserved"
+    assert drop_boilerplate(f"{text}\n{doubtful}") == text
+    middle = text.replace("\nSentence 4", f"\n{doubtful}\nSentence 4")
+    assert drop_boilerplate(middle) == middle
+    framed = text.replace("\nSentence 4", f"\n{doubtful}\nSentence 4\n© 2024 x", 1)
+    assert doubtful in drop_boilerplate(framed)
+    framed = text.replace("\nSentence 4", f"\n{doubtful}\n© 2024 x\nSentence 4", 1)
+    assert drop_boilerplate(framed) == text

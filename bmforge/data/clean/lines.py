@@ -1,4 +1,9 @@
-"""Lines that are no text of their own: menus, notices and licences of a site; and hard wraps."""
+"""Removes lines of a site's frame (menus, notices, licenses), and joins lines wrapped at a width.
+
+A line that has the form of a notice from its first character to its last is removed wherever it is.
+A line that only contains words of a notice may be a sentence about them: it is removed at the head
+or foot of a page, or next to another line of the frame.
+"""
 
 from __future__ import annotations
 
@@ -9,55 +14,93 @@ from bmforge.data.clean.characters import HAN, SENTENCE_ENDS
 
 __all__ = ["BOILERPLATE", "drop_boilerplate", "join_wrapped_lines"]
 
-_LONGEST = 200  # characters; a longer line is text, whatever it speaks of
+_LONGEST = 200  # characters; a longer line is text, whatever its subject
 _SEPARATORS = re.compile(r"\s*[|｜›»>·•/]\s*")
+_MENU_MARKS = re.compile("[|｜·•]")
+_FIRST_ITEMS = re.compile(r"(?:home|start|index|main page|首页|主页|首頁|网站首页)$", re.I)
 _ITEM = 24  # characters of an entry in a menu, at most
 _FEWEST_ITEMS = 4
-# What a line is, and how it is known; tried on lines of at most 200 characters.
+_EDGE_LINES = 3  # at the head and at the foot
+_FEWEST_LINES = 5  # of a page that has a head and a foot
+_END = r"[\s。.!！>»|]*$"
+# Forms of whole lines; tried on lines of at most 200 characters.
 BOILERPLATE = {
     "cookies": re.compile(
-        r"\b(?:we|this (?:web)?site|our (?:web)?site)\b.{0,40}\b(?:use|uses|using)\b.{0,20}"
-        r"\bcookies\b"
-        r"|\baccept (?:all )?cookies\b|\bcookie (?:policy|settings|preferences)\b"
-        r"|本(?:网站|站|網站).{0,12}(?:使用|採用).{0,6}[Cc]ookie",
+        r"^\W*(?:(?:we|this (?:web)?site|our (?:web)?site)\b.{0,30}\b(?:use|uses|using)\b.{0,20}"
+        r"\bcookies\b|by (?:using|continuing)\b.{0,60}\bcookies\b"
+        rf"|(?:accept|reject|manage) (?:all )?cookies{_END}"
+        rf"|cookie (?:policy|settings|preferences){_END}"
+        r"|本(?:网站|站|網站).{0,12}(?:使用|採用).{0,6}cookie)",
         re.IGNORECASE,
     ),
     "copyright": re.compile(
-        r"^\W*(?:copyright\b|©|\(c\)\s*\d{4})|\ball rights reserved\b"
-        r"|版权所有|版權所有|未经.{0,8}(?:许可|授权).{0,12}(?:转载|使用)|保留(?:一切|所有)(?:权利|權利)",
+        r"^\W*(?:copyright\s*(?:©|\(c\)|[12]\d{3})|©|\(c\)\s*[12]\d{3})"
+        r"|^\W*(?:版权所有|版權所有)(?:[\s：:©]|$)"
+        rf"|^\W*(?:all rights reserved|保留(?:一切|所有)(?:权利|權利)){_END}",
         re.IGNORECASE,
     ),
-    "registration": re.compile(r"[一-鿿]?ICP[备備证証]\s*\d{5,}号?|公网安备\s*\d{6,}"),
+    "registration": re.compile(
+        r"^.{0,40}(?:[一-鿿]?ICP[备備证証]\s*\d{5,}号?|公网安备\s*\d{6,}).{0,40}$"
+    ),
     "navigation": re.compile(
         r"^\W*(?:skip to (?:main )?content|back to top|(?:previous|next) (?:post|article|page)"
         r"|share (?:on|this)\b.{0,30}|read more|sign in|log ?in|subscribe(?: now)?|menu)\W*$"
-        r"|^\W*(?:上一篇|下一篇|上一页|下一页|返回(?:顶部|首页|列表)|当前位置|您的位置|分享到|点击查看更多"
-        r"|相关(?:阅读|推荐|文章)|责任编辑|打印本页|关闭窗口)",
+        r"|^\W*(?:上一篇|下一篇|上一页|下一页|当前位置|您的位置|分享到|责任编辑"
+        r"|相关(?:阅读|推荐|文章))\s*(?:[：:>]|$)"
+        r"|^\W*(?:(?:上|下)一(?:篇|页)|返回(?:顶部|首页|列表)|点击查看更多|打印本页|关闭窗口)\W*$",
         re.IGNORECASE,
     ),
 }
+# Words of notices that sentences have too.
+_WORDS = re.compile(
+    r"\ball rights reserved\W*$|^\W*copyright\b(?!\s+(?:law|is|was|has|protects?|holders?)\b)"
+    r"|版权所有(?![者人的权])|^\W*未经.{0,8}(?:许可|授权|允许).{0,12}(?:转载|使用|复制)[^，,]{0,6}$",
+    re.IGNORECASE,
+)
 _HAN_END = re.compile(f"[{HAN}，、：；]$")
 _HAN_START = re.compile(f"[{HAN}]")
 _FEWEST_WRAPPED = 3  # long lines in a paragraph, from which on it was wrapped
 
 
 def drop_boilerplate(text: str) -> str:
-    """Return a text without the lines that belong to the site and not to the page."""
+    """Remove the lines that belong to the site and not to the page."""
     lines = text.split("\n")
-    kept = [line for line in lines if not _is_boilerplate(line)]
-    return text if len(kept) == len(lines) else "\n".join(kept)
+    grades = [_grade(line) for line in lines]
+    if not any(grades):
+        return text
+    filled = [at for at, line in enumerate(lines) if line.strip()]
+    dropped = {at for at in filled if grades[at] == _SURE}
+    edges = _EDGE_LINES if len(filled) >= _FEWEST_LINES else 0
+    for place, at in enumerate(filled):
+        is_edge = place < edges or place >= len(filled) - edges
+        neighbors = filled[max(place - 1, 0) : place + 2]
+        is_framed = any(grades[near] for near in neighbors if near != at)
+        if grades[at] == _MAYBE and (is_edge or is_framed):
+            dropped.add(at)
+    return "\n".join(line for at, line in enumerate(lines) if at not in dropped)
 
 
-def _is_boilerplate(line: str) -> bool:
+_MAYBE, _SURE = 1, 2
+
+
+def _grade(line: str) -> int:
+    """Return `_SURE` for a notice, `_MAYBE` for a line that may be one, 0 for text."""
     if not line.strip() or len(line) > _LONGEST:
-        return False
+        return 0
+    if any(form.search(line) for form in BOILERPLATE.values()):
+        return _SURE
+    return _grade_menu(line) or (_MAYBE if _WORDS.search(line) else 0)
+
+
+def _grade_menu(line: str) -> int:
+    """Grade a line of short entries: a menu, or a path of a site; a route of towns looks alike."""
     items = [item for item in _SEPARATORS.split(line.strip()) if item]
-    menu = len(items) >= _FEWEST_ITEMS and all(
-        len(item) <= _ITEM and not item.endswith(SENTENCE_ENDS) for item in items
-    )
+    is_short = all(len(item) <= _ITEM and not item.endswith(SENTENCE_ENDS) for item in items)
     # A date or a fraction has the same marks, and no letters.
-    worded = sum(any(map(str.isalpha, item)) for item in items) >= _FEWEST_ITEMS
-    return (menu and worded) or any(kind.search(line) for kind in BOILERPLATE.values())
+    worded = sum(any(map(str.isalpha, item)) for item in items)
+    if not is_short or len(items) < _FEWEST_ITEMS or worded < _FEWEST_ITEMS:
+        return 0
+    return _SURE if _MENU_MARKS.search(line) or _FIRST_ITEMS.match(items[0]) else _MAYBE
 
 
 def join_wrapped_lines(text: str) -> str:

@@ -1,12 +1,13 @@
-"""Private data in texts: found by form and checksum, masked by kind or a reason to drop.
+"""Finds private data by form and checksum, and masks it by kind or drops the document.
 
-What is masked depends on the text alone: every address becomes the same ``<EMAIL>``.
+The mask depends on the text alone: every address becomes the same ``<EMAIL>``.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
@@ -15,12 +16,20 @@ from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, MissingDependencyError, suggest
 
-__all__ = ["KINDS", "Found", "MaskPrivate", "find_private", "is_bank_card", "is_chinese_id"]
+__all__ = [
+    "KINDS",
+    "Found",
+    "MaskPrivate",
+    "find_private",
+    "is_bank_card",
+    "is_chinese_id",
+    "is_iban",
+]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A piece of private data, and where it stands."""
+    """A piece of private data: its kind, and its offsets in the text."""
 
     kind: str
     start: int
@@ -29,10 +38,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind is found: by a pattern, and a check of what it matches.
+    """How one kind is found: by a pattern, and a check of each match.
 
     Attributes:
-        sign: what is in every text that the pattern matches, and is looked for sooner.
+        check: returns True for a match that counts; None counts all.
+        meaning: description for users.
+        sign: cheap pattern that every text with a match has; the full one is slower.
     """
 
     pattern: re.Pattern[str]
@@ -78,6 +89,30 @@ def is_bank_card(number: str) -> bool:
     return (sum(doubled) + sum(digits[-1::-2])) % 10 == 0
 
 
+def is_iban(number: str) -> bool:
+    """Return True for an IBAN with a known length and sound check digits.
+
+    Source: ISO 13616 (ISO 7064, MOD 97-10).
+    """
+    plain = re.sub("[ -]", "", number).upper()
+    if _IBAN_LENGTHS.get(plain[:2]) != len(plain):
+        return False
+    digits = "".join(str(int(character, 36)) for character in plain[4:] + plain[:4])
+    return int(digits) % 97 == 1
+
+
+def is_us_ssn(number: str) -> bool:
+    """Return True for a US social security number in a range that is issued.
+
+    Source: SSA, 20 CFR 422.103: no area 000, 666 or from 900, no group 00, no serial 0000.
+    """
+    found = re.search(r"(\d{3})[- ](\d{2})[- ](\d{4})", number)
+    if found is None:
+        return False
+    area, group, serial = found.groups()
+    return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
+
+
 def _is_public_address(text: str) -> bool:
     try:
         return ipaddress.ip_address(text).is_global
@@ -86,19 +121,28 @@ def _is_public_address(text: str) -> bool:
 
 
 def _is_secret(text: str) -> bool:
-    """Tell whether a value looks drawn at random: of two kinds of characters, few repeated."""
+    """Return True for a value that looks random: two kinds of characters, few repeated."""
     value = re.split(r"[:=\s'\"]+", text)[-1] or text
     kinds = (str.islower, str.isupper, str.isdigit)
     return sum(any(map(kind, value)) for kind in kinds) >= 2 and len(set(value)) >= 8
 
 
+_LENGTHS = (
+    "AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 CH21 CR22 CY28 CZ24 DE22 DK18 DO28 EE20 "
+    "EG29 ES24 FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 "
+    "JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 MC27 MD24 ME22 MK19 MR27 MT31 MU30 NL18 NO15 "
+    "PK24 PL28 PS29 PT25 QA29 RO24 RS22 SA24 SC31 SE24 SI19 SK24 SM27 ST25 SV28 TL23 TN24 TR26 "
+    "UA29 VA22 VG24 XK20"
+)
+_IBAN_LENGTHS = {entry[:2]: int(entry[2:]) for entry in _LENGTHS.split()}
 _CITY = "京津沪渝冀豫云辽黑湘皖鲁新苏浙赣鄂桂甘晋蒙陕吉闽贵粤青藏川宁琼"
 # Tried in this order: what one kind has taken, the next do not see.
 KINDS = {
     "email": Kind(
         re.compile(
-            r"(?<![\w.+-])[A-Za-z0-9][\w.+%-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)"
-            r"{1,8}[A-Za-z]{2,24}(?![\w-])",
+            r"(?<![A-Za-z0-9_])[A-Za-z0-9_][\w.+%'-]{0,63}@"
+            r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}"
+            r"(?:xn--[A-Za-z0-9-]{2,59}|[A-Za-z]{2,24})(?![A-Za-z0-9])",
             re.ASCII,
         ),
         meaning="mail addresses",
@@ -108,11 +152,14 @@ KINDS = {
         re.compile(
             r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]{0,8000}?-----END [A-Z ]*PRIVATE KEY-----"
             r"|(?<![A-Za-z0-9_-])(?:(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{36,}"
-            r"|sk-[A-Za-z0-9_-]{20,}|xox[abpr]-[A-Za-z0-9-]{10,}|AIza[0-9A-Za-z_-]{35}"
+            r"|github_pat_[A-Za-z0-9_]{22,}|glpat-[A-Za-z0-9_-]{20,}|hf_[A-Za-z0-9]{30,}"
+            r"|npm_[A-Za-z0-9]{36}|pypi-[A-Za-z0-9_-]{50,}|dop_v1_[0-9a-f]{64}"
+            r"|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}|ya29\.[\w-]{20,}"
+            r"|sk-[A-Za-z0-9_-]{20,}|xox[abeprs]-[A-Za-z0-9-]{10,}|AIza[0-9A-Za-z_-]{35}"
             r"|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,})(?![A-Za-z0-9_-])"
             r"|(?i:api[_-]?key|secret|token|passwd|password)['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9_/+-]{16,}"
         ),
-        lambda text: text.startswith(("-----", "xox", "eyJ")) or _is_secret(text),
+        lambda text: text.startswith(("-----", "xox", "eyJ", "dop_")) or _is_secret(text),
         "private keys, access keys of services, and passwords that look drawn at random",
     ),
     "id_card": Kind(
@@ -121,9 +168,18 @@ KINDS = {
         "Chinese citizens' numbers with a sound check digit and day of birth",
         re.compile("[0-9]{17}"),
     ),
+    "iban": Kind(
+        re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?:[ -]?[A-Z0-9]{1,4}){3,8}(?![A-Za-z0-9])"),
+        is_iban,
+        "international account numbers with sound check digits",
+        re.compile("[A-Z]{2}[0-9]{2}"),
+    ),
     "bank_card": Kind(
         re.compile(
-            r"(?<![\d.,-])[2-6]\d{3}(?:[ -]?\d{4}){2}(?:[ -]?\d{1,7})(?![\d.,-]*\d)", re.ASCII
+            r"(?<![\d.,-])(?:3[47]\d{2}[ -]?\d{6}[ -]?\d{5}"
+            r"|3(?:0[0-5]|[68]\d)\d[ -]?\d{6}[ -]?\d{4}"
+            r"|[2-6]\d{3}(?:[ -]?\d{4}){2}(?:[ -]?\d{1,7}))(?![\d.,-]*\d)",
+            re.ASCII,
         ),
         is_bank_card,
         "card numbers of 13 to 19 digits with Luhn's check digit",
@@ -131,13 +187,24 @@ KINDS = {
     ),
     "ip": Kind(
         re.compile(
-            r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|(?:[0-9A-Fa-f]{1,4}:){2,7}(?::?[0-9A-Fa-f]{1,4}){1,7})"
-            r"(?![\w:]|\.\d)",
+            r"(?<![\w.])(?<![0-9A-Fa-f:]:)(?:::ffff:\d{1,3}(?:\.\d{1,3}){3}"
+            r"|(?:[0-9A-Fa-f]{1,4}:){2,7}(?::?[0-9A-Fa-f]{1,4}){1,7}|(?:[0-9A-Fa-f]{1,4}:){1,7}:(?!\w))"
+            r"(?![\w:]|\.\d)|(?<![A-Za-z0-9.])\d{1,3}(?:\.\d{1,3}){3}(?![A-Za-z0-9]|\.\d)",
             re.ASCII,
         ),
         _is_public_address,
         "public IPv4 and IPv6 addresses",
-        re.compile(r"[0-9]\.[0-9]|:[0-9A-Fa-f]{1,4}:"),
+        re.compile(r"[0-9]\.[0-9]|:[0-9A-Fa-f]{0,4}:"),
+    ),
+    "ssn": Kind(
+        re.compile(
+            r"(?<![\d.-])(?i:ssn|social security(?: number| no\.?)?)[\s:#.]{0,4}"
+            r"\d{3}[- ]\d{2}[- ]\d{4}(?![\d-]|\.\d)|(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)",
+            re.ASCII,
+        ),
+        is_us_ssn,
+        "US social security numbers in a range that is issued",
+        re.compile("[0-9]{2}[- ][0-9]{4}"),
     ),
     "plate": Kind(
         re.compile(
@@ -149,13 +216,16 @@ KINDS = {
     "phone": Kind(
         re.compile(
             r"(?<![\d.+-])(?:\+?86[ -]?)?1[3-9]\d[ -]?\d{4}[ -]?\d{4}(?![\d-]*\d)"
-            r"|(?<![\d.-])0\d{2,3}[- ]\d{7,8}(?!\d)|(?<![\d.-])(?:400|800)-?\d{3}-?\d{4}(?!\d)",
+            r"|(?<![\d.-])(?:0\d{2,3}[- ]|[(（]0\d{2,3}[)）][- ]?)\d{7,8}(?!\d)"
+            r"|(?<![\d.-])(?:400|800)-?\d{3}-?\d{4}(?!\d)",
             re.ASCII,
         ),
         meaning="Chinese numbers; others in international form, or by `regions`",
         sign=re.compile("[0-9]{3}"),
     ),
 }
+# Digits, signs and letters of full width are usual in Chinese texts; offsets stay the same.
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _LIKE_PHONE = re.compile(r"\+\d|\(\d{2,5}\)|\d[\d .-]{6,}\d", re.ASCII)
 
 
@@ -171,12 +241,17 @@ def find_private(
     Raises:
         MissingDependencyError: ``phonenumbers`` is not installed and something looks like a phone.
     """
-    taken: list[Found] = []
+    folded = text.translate(_FULL_WIDTH)
+    starts: list[int] = []
+    taken: list[Found] = []  # sorted, as `starts`
     for kind in kinds:
-        for found in _find_kind(text, kind, regions):
-            if all(found.end <= one.start or one.end <= found.start for one in taken):
-                taken.append(found)
-    return sorted(taken, key=lambda one: one.start)
+        for found in _find_kind(folded, kind, regions):
+            at = bisect(starts, found.start)
+            is_free = at == 0 or taken[at - 1].end <= found.start
+            if is_free and (at == len(taken) or found.end <= starts[at]):
+                starts.insert(at, found.start)
+                taken.insert(at, found)
+    return taken
 
 
 def _find_kind(text: str, kind: str, regions: tuple[str, ...]) -> Iterator[Found]:
@@ -199,6 +274,19 @@ def _find_phones(text: str, regions: tuple[str, ...]) -> Iterator[Found]:
             yield Found("phone", match.start, match.end)
 
 
+def _check_regions(regions: tuple[str, ...]) -> None:
+    try:
+        from phonenumbers import SUPPORTED_REGIONS
+    except ImportError as error:
+        raise MissingDependencyError("phonenumbers", "data", "Finding phone numbers") from error
+    for region in regions:
+        if region not in SUPPORTED_REGIONS:
+            raise ConfigError(
+                f"phone_regions: {region!r} is unknown. Needed are country codes of ISO 3166-1, "
+                "such as US, DE or JP."
+            )
+
+
 @dataclass(frozen=True)
 class MaskPrivate:
     """A step that masks private data by kind, or drops documents with much of it.
@@ -209,7 +297,7 @@ class MaskPrivate:
         most: pieces from which on a document is dropped; None masks whatever their number.
 
     Raises:
-        ConfigError: a kind is not known.
+        ConfigError: a kind or region is not known.
     """
 
     kinds: tuple[str, ...] = tuple(KINDS)
@@ -217,17 +305,19 @@ class MaskPrivate:
     most: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a kind that is not known."""
+        """Refuse a kind or region that is not known."""
         for kind in self.kinds:
             if kind not in KINDS:
                 raise ConfigError(
                     f"kinds: {kind!r} is unknown.{suggest(kind, KINDS)} Known: {', '.join(KINDS)}."
                 )
+        if self.regions:
+            _check_regions(self.regions)
 
     @property
     def version(self) -> str:
         """What changes whenever a text may come out differently."""
-        return f"private=1 {self!r}"
+        return f"private=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document with masks, or why it is dropped; no excerpt holds private data."""

@@ -45,7 +45,7 @@ class TidyText:
     @property
     def version(self) -> str:
         """What changes whenever a text may come out differently."""
-        return f"tidy=2 {self!r}"
+        return f"tidy=3 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document with its text changed, or a `Drop` where nothing is left."""

@@ -78,8 +78,10 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
     elif config.cut_examples:
         raise ConfigError("cut_examples has no effect without decontaminate: name test sets there")
     if config.mask_private:
-        mask = MaskPrivate()
+        mask = MaskPrivate(regions=tuple(region.upper() for region in config.phone_regions))
         steps.append(Step("mask_private", mask, mask.version, hides=True))
+    elif config.phone_regions:
+        raise ConfigError("phone_regions has no effect without mask_private: set it, too")
     return (*steps, *own)
 
 
