@@ -1,4 +1,4 @@
-"""One request: to an address that may be asked, within limits of time and size."""
+"""Sends one HTTP request to a checked address, within limits of time and size."""
 
 from __future__ import annotations
 
@@ -133,8 +133,16 @@ def fetch(
     lines = [f"HTTP/1.1 {answer.status} {answer.reason}"]
     lines += [f"{name}: {value}" for name, value in (*kept, ("Content-Length", len(body)))]
     head = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n"
-    found = {name.lower(): value for name, value in answer.getheaders()}
-    return Response(answer.status, head, body, found)
+    return Response(answer.status, head, body, _join_headers(answer.getheaders()))
+
+
+def _join_headers(pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """Return headers by lower-case name; of one that is sent again, the values with commas."""
+    joined: dict[str, str] = {}
+    for name, value in pairs:
+        name = name.lower()
+        joined[name] = f"{joined[name]}, {value}" if name in joined else value
+    return joined
 
 
 class _Watch:

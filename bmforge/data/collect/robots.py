@@ -1,44 +1,59 @@
-"""robots.txt: what an agent may ask for.
+"""Reads robots.txt files: which paths an agent may request.
 
-Source: RFC 9309; ``Crawl-delay``, which it does not have, is obeyed too.
+Source: RFC 9309. ``Crawl-delay`` and the preferences against training (``Content-Signal:
+ai-train=no``, ``Content-Usage: train-ai=n``), which it does not define, are obeyed as well.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 __all__ = ["MOST_BYTES", "Robots", "parse_robots"]
 
-MOST_BYTES = 512_000  # what stands behind is not read, as RFC 9309 allows from 500 KiB on
+MOST_BYTES = 512_000  # of a robots.txt; RFC 9309 demands at least 500 KiB
 _LONGEST_DELAY_S = 3600.0
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_TOKEN = re.compile("[A-Za-z_-]+")
+_ESCAPED_SIGNS = re.compile("%(24|2[aA])")
+_FIELDS = ("allow", "disallow", "crawl-delay", "content-signal", "content-usage")
+_NO_TRAINING = re.compile(r"\b(?:ai-train|train-ai)\s*=\s*(?:no?|false)\b", re.I)
+# Spellings that occur in robots.txt files, as Google's parser accepts them.
+_TYPOS = {
+    **dict.fromkeys(("dissallow", "dissalow", "disalow", "diasllow", "disallaw"), "disallow"),
+    **dict.fromkeys(("useragent", "user agent"), "user-agent"),
+    **dict.fromkeys(("site-map", "site map"), "sitemap"),
+}
 
 
 @dataclass(frozen=True)
 class Robots:
-    """What one agent may ask of one host.
+    """Rules of one host for one agent.
 
     Attributes:
-        rules: whether it is allowed, and the pattern of the path.
-        delay_s: seconds between two requests, None where it does not say.
-        sitemaps: addresses that it names.
+        rules: for each rule, whether it allows, and the pattern of the path.
+        delay_s: seconds between two requests, None if the file does not say.
+        sitemaps: addresses of sitemaps.
+        no_training: the line that forbids to train models with the pages, "" for none.
     """
 
     rules: tuple[tuple[bool, str], ...] = ()
     delay_s: float | None = None
     sitemaps: tuple[str, ...] = ()
+    no_training: str = ""
 
     def allows(self, path: str) -> bool:
-        """Tell whether a path with its query may be asked for: the longest pattern decides."""
+        """Return True if a path with its query may be requested: the longest pattern decides."""
         if path == "/robots.txt":
             return True
-        path = _normalise(path)
+        path = _normalize(path.replace("$", "%24").replace("*", "%2A"))
         fitting = [(len(rule), allowed) for allowed, rule in self.rules if _fits(rule, path)]
         return max(fitting)[1] if fitting else True  # of two of one length, the one that allows
 
 
 def parse_robots(text: str, agent: str) -> Robots:
-    """Return what a robots.txt says to an agent: by name, or else to all.
+    """Return the rules of a robots.txt for an agent: its own groups, else those for all.
 
     Args:
         agent: its product token, such as ``bmforge``.
@@ -46,26 +61,45 @@ def parse_robots(text: str, agent: str) -> Robots:
     groups: dict[str, list[tuple[str, str]]] = {}
     names: list[str] = []
     in_rules, sitemaps = False, []
-    for line in text.lstrip("\ufeff").splitlines():
-        field, mark, value = line.partition("#")[0].partition(":")
-        field, value = field.strip().lower(), value.strip()
-        if not mark:
-            continue
+    for line in _LINE_END.split(text.lstrip("\ufeff")):
+        field, value = _split_line(line)
         if field == "sitemap":
             sitemaps.append(value)
         elif field == "user-agent":
             if in_rules:
                 names, in_rules = [], False
-            names.append(value.lower())
+            names.append(_product_token(value))
             groups.setdefault(names[-1], [])
-        elif field in ("allow", "disallow", "crawl-delay"):
-            in_rules = True
+        elif field in _FIELDS:
+            # Fields that RFC 9309 does not define must not end the list of agents.
+            in_rules = in_rules or field in ("allow", "disallow")
             for name in names:
                 groups[name].append((field, value))
     lines = groups.get(agent.lower(), groups.get("*", []))
-    rules = tuple((field == "allow", _normalise(v)) for field, v in lines if field[0] != "c" and v)
-    delays = [found for field, v in lines if field[0] == "c" and (found := _seconds(v)) is not None]
-    return Robots(rules, max(delays, default=None), tuple(sitemaps))
+    rules = [(field == "allow", _normalize(v)) for field, v in lines if "allow" in field and v]
+    delays = [_seconds(value) for field, value in lines if field == "crawl-delay"]
+    known = [delay for delay in delays if delay is not None]
+    refusals = (f"{field}: {value}" for field, value in lines if _NO_TRAINING.search(value))
+    refused = next((said for said in refusals if said.startswith("content-")), "")
+    return Robots(tuple(rules), max(known, default=None), tuple(sitemaps), refused)
+
+
+def _split_line(line: str) -> tuple[str, str]:
+    """Return the field and value of a line; the colon may lack, as in many files."""
+    line = line.partition("#")[0].strip()
+    field, mark, value = line.partition(":")
+    if not mark:
+        field, _, value = line.partition(" ")
+    field = field.strip().lower()
+    return _TYPOS.get(field, field), value.strip()
+
+
+def _product_token(value: str) -> str:
+    """Return the token of an agent, without a version: ``bmforge`` of ``bmforge/1.0``."""
+    if value.startswith("*"):
+        return "*"
+    token = _TOKEN.match(value)
+    return token[0].lower() if token else ""
 
 
 def _seconds(value: str) -> float | None:
@@ -76,15 +110,19 @@ def _seconds(value: str) -> float | None:
     return min(found, _LONGEST_DELAY_S) if found >= 0 else None
 
 
-def _normalise(path: str) -> str:
-    """Return a path with what need not be escaped as it is, and the rest escaped alike."""
+def _normalize(path: str) -> str:
+    """Return a path with all characters escaped alike.
+
+    Escaped ``*`` and ``$`` are characters, others are signs, so these stay escaped.
+    """
+    path = _ESCAPED_SIGNS.sub(lambda sign: f"%25{sign[1].upper()}", path)
     return quote(unquote(path, errors="surrogateescape"), "/*$?=&;:@+!,~", errors="surrogateescape")
 
 
 def _fits(rule: str, path: str) -> bool:
-    """Tell whether a pattern with ``*`` and a ``$`` at its end fits the beginning of a path.
+    """Return True if a pattern with ``*`` and a ``$`` at its end fits the beginning of a path.
 
-    Each piece is looked for behind the one before, so it takes linear time for each.
+    Each piece is searched for after the previous one, which takes linear time.
     """
     is_whole = rule.endswith("$")
     first, *pieces = rule.removesuffix("$").split("*")

@@ -1,7 +1,7 @@
-"""Collect pages: addresses, and those that sitemaps and feeds name, within hosts and a budget.
+"""Collects pages, and those that sitemaps and feeds name, within hosts and a budget.
 
-One request at a time, to each host no sooner than its delay allows. robots.txt decides, and where
-it cannot be had, the answer is no. A directive against use for AI keeps a page out of the archive.
+One request runs at a time, to each host no sooner than its delay allows. robots.txt decides; if it
+cannot be fetched, the answer is no. A directive against use for AI keeps a page out of the archive.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import os
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 from bmforge.data.collect.archive import Archive
@@ -32,14 +33,18 @@ AGENT = "bmforge"  # the token that a robots.txt names
 _TRIES = 3
 _MOST_REDIRECTS = 5
 _LONGEST_WAIT_S = 120.0  # for a host that asks for more, its pages are given up
-_LATER = (429, 503)
-_FORBIDDING = re.compile(r"\b(?:noai|noimageai|notrain|noarchive)\b", re.IGNORECASE)
-_META = re.compile(rb"<meta\b[^>]{0,500}>", re.IGNORECASE)
+_LATER = (429, 500, 502, 503, 504)  # tried again, and by the next run
+_FORBIDDING = re.compile(r"\b(?:no-?(?:image)?-?ai|no-?train(?:ing)?|no-?ml|noarchive)\b", re.I)
+_NO_TRAINING = re.compile(r"\b(?:ai-train|train-ai)\s*=\s*(?:no?|false)\b", re.I)
+_META = re.compile(rb"<meta\b[^>]{0,4000}>", re.IGNORECASE)
 _META_ROBOTS = re.compile(
-    rb"""name\s*=\s*["']?(?:robots|bmforge|tdm-reservation)\b""", re.IGNORECASE
+    rb"""(?:name|http-equiv)\s*=\s*["']?\s*"""
+    rb"""(?:robots|x-robots-tag|bmforge|ai|tdm-reservation|content-usage|content-signal)\b""",
+    re.IGNORECASE,
 )
-_META_CONTENT = re.compile(rb"""content\s*=\s*["']?([^"'>]*)""", re.IGNORECASE)
-_HEAD_BYTES = 1 << 16
+_META_CONTENT = re.compile(rb"""content\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
+_HEAD_BYTES = 1 << 20
+_HOST = re.compile(r"[\w.-]+|[0-9a-f:.]+", re.ASCII)
 
 
 @dataclass
@@ -115,8 +120,12 @@ def clean_url(url: str) -> str:
     try:
         parts = urlsplit(url.strip())
         host, port = (parts.hostname or "").lower(), parts.port
+        if not host.isascii():
+            host = host.encode("idna").decode("ascii")
     except ValueError as error:
         raise ConfigError(f"{url!r} is no address ({error})") from error
+    if host and not _HOST.fullmatch(host):
+        raise ConfigError(f"{url!r} is no address: {host!r} is no name of a host.")
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise ConfigError(f"{url!r} is no address of a page: http://HOST/PATH or https://HOST/PATH")
     netloc = f"[{host}]" if ":" in host else host
@@ -150,7 +159,7 @@ class _Collection:
             self.report.outcomes["other_host"] += 1
             return
         known = self.archive.known.get(url)
-        if known is not None and not self.config.again:
+        if known is not None and not self.config.again and not _is_passing(known):
             self.report.outcomes["known"] += 1
             for more in known.get("named", ()):
                 self.add_found(more, url, 0)
@@ -191,6 +200,9 @@ class _Collection:
         host, parts = self.hosts[key], urlsplit(url)
         try:
             host.robots = host.robots or self._ask_robots(key, host)
+            if host.robots.no_training:
+                self._note(url, "directive", said=f"robots.txt: {host.robots.no_training}")
+                return
             if not host.robots.allows(f"{parts.path}?{parts.query}" if parts.query else parts.path):
                 self._note(url, "robots")
                 return
@@ -218,7 +230,7 @@ class _Collection:
                 self.add_found(place, url, redirects + 1)
         elif status != 200:
             self._note(url, "status", status=status)
-        elif (named := find_addresses(response.body)) is not None:
+        elif (named := _find_addresses(response)) is not None:
             self._note(url, "list", **known, named=named)
             for address in named:
                 self.add_found(address, url, 0)
@@ -266,9 +278,8 @@ class _Collection:
             place = response.headers.get("location")
             if not (300 <= response.status < 400 and place):
                 break
+            # Also to other hosts, as RFC 9309, section 2.3.1.2 wants it; public ones only.
             url, redirects = urljoin(url, place), redirects + 1
-            if urlsplit(url).netloc not in self.allowed:
-                raise FetchError(f"its robots.txt is at {url}, a host that may not be asked")
         assert response is not None
         if response.status >= 500 or 300 <= response.status < 400 or response.status in _LATER:
             raise FetchError(f"its robots.txt has status {response.status}, so the answer is no")
@@ -307,6 +318,16 @@ class _Collection:
         raise AssertionError("unreachable")
 
 
+def _is_passing(known: Mapping[str, Any]) -> bool:
+    """Return True for an address that failed for a reason that may be gone: it is asked again."""
+    return known["outcome"] == "failed" or known.get("status") in _LATER
+
+
+def _find_addresses(response: Response) -> list[str] | None:
+    """Return the addresses of a sitemap or feed; a page that is kept may not say it is one."""
+    return find_addresses(response.body, response.headers.get("content-type", "").lower())
+
+
 def _retry_after(response: Response, otherwise: float) -> float:
     """Return the seconds that a server asks to wait."""
     said = response.headers.get("retry-after", "")
@@ -319,20 +340,27 @@ def _retry_after(response: Response, otherwise: float) -> float:
 
 
 def find_directive(response: Response) -> str:
-    """Return what a page says against being kept or learnt from, "" for nothing.
+    """Return the directive of a page against being kept or used for training, "" for none.
 
-    Headers ``X-Robots-Tag`` and ``TDM-Reservation: 1`` (W3C TDMRep), and the same as meta tags.
+    Headers ``X-Robots-Tag``, ``TDM-Reservation: 1`` (W3C TDMRep), ``Content-Usage`` and
+    ``Content-Signal``, and the same as meta tags.
     """
-    if response.headers.get("tdm-reservation", "").strip() == "1":
-        return "TDM-Reservation: 1"
-    tag = response.headers.get("x-robots-tag", "")
-    if _FORBIDDING.search(tag):
-        return f"X-Robots-Tag: {tag}"
+    for name in ("X-Robots-Tag", "TDM-Reservation", "Content-Usage", "Content-Signal"):
+        value = response.headers.get(name.lower(), "")
+        if _forbids(name.lower(), value):
+            return f"{name}: {value}"
     for meta in _META.findall(response.body[:_HEAD_BYTES]):
-        named = _META_ROBOTS.search(meta)
-        content = _META_CONTENT.search(meta)
+        named, content = _META_ROBOTS.search(meta), _META_CONTENT.search(meta)
         if named and content:
-            said = content[1].decode("latin-1").strip()
-            if _FORBIDDING.search(said) or (b"tdm-reservation" in meta.lower() and said == "1"):
+            said = b"".join(part or b"" for part in content.groups()).decode("latin-1").strip()
+            if _forbids("tdm-reservation" if b"tdm-reservation" in meta.lower() else "", said):
+                return meta.decode("latin-1")
+            if re.search(rb"""name\s*=\s*["']?\s*ai\b""", meta, re.I) and said.lower() == "none":
                 return meta.decode("latin-1")
     return ""
+
+
+def _forbids(name: str, value: str) -> bool:
+    if name == "tdm-reservation":
+        return value.split(",")[0].strip() == "1"
+    return bool(_FORBIDDING.search(value) or _NO_TRAINING.search(value))
