@@ -1,12 +1,11 @@
-"""Tokenizers that the ``tokenizers`` library does not do itself, and one door to all.
+"""Tokenizers that the ``tokenizers`` library does not implement, and `AutoTokenizer` for all.
 
-Start reading at `auto.py` (which directory is opened with what) and `base.py` (what every
-tokenizer can do: `encode` gives a list of ids, whichever it is). `cpm1`, `cpm2` (EVA too),
-`cpm_ant`, `cpm_bee` and `glm` are the kinds; `words` cuts Chinese text into words, `word_pieces`
-and `longest_match` cut words into the pieces of a vocabulary; `glm_text` and `sentence_piece` serve
-GLM and CPM-1; `tokenizer_json` and `spiece` read Hugging Face's files, which `fast` gives our
-methods; `chat_template` writes conversations. The files of `cpm_bee` turn CPM-Bee's documents into
-model inputs and back.
+Start reading at `auto.py` (which class opens a directory) and `base.py` (the interface: `encode`
+returns a list of ids for every tokenizer). The kinds are `cpm1`, `cpm2` (also EVA), `cpm_ant`,
+`cpm_bee` and `glm`; `words` segments Chinese text into words, `word_pieces` and `longest_match`
+split words into vocabulary pieces; `glm_text` and `sentence_piece` serve GLM and CPM-1;
+`tokenizer_json` and `spiece` read Hugging Face's files for `fast`; `chat_template` renders
+conversations. `cpm_bee` converts CPM-Bee's documents to model inputs and back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opening the tokenizer of any model directory."""
+"""Opening of the tokenizer of any model directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from bmforge.tokenizers.tokenizer_json import (
 
 __all__ = ["AutoTokenizer"]
 
-# tokenizer_class or model_type, in lower case without "-" and "_" -> what opens the directory.
+# tokenizer_class or model_type, in lower case without "-" and "_" -> function that opens a
+# directory.
 _BY_NAME: dict[str, Callable[[Path], Any]] = {
     "cpm1": CPM1Tokenizer.from_pretrained,
     "cpm2": CPM2Tokenizer.from_pretrained,
@@ -42,16 +43,16 @@ _BY_NAME: dict[str, Callable[[Path], Any]] = {
 
 
 class AutoTokenizer:
-    """Opens the tokenizer of a directory: one of Hugging Face's, or of OpenBMB's own kinds."""
+    """Opens the tokenizer of a directory, of Hugging Face or of OpenBMB's own kinds."""
 
     @staticmethod
     def from_pretrained(directory: str | os.PathLike[str]) -> Any:
-        """Return the tokenizer whose files are in `directory`, or that a GGUF file holds.
+        """Open the tokenizer in a directory or GGUF file.
 
-        Looked at, in this order: the ``tokenizer_class`` of tokenizer_config.json where it names
-        one of OpenBMB's; ``tokenizer.json``; the ``model_type`` of config.json where that does; the
-        names of the files; the special tokens in ``vocab.txt``; the older files of GPT-2, OPT,
-        RoBERTa (``vocab.json`` with ``merges.txt``), BERT (``vocab.txt``) and T5
+        The following are tried in order: the ``tokenizer_class`` in tokenizer_config.json if it is
+        one of OpenBMB's; ``tokenizer.json``; the ``model_type`` in config.json if it is one of
+        OpenBMB's; the file names; the special tokens in ``vocab.txt``; the older files of GPT-2,
+        OPT, RoBERTa (``vocab.json`` with ``merges.txt``), BERT (``vocab.txt``) and T5
         (``spiece.model``).
 
         Raises:
@@ -75,28 +76,27 @@ class AutoTokenizer:
 
 
 def _by_config(folder: Path) -> Callable[[Path], Any] | None:
-    """Return what opens the class or model that the directory's config files name.
+    """Return the function for the class or model that the config files name.
 
-    A model of any family may have been trained with a tokenizer.json, so its name decides only
-    where there is none.
+    A model of any family may have a tokenizer.json, so `model_type` counts only without one.
     """
     named = _read_name(folder / CONFIG_FILE, "tokenizer_class")
     if named in _BY_NAME or (folder / TOKENIZER_FILE).exists():
         return _BY_NAME.get(named)
     named = _read_name(folder / "config.json", "model_type")
-    if named == "cpmant" and (folder / VOCABULARY_FILE).exists():  # that of CPM-Ant+, or not
+    if named == "cpmant" and (folder / VOCABULARY_FILE).exists():  # CPM-Ant or CPM-Ant+
         return _by_vocabulary(folder / VOCABULARY_FILE) or _BY_NAME[named]
     return _BY_NAME.get(named)
 
 
 def _read_name(file: Path, key: str) -> str:
-    """Return what a config file calls a tokenizer or model, without what names differ in."""
+    """Return the tokenizer or model name in a config file, normalized for comparison."""
     value = str(read_json(file).get(key, "")).lower() if file.exists() else ""
     return value.replace("-", "").replace("_", "").removesuffix("tokenizer")
 
 
 def _by_files(folder: Path) -> Callable[[Path], Any] | None:
-    """Return what opens a directory with such files."""
+    """Return the function that opens a directory with these files."""
     if (folder / TOKENIZER_FILE).exists():
         return FastTokenizer.from_pretrained
     if (folder / MODEL_FILE).exists():
@@ -111,14 +111,14 @@ def _by_files(folder: Path) -> Callable[[Path], Any] | None:
 
 
 def _by_vocabulary(path: Path) -> Callable[[Path], Any] | None:
-    """Return what opens a vocab.txt with such special tokens."""
+    """Return the function for a vocab.txt with these special tokens."""
     lines = set(path.read_text("utf-8", errors="replace").split("\n"))
     if {"<root>", "<ans>"} <= lines:
         return CPMBeeTokenizer.from_pretrained
     if {"</_>", "</n>"} <= lines:
-        has_plus = "<eod>" in lines  # which CPM-Ant's has not
+        has_plus = "<eod>" in lines  # a token that CPM-Ant does not have
         return (CPMAntPlusTokenizer if has_plus else CPMAntTokenizer).from_pretrained
     if {"\u2582", "\u2583", "<s_0>"} <= lines:
-        # EVA's dialogue vocabulary has an empty line where CPM-2's have U+2581.
+        # EVA's dialogue vocabulary has an empty line in place of CPM-2's U+2581.
         return CPM2Tokenizer.from_pretrained if "\u2581" in lines else EVATokenizer.from_pretrained
     return None

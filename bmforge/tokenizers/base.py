@@ -1,4 +1,4 @@
-"""What every tokenizer here can do: open and save a directory, encode, decode, name its ids."""
+"""Interface of all tokenizers: open and save a directory, encode, decode, special ids."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ VOCABULARY_FILE = "vocab.txt"
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
     Attributes:
-        roles: role ("pad", "bos", "eos", "unk", "mask", ...) -> the token that plays it. A role
-            whose token the vocabulary lacks has no id.
+        roles: role ("pad", "bos", "eos", "unk", "mask", ...) -> token. A role whose token is not in
+            the vocabulary has no id.
     """
 
     roles: ClassVar[Mapping[str, str]] = {}
@@ -39,7 +39,7 @@ class Tokenizer(ABC):
     @classmethod
     @abstractmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open the vocabulary files of `directory`.
+        """Open the vocabulary files in `directory`.
 
         Raises:
             DataError: a file is missing or damaged.
@@ -48,7 +48,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _files(self) -> dict[str, bytes]:
-        """Return file name -> contents of what `from_pretrained` reads."""
+        """Return file name -> contents of the files that `from_pretrained` reads."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -63,21 +63,21 @@ class Tokenizer(ABC):
         """
 
     def decode_written(self, ids: Iterable[int]) -> str:
-        """Return the text of ids that a model wrote.
+        """Return the text of generated ids.
 
-        Models have rows beyond the vocabulary (it is padded to a round number), and a young one
-        writes them: they stand for nothing.
+        The embedding may have more rows than the vocabulary (padded to a round number), and a model
+        may generate them; such ids are skipped.
         """
         return self.decode(id for id in ids if id in self._known_ids)
 
     @cached_property
     def _known_ids(self) -> frozenset[int]:
-        """Every id of the vocabulary: it is asked for at every step of writing."""
+        """All ids of the vocabulary, cached because every generation step needs them."""
         return frozenset(self.get_vocab().values())
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of one token of the vocabulary, or None."""
+        """Return the id of a token, or None."""
 
     @abstractmethod
     def get_vocab(self) -> dict[str, int]:
@@ -93,24 +93,24 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts from anywhere, all below `vocab_size`.
+        """Return the token ids of untrusted texts, all below `vocab_size`.
 
-        The name of a special token in them is read as characters, so that no text can forge one.
+        Names of special tokens in the texts are encoded as plain characters.
         """
         return self.encode_batch(texts)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the vocabulary files into `directory`, so that `AutoTokenizer` opens them.
+        """Write the vocabulary files and a tokenizer_config.json into `directory`.
 
         Raises:
-            ConfigError: one of the files is there with other contents; nothing is written then.
+            ConfigError: a file exists with other contents; nothing is written then.
         """
         config = {"tokenizer_class": type(self).__name__, **self._settings()}
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         save_files(directory, {CONFIG_FILE: text.encode(), **self._files()})
 
     def _settings(self) -> dict[str, Any]:
-        """Return what else belongs into tokenizer_config.json."""
+        """Return further entries of tokenizer_config.json."""
         return {}
 
     def _role_tokens(self) -> Mapping[str, str]:
@@ -118,47 +118,47 @@ class Tokenizer(ABC):
         return self.roles
 
     def role_id(self, role: str) -> int | None:
-        """Return the id of the token of a role, or None where there is none."""
+        """Return the id of a role's token, or None."""
         token = self._role_tokens().get(role)
         return None if token is None else self.token_to_id(token)
 
     @property
     def pad_id(self) -> int | None:
-        """Id that fills a batch up."""
+        """Id of padding."""
         return self.role_id("pad")
 
     @property
     def bos_id(self) -> int | None:
-        """Id that begins a text."""
+        """Id of the beginning of a text."""
         return self.role_id("bos")
 
     @property
     def eos_id(self) -> int | None:
-        """Id that ends a text."""
+        """Id of the end of a text."""
         return self.role_id("eos")
 
     @property
     def unk_id(self) -> int | None:
-        """Id of what the vocabulary cannot spell."""
+        """Id of text that the vocabulary cannot represent."""
         return self.role_id("unk")
 
     @property
     def mask_id(self) -> int | None:
-        """Id of a blank."""
+        """Id of a mask."""
         return self.role_id("mask")
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Role -> id of every role that has one."""
-        found = {role: self.role_id(role) for role in self._role_tokens()}
-        return {role: id for role, id in found.items() if id is not None}
+        """Role -> id, for all roles with an id."""
+        ids = {role: self.role_id(role) for role in self._role_tokens()}
+        return {role: id for role, id in ids.items() if id is not None}
 
     def __len__(self) -> int:
         return self.vocab_size
 
 
 def unreadable_text(texts: Sequence[str], error: Exception) -> DataError:
-    """Return the error for `texts`, on which a library raised `error`."""
+    """Return a `DataError` for texts that a library failed to encode with `error`."""
     for text in texts:
         for at, character in enumerate(text):
             if "\ud800" <= character <= "\udfff":
@@ -187,16 +187,16 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
 def parse_vocabulary(
     content: bytes, path: Path, *, skip_empty: bool = False, strip: bool = True
 ) -> dict[str, int]:
-    """Return token -> id of a file with one token a line.
+    """Parse a vocabulary file with one token per line into token -> id.
 
     Args:
-        content: of the file.
-        path: where it comes from, for messages.
-        skip_empty: an empty line is no token; else it is the empty token.
-        strip: the blanks around a token do not count.
+        content: contents of the file.
+        path: path of the file, for error messages.
+        skip_empty: skip empty lines; else they are the empty token.
+        strip: strip whitespace around tokens.
 
     Raises:
-        DataError: not UTF-8, empty, or a token is there twice.
+        DataError: not UTF-8, empty, or with a duplicate token.
     """
     try:
         text = content.decode("utf-8")
@@ -218,10 +218,10 @@ def parse_vocabulary(
 
 
 def save_files(directory: str | os.PathLike[str], files: dict[str, bytes]) -> None:
-    """Write `files` into `directory`, or nothing where one would replace other contents.
+    """Write `files` into `directory`; nothing is written if a file would replace other contents.
 
     Raises:
-        ConfigError: a file is there with other contents.
+        ConfigError: a file exists with other contents.
     """
     folder = Path(directory)
     taken = [

@@ -1,4 +1,4 @@
-"""CPM-1's tokenizer: jieba's words with blanks between them, then sentencepiece."""
+"""CPM-1's tokenizer: jieba's words separated by spaces, then sentencepiece."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _WRITTEN = str.maketrans(" \n", SPACE + NEWLINE)
 
 
 class CPM1Tokenizer(Tokenizer):
-    """Text to ids and back; exact for text in NFKC form that the vocabulary can spell.
+    """CPM-1's tokenizer; exact for text in NFKC form that the vocabulary can represent.
 
-    A special token in the text, such as ``<eod>``, is read as characters, like in the original:
-    append `eos_id` yourself.
+    A special token in the text, such as ``<eod>``, is encoded as characters, like in the original:
+    append `eos_id` explicitly.
 
     Args:
-        model: a sentencepiece model's file contents.
-        path: where it comes from, for messages.
+        model: contents of a sentencepiece model.
+        path: path of the file, for error messages.
 
     Raises:
-        DataError: the model is damaged or lacks a token that CPM-1 needs.
+        DataError: the model is damaged or lacks a token of CPM-1.
         MissingDependencyError: a package of the extra ``zh`` is not installed.
 
     Source: ``data_utils/tokenization_gpt2.py`` of TsinghuaAI/CPM-1-Generate.
@@ -63,13 +63,13 @@ class CPM1Tokenizer(Tokenizer):
                 f"{str(path)!r} lacks {missing}, which CPM-1 needs; give the chinese_vocab.model "
                 "of CPM-1"
             )
-        # What decoding hands to sentencepiece: <eod> as a mark that cannot lose its brackets.
+        # Pieces for decoding, with <eod> as one character, so that it does not lose its brackets.
         self._shown = [END if token == "<eod>" else token for token in self._tokens]
         self._cutter = WordCutter()
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open ``chinese_vocab.model`` in `directory`; a ``vocab.json`` beside it must agree."""
+        """Open ``chinese_vocab.model`` in `directory`; a ``vocab.json`` must agree with it."""
         folder = open_directory(directory)
         path = folder / MODEL_FILE
         tokenizer = cls(read_bytes(path, "CPM-1's sentencepiece model"), path)
@@ -103,7 +103,7 @@ class CPM1Tokenizer(Tokenizer):
         return dict(self._ids)
 
     def _spread(self, text: str) -> str:
-        """Return the words of `text` with blanks between them and its own blanks as pieces."""
+        """Return the words of `text` separated by spaces, its own whitespace as pieces."""
         words = self._cutter.cut(text)
         return " ".join([w.translate(_WRITTEN) if w.isspace() else w for w in words])
 

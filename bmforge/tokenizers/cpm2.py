@@ -21,35 +21,35 @@ SPACE, NEWLINE = "\u2582", "\u2583"
 _MARKED = re.compile(CONTINUES + "[A-Za-z]+")
 _READ = str.maketrans(SPACE + NEWLINE, " \n")
 
-# Full-width characters to half-width ones, but for the punctuation of Chinese.
+# Full-width characters -> half-width ones, except for Chinese punctuation.
 _KEPT = "，。！（）？、；："
 _HALF_WIDTH = {chr(c): chr(c - 0xFEE0) for c in range(0xFF00, 0xFF5F) if chr(c) not in _KEPT}
 _HALF_WIDTH["\u3000"] = " "
-# EVA's own table: all punctuation, quotes of every kind.
+# EVA's own table, with all punctuation and quotes.
 _EVA_FROM = "！？＂〝〞“”‟＃＄％＆＇‘’‛（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
 _EVA_TO = '!?""""""#$%&\'\'\'\'()*+,-/:;<=>@[\\]^_`{|}~'
 _EVA_FORMS = {"…": "...", **dict(zip(_EVA_FROM, _EVA_TO, strict=True))}
 
 
 class CPM2Tokenizer(Tokenizer):
-    """Text to ids and back: jieba's words, the longest pieces of a vocabulary.
+    """Tokenizer of CPM-2: jieba's words, split into the longest vocabulary pieces.
 
-    A vocabulary with ``##`` pieces (2.1) marks the pieces inside of a word with them, and leaves
-    out a space between two tokens without Chinese characters; decoding puts one between any two
-    such tokens, so it gives back words but not always the same spaces. Without them (2.0) text is
-    brought into half-width forms first, and decoding is exact but for these. A special token in the
-    text is read as characters.
+    A vocabulary with ``##`` pieces (2.1) marks pieces inside of words with them, and omits a space
+    between two tokens without Chinese characters; decoding inserts a space between any two such
+    tokens, so it restores words but not always the same spaces. Without ``##`` pieces (2.0) text is
+    first converted to half-width characters, and decoding is exact otherwise. Special tokens in the
+    text are encoded as characters.
 
     Args:
-        content: a vocab.txt, one token a line.
-        path: where it comes from, for messages.
+        content: contents of a vocab.txt, one token per line.
+        path: path of the file, for error messages.
 
     Raises:
-        DataError: the vocabulary is damaged or lacks a token that is needed.
+        DataError: the vocabulary is damaged or lacks a required token.
         MissingDependencyError: a package of the extra ``zh`` is not installed.
 
     Source: ``tokenization_enc_dec.py`` (2.0) and ``tokenization_enc_dec_encn.py`` (2.1) of
-    TsinghuaAI/CPM-2-Finetune. There 2.1 encodes a text of one token as two; here it is one.
+    TsinghuaAI/CPM-2-Finetune. There 2.1 encodes a one-token text as two tokens; here it is one.
     """
 
     roles: ClassVar[Mapping[str, str]] = {
@@ -86,7 +86,7 @@ class CPM2Tokenizer(Tokenizer):
         self._pieces = WordPieces({**vocabulary, **blanks}, vocabulary["<unk>"], self._marked)
         self._narrows = not self._marked
         self.sentinel_ids = _sentinels(vocabulary)
-        # Between two of these tokens a space goes without saying, where there are ## pieces.
+        # Between two of these tokens a space is implied if there are ## pieces.
         self._spaced = [t != SPACE and not has_chinese(t) for t in self._tokens]
 
     @classmethod
@@ -113,11 +113,11 @@ class CPM2Tokenizer(Tokenizer):
 
     @property
     def implies_spaces(self) -> bool:
-        """Whether some spaces between tokens go without saying."""
+        """True if spaces between some tokens are implied."""
         return self._marked
 
     def sentinel_id(self, number: int) -> int:
-        """Return the id of ``<s_number>``, which stands for the blank of that number.
+        """Return the id of the sentinel ``<s_number>``.
 
         Raises:
             ConfigError: the vocabulary has fewer sentinels.
@@ -129,28 +129,28 @@ class CPM2Tokenizer(Tokenizer):
             )
         return self.sentinel_ids[number]
 
-    def _normalise(self, text: str) -> str:
+    def _normalize(self, text: str) -> str:
         if not self._narrows:
             return text
-        return self._has_form.sub(lambda found: self._forms[found.group()], text)
+        return self._has_form.sub(lambda match: self._forms[match.group()], text)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens around it."""
         pieces = self._pieces
         ids: list[int] = []
-        for word in self._cutter.cut(self._normalise(text)):
+        for word in self._cutter.cut(self._normalize(text)):
             ids += pieces[word]
         return self._drop_spaces(ids) if self._marked else ids
 
     def _drop_spaces(self, ids: list[int]) -> list[int]:
-        """Return `ids` without the spaces that decoding puts back."""
+        """Return `ids` without the spaces that decoding inserts."""
         space, spaced = self._space_id, self._spaced
-        kept = [
+        remaining = [
             id
             for before, id, after in zip(ids, ids[1:], ids[2:], strict=False)
             if id != space or not (spaced[before] and spaced[after])
         ]
-        return [*ids[:1], *kept, *ids[max(1, len(ids) - 1) :]]
+        return [*ids[:1], *remaining, *ids[max(1, len(ids) - 1) :]]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`.
@@ -158,12 +158,12 @@ class CPM2Tokenizer(Tokenizer):
         Raises:
             DataError: an id is not in the vocabulary.
         """
-        found = list(ids)
-        tokens = pieces_to_tokens(found, self._tokens)
+        sequence = list(ids)
+        tokens = pieces_to_tokens(sequence, self._tokens)
         if not self._marked:
             return "".join(tokens).translate(_READ)
         parts = tokens[:1]
-        for (before, after), token in zip(pairwise(found), tokens[1:], strict=True):
+        for (before, after), token in zip(pairwise(sequence), tokens[1:], strict=True):
             if token.startswith(CONTINUES) and token != CONTINUES:
                 parts.append(token.removeprefix(CONTINUES))
             elif self._spaced[before] and self._spaced[after]:
@@ -174,10 +174,11 @@ class CPM2Tokenizer(Tokenizer):
 
 
 class EVATokenizer(CPM2Tokenizer):
-    """EVA's tokenizer: CPM-2's, with all punctuation in half-width form and ``…`` as three dots.
+    """EVA's tokenizer: that of CPM-2, with half-width punctuation and ``…`` as three dots.
 
-    Source: ``src/tokenization_enc_dec.py`` of thu-coai/EVA. A text holds one utterance; join the
-    ids of several with `sep_id`.
+    Source: ``src/tokenization_enc_dec.py`` of thu-coai/EVA. A text is one utterance; join the ids
+        of
+    several utterances with `sep_id`.
     """
 
     roles: ClassVar[Mapping[str, str]] = {
@@ -195,7 +196,7 @@ class EVATokenizer(CPM2Tokenizer):
 
 
 def _sentinels(vocabulary: dict[str, int]) -> list[int]:
-    """Return the ids of ``<s_0>``, ``<s_1>`` ... as far as they go."""
+    """Return the ids of ``<s_0>``, ``<s_1>``, ... that the vocabulary has."""
     ids: list[int] = []
     while (id := vocabulary.get(f"<s_{len(ids)}>")) is not None:
         ids.append(id)

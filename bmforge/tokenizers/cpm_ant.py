@@ -1,4 +1,4 @@
-"""The tokenizers of CPM-Ant (jieba's words, then the longest pieces) and of CPM-Ant+."""
+"""Tokenizers of CPM-Ant (jieba's words, then longest pieces) and of CPM-Ant+."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ _WRITTEN_AS = {"</_>": " ", "</n>": "\n"}
 
 
 class CPMAntTokenizer(Tokenizer):
-    """Text to ids and back; exact for text that the vocabulary can spell.
+    """CPM-Ant's tokenizer; exact for text that the vocabulary can represent.
 
-    A special token in the text, such as ``<s>``, is read as characters, like in the original.
+    A special token in the text, such as ``<s>``, is encoded as characters, like in the original.
 
     Args:
-        content: a vocab.txt, one token a line; ``</_>`` is a space and ``</n>`` a line break.
-        path: where it comes from, for messages.
-        new_words: cut words as the original does. False gives the ids of transformers'
-            CpmAntTokenizer, which cuts without looking for new words.
+        content: contents of a vocab.txt, one token per line; ``</_>`` is a space, ``</n>`` a
+            newline.
+        path: path of the file, for error messages.
+        new_words: segment words like the original. False gives the ids of transformers'
+            CpmAntTokenizer, which does not detect new words.
 
     Raises:
-        DataError: the vocabulary is damaged or lacks a token that CPM-Ant needs.
+        DataError: the vocabulary is damaged or lacks a token of CPM-Ant.
         MissingDependencyError: a package of the extra ``zh`` is not installed.
 
     Source: ``cpm_live/tokenizers/ant.py`` of OpenBMB/CPM-Live.
@@ -70,7 +71,7 @@ class CPMAntTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], *, new_words: bool = True) -> Self:
-        """Open the ``vocab.txt`` in `directory`; `new_words` as in the class."""
+        """Open ``vocab.txt`` in `directory`; see the class for `new_words`."""
         path = open_directory(directory) / VOCABULARY_FILE
         return cls(read_bytes(path, "a vocabulary with one token a line"), path, new_words)
 
@@ -83,11 +84,11 @@ class CPMAntTokenizer(Tokenizer):
         return len(self._tokens)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None; a space and a line break are written as such."""
+        """Return the id of a token, or None; spaces and newlines are written as such."""
         return self._vocabulary.get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id of the vocabulary; a space and a line break are written as such."""
+        """Return token -> id of the vocabulary; spaces and newlines are written as such."""
         return dict(self._vocabulary)
 
     def encode(self, text: str) -> list[int]:
@@ -99,21 +100,21 @@ class CPMAntTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; negative ids are left out, as in the original.
+        """Return the text of `ids`; negative ids are skipped, as in the original.
 
         Raises:
-            DataError: an id is above the vocabulary.
+            DataError: an id exceeds the vocabulary.
         """
         return "".join(pieces_to_tokens((id for id in ids if id >= 0), self._tokens))
 
 
 class CPMAntPlusTokenizer(CPMAntTokenizer):
-    """CPM-Ant+'s tokenizer: the longest pieces of the whole text, without cutting words.
+    """CPM-Ant+'s tokenizer: longest pieces of the whole text, without word segmentation.
 
-    What the vocabulary cannot spell is left out, as in the original.
+    Text that the vocabulary cannot represent is dropped, as in the original.
 
     Source: ``cpm_live/tokenizers/ant_plus.py`` of OpenBMB/CPM-Live, branch cpm-ant-plus. There a
-    decoded ``<`` is written twice; here text comes back as it was.
+    decoded ``<`` is doubled; here text is restored exactly.
     """
 
     _strips: ClassVar[bool] = False  # its pieces may begin with a space

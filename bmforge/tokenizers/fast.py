@@ -1,4 +1,4 @@
-"""Tokenizers that the ``tokenizers`` library opens: a thin wrapper with our methods."""
+"""Tokenizers of the ``tokenizers`` library, with the interface of this package."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from bmforge.tokenizers.tokenizer_json import (
 
 __all__ = ["FastTokenizer"]
 
-_UNSEEN = "\U0010ffff"  # which is no character
+_UNSEEN = "\U0010ffff"  # a noncharacter, which occurs in no text
 
 
 class FastTokenizer(Tokenizer):
     """The tokenizer of a Hugging Face directory.
 
     Args:
-        content: of a tokenizer.json.
+        content: contents of a tokenizer.json.
         roles: role -> token.
-        companions: further files to save with it, name -> contents.
-        path: where it comes from, for messages.
+        companions: name -> contents of further files to save.
+        path: path of the file, for error messages.
 
     Raises:
-        DataError: this is no tokenizer.json.
+        DataError: not a tokenizer.json.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open ``tokenizer.json``; the roles come from what transformers writes beside it.
+        """Open ``tokenizer.json``, with the roles from transformers' other files.
 
-        Where only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), BERT's ``vocab.txt`` or
-        T5's ``spiece.model`` is there, a tokenizer.json is made of them, and saved in their place.
+        If only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), BERT's ``vocab.txt`` or
+        T5's ``spiece.model`` exists, a tokenizer.json is built from it, and saved instead of it.
         """
         folder = open_directory(directory)
         content = find_tokenizer_json(folder)
@@ -69,10 +69,10 @@ class FastTokenizer(Tokenizer):
             raise DataError(
                 f"{str(folder)!r} has no {TOKENIZER_FILE}, nor older files that one can be made of"
             )
-        found = [name for name in ROLE_FILES if (folder / name).exists()]
-        companions = {name: (folder / name).read_bytes() for name in found}
+        names = [name for name in ROLE_FILES if (folder / name).exists()]
+        companions = {name: (folder / name).read_bytes() for name in names}
         roles = read_role_tokens(folder)
-        if not (folder / TOKENIZER_FILE).exists():  # what the older files imply is written out
+        if not (folder / TOKENIZER_FILE).exists():  # write what the older files imply
             tokens = {f"{role}_token": token for role, token in roles.items()}
             companions.setdefault(ROLE_FILES[1], (json.dumps(tokens, indent=2) + "\n").encode())
         return cls(content, roles, companions, folder / TOKENIZER_FILE)
@@ -83,21 +83,21 @@ class FastTokenizer(Tokenizer):
 
         Raises:
             CheckpointError: the file is damaged.
-            DataError: it has no tokenizer, or one of a kind that is not read.
+            DataError: it has no tokenizer, or an unsupported one.
         """
-        found = read_gguf_tokenizer(read_gguf_header(Path(path)))
-        settings = {f"{role}_token": token for role, token in found.roles.items()}
-        text = json.dumps({**settings, **found.settings}, indent=2, ensure_ascii=False) + "\n"
-        return cls(found.content, found.roles, {ROLE_FILES[0]: text.encode()}, Path(path))
+        stored = read_gguf_tokenizer(read_gguf_header(Path(path)))
+        settings = {f"{role}_token": token for role, token in stored.roles.items()}
+        text = json.dumps({**settings, **stored.settings}, indent=2, ensure_ascii=False) + "\n"
+        return cls(stored.content, stored.roles, {ROLE_FILES[0]: text.encode()}, Path(path))
 
     @property
     def definition(self) -> str:
-        """The tokenizer as a tokenizer.json."""
+        """The tokenizer as tokenizer.json text."""
         return str(self._tokenizer.to_str())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What tokenizer.json holds, and under "config" what tokenizer_config.json does."""
+        """Contents of tokenizer.json, and under "config" those of tokenizer_config.json."""
         config = json.loads(self._companions.get(ROLE_FILES[0], b"{}"))
         return {**json.loads(self._content), "config": config}
 
@@ -105,10 +105,10 @@ class FastTokenizer(Tokenizer):
         return self._roles
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the files this was opened from.
+        """Write the files that this tokenizer was opened from.
 
         Raises:
-            ConfigError: one of the files is there with other contents; nothing is written then.
+            ConfigError: a file exists with other contents; nothing is written then.
         """
         save_files(directory, self._files())
 
@@ -117,7 +117,7 @@ class FastTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added tokens among them."""
+        """Number of token ids, including added tokens."""
         return self._tokenizer.get_vocab_size()
 
     def token_to_id(self, token: str) -> int | None:
@@ -125,7 +125,7 @@ class FastTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id, added tokens among them."""
+        """Return token -> id, including added tokens."""
         return self._tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
@@ -142,10 +142,10 @@ class FastTokenizer(Tokenizer):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
             raise unreadable_text(texts, error) from error
-        return [one.ids for one in encoded]
+        return [encoding.ids for encoding in encoded]
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts whose special tokens' names are characters.
+        """Return the token ids of texts, with special tokens' names encoded as characters.
 
         Raises:
             DataError: a text has half of a surrogate pair.
@@ -155,13 +155,13 @@ class FastTokenizer(Tokenizer):
             encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
             raise unreadable_text(texts, error) from error
-        return [one.ids for one in encoded]
+        return [encoding.ids for encoding in encoded]
 
     @cached_property
     def _plain_tokenizer(self) -> Any:
-        """The tokenizer that reads the names of special tokens as characters.
+        """The tokenizer that encodes special tokens' names as characters.
 
-        A unigram model would find them as pieces of its own: there they get names that no text has.
+        A unigram model would match them as pieces; they are renamed to names that no text contains.
         """
         settings = json.loads(self._content)
         model = settings["model"]
@@ -178,16 +178,16 @@ class FastTokenizer(Tokenizer):
         return tokenizer
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, special tokens written out.
+        """Return the text of `ids`, including special tokens.
 
         Raises:
-            DataError: an id that is not in the vocabulary.
+            DataError: an id is not in the vocabulary.
         """
-        found = list(ids)
-        wrong = [id for id in found if self._tokenizer.id_to_token(id) is None]
+        sequence = list(ids)
+        wrong = [id for id in sequence if self._tokenizer.id_to_token(id) is None]
         if wrong:
             raise DataError(
                 f"id={wrong[0]} is not in the vocabulary of {self.vocab_size} tokens; is this the "
                 "tokenizer of the model that made it?"
             )
-        return self._tokenizer.decode(found, skip_special_tokens=False)
+        return self._tokenizer.decode(sequence, skip_special_tokens=False)

@@ -1,7 +1,7 @@
-"""GLM-10B's tokenizers: GPT-2's byte pairs (English) or sentencepiece (Chinese), and GLM's blanks.
+"""GLM-10B's tokenizers: GPT-2's BPE (English) or sentencepiece (Chinese), and GLM's blanks.
 
-A text has blanks ``[MASK]``, ``[sMASK]`` or ``[gMASK]``; `build_inputs_for_generation` makes what
-the model needs to fill the first of them.
+A text has blanks ``[MASK]``, ``[sMASK]`` or ``[gMASK]``; `build_inputs_for_generation` builds the
+model inputs that fill the first of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bmforge.tokenizers.base import Tokenizer, open_directory, unreadable_text
 from bmforge.tokenizers.glm_text import TextPart, open_text_part
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
-if TYPE_CHECKING:  # who encodes a corpus does not load torch: methods that make tensors import it
+if TYPE_CHECKING:  # encoding a corpus does not load torch: methods that make tensors import it
     from torch import Tensor
 
 __all__ = ["GLMTokenizer"]
@@ -31,17 +31,18 @@ _BLANKS = ("[MASK]", "[sMASK]", "[gMASK]")
 
 
 class GLMTokenizer(Tokenizer):
-    """Text with blanks to ids, and the inputs of GLM-10B.
+    """Tokenizer of texts with blanks, and builder of GLM-10B's inputs.
 
     Args:
-        text_part: what encodes the text between the special tokens.
+        text_part: tokenizer of the text between special tokens.
         added: special token -> id, as in ``added_tokens.json``.
-        strips_left: special tokens that eat the blanks before them.
+        strips_left: special tokens that strip the whitespace before them.
 
     Raises:
-        DataError: a special token that GLM needs is missing.
+        DataError: a special token of GLM is missing.
 
-    Source: ``tokenization_glm.py`` and ``data_utils/tokenization.py`` of THUDM/GLM. Blanks eat the
+    Source: ``tokenization_glm.py`` and ``data_utils/tokenization.py`` of THUDM/GLM. Blanks strip
+        the
     spaces to their left, as there, unless ``added_tokens_decoder`` says otherwise.
     """
 
@@ -80,7 +81,7 @@ class GLMTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open ``cog-pretrain.model``, or ``vocab.json`` with ``merges.txt``; and added tokens."""
+        """Open ``cog-pretrain.model``, or ``vocab.json`` with ``merges.txt``, and added tokens."""
         folder = open_directory(directory)
         config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
         added, strips_left = _added_tokens(folder, config)
@@ -104,7 +105,7 @@ class GLMTokenizer(Tokenizer):
 
     @property
     def mask_ids(self) -> list[int]:
-        """Ids of the kinds of blanks that this model has."""
+        """Ids of all kinds of blanks that this model has."""
         return [self._specials[token] for token in _BLANKS if token in self._specials]
 
     def token_to_id(self, token: str) -> int | None:
@@ -112,11 +113,11 @@ class GLMTokenizer(Tokenizer):
         return self._specials.get(token, self._text.token_to_id(token))
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id, special tokens among them."""
+        """Return token -> id, including special tokens."""
         return {**self._text.get_vocab(), **self._specials}
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`; special tokens in it are read as such.
+        """Return the token ids of `text`, special tokens in it included.
 
         Raises:
             DataError: the text has half of a surrogate pair.
@@ -133,14 +134,14 @@ class GLMTokenizer(Tokenizer):
         return ids
 
     def _encode_part(self, part: str, text: str) -> list[int]:
-        """Return the token ids of a part of `text` that lies between special tokens."""
+        """Return the token ids of a part of `text` between special tokens."""
         try:
             return self._text.encode(part) if part else []
         except (RuntimeError, TypeError, UnicodeError) as error:
             raise unreadable_text([text], error) from error
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts whose special tokens' names are characters.
+        """Return the token ids of texts, with special tokens' names encoded as characters.
 
         Raises:
             DataError: a text has half of a surrogate pair.
@@ -151,7 +152,7 @@ class GLMTokenizer(Tokenizer):
         ids = self._encode_part(text, text)
         if self._by_id.keys().isdisjoint(ids):
             return ids
-        # A sentencepiece model may have such names as pieces of its own: they are cut in two.
+        # A sentencepiece model may have these names as pieces; splitting them prevents a match.
         parts = [
             half
             for number, part in enumerate(self._split.split(text))
@@ -160,37 +161,37 @@ class GLMTokenizer(Tokenizer):
         return [id for part in parts for id in self._encode_part(part, text)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, special tokens written out.
+        """Return the text of `ids`, including special tokens.
 
         Raises:
             DataError: an id that is neither a special token nor in the vocabulary.
         """
         parts: list[str] = []
         for special, group in groupby(ids, key=lambda id: id in self._by_id):
-            found = list(group)
-            wrong = [i for i in found if not special and not 0 <= i < self._text.vocab_size]
+            members = list(group)
+            wrong = [i for i in members if not special and not 0 <= i < self._text.vocab_size]
             if wrong:
                 raise DataError(
                     f"id={wrong[0]} is no token of this vocabulary of {self.vocab_size}; is this "
                     "the tokenizer of the model that made it?"
                 )
-            parts += [self._by_id[i] for i in found] if special else [self._text.decode(found)]
+            parts += [self._by_id[i] for i in members] if special else [self._text.decode(members)]
         return self._text.joint.join(parts)
 
     def prepare(self, texts: Sequence[str], max_length: int | None = None) -> dict[str, Tensor]:
-        """Return ``[CLS] text <|endoftext|>`` of every text, filled up on the right.
+        """Return ``[CLS] text <|endoftext|>`` of every text, padded on the right.
 
         Args:
             texts: texts with a blank.
-            max_length: longest row in tokens; the beginning of a longer text is cut off.
+            max_length: maximum length in tokens; longer texts lose their beginning.
 
         Returns:
             input_ids and attention_mask (1 = token), int64.
 
-        Shape: both (B, T), T the longest row.
+        Shape: both (B, T), T the longest sequence.
 
         Raises:
-            ConfigError: no text, or `max_length` leaves no room for one.
+            ConfigError: no text, or `max_length` is too small for any.
         """
         import torch
 
@@ -217,26 +218,26 @@ class GLMTokenizer(Tokenizer):
         max_gen_length: int = 512,
         targets: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the inputs with which GLM fills the first blank of every row.
+        """Return the inputs with which GLM fills the first blank of every sequence.
 
         Args:
-            inputs: what `prepare` returns.
-            max_gen_length: G, tokens to make room for. With targets, the longest target counts
-                instead where it is shorter.
-            targets: the texts to be filled in, for training.
+            inputs: result of `prepare`.
+            max_gen_length: number G of tokens to generate. With targets, the length of the longest
+                target if it is shorter.
+            targets: texts to fill in, for training.
 
         Returns:
             Without targets: input_ids (B, T+1) that end in ``<|startofpiece|>``, position_ids
             (B, 2, T+G), generation_attention_mask (B, 1, T+G, T+G). With targets: input_ids
             (B, T+G), position_ids (B, 2, T+G), attention_mask (B, 1, T+G, T+G) and labels
-            (B, T+G), -100 where nothing is asked, aligned with the logits (not shifted).
+            (B, T+G), -100 where there is no target, aligned with the logits (not shifted).
 
-        Shape: inputs (B, T). ``position_ids[:, 0]`` is the place in the text, that of the blank
-            for what fills it; ``position_ids[:, 1]`` is 0 in the text and counts from 1 in the
-            filling.
+        Shape: inputs (B, T). ``position_ids[:, 0]`` is the position in the text, for generated
+            tokens that of the blank; ``position_ids[:, 1]`` is 0 in the text and counts generated
+            tokens from 1.
 
         Raises:
-            ConfigError: a row without a blank, or another number of targets than rows.
+            ConfigError: a sequence without a blank, or another number of targets than sequences.
         """
         import torch
 
@@ -266,7 +267,7 @@ class GLMTokenizer(Tokenizer):
     def _fill(
         self, ids: Tensor, targets: Sequence[str], max_gen_length: int
     ) -> tuple[Tensor, Tensor]:
-        """Return what fills the blank, from ``<|startofpiece|>`` on, and the labels of it."""
+        """Return the filling of the blank, from ``<|startofpiece|>`` on, and its labels."""
         if isinstance(targets, str) or len(targets) != len(ids):
             raise ConfigError(
                 f"targets={targets!r:.60}: needed is a list with one text for each of the "
@@ -295,13 +296,13 @@ class GLMTokenizer(Tokenizer):
         blank = is_blank.int().argmax(1, keepdim=True)
         text = torch.arange(length, device=ids.device).expand(rows, length)
         inside = torch.arange(1, max_gen_length + 1, device=ids.device).expand(rows, -1)
-        place = torch.cat((text, blank.expand(rows, max_gen_length)), 1)
+        position = torch.cat((text, blank.expand(rows, max_gen_length)), 1)
         block = torch.cat((torch.zeros_like(text), inside), 1)
-        return torch.stack((place, block), 1).to(ids.dtype)
+        return torch.stack((position, block), 1).to(ids.dtype)
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return special token -> id, and those that eat the blanks before them."""
+    """Return special token -> id, and the special tokens that strip whitespace before them."""
     decoder = config.get("added_tokens_decoder") or {}
     if decoder:
         added = {entry["content"]: int(id) for id, entry in decoder.items()}

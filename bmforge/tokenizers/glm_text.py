@@ -1,4 +1,4 @@
-"""What encodes the plain text of GLM: GPT-2's byte pairs, or a sentencepiece model."""
+"""Tokenizers of GLM's plain text: GPT-2's byte-level BPE, or a sentencepiece model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SENTENCEPIECE_FILE = "cog-pretrain.model"
 
 @dataclass
 class BytePairs:
-    """GPT-2's byte-level byte pairs from ``vocab.json`` and ``merges.txt``.
+    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``.
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
-        files: the files it was made of.
+        files: name -> contents of its files.
     """
 
     tokenizer: Any
     files: dict[str, bytes]
-    # What decoding puts between text and special tokens, and the name of the original's class.
+    # Separator of text and special tokens in decoding, and class name of the original.
     joint: str = field(default=" ", init=False)
     tokenizer_class: str = field(default="GLMGPT2Tokenizer", init=False)
 
@@ -59,7 +59,7 @@ class SentencePieces:
 
     Args:
         processor: a ``sentencepiece.SentencePieceProcessor``.
-        files: the file it was made of.
+        files: name -> contents of its file.
     """
 
     processor: Any
@@ -94,7 +94,7 @@ TextPart = BytePairs | SentencePieces
 
 
 def open_text_part(folder: Path) -> TextPart:
-    """Return the text part whose files are in `folder`.
+    """Open the text tokenizer whose files are in `folder`.
 
     Raises:
         DataError: there are none, or they are damaged.

@@ -1,7 +1,8 @@
-"""Greedy longest match of text against a vocabulary, as CPM-2, EVA, CPM-Ant and CPM-Bee do it.
+"""Greedy longest match of text against a vocabulary, as in CPM-2, EVA, CPM-Ant and CPM-Bee.
 
-From the left, the longest piece that starts here is taken; a character at which no piece starts is
-unknown. An Aho-Corasick automaton in Rust (``ahocorasick_rs``) finds that in one pass.
+From the left, the longest piece that starts at the current position is taken; a character at which
+no piece starts is unknown. An Aho-Corasick automaton in Rust (``ahocorasick_rs``) does it in one
+pass.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ _NONCHARACTER = "\U0010ffff"
 
 
 class Match(NamedTuple):
-    """One stretch of the text: a piece with its id, or a run of unknown characters with id None."""
+    """Part of the text: a piece with its id, or a run of unknown characters with id None."""
 
     text: str
     id: int | None
 
 
 class LongestMatcher:
-    """Cut text greedily into the longest pieces of a vocabulary; safe to share between threads.
+    """Splits text greedily into the longest pieces of a vocabulary; thread-safe.
 
     Args:
-        vocabulary: piece -> id; the empty piece is left out.
-        max_chars: pieces longer than this are left out, since the original never looks so far.
+        vocabulary: piece -> id; the empty piece is ignored.
+        max_chars: longer pieces are ignored, like in the original.
 
     Raises:
-        ConfigError: no piece is left.
+        ConfigError: no piece remains.
         MissingDependencyError: ``ahocorasick_rs`` is not installed.
 
     Memory: about 0.1 KB per piece, outside of Python's heap.
@@ -45,20 +46,20 @@ class LongestMatcher:
         except ImportError as error:
             raise MissingDependencyError("ahocorasick-rs", "zh", "Longest match") from error
         limit = max_chars or max(map(len, vocabulary), default=0)
-        kept = {piece: id for piece, id in vocabulary.items() if 0 < len(piece) <= limit}
-        if not kept:
+        usable = {piece: id for piece, id in vocabulary.items() if 0 < len(piece) <= limit}
+        if not usable:
             raise ConfigError(
                 f"LongestMatcher: none of the {len(vocabulary)} pieces has between 1 and "
                 f"max_chars={max_chars} characters; give the whole vocabulary"
             )
-        self._pieces = list(kept)
-        self._ids = list(kept.values())
+        self._pieces = list(usable)
+        self._ids = list(usable.values())
         self._automaton = AhoCorasick(self._pieces, matchkind=MatchKind.LeftmostLongest)
 
     def match(self, text: str) -> list[Match]:
-        """Return the stretches of `text` in order; joined they are `text` again.
+        """Return the parts of `text` in order; joined they are `text`.
 
-        Neighbouring unknown characters come as one stretch.
+        Adjacent unknown characters are one part.
         """
         stretches: list[Match] = []
         pieces, ids, at = self._pieces, self._ids, 0
@@ -73,20 +74,20 @@ class LongestMatcher:
 
     def encode(self, text: str, unknown_id: int) -> list[int]:
         """Return the ids of the pieces of `text`, with `unknown_id` for every unknown character."""
-        known, at = self._ids, 0
+        piece_ids, at = self._ids, 0
         ids: list[int] = []
         for number, start, end in self._find(text):
             if start != at:
                 ids.extend([unknown_id] * (start - at))
-            ids.append(known[number])
+            ids.append(piece_ids[number])
             at = end
         ids.extend([unknown_id] * (len(text) - at))
         return ids
 
     def _find(self, text: str) -> list[tuple[int, int, int]]:
-        """Return (piece number, first character, character after the last) of every match."""
+        """Return (piece index, start, end) of every match."""
         try:
             return self._automaton.find_matches_as_indexes(text)
         except UnicodeEncodeError:
-            # A lone surrogate is no piece; a stand-in of the same length keeps the places.
+            # A lone surrogate is in no piece; a placeholder of the same length keeps the offsets.
             return self._automaton.find_matches_as_indexes(_SURROGATE.sub(_NONCHARACTER, text))

@@ -1,4 +1,4 @@
-"""Opening a sentencepiece model from its bytes, with errors for people."""
+"""Opening of a sentencepiece model from its bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["load_sentence_piece"]
 
 
 def load_sentence_piece(model: bytes, path: Path) -> Any:
-    """Return a ``SentencePieceProcessor`` of the model file contents `model`.
+    """Open a ``SentencePieceProcessor`` from a model file's contents.
 
     Raises:
-        DataError: this is no sentencepiece model; `path` says where it comes from.
+        DataError: not a sentencepiece model; `path` names the file in the message.
         MissingDependencyError: ``sentencepiece`` is not installed.
     """
     try:

@@ -1,11 +1,10 @@
-"""T5's tokenizer out of a sentencepiece model alone, as the tokenizers library has it.
+"""T5's tokenizer from a sentencepiece model alone, built with the tokenizers library.
 
-Many T5s of the hub (v1.1, mT5, mengzi) come with nothing but ``spiece.model``. Its file is a
-protocol buffer, of which a few fields are needed: the pieces with their scores, and how text is
-normalised before it is cut.
+Many T5 checkpoints (v1.1, mT5, mengzi) have only ``spiece.model``, a protocol buffer. The fields
+read are the pieces with their scores, and the normalization of text.
 
-Source: ``sentencepiece_model.proto`` of google/sentencepiece; that T5 has 100 sentinels behind the
-pieces, counted down, is from transformers' ``tokenization_t5.py``.
+Source: ``sentencepiece_model.proto`` of google/sentencepiece; transformers' ``tokenization_t5.py``
+for T5's 100 sentinels after the pieces, in descending order.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _CONTROL = 3
 
 
 class UnigramModel(NamedTuple):
-    """What is read of a file: pieces (text, score, kind), and how text is treated."""
+    """Fields of a model file: pieces (text, score, type), and treatment of text."""
 
     pieces: list[tuple[str, float, int]]
     algorithm: int
@@ -41,16 +40,16 @@ class UnigramModel(NamedTuple):
 
 
 def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any:
-    """Return the tokenizer of the ``tokenizers`` library in a sentencepiece model.
+    """Build the tokenizer of a sentencepiece model with the ``tokenizers`` library.
 
     Args:
-        content: of the file.
-        path: where it comes from, for messages.
-        extra_ids: sentinels ``<extra_id_0>`` ... behind the pieces; None is 100 where none of the
-            pieces is one.
+        content: contents of the file.
+        path: path of the file, for error messages.
+        extra_ids: number of sentinels ``<extra_id_0>`` ... after the pieces; None is 100 if no
+            piece is a sentinel.
 
     Raises:
-        DataError: no sentencepiece model, or one that is no unigram model.
+        DataError: not a sentencepiece model, or not a unigram model.
     """
     model = _read(content, path)
     if model.algorithm != _UNIGRAM:
@@ -63,12 +62,12 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
 
 
 def build_unigram(model: UnigramModel, extra_ids: int | None = None) -> Any:
-    """Return the tokenizer of the ``tokenizers`` library with such pieces; see `open_spiece`."""
+    """Build a tokenizer of the ``tokenizers`` library with these pieces; see `open_spiece`."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
     from tokenizers import normalizers as norm
     from tokenizers import pre_tokenizers as pre
 
-    # mT5's sentinels are pieces of its own, with a space in front that is never there alone.
+    # mT5's sentinels are pieces with a leading space that never occurs alone.
     named = [(_SENTINEL.sub(r"\1", text), score, kind) for text, score, kind in model.pieces]
     scores = [(text, score) for text, score, _ in named]
     tokenizer = Tokenizer(models.Unigram(scores, model.unknown_id, model.byte_fallback))
@@ -89,7 +88,7 @@ def build_unigram(model: UnigramModel, extra_ids: int | None = None) -> Any:
 
 
 def _read(content: bytes, path: Path) -> UnigramModel:
-    """Read the fields that are needed, each with the format's default where it is not there."""
+    """Read the required fields, each with the format's default if it is absent."""
     try:
         parts = list(_fields(content))
         pieces = [_read_piece(dict(_fields(part))) for number, part in parts if number == 1]
@@ -118,7 +117,7 @@ def _read_piece(fields: dict[int, Any]) -> tuple[str, float, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of the fields of a message: ints, or bytes."""
+    """Yield (number, value) of a message's fields: ints, or bytes."""
     at = 0
     while at < len(data):
         key, at = _number(data, at)
@@ -140,7 +139,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return an integer of seven bits a byte, lowest first, and the place behind it."""
+    """Decode a varint (seven bits per byte, lowest first); return it and the next offset."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -1,6 +1,6 @@
-"""How long a chat template may run, and how much it may write.
+"""Limits on the time and output of a chat template.
 
-A template is a program, and one that came with a model need not come to an end.
+A template is a program, and one from an untrusted model may not terminate.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["TemplateLimits", "run_template"]
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What a template may take for one conversation.
+    """Limits of a template for one conversation.
 
     Args:
-        seconds: of time.
-        characters: of text.
+        seconds: time limit.
+        characters: output limit.
     """
 
     seconds: float
@@ -30,17 +30,17 @@ class TemplateLimits:
 
 
 def run_template(template: Any, given: Mapping[str, Any], limits: TemplateLimits | None) -> str:
-    """Return what a compiled template writes.
+    """Render a compiled template.
 
     Args:
-        template: of Jinja.
+        template: Jinja template.
         given: its variables.
-        limits: None sets none.
+        limits: limits; None is none.
 
     Raises:
-        TimeoutError: it ran too long.
-        ValueError: it wrote too much.
-        Exception: what the template raises.
+        TimeoutError: the time limit is exceeded.
+        ValueError: the output limit is exceeded.
+        Exception: an error of the template.
     """
     if limits is None:
         return template.render(**given)
@@ -56,9 +56,9 @@ def run_template(template: Any, given: Mapping[str, Any], limits: TemplateLimits
 
 @contextmanager
 def _stopping_after(seconds: float) -> Iterator[None]:
-    """Stop Python code of this thread in whatever line it is when its time is over.
+    """Interrupt Python code of this thread at any line when the time is over.
 
-    A loop of a template that writes nothing can be stopped in no other way.
+    A template loop that yields no output cannot be interrupted otherwise.
     """
     end, before = time.monotonic() + seconds, sys.gettrace()
 

@@ -1,9 +1,9 @@
-"""The tokenizer of a Hugging Face directory: its tokenizer.json, or the older files it grew from.
+"""The tokenizer.json of a Hugging Face directory, or one built from older files.
 
-Older repositories have only what the tokenizers of their time read: ``vocab.json`` with
-``merges.txt`` (GPT-2, OPT, RoBERTa), ``vocab.txt`` (BERT) or ``spiece.model`` (T5). The algorithms
-are those of the tokenizers library; which settings belong to which files is from transformers'
-``tokenization_gpt2.py``, ``tokenization_roberta.py`` and ``tokenization_bert.py``.
+Older repositories have only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), ``vocab.txt``
+(BERT) or ``spiece.model`` (T5). The algorithms are those of the tokenizers library; the settings
+for each kind follow transformers' ``tokenization_gpt2.py``, ``tokenization_roberta.py`` and
+``tokenization_bert.py``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ CONFIG_FILE = "tokenizer_config.json"
 ROLE_FILES = (CONFIG_FILE, "special_tokens_map.json")
 _ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
 BYTE_PAIR_FILES, _WORD_PIECES = ("vocab.json", "merges.txt"), ("vocab.txt",)
-# What tokenizer_class or model_type may say of such files, without "tokenizer" and "fast"; others
-# (CLIP, Qwen2, BertJapanese) cut text in other ways.
+# Values of tokenizer_class or model_type for such files, without "tokenizer" and "fast"; others
+# (CLIP, Qwen2, BertJapanese) split text in other ways.
 _BYTE_PAIR_NAMES = {"gpt2", "gptj", "opt", "roberta", "longformer", "bart"}
 _WORD_PIECE_NAMES = {"bert", "electra", "distilbert"}
 _SPIECE_NAMES = {"t5", "mt5", "umt5"}
-# Roles where no file names any: the first set whose tokens are all in the vocabulary.
+# Roles if no file names any: the first set whose tokens are all in the vocabulary.
 _ROBERTA_ROLES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "sep": "</s>", "cls": "<s>",
                   "pad": "<pad>", "mask": "<mask>"}  # fmt: skip
 _GPT2_ROLES = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
@@ -46,22 +46,23 @@ _BERT_ROLES = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "
 
 
 def open_tokenizer_json(content: bytes, path: Path) -> Any:
-    """Return the tokenizer of the ``tokenizers`` library in a tokenizer.json's `content`.
+    """Open a tokenizer.json with the ``tokenizers`` library.
 
-    Truncation and padding, which such a file keeps from its last use, are switched off: texts are
-    encoded whole.
+    Truncation and padding, which the file stores from its last use, are disabled: texts are encoded
+    whole.
 
     Args:
-        path: where it comes from, for messages.
+        content: contents of the file.
+        path: path of the file, for error messages.
 
     Raises:
-        DataError: this is no tokenizer.json.
+        DataError: not a tokenizer.json.
     """
-    from tokenizers import Tokenizer  # here, so that `import bmforge` stays quick
+    from tokenizers import Tokenizer  # imported here to keep `import bmforge` fast
 
     try:
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises a bare Exception for what it cannot read
+    except Exception as error:  # the library raises a bare Exception for invalid files
         raise DataError(
             f"{str(path)!r} is not a tokenizer.json ({error}); get the file again"
         ) from error
@@ -71,14 +72,14 @@ def open_tokenizer_json(content: bytes, path: Path) -> Any:
 
 
 def find_tokenizer_json(folder: Path) -> bytes | None:
-    """Return the contents of a directory's tokenizer.json, or of the one its older files make.
+    """Return the contents of a directory's tokenizer.json, or of one built from its older files.
 
     Raises:
-        DataError: older files that are damaged.
+        DataError: the older files are damaged.
 
     Returns:
-        None where there is neither, or where a config names a tokenizer that cuts text in another
-        way than these files alone say.
+        None if there is neither, or if a config names a tokenizer that these files alone do not
+        define.
     """
     if (folder / TOKENIZER_FILE).is_file():
         return read_bytes(folder / TOKENIZER_FILE, "a file of the tokenizers library")
@@ -99,12 +100,12 @@ def find_tokenizer_json(folder: Path) -> bytes | None:
 
 
 def has_tokenizer_json(folder: Path) -> bool:
-    """Tell whether `find_tokenizer_json` finds or makes one, without making it."""
+    """Return True if `find_tokenizer_json` returns a file, without building it."""
     return (folder / TOKENIZER_FILE).is_file() or _older_kind(folder) is not None
 
 
 def _older_kind(folder: Path) -> tuple[str, ...] | None:
-    """Return the older files from which a tokenizer can be made, where there are such."""
+    """Return the older files from which a tokenizer can be built; None without them."""
     named = _named_kind(folder)
     if _has(folder, BYTE_PAIR_FILES) and (named is None or named in _BYTE_PAIR_NAMES):
         return BYTE_PAIR_FILES
@@ -118,16 +119,16 @@ def _older_kind(folder: Path) -> tuple[str, ...] | None:
 
 
 def read_role_tokens(folder: Path) -> dict[str, str]:
-    """Return role ("pad", "bos", ...) -> token, as the files beside a tokenizer say.
+    """Return role ("pad", "bos", ...) -> token from the files of a tokenizer.
 
-    Where none names any, those of the older files' kind.
+    If they name none, the roles of the older files' kind are used.
 
     Raises:
-        DataError: a file is no JSON object.
+        DataError: a file is not a JSON object.
     """
-    found = {role: entry["content"] for role, entry in _role_entries(folder).items()}
-    if found or (folder / TOKENIZER_FILE).is_file():
-        return found
+    roles = {role: entry["content"] for role, entry in _role_entries(folder).items()}
+    if roles or (folder / TOKENIZER_FILE).is_file():
+        return roles
     if _has(folder, BYTE_PAIR_FILES):
         words = read_json(folder / BYTE_PAIR_FILES[0])
         usual = next((r for r in (_ROBERTA_ROLES, _GPT2_ROLES) if set(r.values()) <= {*words}), {})
@@ -138,20 +139,20 @@ def read_role_tokens(folder: Path) -> dict[str, str]:
 
 
 def _role_entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return role -> token with its settings; the first of `ROLE_FILES` wins."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return role -> token with its settings; the first of `ROLE_FILES` takes precedence."""
+    entries: dict[str, dict[str, Any]] = {}
     for name in ROLE_FILES:
         config = read_json(folder / name) if (folder / name).is_file() else {}
         for role in _ROLES:
             entry = config.get(f"{role}_token")
             entry = {"content": entry} if isinstance(entry, str) else entry
             if isinstance(entry, dict) and isinstance(entry.get("content"), str):
-                found.setdefault(role, entry)
-    return found
+                entries.setdefault(role, entry)
+    return entries
 
 
 def _named_kind(folder: Path) -> str | None:
-    """Return what the config files call the tokenizer, or else the model: "gpt2", "bert", ..."""
+    """Return the tokenizer or model name in the config files: "gpt2", "bert", ..."""
     for name, key in ((CONFIG_FILE, "tokenizer_class"), ("config.json", "model_type")):
         if (folder / name).is_file() and (value := read_json(folder / name).get(key)):
             short = str(value).lower().replace("-", "").replace("_", "")
@@ -160,10 +161,11 @@ def _named_kind(folder: Path) -> str | None:
 
 
 def open_byte_pairs(folder: Path, leading: bool = False) -> Any:
-    """Return the byte-level byte pairs of ``vocab.json`` and ``merges.txt``, without specials.
+    """Open the byte-level BPE of ``vocab.json`` and ``merges.txt``, without special tokens.
 
     Args:
-        leading: put a space in front of a text that has none.
+        folder: directory of the files.
+        leading: prepend a space to texts that have none.
 
     Raises:
         DataError: a file is damaged.
@@ -173,7 +175,7 @@ def open_byte_pairs(folder: Path, leading: bool = False) -> Any:
     paths = [str(folder / name) for name in BYTE_PAIR_FILES]
     try:
         tokenizer = Tokenizer(models.BPE.from_file(*paths))
-    except Exception as error:  # a bare Exception, as above
+    except Exception as error:  # a bare Exception, see above
         raise _damaged(paths, error) from error
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=leading)
     tokenizer.decoder = decoders.ByteLevel()
@@ -186,7 +188,7 @@ def _word_pieces(folder: Path) -> Any:
     path = str(folder / _WORD_PIECES[0])
     try:
         tokenizer = Tokenizer(models.WordPiece.from_file(path, unk_token="[UNK]"))
-    except Exception as error:  # a bare Exception, as above
+    except Exception as error:  # a bare Exception, see above
         raise _damaged([path], error) from error
     settings = _settings(folder)
     tokenizer.normalizer = normalizers.BertNormalizer(
@@ -201,7 +203,7 @@ def _word_pieces(folder: Path) -> Any:
 
 
 def _add_tokens(tokenizer: Any, folder: Path) -> None:
-    """Make the roles' tokens special, and add those of ``added_tokens.json`` under their ids.
+    """Make the roles' tokens special, and add those of ``added_tokens.json`` with their ids.
 
     Raises:
         DataError: an added token cannot have its id.
@@ -214,19 +216,19 @@ def _add_tokens(tokenizer: Any, folder: Path) -> None:
     special = {}
     for role, token in read_role_tokens(folder).items():
         entry = entries.get(role, {})
-        # RoBERTa's mask takes the space before it in, so that it stands for " word".
+        # RoBERTa's mask includes the space before it, so that it represents " word".
         before = bool(entry.get("lstrip", role == "mask" and token == "<mask>"))
         after = bool(entry.get("rstrip", False))
         special[token] = AddedToken(token, lstrip=before, rstrip=after, normalized=False)
-    for token in sorted(ids, key=lambda one: ids[one]):
+    for token in sorted(ids, key=lambda name: ids[name]):
         if token in special:
             tokenizer.add_special_tokens([special.pop(token)])
         else:
             tokenizer.add_tokens([AddedToken(token, normalized=False)])
-        if (found := tokenizer.token_to_id(token)) != ids[token]:
+        if (id := tokenizer.token_to_id(token)) != ids[token]:
             raise DataError(
                 f"{str(path)!r} gives {token!r} the id {ids[token]}, the vocabulary beside it "
-                f"{found}: one of the files is of another model"
+                f"{id}: one of the files is of another model"
             )
     tokenizer.add_special_tokens(list(special.values()))
 

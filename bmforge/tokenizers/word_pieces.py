@@ -1,4 +1,4 @@
-"""Words to the ids of their pieces: what CPM-2, EVA and CPM-Ant do to every word of a text."""
+"""Map from words to the ids of their pieces, for CPM-2, EVA and CPM-Ant."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from bmforge.tokenizers.longest_match import LongestMatcher
 __all__ = ["CONTINUES", "WordPieces", "has_chinese", "pieces_to_tokens"]
 
 CONTINUES = "##"
-_MAX_WORD_CHARS = 200  # a longer word is one unknown token, as in the originals
+_MAX_WORD_CHARS = 200  # longer words are one unknown token, as in the originals
 _CACHED_WORDS = 1 << 18
 
 
 class WordPieces(dict[str, tuple[int, ...]]):
-    """A bounded cache: word -> ids of its greedily matched pieces. Look a word up with ``[word]``.
+    """Bounded cache: word -> ids of its greedily matched pieces; look up with ``[word]``.
 
     Args:
         vocabulary: piece -> id.
         unknown_id: id of a character at which no piece begins.
-        marked: a piece that does not begin its word is looked up with ``##`` in front, unless it
-            has Chinese characters.
+        marked: pieces inside of words are looked up with the prefix ``##``, unless they have
+            Chinese characters.
 
     Memory: at most 2**18 words, about 65 MB.
     """
@@ -58,7 +58,7 @@ class WordPieces(dict[str, tuple[int, ...]]):
 
 
 def _inside(vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """Return what a stretch inside of a word is looked up as."""
+    """Return piece -> id for positions inside of a word."""
     inside = {piece: id for piece, id in vocabulary.items() if has_chinese(piece)}
     for piece, id in vocabulary.items():
         rest = piece.removeprefix(CONTINUES)
@@ -68,7 +68,7 @@ def _inside(vocabulary: Mapping[str, int]) -> dict[str, int]:
 
 
 def has_chinese(text: str) -> bool:
-    """Tell whether `text` has a character of the block U+4E00 to U+9FFF."""
+    """Return True if `text` has a character of the block U+4E00 to U+9FFF."""
     return any("\u4e00" <= character <= "\u9fff" for character in text)
 
 
@@ -78,11 +78,11 @@ def pieces_to_tokens(ids: Iterable[int], tokens: list[str]) -> list[str]:
     Raises:
         DataError: an id is not in the vocabulary.
     """
-    found = list(ids)
-    wrong = [id for id in found if not 0 <= id < len(tokens)]
-    if wrong:
+    sequence = list(ids)
+    invalid = [id for id in sequence if not 0 <= id < len(tokens)]
+    if invalid:
         raise DataError(
-            f"id={wrong[0]} is not in the vocabulary (0 to {len(tokens) - 1}); is this the "
+            f"id={invalid[0]} is not in the vocabulary (0 to {len(tokens) - 1}); is this the "
             "tokenizer of the model that made it?"
         )
-    return [tokens[id] for id in found]
+    return [tokens[id] for id in sequence]

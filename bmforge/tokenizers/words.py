@@ -1,8 +1,8 @@
-"""Chinese word cutting as jieba 0.42.1 does it, by its Rust twin rjieba: same words, faster.
+"""Chinese word segmentation like jieba 0.42.1 with its Rust port rjieba: same words, faster.
 
-``rjieba`` has the same dictionary and the same new-word model as jieba, but differs in three places
-that are put right here: which characters make a run that is cut at all, how Latin text inside such
-a run is split, and five dictionary words that are all Latin.
+``rjieba`` has the same dictionary and new-word model (HMM) as jieba, but differs in three points
+that are corrected here: which characters form a run that is segmented, how Latin text inside of a
+run is split, and five Latin dictionary words.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bmforge.errors import MissingDependencyError
 
 __all__ = ["WordCutter"]
 
-# Runs that jieba looks into; everything else is a word of one character, "\r\n" of two.
+# Runs that jieba segments; everything else is a word of one character, "\r\n" of two.
 _RUN = re.compile(r"[\u4E00-\u9FD5a-zA-Z0-9+#&._%\-]+|\r\n|.", re.DOTALL)
 # How jieba's new-word model splits the Latin part of a run.
 _LATIN = re.compile(r"[a-zA-Z0-9]+(?:\.[0-9]+)?%?|(?:(?![a-zA-Z0-9]).)+")
@@ -23,11 +23,11 @@ _HAS_LATIN_WORD = re.compile(r"AT&T|[cC](?:#|\+\+)")
 
 
 class WordCutter:
-    """Cut text into words.
+    """Segments text into words.
 
     Args:
-        new_words: also find words that the dictionary lacks (jieba's HMM), as the CPM tokenizers
-            do; without it this is the cut of transformers' CpmAntTokenizer.
+        new_words: also detect words that the dictionary lacks (jieba's HMM), as the CPM tokenizers
+            do; False is the segmentation of transformers' CpmAntTokenizer.
 
     Raises:
         MissingDependencyError: ``rjieba`` is not installed.
@@ -42,7 +42,7 @@ class WordCutter:
         self._new_words = new_words
 
     def cut(self, text: str) -> list[str]:
-        """Return the words of `text`; joined they are `text` again."""
+        """Return the words of `text`; joined they are `text`."""
         words: list[str] = []
         for run in _RUN.findall(text):
             if len(run) == 1 or (run.isascii() and run.isalnum()) or run == "\r\n":

@@ -197,7 +197,7 @@ def test_what_is_left_out_is_counted_by_reason(
     first, last = (record.getMessage() for record in told)
     counts = "2 with an answer that the vocabulary cannot spell, 1 "
     assert first.startswith(f"4 of 16 samples looked at before the run were left out: {counts}")
-    for words in ("1 longer than the window", "1 not of a document's form", "some.jsonl, line 13"):
+    for words in ("1 longer than the window", "1 not a valid document", "some.jsonl, line 13"):
         assert words in first
     found = re.match(r"(\d+) of (\d+) samples were left out: (\d+) with", last)
     assert found is not None

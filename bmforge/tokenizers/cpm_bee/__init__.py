@@ -1,4 +1,4 @@
-"""CPM-Bee: its tokenizer, and documents turned into batches; start reading at `tokenizer.py`."""
+"""CPM-Bee: tokenizer, and conversion of documents to batches; start reading at `tokenizer.py`."""
 
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 

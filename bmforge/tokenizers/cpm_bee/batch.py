@@ -1,7 +1,7 @@
-"""Batches of CPM-Bee: samples with in-context examples, packed into rows, as the model takes them.
+"""Batches of CPM-Bee: documents with in-context examples, packed into sequences.
 
-An instance is one document to learn from and the examples that it may look at. A row holds as many
-instances as fit, told apart by `span`; which row an instance goes to is decided by best fit.
+An instance is a training document with its examples. A sequence holds as many instances as fit,
+distinguished by `span`; best-fit packing assigns instances to sequences.
 
 Source: ``_MixedDatasetBatchPacker`` of OpenBMB/CPM-Bee, in
 ``cpm_live/training_tasks/bee/pretrain.py``.
@@ -34,17 +34,17 @@ _NO_EXTENSION: Token = (0, 1)
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """One document and its in-context examples as one stretch of T tokens.
+    """A document and its in-context examples as a sequence of T tokens.
 
     Attributes:
-        ids, subs, context, segs: as in `EncodedDocument`; the examples are all context.
-        sample_ids: (T,) 0 for the document itself, 1, 2, ... for the examples.
-        num_segments: (T,) how many segments the token's own document has.
-        segment_rel_offset: (T,) where its relations begin in `segment_rel`.
-        segment_rel: (R,) the relations of one document after the other.
-        answers: the document's slots.
-        extension: of the document and its examples.
-        task: name of the task it belongs to.
+        ids, subs, context, segs: see `EncodedDocument`; examples are context only.
+        sample_ids: (T,), 0 for the document, 1, 2, ... for the examples.
+        num_segments: (T,), number of segments of the token's document.
+        segment_rel_offset: (T,), start of that document's relations in `segment_rel`.
+        segment_rel: (R,), concatenated segment relations of the documents.
+        answers: answer slots of the document.
+        extension: extension table of the document and its examples.
+        task: name of the task.
     """
 
     ids: NDArray[np.int32]
@@ -64,12 +64,12 @@ class Instance:
 
 
 class RowBatch(NamedTuple):
-    """A training batch of B rows of T tokens.
+    """A training batch of B sequences of T tokens.
 
     Attributes:
-        inputs: the arguments of CPM-Bee's forward and ``labels``, by name; see `collate_rows`.
-        task_ids: (B, T) index into `tasks` of the instance that a token belongs to.
-        tasks: names.
+        inputs: arguments of CPM-Bee's forward and ``labels``; see `collate_rows`.
+        task_ids: (B, T), index in `tasks` of the task of each token.
+        tasks: names of the tasks.
     """
 
     inputs: dict[str, NDArray[Any]]
@@ -78,10 +78,10 @@ class RowBatch(NamedTuple):
 
 
 def join_examples(encoded: Sequence[EncodedDocument], task: str = "") -> Instance:
-    """Return the first document with the others behind it as in-context examples.
+    """Append in-context examples to a document.
 
     Args:
-        encoded: each one's extension continues that of the one before.
+        encoded: the document and its examples; each extension continues the previous one.
         task: name of the task.
     """
     lengths = [len(document.ids) for document in encoded]
@@ -115,13 +115,13 @@ def build_instance(
     order_key: bytes | None = None,
     task: str = "",
 ) -> Instance:
-    """Encode a document and as many of the examples, in their order, as fit into the window.
+    """Encode a document and as many examples, in order, as fit into the window.
 
     Args:
-        document: learnt from; its answers are given.
-        tokenizer: CPM-Bee's.
-        examples: documents with their answers, to look at only.
-        max_length: the window in tokens; None sets no limit.
+        document: training document with its answers.
+        tokenizer: CPM-Bee's tokenizer.
+        examples: documents with their answers, as context.
+        max_length: window in tokens; None is no limit.
         order_key: see `encode_document`.
         task: name of the task.
 
@@ -141,13 +141,13 @@ def build_instance(
 
 
 class BestFit:
-    """Open rows, filled by best fit: an item goes where it leaves the least room.
+    """Best-fit packing: an item goes to the open sequence with the least space left.
 
     Args:
-        max_length: room of a row.
+        max_length: length of a sequence.
 
     Attributes:
-        rows: the items of every open row, oldest row first.
+        rows: items of every open sequence, oldest first.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -156,10 +156,10 @@ class BestFit:
         self._free: list[int] = []
 
     def add(self, item: int, length: int) -> None:
-        """Put an item of `length` into an open row, or into a new one where it fits into none.
+        """Add an item of `length` to an open sequence, or to a new one if none has space.
 
         Raises:
-            DataError: it is longer than a whole row.
+            DataError: it is longer than a sequence.
         """
         if length > self.max_length:
             raise DataError(
@@ -175,12 +175,12 @@ class BestFit:
             self._free.append(self.max_length - length)
 
     def restore(self, items: Sequence[tuple[int, int]]) -> None:
-        """Open one more row with these (item, length), as it stood when the state was taken."""
+        """Reopen a sequence with these (item, length) from a saved state."""
         self.rows.append([item for item, _ in items])
         self._free.append(self.max_length - sum(length for _, length in items))
 
     def take(self, count: int) -> list[list[int]]:
-        """Close the `count` oldest rows and return their items."""
+        """Close the `count` oldest sequences and return their items."""
         taken = self.rows[:count]
         del self.rows[:count], self._free[:count]
         return taken
@@ -189,23 +189,23 @@ class BestFit:
 def collate_rows(
     rows: Sequence[Sequence[Instance]], tokenizer: CPMBeeTokenizer, length: int | None = None
 ) -> RowBatch:
-    """Return what CPM-Bee's forward takes for rows of packed instances.
+    """Collate packed instances into the arguments of CPM-Bee's forward.
 
     Args:
-        rows: the instances of every row.
-        tokenizer: CPM-Bee's.
-        length: T; None takes the longest row.
+        rows: instances of every sequence.
+        tokenizer: CPM-Bee's tokenizer.
+        length: T; None is the longest sequence.
 
     Shape:
         input, input_sub, sample_ids, num_segments, segment, segment_rel_offset, span: (B, T) int32
         context: (B, T) bool
         length: (B,) int32
         segment_rel: (B, R) int32
-        ext_table_ids, ext_table_sub: (E,) int32; (0, 1) alone where nothing is extended
-        labels: (B, T) int64, not to be shifted: -100, a token, or `vocab_size` + extension row
+        ext_table_ids, ext_table_sub: (E,) int32; only (0, 1) without an extension
+        labels: (B, T) int64, not shifted: -100, a token id, or `vocab_size` + extension row
 
     Raises:
-        DataError: a row is longer than `length`.
+        DataError: a sequence is longer than `length`.
     """
     longest = max(sum(map(len, row)) for row in rows)
     width = longest if length is None else length
@@ -220,12 +220,12 @@ def collate_rows(
     for i, row in enumerate(rows):
         start = relation = 0
         for span, instance in enumerate(row):
-            here = slice(start, start + len(instance))
+            place = slice(start, start + len(instance))
             for name, values in _columns(instance, relation, span).items():
-                columns[name][i, here] = values
-            columns["labels"][i, here] = _label(instance, tokenizer, numbers)
-            task_ids[i, here] = tasks.index(instance.task)
-            start, relation = here.stop, relation + len(instance.segment_rel)
+                columns[name][i, place] = values
+            columns["labels"][i, place] = _label(instance, tokenizer, numbers)
+            task_ids[i, place] = tasks.index(instance.task)
+            start, relation = place.stop, relation + len(instance.segment_rel)
     inputs: dict[str, NDArray[Any]] = dict(columns)
     inputs["context"] = columns["context"].astype(bool)
     inputs["length"] = np.array([sum(map(len, row)) for row in rows], dtype=np.int32)
@@ -237,17 +237,17 @@ def collate_rows(
 
 
 def extension_rows(instances: Sequence[Instance]) -> list[Token]:
-    """Return the (base id, sub id) that need an output row, in the order of their appearance."""
-    found: dict[Token, None] = {}
+    """Return the (base id, sub id) that need an output row, in order of appearance."""
+    tokens: dict[Token, None] = {}
     for instance in instances:
         extended = np.flatnonzero(instance.subs)
         pairs = zip(instance.ids[extended].tolist(), instance.subs[extended].tolist(), strict=True)
-        found.update(dict.fromkeys(pairs))
-    return list(found)
+        tokens.update(dict.fromkeys(pairs))
+    return list(tokens)
 
 
 def extension_inputs(tokens: Sequence[Token]) -> dict[str, NDArray[np.int32]]:
-    """Return ``ext_table_ids`` and ``ext_table_sub``; a placeholder where there is no token."""
+    """Return ``ext_table_ids`` and ``ext_table_sub``; a placeholder if there is no token."""
     ids, subs = np.array(tokens or [_NO_EXTENSION], dtype=np.int32).T
     return {
         "ext_table_ids": np.ascontiguousarray(ids),
@@ -256,7 +256,7 @@ def extension_inputs(tokens: Sequence[Token]) -> dict[str, NDArray[np.int32]]:
 
 
 def pad_relations(relations: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """Return the relations of every row, zeros behind the shorter ones; (B, R)."""
+    """Pad the relations of every sequence with zeros; (B, R)."""
     padded = np.zeros((len(relations), max(map(len, relations))), dtype=np.int32)
     for row, values in zip(padded, relations, strict=True):
         row[: len(values)] = values
@@ -270,7 +270,7 @@ _COLUMNS = (
 
 
 def _columns(instance: Instance, relation: int, span: int) -> dict[str, NDArray[Any]]:
-    """Return what one instance has in each column; `relation`: relations of its row before it."""
+    """Return one instance's values per column; `relation` is the offset of its relations."""
     return {
         "input": instance.ids,
         "input_sub": instance.subs,
@@ -286,7 +286,7 @@ def _columns(instance: Instance, relation: int, span: int) -> dict[str, NDArray[
 def _label(
     instance: Instance, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int]
 ) -> NDArray[np.int64]:
-    """Return at every token that the model writes from the one to come, ``</s>`` at its end."""
+    """Return one instance's labels: the next token of each answer token, ``</s>`` at its end."""
     outputs = instance.ids.astype(np.int64)
     for i in np.flatnonzero(instance.subs).tolist():
         outputs[i] = numbers[int(instance.ids[i]), int(instance.subs[i])]

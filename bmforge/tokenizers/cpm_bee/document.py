@@ -1,9 +1,8 @@
-"""CPM-Bee documents: a nested dict of texts becomes token ids, and answers go back into the dict.
+"""CPM-Bee documents: encode a nested dict of texts to token ids, and decode answers into it.
 
-Every key and every text is a segment ``<s> tokens </s>``; a text under ``<ans>``, which the model
-writes, is ``<s> tokens``. A token that only the extension table has is written as its base id
-(``<mask_3>`` as ``<mask>``, unknown text as ``<unk>``) and a sub id, its number among those of the
-same base in order of appearance.
+Every key and text is a segment ``<s> tokens </s>``; a text under ``<ans>``, which the model
+generates, is ``<s> tokens``. A token outside of the vocabulary is a base id (``<mask>`` for
+``<mask_3>``, ``<unk>`` for unknown text) with a sub id, its index among those with the same base.
 
 Source: ``convert_data_to_id`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee/pretrain.py``.
 """
@@ -49,15 +48,15 @@ class TooLongError(DataError):
 
 
 class UnwritableError(DataError):
-    """An answer that no model could write."""
+    """An answer contains text that no model can generate."""
 
 
 class Extension(NamedTuple):
-    """What a sample has beyond the vocabulary.
+    """Extension table of a sample: tokens outside of the vocabulary.
 
     Attributes:
-        texts: extension id -> text, the tokenizer's table.
-        tokens: extension id -> (base id, sub id), as the model reads it.
+        texts: extension id -> text.
+        tokens: extension id -> (base id, sub id).
     """
 
     texts: dict[int, str]
@@ -70,11 +69,11 @@ class Extension(NamedTuple):
 
 
 class AnswerSlot(NamedTuple):
-    """Where an answer lies.
+    """Position of an answer.
 
     Attributes:
-        path: keys under ``<ans>`` that lead to it; () where ``<ans>`` itself is the text.
-        segment: number of its segment.
+        path: keys under ``<ans>`` that lead to it; () if ``<ans>`` itself is the text.
+        segment: index of its segment.
         start: index of its ``<s>`` in the ids.
         stop: index after its last token.
     """
@@ -86,17 +85,17 @@ class AnswerSlot(NamedTuple):
 
 
 class EncodedDocument(NamedTuple):
-    """A document as numbers; T tokens, n segments.
+    """Encoded document with T tokens and n segments.
 
     Attributes:
-        ids: (T,) int32 ids below `vocab_size`.
-        subs: (T,) int32 sub ids, 0 for all that the vocabulary has.
-        context: (T,) bool, False where the model writes.
-        segs: (T,) int32 segment numbers.
-        segment_rel: (n * n,) int32 relations of the segments, see `relate`.
-        n_segments: n.
-        answers: one slot for every text under ``<ans>``, in the order in which they are written.
-        extension: unseen specials and unknown text.
+        ids: (T,) int32, ids below `vocab_size`.
+        subs: (T,) int32, sub ids; 0 for tokens of the vocabulary.
+        context: (T,) bool, False for generated tokens.
+        segs: (T,) int32, segment indices.
+        segment_rel: (n * n,) int32, relations of the segments, see `relate`.
+        n_segments: number n of segments.
+        answers: one slot per text under ``<ans>``, in generation order.
+        extension: extension table of unseen specials and unknown text.
     """
 
     ids: NDArray[np.int32]
@@ -110,7 +109,7 @@ class EncodedDocument(NamedTuple):
 
     @property
     def ext_table(self) -> dict[int, str]:
-        """Extension id -> text, as the tokenizer's `decode` takes it."""
+        """Extension id -> text, an argument of the tokenizer's `decode`."""
         return self.extension.texts
 
 
@@ -125,23 +124,23 @@ def encode_document(
     max_depth: int = MAX_DEPTH,
     max_nesting: int = MAX_NESTING,
 ) -> EncodedDocument:
-    """Turn a nested dict of texts, with ``<ans>``, into what CPM-Bee reads.
+    """Encode a nested dict of texts with ``<ans>`` for CPM-Bee.
 
     Args:
-        document: texts are in the tokenizer's language: ``<<`` is ``<``, ``<mask_0>`` a blank.
-        tokenizer: CPM-Bee's.
-        max_length: the window in tokens; None sets no limit.
-        extension: that of the documents before this one in the same sample, to be continued.
-        blank_answers: a question: whatever stands under ``<ans>`` is still to be written.
-        order_key: shuffle the keys under ``<ans>``, as this alone decides; None keeps their order.
-        max_depth: relations count this many steps less one, and more as if they were so many.
-        max_nesting: how deep a text may hang under the root.
+        document: dict of texts in the tokenizer's syntax: ``<<`` is ``<``, ``<mask_0>`` a blank.
+        tokenizer: CPM-Bee's tokenizer.
+        max_length: window in tokens; None is no limit.
+        extension: extension table of earlier documents in the same sample, which is continued.
+        blank_answers: ignore the texts under ``<ans>``, as for a prompt.
+        order_key: seed that shuffles the keys under ``<ans>``; None keeps their order.
+        max_depth: relations count at most ``max_depth - 1`` steps.
+        max_nesting: maximum depth of a text below the root.
 
     Raises:
-        DataError: no ``<ans>``; not a dict of texts, or nested too deep; an answer slot that names
-            no blank; an unknown special.
-        UnwritableError: a DataError: an answer with text that the vocabulary cannot spell and the
-            rest of the document does not have, so that no model could write it.
+        DataError: no ``<ans>``; not a dict of texts, or too deep; an answer slot without a blank of
+            its name; an unknown special token.
+        UnwritableError: a DataError: an answer contains text that neither the vocabulary nor the
+            rest of the document has, so that no model can generate it.
         TooLongError: a DataError: longer than the window.
     """
     segments = flatten_document(
@@ -150,7 +149,7 @@ def encode_document(
     first = extension is None
     parts, extension = _encode_segments(segments, tokenizer, extension)
     _check_blanks(segments, parts, extension)
-    if first:  # what comes later in a sample is only read, never written
+    if first:  # later documents of a sample are context only
         _check_answers(segments, parts, extension)
     bounds = np.cumsum([0, *(len(part) for part in parts)])
     if max_length is not None and bounds[-1] > max_length:
@@ -180,18 +179,18 @@ def decode_document(
     tokenizer: CPMBeeTokenizer,
     ext_rows: Sequence[Token] = (),
 ) -> dict[str, Any]:
-    """Return a copy of `document` with what was written under ``<ans>``.
+    """Return a copy of `document` with the generated answers under ``<ans>``.
 
     Args:
-        document: what was encoded.
-        encoded: what `encode_document` made of it.
-        answers: for every slot of ``encoded.answers`` its output ids, with or without ``</s>``;
-            None leaves None in the document.
-        tokenizer: CPM-Bee's.
+        document: the document that was encoded.
+        encoded: its encoding.
+        answers: output ids for every slot of ``encoded.answers``, with or without ``</s>``; None
+            becomes None in the document.
+        tokenizer: CPM-Bee's tokenizer.
         ext_rows: (base id, sub id) of the output rows from `vocab_size` on.
 
     Raises:
-        DataError: another number of answers than slots, or an id that this document does not have.
+        DataError: the number of answers differs from that of slots, or an id is invalid.
     """
     if len(answers) != len(encoded.answers):
         raise DataError(
@@ -201,10 +200,10 @@ def decode_document(
     filled = _copy(document)
     for slot, ids in zip(encoded.answers, answers, strict=True):
         keys = (ANSWER_KEY, *slot.path)
-        place = filled
+        target = filled
         for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = (
+            target = target[key]
+        target[keys[-1]] = (
             None if ids is None else decode_answer(ids, encoded.extension, tokenizer, ext_rows)
         )
     return filled
@@ -216,10 +215,10 @@ def decode_answer(
     tokenizer: CPMBeeTokenizer,
     ext_rows: Sequence[Token] = (),
 ) -> str:
-    """Return the text of output ids, up to ``</s>``; from `vocab_size` on they name `ext_rows`.
+    """Return the text of output ids up to ``</s>``; ids from `vocab_size` on are `ext_rows`.
 
     Raises:
-        DataError: an id that is no output, or a row of another document of the batch.
+        DataError: an id is no output, or a row of another document of the batch.
     """
     names = extension.names
     texts = []
@@ -245,10 +244,11 @@ def decode_answer(
 def encode_text(
     text: str, tokenizer: CPMBeeTokenizer, extension: Extension | None = None
 ) -> tuple[list[Token], Extension]:
-    """Return the (id, sub id) of a text, and the extension it continues.
+    """Return the (id, sub id) of a text, and the extended extension table.
 
     Raises:
-        DataError: a token that only the encoder writes, an unknown special, or a stray ``<``.
+        DataError: a token that only the encoder inserts, an unknown special token, or a stray
+            ``<``.
     """
     texts, tokens = extension or Extension({}, {})
     ids, texts = tokenizer.encode_extended(text, texts)
@@ -268,15 +268,17 @@ def encode_text(
 
 
 def _base_id(text: str, tokenizer: CPMBeeTokenizer) -> int:
-    """Return the id that stands for a token of the extension table."""
+    """Return the base id of a token of the extension table."""
     if not is_special(text):
         return tokenizer.unk_id
     base = f"<{text[1:-1].split('_', maxsplit=1)[0]}>"
     if base not in tokenizer.special_tokens:
-        known = [name for name in tokenizer.special_tokens if name not in ("<s>", "</s>", "<pad>")]
+        allowed = [
+            name for name in tokenizer.special_tokens if name not in ("<s>", "</s>", "<pad>")
+        ]
         raise DataError(
-            f"the special token {text} is unknown: known are {', '.join(known)}, also with a "
-            f"number such as <mask_0>.{suggest(base, known)} Write << for the character <"
+            f"the special token {text} is unknown: known are {', '.join(allowed)}, also with a "
+            f"number such as <mask_0>.{suggest(base, allowed)} Write << for the character <"
         )
     return tokenizer.special_tokens[base]
 
@@ -284,7 +286,7 @@ def _base_id(text: str, tokenizer: CPMBeeTokenizer) -> int:
 def _encode_segments(
     segments: Sequence[Segment], tokenizer: CPMBeeTokenizer, extension: Extension | None
 ) -> tuple[list[list[Token]], Extension]:
-    """Return the tokens of every segment, the marks around it included."""
+    """Return the tokens of every segment, with its begin and end tokens."""
     extension = extension or Extension({}, {})
     begin, end = [(tokenizer.bos_id, 0)], [(tokenizer.eos_id, 0)]
     parts = []
@@ -300,7 +302,7 @@ def _encode_segments(
 def _check_blanks(
     segments: Sequence[Segment], parts: Sequence[Sequence[Token]], extension: Extension
 ) -> None:
-    """Raise DataError if a key under ``<ans>`` is a special that the rest of the document lacks."""
+    """Raise `DataError` if a special key under ``<ans>`` is not in the rest of the document."""
     present = {
         token
         for segment, part in zip(segments, parts, strict=True)
@@ -321,7 +323,7 @@ def _check_blanks(
 def _check_answers(
     segments: Sequence[Segment], parts: Sequence[Sequence[Token]], extension: Extension
 ) -> None:
-    """Raise DataError if an answer has an extension token that no context shows."""
+    """Raise `DataError` if an answer has an extension token that does not occur in the context."""
     names = extension.names
     shown = {t for s, part in zip(segments, parts, strict=True) if not s.answer for t in part}
     for segment, part in zip(segments, parts, strict=True):

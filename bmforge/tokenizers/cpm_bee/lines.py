@@ -1,4 +1,4 @@
-"""One line of a file to one document: JSON that holds text, without a key that is there twice."""
+"""Lines of a file as documents: strict JSON objects without duplicate keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEEDED = 'a line is one document, such as {"input": "...", "<ans>": ""}'
 
 
 def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    r"""Yield the lines of a file that are not empty with their numbers, from 1 on.
+    r"""Yield non-empty lines of a file with their line numbers, from 1 on.
 
     Lines are counted as editors do: they end with ``\n``, ``\r\n`` or ``\r``.
 
@@ -35,19 +35,19 @@ def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_document(line: bytes, where: str) -> dict[str, Any]:
-    """Return the document of a line.
+    """Parse the document of a line.
 
     Args:
-        line: UTF-8.
-        where: names it in messages.
+        line: UTF-8 bytes.
+        where: name of the line for error messages.
 
     Raises:
-        DataError: no UTF-8, no JSON, no object, nested too deep to be read, a key twice, or half of
-            a surrogate pair.
+        DataError: invalid UTF-8 or JSON, not an object, nested too deep, a duplicate key, or half
+            of a surrogate pair.
     """
     try:
         document = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_refuse_twice)
-        if b"\\u" in line:  # a half can only be written so
+        if b"\\u" in line:  # lone surrogates are possible only as escapes
             json.dumps(document, ensure_ascii=False).encode()
     except _TwiceError as error:
         raise DataError(
@@ -68,12 +68,12 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
 
 
 class _TwiceError(Exception):
-    """A key is there twice."""
+    """A key occurs twice."""
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    document = dict(pairs)
+    if len(document) != len(pairs):
         names = [name for name, _ in pairs]
         raise _TwiceError(next(name for name in names if names.count(name) > 1))
-    return found
+    return document

@@ -1,8 +1,8 @@
-"""From a task mixture to the micro-batches of an optimizer step.
+"""Data loader for CPM-Bee: from a task mixture to the micro-batches of optimizer steps.
 
-Instances go into open rows by best fit; a step takes the oldest rows as soon as there are more than
-it needs. What stands in the open rows is part of the state, as sample numbers, so a run goes on
-exactly where it stopped.
+Instances are packed by best fit; a step takes the oldest sequences as soon as there are more than
+it needs. The contents of the open sequences are part of the state, as sample numbers, so a run
+resumes exactly.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = ["DocumentLoader", "iter_documents"]
 
 
 class DocumentLoader:
-    """Yield, for one optimizer step after the other without end, this rank's micro-batches.
+    """Yields this rank's micro-batches of one optimizer step after the other, without end.
 
-    Each is a dict of the tensors that `collate_rows` lists, rows padded to the mixture's window.
-    Every rank packs all rows and keeps its own, so the rows do not depend on the world size.
+    Each is a dict of the tensors listed in `collate_rows`, padded to the mixture's window. Every
+    rank packs all sequences and keeps its own, so they do not depend on the world size.
 
     Args:
-        mixture: where the instances come from.
-        global_batch_size: rows per optimizer step over all ranks.
-        micro_batch_size: rows per forward pass on one rank.
-        rank: this data-parallel rank.
+        mixture: source of the instances.
+        global_batch_size: sequences per optimizer step over all ranks.
+        micro_batch_size: sequences per forward pass on one rank.
+        rank: data-parallel rank.
         world: number of data-parallel ranks.
 
     Raises:
-        ConfigError: the sizes do not fit each other.
+        ConfigError: the sizes are not divisible.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DocumentLoader:
         ]
 
     def next_rows(self) -> list[RowBatch]:
-        """Return them as arrays, with the task that every token belongs to."""
+        """Return the micro-batches of the next step as arrays, with the tasks of all tokens."""
         barren = 0
         while len(self._open.rows) <= self._global_batch_size:
             barren = 0 if self._add_next() else barren + 1
@@ -106,7 +106,7 @@ class DocumentLoader:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands; the same on every rank."""
+        """Return the loader's state; the same on every rank."""
         return {
             "step": self._step,
             "samples": self._next,
@@ -116,31 +116,35 @@ class DocumentLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken, on any world size.
+        """Resume exactly where `state` was taken, on any world size.
 
         Raises:
-            ConfigError: the state is of another seed, mixture or window, or lacks an entry.
+            ConfigError: the state has another seed, mixture or window, or lacks an entry.
         """
-        ours = self.state_dict()
-        missing = [key for key in ours if key not in state]
+        own = self.state_dict()
+        missing = [key for key in own if key not in state]
         if missing:
             raise ConfigError(f"loader state {sorted(state)} lacks {missing}: give the saved state")
         for key in ("seed", "dataset"):
-            if state[key] != ours[key]:
+            if state[key] != own[key]:
                 raise ConfigError(
-                    f"loader state has {key}={state[key]}, this loader has {key}={ours[key]}: the "
+                    f"loader state has {key}={state[key]}, this loader has {key}={own[key]}: the "
                     "documents, tasks, window or seed changed, so the order cannot go on; restore "
                     "them or start a new run"
                 )
         self._step, self._next = int(state["step"]), int(state["samples"])
         self._open, self._instances = BestFit(self.mixture.max_length), {}
         for row in state["open_rows"]:
-            made = [(int(number), self.mixture.instance(int(number))) for number in row]
-            self._instances.update({n: instance for n, instance in made if instance is not None})
-            self._open.restore([(n, len(instance)) for n, instance in made if instance is not None])
+            numbered = [(int(number), self.mixture.instance(int(number))) for number in row]
+            self._instances.update(
+                {n: instance for n, instance in numbered if instance is not None}
+            )
+            self._open.restore(
+                [(n, len(instance)) for n, instance in numbered if instance is not None]
+            )
 
     def _add_next(self) -> bool:
-        """Put the next sample into a row; return False if it is left out."""
+        """Pack the next sample; return False if it is skipped."""
         number, self._next = self._next, self._next + 1
         instance = self.mixture.instance(number)
         if instance is None:
@@ -158,10 +162,10 @@ def iter_documents(
     batch_size: int,
     task: str = "",
 ) -> Iterator[RowBatch]:
-    """Yield every document once, in order, packed; the last batch may have fewer rows.
+    """Yield all documents once, in order, packed; the last batch may have fewer sequences.
 
     Raises:
-        DataError: see `encode_document`; longer ones are not left out here.
+        DataError: see `encode_document`; documents longer than the window are not skipped.
     """
     open_rows, instances = BestFit(max_length), {}
     for i, document in enumerate(documents):

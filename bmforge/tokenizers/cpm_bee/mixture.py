@@ -1,11 +1,11 @@
-"""Tasks mixed by weight: which instance the global sample number n is, without any state.
+"""Mixture of tasks by weight: a stateless map from global sample number to instance.
 
 An epoch takes round(weight * lines) samples of every source, in an order that depends on the seed
-and the epoch. A source goes through all its lines, shuffled anew each time, before one comes again.
-Transform, number of in-context examples and the examples themselves are drawn from (seed, n).
+and the epoch. A source yields all its lines, reshuffled each time, before repeating one. Transform
+and in-context examples are sampled from (seed, sample number).
 
-Source of the mixture file's form: ``MixedDataset`` of OpenBMB/CPM-Bee. There a transform could be a
-Python script; here it is a map only (`cpm_bee_transform.py`).
+Source of the mixture file's format: ``MixedDataset`` of OpenBMB/CPM-Bee. There a transform may be a
+Python script; here it is a map only (`transform.py`).
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from bmforge.tokenizers.cpm_bee.transform import Transform
 
 __all__ = ["DocumentFile", "TaskMixture", "TaskSource", "load_mixture", "reason_of"]
 
-# Why a document is left out.
+# Reasons why documents are skipped.
 _REASONS: dict[type[DataError], str] = {
     TooLongError: "longer than the window",
     UnwritableError: "with an answer that the vocabulary cannot spell",
 }
-_OTHER = "not of a document's form"
+_OTHER = "not a valid document"
 _SOURCE_KEYS = ("dataset_name", "task_name", "weight", "path", "transforms", "incontext_weight")
 
 
 class DocumentFile(Sequence[dict[str, Any]]):
-    """The documents of a .jsonl file, one JSON object a line, read when asked for.
+    """Documents of a .jsonl file, one JSON object per line, read on demand.
 
     Args:
-        path: UTF-8 text; empty lines do not count.
+        path: UTF-8 file; empty lines are skipped.
 
     Raises:
         DataError: the file cannot be read or has no line.
 
-    Memory: 16 bytes a line.
+    Memory: 16 bytes per line.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -89,7 +89,7 @@ class DocumentFile(Sequence[dict[str, Any]]):
             raise DataError(f"{self.where(index)} cannot be read ({error})") from error
 
     def where(self, index: int) -> str:
-        """Return the file and the line number, from 1 on, of document `index`."""
+        """Return the file and line number (from 1 on) of document `index`."""
         return f"{self.path}, line {self._numbers[index]}"
 
 
@@ -98,14 +98,14 @@ class TaskSource:
     """Documents of one task.
 
     Attributes:
-        task: its name.
+        task: name of the task.
         documents: a `DocumentFile`, or documents in memory.
-        weight: how often each of them comes in an epoch.
-        transforms: maps to documents, one drawn each time; none leaves them as they are.
+        weight: number of times that each document occurs in an epoch.
+        transforms: maps to documents, one sampled each time; empty is no transform.
         example_weights: relative frequency of 0, 1, 2, ... in-context examples.
 
     Raises:
-        ConfigError: a weight is out of range, or a transform is none.
+        ConfigError: a weight is out of range, or a transform is invalid.
         DataError: there is no document.
     """
 
@@ -137,17 +137,17 @@ class TaskSource:
 
     @property
     def samples_per_epoch(self) -> int:
-        """How many samples it gives to an epoch, at least one."""
+        """Number of samples per epoch, at least one."""
         return max(1, round(self.weight * len(self.documents)))
 
     def where(self, index: int) -> str:
-        """Name document `index` for a message."""
+        """Return the name of document `index` for error messages."""
         if isinstance(self.documents, DocumentFile):
             return self.documents.where(index)
         return f"task {self.task!r}, document {index}"
 
     def fingerprint(self) -> str:
-        """Return hex digits that change when its samples would."""
+        """Return a hash that changes when the samples change."""
         if isinstance(self.documents, DocumentFile):
             content = self.documents.fingerprint
         else:
@@ -161,20 +161,20 @@ class TaskMixture:
 
     Args:
         sources: tasks.
-        tokenizer: CPM-Bee's.
-        max_length: the window in tokens; longer documents are left out.
-        seed: decides order, transforms, examples and the order of answer keys.
-        skip_bad: leave out documents that cannot be encoded, and count them, instead of raising.
+        tokenizer: CPM-Bee's tokenizer.
+        max_length: window in tokens; longer documents are skipped.
+        seed: random seed of order, transforms, examples and answer order.
+        skip_bad: skip and count documents that cannot be encoded, instead of raising.
 
     Attributes:
-        samples_per_epoch: samples of one epoch.
-        skipped: numbers of the samples left out so far, and why.
-        instances_of: for every such reason what is said of the first.
+        samples_per_epoch: number of samples per epoch.
+        skipped: number of a skipped sample -> reason.
+        instances_of: reason -> error message of the first such sample.
 
     Raises:
         ConfigError: there is no source.
 
-    Memory: 8 bytes a sample of an epoch, and 8 a document.
+    Memory: 8 bytes per sample of an epoch, and 8 per document.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class TaskMixture:
         self._lines: dict[int, tuple[int, NDArray[np.int64]]] = {}
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return (source, document in it) of global sample `number`."""
+        """Return (source, document index) of global sample `number`."""
         epoch, at = divmod(number, self.samples_per_epoch)
         self._prepare(epoch)
         source = int(self._chosen[at])
@@ -212,10 +212,10 @@ class TaskMixture:
         return source, int(self._lines[source][1][line])
 
     def instance(self, number: int) -> Instance | None:
-        """Return global sample `number`; None if it is left out.
+        """Return global sample `number`; None if it is skipped.
 
         Raises:
-            DataError: its document is bad, see `encode_document`; it says which.
+            DataError: the document is invalid, see `encode_document`.
         """
         try:
             return self._build(number)
@@ -226,17 +226,17 @@ class TaskMixture:
         return None
 
     def survey(self, count: int = 500) -> dict[int, str]:
-        """Return which of the first `count` samples would be left out, and why."""
-        found = {}
+        """Return number -> reason for the first `count` samples that would be skipped."""
+        skipped = {}
         for number in range(min(count, self.samples_per_epoch)):
             try:
                 self._build(number)
             except DataError as error:
-                found[number] = self._name_reason(number, error)
-        return found
+                skipped[number] = self._name_reason(number, error)
+        return skipped
 
     def _name_reason(self, number: int, error: DataError) -> str:
-        """Return in a few words why a sample is left out, and keep the first of its kind."""
+        """Return the reason why a sample is skipped, and record the first of its kind."""
         reason = reason_of(error)
         self.instances_of.setdefault(reason, self._describe(number, error))
         return reason
@@ -256,12 +256,12 @@ class TaskMixture:
         )  # fmt: skip
 
     def fingerprint(self) -> str:
-        """Return hex digits that change when a sample would."""
+        """Return a hash that changes when a sample changes."""
         parts = [source.fingerprint() for source in self.sources]
         return _digest(repr((parts, self.max_length, len(self.tokenizer))))
 
     def _prepare(self, epoch: int) -> None:
-        """Make the table of an epoch: for every sample its source, and how many that had before."""
+        """Compute an epoch's tables: each sample's source, and its index within that source."""
         if epoch == self._epoch:
             return
         slots = _permutation(self.samples_per_epoch, (self.seed, "epoch", epoch))
@@ -276,15 +276,15 @@ class TaskMixture:
         document = source.documents[line]
         if not source.maps:
             return document
-        drawn = int(_draw(self.seed, "transform", number) * len(source.maps))
-        return source.maps[drawn](document)
+        choice = int(_draw(self.seed, "transform", number) * len(source.maps))
+        return source.maps[choice](document)
 
     def _examples(self, number: int, index: int, line: int) -> list[int]:
-        """Draw the lines of the in-context examples, never the sample's own."""
+        """Sample the lines of the in-context examples, excluding the sample's own."""
         source = self.sources[index]
         bounds = np.cumsum(np.asarray(source.example_weights, dtype=np.float64))
-        drawn = _draw(self.seed, "examples", number) * bounds[-1]
-        count, others = int(np.searchsorted(bounds, drawn, "right")), len(source.documents) - 1
+        point = _draw(self.seed, "examples", number) * bounds[-1]
+        count, others = int(np.searchsorted(bounds, point, "right")), len(source.documents) - 1
         picks = [int(_draw(self.seed, "example", number, i) * others) for i in range(count)]
         return [pick + (pick >= line) for pick in picks] if others else []
 
@@ -296,8 +296,8 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
     and optionally ``weight``, ``transforms``, ``incontext_weight`` and ``dataset_name``.
 
     Raises:
-        ConfigError: the file is not of this form.
-        DataError: a file of documents cannot be read.
+        ConfigError: the file has another format.
+        DataError: a document file cannot be read.
     """
     file = Path(path)
     try:
@@ -326,7 +326,7 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
 
 
 def reason_of(error: DataError) -> str:
-    """Return in a few words why a document is left out."""
+    """Return in a few words why a document is skipped."""
     return next((text for kind, text in _REASONS.items() if isinstance(error, kind)), _OTHER)
 
 
@@ -335,11 +335,11 @@ def _digest(text: str) -> str:
 
 
 def _draw(*parts: int | str) -> float:
-    """Return a number in [0, 1) that depends on `parts` alone."""
+    """Return a number in [0, 1) that depends on `parts` only."""
     return (int(_digest(repr(parts)), 16) >> 75) / (1 << 53)
 
 
 def _permutation(count: int, parts: tuple[int | str, ...]) -> NDArray[np.int64]:
-    """Return a permutation of [0, count) that depends on `parts` alone, on any NumPy."""
+    """Return a permutation of [0, count) that depends on `parts` only, for any NumPy version."""
     bits = np.random.Philox(key=int(_digest(repr(parts)), 16)).random_raw(count)
     return np.argsort(bits, kind="stable")

@@ -1,10 +1,10 @@
-"""Questions to CPM-Bee: a document whose answers are to be written, as the decoding step takes it.
+"""Prompts of CPM-Bee: a document whose answers are generated, as inputs of the decoding step.
 
-The prompt is all of the document but the answers. They are written one slot after the other, each
-beginning with ``<s>`` at position 0 in its own segment and ending with ``</s>``.
+The prompt is the document without the answers. They are generated one slot after the other, each
+from ``<s>`` at position 0 in its own segment to ``</s>``.
 
-Source: ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. There the steps take the segment count of
-the last in-context example; here that of the document itself, as in training.
+Source: ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. There generated tokens have the segment
+count of the last in-context example; here that of the document itself, as in training.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question.
+    """One prompt.
 
     Attributes:
-        document: as given.
-        encoded: its encoding; its `answers` are the slots to write, in order.
-        instance: what is read before the first answer, examples included.
-        allowed: for every slot the token sequences that it may hold, without ``</s>``; None where
-            anything may stand.
+        document: the document as passed in.
+        encoded: its encoding; its `answers` are the slots to generate, in order.
+        instance: tokens before the first answer, examples included.
+        allowed: token sequences allowed in each slot, without ``</s>``; None if unconstrained.
     """
 
     document: Mapping[str, Any]
@@ -59,26 +58,26 @@ class Prompt:
 
     @property
     def num_segments(self) -> int:
-        """Segments of the document itself, for the tokens that are written."""
+        """Number of segments of the document, for generated tokens."""
         return self.encoded.n_segments
 
     @property
     def extension(self) -> Extension:
-        """What document and examples have beyond the vocabulary."""
+        """Extension table of the document and its examples."""
         return self.instance.extension
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Questions side by side.
+    """Batch of prompts.
 
     Attributes:
-        prompts: one for every row.
-        inputs: the arguments of CPM-Bee's ``inference`` by name, see `collate_prompts`.
+        prompts: one per sequence.
+        inputs: arguments of CPM-Bee's ``inference``, see `collate_prompts`.
         ext_rows: (base id, sub id) of every output from `vocab_size` on.
-        banned: for every row the outputs that it must not write.
-        allowed: for every row and slot the output sequences, each ending with ``</s>``; None where
-            anything may stand.
+        banned: outputs that each sequence must not generate.
+        allowed: output sequences allowed per sequence and slot, ending with ``</s>``; None if
+            unconstrained.
     """
 
     prompts: tuple[Prompt, ...]
@@ -90,7 +89,7 @@ class PromptBatch:
     def decode(
         self, row: int, answers: Sequence[Iterable[int] | None], tokenizer: CPMBeeTokenizer
     ) -> dict[str, Any]:
-        """Return the document of `row` with the outputs written for its slots."""
+        """Return the document of prompt `row` with the generated outputs in its slots."""
         prompt = self.prompts[row]
         encoded = prompt.encoded._replace(extension=prompt.extension)
         return decode_document(prompt.document, encoded, answers, tokenizer, self.ext_rows)
@@ -104,20 +103,20 @@ def encode_prompt(
     max_length: int | None = None,
     constraints: Mapping[Path, Collection[str]] | None = None,
 ) -> Prompt:
-    """Encode a question: whatever stands under ``<ans>`` is still to be written.
+    """Encode a prompt; texts under ``<ans>`` are ignored and generated.
 
     Args:
         document: nested dict of texts with ``<ans>``.
-        tokenizer: CPM-Bee's.
-        examples: documents with their answers, to look at.
-        max_length: the window in tokens; None sets no limit.
-        constraints: keys under ``<ans>`` that lead to a slot -> the texts that it may hold; None
-            takes `find_constraints`.
+        tokenizer: CPM-Bee's tokenizer.
+        examples: documents with their answers, as context.
+        max_length: window in tokens; None is no limit.
+        constraints: path of keys under ``<ans>`` -> allowed texts of the slot; None is
+            `find_constraints`.
 
     Raises:
-        ConfigError: a constraint for a slot that is not there, or that allows nothing.
-        DataError: see `encode_document`; an allowed answer that cannot be written; examples and
-            document are together longer than the window.
+        ConfigError: a constraint of a slot that does not exist, or without allowed texts.
+        DataError: see `encode_document`; an allowed answer cannot be generated; document and
+            examples are longer than the window.
     """
     encoded = [encode_document(document, tokenizer, max_length=max_length, blank_answers=True)]
     for example in examples:
@@ -144,7 +143,7 @@ def encode_prompt(
 
 
 def collate_prompts(prompts: Sequence[Prompt], tokenizer: CPMBeeTokenizer) -> PromptBatch:
-    """Put questions side by side, padded on the left.
+    """Collate prompts, padded on the left.
 
     Shape:
         input, input_sub, position, sample_ids, num_segments, segment, segment_rel_offset: (B, T)
@@ -178,22 +177,22 @@ def collate_prompts(prompts: Sequence[Prompt], tokenizer: CPMBeeTokenizer) -> Pr
 
 
 def _without_answers(instance: Instance) -> Instance:
-    """Return the instance without the tokens that are written: the ``<s>`` of every answer."""
-    kept = instance.context
+    """Return the instance without generated tokens, the ``<s>`` of every answer."""
+    is_context = instance.context
     names = (
         "ids", "subs", "context", "segs", "sample_ids", "num_segments", "segment_rel_offset",
     )  # fmt: skip
-    return replace(instance, **{name: getattr(instance, name)[kept] for name in names})
+    return replace(instance, **{name: getattr(instance, name)[is_context] for name in names})
 
 
 def _tokens_of(
     texts: Collection[str], path: Path, tokenizer: CPMBeeTokenizer, extension: Extension
 ) -> tuple[tuple[Token, ...], ...]:
-    """Return the tokens of every text that a slot may hold."""
+    """Return the tokens of every text allowed in a slot."""
     where = ".".join(("<ans>", *path))
     if not texts or isinstance(texts, str):
         raise ConfigError(f"the constraint of {where} is {texts!r}: needed are texts, at least one")
-    found = []
+    allowed = []
     for text in texts:
         tokens, more = encode_text(text, tokenizer, extension)
         if len(more.texts) != len(extension.texts):
@@ -203,14 +202,14 @@ def _tokens_of(
                 "cannot spell and the document does not show, so it cannot be written: show it in "
                 "the document, for example as an option, or allow another"
             )
-        found.append(tuple(tokens))
-    return tuple(found)
+        allowed.append(tuple(tokens))
+    return tuple(allowed)
 
 
 def _banned(
     extension: Extension, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int], count: int
 ) -> tuple[int, ...]:
-    """Return ``<unk>`` where nothing is called so, marks, and the rows that others brought."""
+    """Return the banned outputs: padding, ``<s>``, unused ``<unk>``, other documents' rows."""
     own = extension.names
     out = {tokenizer.pad_id, tokenizer.bos_id}
     if (tokenizer.unk_id, 0) not in own:
@@ -223,7 +222,7 @@ def _banned(
 def _outputs(
     prompt: Prompt, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int]
 ) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
-    """Return for every slot the allowed output sequences with ``</s>``."""
+    """Return the allowed output sequences of every slot, with ``</s>``."""
     return tuple(
         None
         if slot is None

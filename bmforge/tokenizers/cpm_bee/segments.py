@@ -1,7 +1,7 @@
-"""The tree under a CPM-Bee document: every key and every text is a segment of it.
+"""Segment tree of a CPM-Bee document: every key and text is a segment.
 
-Segment 0 is ``<root>``; the others follow depth first, in the order of the keys. Two segments are
-related by how many steps lead up from one to their nearest common ancestor and down to the other.
+Segment 0 is ``<root>``; the others follow depth first, in the order of the keys. The relation of
+two segments is the number of steps up to their nearest common ancestor and down from it.
 
 Source: ``convert_data_to_id`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee/pretrain.py``.
 """
@@ -26,15 +26,15 @@ _ROOT = "<root>"
 
 
 class Segment(NamedTuple):
-    """One key or one text.
+    """One key or text.
 
     Attributes:
-        text: what it says.
-        parent: number of the segment that it hangs under; -1 for the root.
-        depth: steps down from the root.
-        path: keys that lead to it, its own included where it is a key.
-        answer: whether it is a text under ``<ans>``, which the model writes.
-        within_answer: whether it hangs under ``<ans>``, key or text.
+        text: the key or text.
+        parent: index of the parent segment; -1 for the root.
+        depth: depth below the root.
+        path: keys that lead to it, including itself if it is a key.
+        answer: True for a text under ``<ans>``, which the model generates.
+        within_answer: True for keys and texts under ``<ans>``.
     """
 
     text: str
@@ -55,14 +55,13 @@ def flatten_document(
     """Return the segments of a nested dict of texts.
 
     Args:
-        document: dicts of dicts of texts; ``<ans>`` at the top holds what is to be written.
-        blank_answers: take every text under ``<ans>`` for empty, or None, as in a question.
-        order_key: put the keys of every dict under ``<ans>`` into an order that depends on this
-            alone; None keeps the order given.
-        max_nesting: how deep a text may hang under the root.
+        document: nested dicts of texts; ``<ans>`` at the top has the answers.
+        blank_answers: treat texts under ``<ans>`` as empty, as for a prompt.
+        order_key: seed that shuffles the keys of dicts under ``<ans>``; None keeps their order.
+        max_nesting: maximum depth of a text below the root.
 
     Raises:
-        DataError: not such a dict, nested deeper, or no text under ``<ans>``.
+        DataError: not such a dict, too deep, or no text under ``<ans>``.
     """
     if not isinstance(document, dict):
         raise DataError(
@@ -104,10 +103,10 @@ class _Walk(NamedTuple):
             for key in self._ordered(data, path, within):
                 if not isinstance(key, str):
                     raise DataError(f"the key {key!r} at {_shorten(path)} is no text")
-                here = (*path, key)
-                self.segments.append(Segment(key, parent, depth, here, within_answer=within))
+                key_path = (*path, key)
+                self.segments.append(Segment(key, parent, depth, key_path, within_answer=within))
                 below = within or (depth == 1 and key == ANSWER_KEY)
-                self.add(data[key], len(self.segments) - 1, here, below)
+                self.add(data[key], len(self.segments) - 1, key_path, below)
             return
         if within and self.blank_answers and (data is None or isinstance(data, str)):
             data = ""
@@ -133,13 +132,13 @@ def relate(
     """Return the relation of every segment to every other.
 
     Args:
-        parents: number of each segment's parent, which comes before it; -1 for the root.
-        depths: steps down from the root.
-        max_depth: steps count up to ``max_depth - 1``.
+        parents: index of each segment's parent, which precedes it; -1 for the root.
+        depths: depth of each segment below the root.
+        max_depth: steps are counted up to ``max_depth - 1``.
 
     Shape:
-        returns: (n * n,), of segment q to k at ``q * n + k``: 0 for itself, else
-        ``up * max_depth + down + 1``; 1 is left for what lies in another sample.
+        returns: (n * n,), relation of segment q to k at ``q * n + k``: 0 for itself, else
+        ``up * max_depth + down + 1``; 1 is reserved for other samples.
 
     Memory: a few (n, n) arrays.
     """

@@ -1,10 +1,10 @@
-"""The tasks that CPM-Bee's documents are made for, and what their answers may be.
+"""The tasks of CPM-Bee's documents, and constraints on their answers.
 
-The functions write documents in the shapes of CPM-Bee's own overview. A document needs none of
-them: `find_constraints` reads from any document whether its answer is one of a few, so that the
-decoding step can hold to it.
+The functions build documents in the formats of CPM-Bee's own overview. They are optional:
+`find_constraints` detects in any document that its answer is one of a few, so that decoding can be
+constrained.
 
-Source of the shapes: README of OpenBMB/CPM-Bee.
+Source of the formats: README of OpenBMB/CPM-Bee.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _MOST_RATINGS = 11
 
 
 def generate_text(text: str, prompt: str = "往后写两句话", answer: str = "") -> Document:
-    """Continue `text`, where ``<mask>`` may stand for what is to come."""
+    """Build a document that continues `text`, in which ``<mask>`` may mark the continuation."""
     return {"input": text, "prompt": prompt, ANSWER_KEY: answer}
 
 
 def translate_text(text: str, prompt: str = "中翻英", answer: str = "") -> Document:
-    """Translate; `prompt` says from what to what: 中翻英 into English, 英翻中 into Chinese."""
+    """Build a translation; `prompt` is the direction: 中翻英 into English, 英翻中 into Chinese."""
     return {"input": text, "prompt": prompt, ANSWER_KEY: answer}
 
 
 def rate_text(
     text: str, question: str = "评分是多少？", lowest: int = 1, highest: int = 5, answer: str = ""
 ) -> Document:
-    """Give `text` a rating from `lowest` to `highest`.
+    """Build a rating of `text` from `lowest` to `highest`.
 
     Raises:
-        DataError: not a range of 2 to 11 ratings, or `answer` lies outside of it.
+        DataError: not a range of 2 to 11 ratings, or `answer` is outside of it.
     """
     if not (0 <= lowest < highest < lowest + _MOST_RATINGS):
         raise DataError(
@@ -66,7 +66,7 @@ def rate_text(
 def choose_option(
     text: str, options: Sequence[str], question: str, answer: int | None = None
 ) -> Document:
-    """Choose one of `options`; `answer` is the number of the right one, from 0 on.
+    """Build a multiple-choice question; `answer` is the index of the correct option.
 
     Raises:
         DataError: fewer than two options, or `answer` is none of them.
@@ -85,10 +85,10 @@ def choose_option(
 
 
 def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document:
-    """Fill every ``<mask_0>``, ``<mask_1>``, ... of `text`; `answers` maps them to what is there.
+    """Build blank filling of ``<mask_0>``, ``<mask_1>``, ... in `text`, with their `answers`.
 
     Raises:
-        DataError: `text` has no blank, or the answers are for others.
+        DataError: `text` has no blank, or the answers have other blanks.
     """
     blanks = list(dict.fromkeys(_BLANK.findall(text.replace("<<", ""))))
     if not blanks:
@@ -99,17 +99,17 @@ def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document
 
 
 def answer_question(text: str, question: str, answer: str = "") -> Document:
-    """Answer a question about `text`."""
+    """Build a question about `text`."""
     return {"input": text, "question": question, ANSWER_KEY: answer}
 
 
 def extract_entities(
     text: str, kinds: Sequence[str], answers: Mapping[str, str] | None = None
 ) -> Document:
-    """Find the entities of every kind in `text`, one answer for each kind.
+    """Build entity extraction from `text`, with one answer per kind.
 
     Raises:
-        DataError: no kind, or the answers are for others.
+        DataError: no kind, or the answers have other kinds.
     """
     if not kinds or isinstance(kinds, str):
         raise DataError(f"kinds={kinds!r}: needed are the names of what to find, at least one")
@@ -119,11 +119,11 @@ def extract_entities(
 
 
 def find_constraints(document: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return what the answer of a document may be: slot path -> texts; nothing where all is open.
+    """Return slot path -> allowed texts of a document's answer; empty if it is unconstrained.
 
-    Only a plain text under ``<ans>`` is ever held to something: to the keys of the one dict of
-    ``<option_0>``, ``<option_1>``, ... or else to the ratings that ``question`` or ``prompt`` asks
-    for in brackets, such as (1-5).
+    Only a plain text under ``<ans>`` is constrained: to the keys of the only dict of
+    ``<option_0>``, ``<option_1>``, ..., or else to the ratings that ``question`` or ``prompt``
+    gives in brackets, such as (1-5).
     """
     if isinstance(document.get(ANSWER_KEY), Mapping):
         return {}
@@ -131,22 +131,22 @@ def find_constraints(document: Mapping[str, Any]) -> dict[tuple[str, ...], tuple
     if choices:
         return {(): choices[0]} if len(choices) == 1 else {}
     for key in _ASKING_KEYS:
-        asked = document.get(key)
-        found = _RANGE.findall(asked) if isinstance(asked, str) else []
-        if len(found) == 1:
-            lowest, highest = map(int, found[0])
+        question = document.get(key)
+        ranges = _RANGE.findall(question) if isinstance(question, str) else []
+        if len(ranges) == 1:
+            lowest, highest = map(int, ranges[0])
             if lowest < highest < lowest + _MOST_RATINGS:
                 return {(): tuple(str(rating) for rating in range(lowest, highest + 1))}
     return {}
 
 
 def _find_options(data: Any, depth: int = 0) -> list[tuple[str, ...]]:
-    """Return the keys of every dict that has nothing but options."""
+    """Return the keys of every dict that contains only options."""
     if not isinstance(data, Mapping) or depth > MAX_NESTING:
         return []
     if data and all(isinstance(key, str) and _OPTION.fullmatch(key) for key in data):
         return [tuple(data)]
-    return [found for value in data.values() for found in _find_options(value, depth + 1)]
+    return [keys for value in data.values() for keys in _find_options(value, depth + 1)]
 
 
 def _check_answer(answer: str, allowed: Sequence[str]) -> None:

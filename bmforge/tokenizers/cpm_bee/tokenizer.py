@@ -1,13 +1,12 @@
 """CPM-Bee's tokenizer: greedy longest match, ``<...>`` specials, and an extension table per text.
 
-A text is written in a small language: ``<<`` is the character ``<``, and ``<name>`` or
-``<name_3>`` is a special token. What the vocabulary lacks, an unseen special or a run of characters
-that it cannot spell, gets an id from `vocab_size` on in the extension table of that text, so that
-decoding gives every text back exactly (`encode_extended`). Without a table (`encode`) that is the
-unknown token.
+Texts have a small syntax: ``<<`` is the character ``<``, and ``<name>`` or ``<name_3>`` is a
+special token. Unseen specials and characters that the vocabulary cannot represent get ids from
+`vocab_size` on in the text's extension table, so that decoding is exact (`encode_extended`).
+Without a table (`encode`) they are the unknown token.
 
-Source: ``cpm_live/tokenizers/bee.py`` of OpenBMB/CPM-Bee. Here ``<>`` is refused (there it opens a
-special token that runs to the next ``>``), and an unknown ``<`` is kept as ``<<``.
+Source: ``cpm_live/tokenizers/bee.py`` of OpenBMB/CPM-Bee. Here ``<>`` is an error (there it begins
+a special token up to the next ``>``), and an unknown ``<`` is decoded as ``<<``.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _WRITTEN_AS = {"</n>": "\n", "</_>": " "}
 
 
 class CPMBeeTokenizer(Tokenizer):
-    """Text to ids and back, exactly.
+    """CPM-Bee's tokenizer; exact for all texts.
 
     Args:
-        tokens: the vocabulary in the order of its ids.
+        tokens: vocabulary in the order of its ids.
 
     Attributes:
-        special_tokens: the specials of the vocabulary and their ids.
+        special_tokens: special token -> id.
 
     Raises:
-        ConfigError: a token is there twice, or one that CPM-Bee needs is missing.
+        ConfigError: a duplicate token, or one that CPM-Bee requires is missing.
         MissingDependencyError: ``ahocorasick_rs`` is not installed.
     """
 
@@ -73,10 +72,10 @@ class CPMBeeTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Read ``vocab.txt`` of a directory, or the file `directory`: one token a line.
+        """Read ``vocab.txt`` in a directory, or the file `directory`, with one token per line.
 
         Raises:
-            DataError: there is no such file, or it is not UTF-8 text.
+            DataError: the file does not exist, or is not UTF-8 text.
         """
         file = Path(directory)
         file = file / VOCABULARY_FILE if file.is_dir() else file
@@ -94,52 +93,52 @@ class CPMBeeTokenizer(Tokenizer):
 
     @cached_property
     def pad_id(self) -> int:
-        """Id that fills a batch up."""
+        """Id of padding."""
         return self._ids["<pad>"]
 
     @cached_property
     def bos_id(self) -> int:
-        """Id that begins a text."""
+        """Id of the beginning of a text."""
         return self._ids["<s>"]
 
     @cached_property
     def eos_id(self) -> int:
-        """Id that ends a text."""
+        """Id of the end of a text."""
         return self._ids["</s>"]
 
     @cached_property
     def unk_id(self) -> int:
-        """Id that stands for what the vocabulary cannot spell."""
+        """Id of text that the vocabulary cannot represent."""
         return self._ids["<unk>"]
 
     @cached_property
     def mask_id(self) -> int:
-        """Id that stands for a blank."""
+        """Id of a blank."""
         return self._ids["<mask>"]
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of one token as the vocabulary file writes it, or None."""
+        """Return the id of a token as written in the vocabulary file, or None."""
         return self._ids.get(_WRITTEN_AS.get(token, token))
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id of the whole vocabulary; a space and a line break as such."""
+        """Return token -> id of the whole vocabulary, with spaces and newlines as such."""
         return dict(self._ids)
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the vocabulary has; extension ids begin here."""
+        """Number of tokens in the vocabulary; extension ids start here."""
         return len(self._tokens)
 
     @staticmethod
     def escape(text: str) -> str:
-        """Return `text` so that `encode` reads every ``<`` in it as a character."""
+        """Escape every ``<`` in `text`, so that `encode` reads it as a character."""
         return text.replace("<", "<<")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`; what the vocabulary lacks is the unknown token.
+        """Return the token ids of `text`; text outside of the vocabulary is the unknown token.
 
         Args:
-            text: ``<<`` is ``<``, ``<name>`` a special token.
+            text: text in which ``<<`` is ``<``, and ``<name>`` a special token.
 
         Raises:
             DataError: a ``<`` that begins no special token.
@@ -155,11 +154,11 @@ class CPMBeeTokenizer(Tokenizer):
     def encode_extended(
         self, text: str, ext_table: Mapping[int, str] | None = None
     ) -> tuple[list[int], dict[int, str]]:
-        """Return the ids of `text` and the extension table: id -> unseen special or unknown text.
+        """Return the ids of `text`, and the extension table id -> unseen special or unknown text.
 
         Args:
-            text: ``<<`` is ``<``, ``<name>`` a special token.
-            ext_table: the table of earlier texts of the same sample; a copy of it is extended.
+            text: text in which ``<<`` is ``<``, and ``<name>`` a special token.
+            ext_table: extension table of earlier texts of the same sample; a copy is extended.
 
         Raises:
             DataError: a ``<`` that begins no special token.
@@ -169,8 +168,10 @@ class CPMBeeTokenizer(Tokenizer):
         ids: list[int] = []
         for part, special in _split(text):
             if special:
-                known = self.special_tokens.get(part)
-                ids.append(_extend(part, table, numbers, len(self)) if known is None else known)
+                special_id = self.special_tokens.get(part)
+                ids.append(
+                    _extend(part, table, numbers, len(self)) if special_id is None else special_id
+                )
                 continue
             for piece, id in self._matcher.match(part):
                 if id is None:
@@ -179,12 +180,11 @@ class CPMBeeTokenizer(Tokenizer):
         return ids, table
 
     def decode(self, ids: Iterable[int], ext_table: Mapping[int, str] | None = None) -> str:
-        """Return the text of `ids`, escaped as `encode` reads it.
+        """Return the text of `ids`, escaped for `encode`.
 
         Args:
-            ids: token ids, extension ids among them.
-            ext_table: id -> text; it goes before the vocabulary, so it may also name ids below
-                `vocab_size`.
+            ids: token ids and extension ids.
+            ext_table: id -> text, which takes precedence over the vocabulary.
 
         Raises:
             DataError: an id that neither the vocabulary nor the table has.
@@ -203,12 +203,12 @@ class CPMBeeTokenizer(Tokenizer):
 
 
 def is_special(token: str) -> bool:
-    """Tell whether `token`, of a vocabulary or an extension table, is a special one."""
+    """Return True if `token` is a special token, of a vocabulary or an extension table."""
     return token.startswith("<") and token.endswith(">") and not token.startswith("<<")
 
 
 def _extend(token: str, table: dict[int, str], numbers: dict[str, int], vocab_size: int) -> int:
-    """Return the extension id of `token`, a new one if it has none yet."""
+    """Return the extension id of `token`, adding it if needed."""
     if token not in numbers:
         numbers[token] = vocab_size + len(numbers)
         table[numbers[token]] = token
@@ -216,25 +216,25 @@ def _extend(token: str, table: dict[int, str], numbers: dict[str, int], vocab_si
 
 
 def _split(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield (plain text without escapes, False) and (special token, True) in order."""
+    """Yield (unescaped plain text, False) and (special token, True) in order."""
     if "<" not in text:
         yield text, False
         return
     plain, at = "", 0
     for mark in _MARK.finditer(text):
-        found = mark.group()
-        if found == "<":
+        mark_text = mark.group()
+        if mark_text == "<":
             raise DataError(
                 f"'<' at character {mark.start()} of {_shorten(text)!r} begins no special token "
                 "such as <mask_0>: write << for the character itself"
             )
         plain += text[at : mark.start()]
         at = mark.end()
-        if found == "<<":
+        if mark_text == "<<":
             plain += "<"
         else:
             yield plain, False
-            yield found, True
+            yield mark_text, True
             plain = ""
     yield plain + text[at:], False
 

@@ -1,14 +1,14 @@
-"""Turn a record into a CPM-Bee document by a map: data, never a program.
+"""Transforms from records to CPM-Bee documents: data, never a program.
 
-A transform is a nested dict in the shape of the wanted document. Each text in it is a constant, or
-``$a.b`` for what the record has at key ``b`` of key ``a``, text or dict. A ``*`` in the source
-stands for every key there; the same number of ``*`` in the target's keys take their names.
+A transform is a nested dict in the shape of the document. Each text in it is a constant, or
+``$a.b`` for the value (text or dict) at key ``b`` of key ``a`` in the record. A ``*`` in the source
+matches every key there; as many ``*`` in the target's keys are replaced by the matched names.
 
     {"input": "$text", "options": {"*": "$choices.*.label"}, "question": "?", "<ans>": "$answer"}
 
 Source: ``apply_transform`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee/pretrain.py``. There
-the dict above a target must have been copied before; here it is made. ``$$`` begins a constant that
-begins with ``$``.
+the dict above a target must exist already; here it is created. ``$$`` begins a constant that begins
+with ``$``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _Rule(NamedTuple):
 
 
 class Transform:
-    """A map from records to documents.
+    """Map from records to documents.
 
     Args:
-        shape: nested dict of texts; keys with dots are keys one below the other.
+        shape: nested dict of texts; dots in keys separate nested keys.
 
     Raises:
-        ConfigError: it is no such dict, or the stars of a source and its target differ in number.
+        ConfigError: not such a dict, or source and target differ in their number of stars.
     """
 
     def __init__(self, shape: Mapping[str, Any]) -> None:
@@ -50,10 +50,10 @@ class Transform:
         self._add_rules(shape, ())
 
     def __call__(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the document that `record` becomes.
+        """Transform a record into a document.
 
         Raises:
-            DataError: the record lacks what a source names, or two rules write to one place.
+            DataError: the record lacks the value of a source, or two rules write the same target.
         """
         document: dict[str, Any] = {}
         for rule in self._rules:
@@ -96,7 +96,7 @@ class Transform:
 def _find(
     data: Any, source: tuple[str, ...], at: int, stars: tuple[str, ...]
 ) -> list[tuple[tuple[str, ...], Any]]:
-    """Return (what the stars stand for, value) for everything that `source` names."""
+    """Return (keys matched by stars, value) for everything that `source` matches."""
     if at == len(source):
         return [(stars, data)]
     if not isinstance(data, Mapping):
@@ -106,9 +106,9 @@ def _find(
         )
     if source[at] == _STAR:
         return [
-            found
+            match
             for key, value in data.items()
-            for found in _find(value, source, at + 1, (*stars, key))
+            for match in _find(value, source, at + 1, (*stars, key))
         ]
     if source[at] not in data:
         raise DataError(
@@ -119,12 +119,12 @@ def _find(
 
 
 def _put(document: dict[str, Any], target: tuple[str, ...], value: Any) -> None:
-    place: Any = document
+    parent: Any = document
     for key in target[:-1]:
-        place = place.setdefault(key, {}) if isinstance(place, dict) else None
-    if not isinstance(place, dict) or target[-1] in place:
+        parent = parent.setdefault(key, {}) if isinstance(parent, dict) else None
+    if not isinstance(parent, dict) or target[-1] in parent:
         raise DataError(f"the transform writes twice to {'.'.join(target)!r}: leave one out")
-    place[target[-1]] = _copy(value)
+    parent[target[-1]] = _copy(value)
 
 
 def _copy(value: Any) -> Any:
