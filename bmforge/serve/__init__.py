@@ -1,9 +1,8 @@
-"""The server: an engine for programs that speak OpenAI's protocol, and for a person at a page.
+"""OpenAI-compatible HTTP server of an engine, with a chat page.
 
-Start reading at `app.py` (what stands in front of every request) and `routes.py` (what can be
-asked). `settings.py` has every limit, `openai_types.py` what a request may say, `receive.py` and
-`lifecycle.py` run the connections. `live.py` joins the engine's thread with the event loop. The
-page is in `page/`.
+Start reading at `app.py` (middleware and routers) and `routes.py` (chat and completions).
+`settings.py` has all limits, `openai_types.py` the request types, `receive.py` and `lifecycle.py`
+the connections. `live.py` connects the engine's thread to the event loop. The page is in `page/`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PLACES = {"create_app": "app", "serve": "lifecycle", "ServeConfig": "settings"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for: the command line needs the settings alone."""
+    """Import public names lazily, because the command line needs the settings only."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What an engine has written, in the form in which OpenAI's clients read it."""
+"""Responses in OpenAI's format from an engine's completions."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ __all__ = [
 ]
 
 DONE = b"data: [DONE]\n\n"
-_LEAST = -9999.0  # JSON has no infinity
-# A deadline and a server that stops leave an answer as unfinished as a limit does.
+_LEAST = -9999.0  # JSON cannot represent -inf
+# An answer cut by a deadline or a stopping server is as incomplete as one at its length limit.
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "length"}
 
 
 def event(value: Any) -> bytes:
-    """Return one event of a stream."""
+    """Encode one server-sent event."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"data: {text}\n\n".encode("utf-8", "replace")
 
 
 def finish_name(reason: str) -> str:
-    """Return OpenAI's name for why an answer ended."""
+    """Return OpenAI's finish reason."""
     return _FINISHES[reason]
 
 
 @dataclass(frozen=True)
 class Head:
-    """What stands in every part of one answer.
+    """Common fields of all parts of one response.
 
     Args:
-        object: what it is.
-        model: its name.
-        prefix: of the id.
+        object: type of the response object.
+        model: name of the model.
+        prefix: prefix of the response's id.
     """
 
     object: str
@@ -58,7 +58,7 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def as_json(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """Return a whole answer, or a part of it."""
+        """Return a response object, whole or a chunk."""
         return {
             "id": f"{self.prefix}-{self.id}",
             "object": self.object,
@@ -70,7 +70,7 @@ class Head:
 
 
 def usage_of(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-    """Return what answers took; a prompt counts once for all its answers."""
+    """Return the token usage of a request; a prompt counts once for all its answers."""
     prompt = sum(answers[0].prompt_tokens for answers in completions)
     cached = sum(answers[0].cached_tokens for answers in completions)
     new = sum(len(answer.ids) for answers in completions for answer in answers)
@@ -83,11 +83,11 @@ def usage_of(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
 
 
 class Reading:
-    """One answer on its way to a client: what is shown of it, and the calls in it.
+    """Parser of one answer's text: separates visible text from tool calls.
 
     Args:
-        tools: what may be called.
-        begins: what an answer may begin with that is not shown.
+        tools: tools that may be called.
+        begins: prefix of the answer that is not shown.
     """
 
     def __init__(self, tools: ToolUse, begins: str = "") -> None:
@@ -99,7 +99,7 @@ class Reading:
         self.has_calls = False
 
     def feed(self, text: str) -> Iterator[str | Call]:
-        """Yield what can be shown of what was written so far."""
+        """Yield text and calls that are complete after the next piece of text."""
         if self._is_forced:
             self._whole.append(text)
             return
@@ -107,15 +107,15 @@ class Reading:
         if self._calls is None:
             yield from (text,) if text else ()
             return
-        for found in self._calls.feed(text):
+        for part in self._calls.feed(text):
             if self._count == self._tools.max_calls:
                 return  # nothing follows the last call that the client accepts
-            self._count += isinstance(found, Call)
-            self.has_calls |= isinstance(found, Call)
-            yield found
+            self._count += isinstance(part, Call)
+            self.has_calls |= isinstance(part, Call)
+            yield part
 
     def _skip(self, text: str) -> str:
-        """Leave out what an answer begins with."""
+        """Remove the hidden prefix of an answer."""
         if not self._begins:
             return text
         self._start += text
@@ -125,7 +125,7 @@ class Reading:
         return text
 
     def end(self) -> Iterator[str | Call]:
-        """Yield what was held back."""
+        """Yield the rest at the end of the answer."""
         if self._is_forced:
             text = "".join(self._whole)
             call = read_call(text, self._tools.names)
@@ -135,24 +135,24 @@ class Reading:
         if self._count == self._tools.max_calls:
             return
         rest = self._start if self._begins else ""
-        rest = "".join(one for one in [rest, self._calls.end() if self._calls else ""])
+        rest = "".join([rest, self._calls.end() if self._calls else ""])
         if rest:
             yield rest
 
 
 def chat_choice(answer: Completion, tools: ToolUse, begins: str, tells: bool) -> dict[str, Any]:
-    """Return a whole answer of a chat.
+    """Return a choice of a chat response.
 
     Args:
-        answer: of the engine.
-        tools: what may be called.
-        begins: what it may begin with that is not shown.
-        tells: whether probabilities were asked for.
+        answer: completion of the engine.
+        tools: tools that may be called.
+        begins: prefix of the answer that is not shown.
+        tells: the request asks for log-probabilities.
     """
     reading = Reading(tools, begins)
-    found = [*reading.feed(answer.text), *reading.end()]
-    text = "".join(one for one in found if isinstance(one, str))
-    calls = [one.as_json() for one in found if isinstance(one, Call)]
+    parts = [*reading.feed(answer.text), *reading.end()]
+    text = "".join(part for part in parts if isinstance(part, str))
+    calls = [part.as_json() for part in parts if isinstance(part, Call)]
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if calls:
         message |= {"content": text.strip() or None, "tool_calls": calls}
@@ -165,25 +165,28 @@ def chat_choice(answer: Completion, tools: ToolUse, begins: str, tells: bool) ->
 
 
 def chat_logprobs(tokens: Collection[TokenLogprob]) -> dict[str, Any]:
-    """Return the probabilities of tokens as a chat tells them."""
+    """Return token log-probabilities in the chat format."""
 
-    def one(token: TokenLogprob) -> dict[str, Any]:
+    def describe(token: TokenLogprob) -> dict[str, Any]:
         return {
             "token": token.data.decode("utf-8", "replace"),
             "logprob": max(token.logprob, _LEAST),
             "bytes": list(token.data),
         }
 
-    content = [{**one(token), "top_logprobs": [one(top) for top in token.top]} for token in tokens]
+    content = [
+        {**describe(token), "top_logprobs": [describe(top) for top in token.top]}
+        for token in tokens
+    ]
     return {"content": content, "refusal": None}
 
 
 def text_logprobs(tokens: Collection[TokenLogprob], offset: int) -> dict[str, Any]:
-    """Return the probabilities of tokens as a completion tells them.
+    """Return token log-probabilities in the completions format.
 
     Args:
-        tokens: that were written.
-        offset: characters that were written before.
+        tokens: generated tokens.
+        offset: number of characters generated before them.
     """
     texts = [token.data.decode("utf-8", "replace") for token in tokens]
     offsets = []

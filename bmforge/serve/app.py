@@ -1,4 +1,4 @@
-"""`create_app`: the server as an ASGI app, whoever runs it."""
+"""`create_app`: the server as an ASGI application."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def create_app(
     embedder: Engine | None = None,
     deltas: Mapping[str, str] | None = None,
 ) -> FastAPI:
-    """Return an app that serves an engine.
+    """Return an ASGI application that serves an engine.
 
-    Deadlines of connections are not in it: `serve` runs it with those as well.
+    Connection deadlines are not part of it; `serve` adds them.
 
     Args:
-        engine: stays the caller's, who closes it.
-        config: the limits.
-        directory: of the model, for its name and its chat template.
-        keys: who may ask; None lets this machine's own programs ask.
-        embedder: of a second model, which is called as `ServeConfig.embedding_name` says.
-        deltas: name by which a delta of the model is asked -> its name in the model.
+        engine: engine, which the caller closes.
+        config: limits.
+        directory: directory of the model, for its name and chat template.
+        keys: API keys; None allows requests from this machine only.
+        embedder: engine of a second model for embeddings, named `ServeConfig.embedding_name`.
+        deltas: name in requests -> name of an adapter of the model.
     """
     config = config or ServeConfig()
     name = config.name or (directory.resolve().name if directory else None) or "model"
@@ -75,9 +75,9 @@ def create_app(
     app = FastAPI(
         title="bmforge",
         version=__version__,
-        docs_url=None,  # they take scripts from elsewhere
+        docs_url=None,  # the pages load scripts from other hosts
         redoc_url=None,
-        redirect_slashes=False,  # a redirect would go where the Host header says
+        redirect_slashes=False,  # the redirect's target would come from the Host header
         lifespan=live,
     )
     app.state.serving = serving
@@ -91,13 +91,13 @@ def create_app(
 
 
 async def _let_sleep(engine: AnyEngine) -> None:
-    """Look from time to time whether an engine may sleep."""
+    """Unload an idle engine periodically."""
     while isinstance(engine, SleepingEngine):
         await asyncio.sleep(_LOOK_S)
         try:
             await run_in_threadpool(engine.doze)
-        except Exception as error:  # it must be able to sleep another time
-            get_logger().error("engine: it did not go to sleep: %r", error)
+        except Exception as error:  # try again next time
+            get_logger().error("engine: unloading failed: %r", error)
 
 
 async def _tell_refusal(_: Request, error: Exception) -> Response:
@@ -111,7 +111,7 @@ async def _tell_types(_: Request, error: Exception) -> Response:
 
 
 async def _tell_http(_: Request, error: Exception) -> Response:
-    """What the framework refuses: no such path, another method, a body that is too large."""
+    """Convert errors of the framework: unknown path, wrong method, body too large."""
     assert isinstance(error, HTTPException)
     return error_response(
         RequestError(str(error.detail), status=error.status_code, headers=error.headers)

@@ -1,4 +1,4 @@
-"""Who may ask: keys, and without keys only this machine's own programs and pages."""
+"""Authentication: API keys, and without keys only this machine's own programs and pages."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ _READING = ("GET", "HEAD")
 
 
 class Keys:
-    """The keys of a server; what is kept of them are digests.
+    """The API keys of a server, stored as digests.
 
     Args:
         texts: the keys.
 
     Raises:
-        ConfigError: one is too short, or has other characters than visible ASCII.
+        ConfigError: a key is too short, or has other characters than visible ASCII.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        found = list(texts)
-        wrong = [number for number, text in enumerate(found, 1) if not _KEY.fullmatch(text)]
-        if wrong:
+        keys = list(texts)
+        invalid = [number for number, text in enumerate(keys, 1) if not _KEY.fullmatch(text)]
+        if invalid:
             raise ConfigError(
-                f"key {wrong[0]} of {len(found)} is no key: needed are 16 to 512 visible ASCII "
+                f"key {invalid[0]} of {len(keys)} is no key: needed are 16 to 512 visible ASCII "
                 "characters without spaces, such as `openssl rand -hex 24` writes."
             )
-        self._digests = [_digest(text) for text in found]
+        self._digests = [_digest(text) for text in keys]
 
     def __len__(self) -> int:
         return len(self._digests)
 
     def find(self, authorization: str | None) -> str:
-        """Return the name of the key in a header, by which requests are told apart.
+        """Return the name of the key in an Authorization header, which identifies the client.
 
-        Programs send ``Bearer KEY``; a browser that asks its user sends a password.
+        Programs send ``Bearer KEY``; a browser sends the key as a Basic password.
 
         Raises:
-            RequestError: 401, there is none of ours.
+            RequestError: 401, missing or unknown key.
         """
-        given = _digest(_read_header(authorization or ""))
+        candidate = _digest(_read_header(authorization or ""))
         name = ""
-        for digest in self._digests:  # all of them: how long it takes tells nothing
-            if hmac.compare_digest(digest, given):
+        for digest in self._digests:  # compare with all, so that timing reveals nothing
+            if hmac.compare_digest(digest, candidate):
                 name = digest.hex()
         if not name:
             headers = {"www-authenticate": 'Basic realm="bmforge: any name, the key as password"'}
@@ -76,7 +76,7 @@ def _digest(text: str) -> bytes:
 
 
 def _read_header(value: str) -> str:
-    """Return the key in an Authorization header, "" where there is none."""
+    """Return the key in an Authorization header, "" if there is none."""
     scheme, _, rest = value.partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()
@@ -89,11 +89,11 @@ def _read_header(value: str) -> str:
 
 
 def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> Keys:
-    """Return the keys of the file and the environment.
+    """Read the keys from the keys file and the environment.
 
     Raises:
-        ConfigError: the server would listen to others without a key, or there are keys that
-            `allow_no_key` contradicts.
+        ConfigError: the server would listen to other machines without a key, or `allow_no_key` is
+            set together with keys.
         DataError: the file cannot be read.
     """
     texts = [text.strip() for text in environment.get(KEYS_VARIABLE, "").split(",")]
@@ -130,8 +130,8 @@ def check_origin(
 ) -> None:
     """Check that a request comes from a program, or from a page of this server.
 
-    A page from elsewhere can make a browser ask in its user's name, and by a name of its own that
-    points at this machine (rebinding) even read what is answered.
+    A foreign page can make a browser send requests (CSRF), and with a host name of its own that
+    resolves to this machine (DNS rebinding) read the responses.
 
     Raises:
         RequestError: 403.
@@ -157,14 +157,15 @@ def check_origin(
 
 
 def _is_ours(host: str, config: ServeConfig) -> bool:
-    """Tell whether a Host header names this machine in a way that no other page can."""
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@?#\s]+)(:\d{1,5})?", host)
-    if found is None:
+    """Return True if a Host header names this machine in a way that no foreign page can forge."""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@?#\s]+)(:\d{1,5})?", host)
+    if match is None:
         return False
-    name = found[1]
+    name = match[1]
     if is_loopback(name) or name.lower() in {allowed.lower() for allowed in config.allow_hosts}:
         return True
-    # A name can be made to point here; an address is where the browser has gone.
+    # Any host name can resolve to this machine; an address is the one that the browser connected
+    # to.
     return not is_loopback(config.host) and _is_address(name)
 
 

@@ -1,4 +1,4 @@
-"""Embeddings and CPM-Bee's documents: what an engine does whole, not token by token."""
+"""Endpoints for embeddings and CPM-Bee documents, which are computed as a whole, not streamed."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=StrictRoute)
 _RETRY_S = 2.0
-# Answers of documents are as long as this where nothing is said; see `fill_documents`.
+# Default length of a document's answers; see `fill_documents`.
 _ANSWER_TOKENS = 100
 
 
 async def _have_done(
     serving: Serving, request: Request, engine: Any, submit: Callable[[], Future[Any]]
 ) -> Any:
-    """Have an engine do something beside what it writes, unless the client goes.
+    """Wait for a non-streaming engine task, cancelling it if the client disconnects.
 
     Args:
-        serving: whose limits hold.
-        request: of the client.
-        engine: that does it.
-        submit: asks for it.
+        serving: server state.
+        request: HTTP request.
+        engine: engine that runs the task.
+        submit: submits the task.
 
     Raises:
-        RequestError: it refuses what was given, takes too long, or stops.
-        GoneError: the client has gone; nothing more is done for it.
+        RequestError: invalid input, timeout, or a stopping server.
+        GoneError: the client has disconnected; the task is cancelled.
     """
     try:
         future = await run_in_threadpool(submit)
@@ -59,8 +59,8 @@ async def _have_done(
             serving.metrics.note_left()
             raise
         except TimeoutError as error:
-            took = f"it takes longer than {serving.config.request_s:g} s, or others do before it"
-            raise overloaded(took, _RETRY_S) from error
+            reason = f"it takes longer than {serving.config.request_s:g} s, or others do before it"
+            raise overloaded(reason, _RETRY_S) from error
         except _StoppedError as error:
             raise overloaded("the server is stopping", serving.config.grace_s) from error
         except (ConfigError, DataError, ShapeError) as error:
@@ -74,7 +74,7 @@ async def _have_done(
 
 
 class _StoppedError(Exception):
-    """What was waited for was cancelled, and not by who waits."""
+    """The task was cancelled by the engine."""
 
 
 async def _result(future: Future[Any]) -> Any:
@@ -89,7 +89,7 @@ async def _result(future: Future[Any]) -> Any:
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    """Return an embedding of every text: the mean of its last states, of length 1."""
+    """Return an embedding per text: the normalized mean of its last hidden states."""
     serving = serving_of(request)
     served, inputs = serving.find(body.model, "embeddings"), body.inputs
     engine, config = served.engine, serving.config
@@ -112,15 +112,15 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
                     "input",
                     code="context_length_exceeded",
                 )
-        told = {"delta": served.delta, "deadline_s": config.request_s}
-        submit = partial(engine.submit_embed, rows, **told)
+        options = {"delta": served.delta, "deadline_s": config.request_s}
+        submit = partial(engine.submit_embed, rows, **options)
         try:
-            found = await _have_done(serving, request, engine, submit)
+            embeddings_ = await _have_done(serving, request, engine, submit)
         except GoneError:
             return Response(status_code=GONE)
     data = [
         {"object": "embedding", "index": index, "embedding": _spell(row, body.encoding_format)}
-        for index, row in enumerate(found.float().cpu())
+        for index, row in enumerate(embeddings_.float().cpu())
     ]
     tokens = sum(map(len, rows))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -128,15 +128,15 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 
 
 def _spell_inputs(engine: Any, inputs: list[str | list[int]]) -> list[list[int]]:
-    """Return the ids of every text, with the marks that the family reads."""
+    """Return the token ids of every text, with the family's special tokens."""
     return [
-        encode_text(engine.model, one, engine.tokenizer) if isinstance(one, str) else one
-        for one in inputs
+        encode_text(engine.model, text, engine.tokenizer) if isinstance(text, str) else text
+        for text in inputs
     ]
 
 
 def _spell(row: Tensor, form: str | None) -> Any:
-    """Return numbers, or as text the bytes of little-endian floats of 32 bits."""
+    """Encode an embedding as a list, or as base64 of little-endian float32."""
     if form == "base64":
         return base64.b64encode(row.numpy().astype("<f4").tobytes()).decode()
     return row.tolist()
@@ -144,15 +144,15 @@ def _spell(row: Tensor, form: str | None) -> Any:
 
 @router.post("/v1/documents")
 async def documents(body: DocumentsRequest, request: Request) -> Response:
-    """Fill documents: what stands under ``<ans>`` is written."""
+    """Generate the texts under ``<ans>`` of documents."""
     serving = serving_of(request)
     served, config = serving.find(body.model, "documents"), serving.config
     check_at_most("documents", len(body.documents), config.max_prompts, "documents")
     check_at_most("examples", len(body.examples or ()), config.max_prompts, "documents")
     options = _read_options(body, serving)
     with serving.admission.enter(client_of(request), len(body.documents)):
-        told = {"delta": served.delta, "deadline_s": config.request_s, **options}
-        submit = partial(served.engine.submit_documents, body.documents, **told)
+        all_options = {"delta": served.delta, "deadline_s": config.request_s, **options}
+        submit = partial(served.engine.submit_documents, body.documents, **all_options)
         try:
             filled = await _have_done(serving, request, served.engine, submit)
         except GoneError:
@@ -161,16 +161,16 @@ async def documents(body: DocumentsRequest, request: Request) -> Response:
 
 
 def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
-    """Return what `fill_documents` is told, but what is left to it."""
+    """Return the arguments of `fill_documents` that the request sets."""
     config, engine = serving.config, serving.engine
     options: dict[str, Any] = {
         "examples": body.examples or (),
         "max_length": longest_prompt(engine, config),
     }
-    drawn = ("temperature", "top_p", "top_k", "seed")
-    given = {name: getattr(body, name) for name in drawn if getattr(body, name) is not None}
-    if given and given.get("temperature") != 0:
-        options |= {"do_sample": True, **given}
+    sampling = ("temperature", "top_p", "top_k", "seed")
+    values = {name: getattr(body, name) for name in sampling if getattr(body, name) is not None}
+    if values and values.get("temperature") != 0:
+        options |= {"do_sample": True, **values}
     for name, value in (
         ("num_beams", body.num_beams),
         ("repetition_penalty", body.repetition_penalty),

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong, in OpenAI's form."""
+"""Error responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from starlette.responses import JSONResponse
 
 __all__ = ["RequestError", "error_body", "error_response", "explain_types", "overloaded"]
 
-# What OpenAI calls errors with these statuses.
+# OpenAI's error types by status.
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class RequestError(HTTPException):
-    """A request that is not served.
+    """A request that is rejected.
 
     Args:
-        message: what was given, what is needed.
-        param: the field that is meant.
-        status: of HTTP.
-        code: OpenAI's short name of the problem, for programs.
-        headers: of the answer.
+        message: description with the value and what is allowed.
+        param: name of the field.
+        status: HTTP status.
+        code: OpenAI's error code.
+        headers: response headers.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class RequestError(HTTPException):
 
 
 def overloaded(message: str, retry_after_s: float, status: int = 503) -> RequestError:
-    """Return the error of a request that may come again later."""
+    """Return the error of a request that may be retried later."""
     headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     code = "rate_limit_exceeded" if status == 429 else "overloaded"
     return RequestError(message, status=status, code=code, headers=headers)
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
+    """Return the body of an error response."""
     status = error.status_code
     kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {
@@ -62,14 +62,14 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    """Return an error as a whole answer."""
+    """Return an error response."""
     return JSONResponse(error_body(error), error.status_code, error.headers)
 
 
 def explain_types(error: RequestValidationError) -> RequestError:
-    """Return what is wrong with the first wrong field of a request.
+    """Describe the first invalid field of a request.
 
-    Values that were given are not repeated: they may be a person's words.
+    Values are not repeated in the message, because they may be private.
     """
     problems = error.errors()
     first = problems[0]
@@ -100,11 +100,13 @@ def explain_types(error: RequestValidationError) -> RequestError:
         )
     if first["type"] == "missing":
         return RequestError(f"{where} is missing", where, code="missing_required_parameter")
-    # Of a field that may be one of several things, what each of them would need.
-    said = [_message(one) for one in problems if one["loc"][1:2] == first["loc"][1:2]]
-    needed = ", or: ".join(dict.fromkeys(said[:4]))
+    # For a field of several types, list what each of them requires.
+    messages = [
+        _message(problem) for problem in problems if problem["loc"][1:2] == first["loc"][1:2]
+    ]
+    needed = ", or: ".join(dict.fromkeys(messages[:4]))
     return RequestError(
-        f"{where if len(said) == 1 else name}: {needed}", name, code="invalid_value"
+        f"{where if len(messages) == 1 else name}: {needed}", name, code="invalid_value"
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers as server-sent events, while they are written."""
+"""Streaming of answers as server-sent events."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _PULSE = b": still there\n\n"
 async def _pieces(
     serving: Serving, live: LiveRequest, begin: float
 ) -> AsyncIterator[tuple[int, Piece] | None]:
-    """Yield what is written, and count it.
+    """Yield pieces of the answers and update the metrics.
 
     Raises:
-        RequestError: the engine failed, or the server stops.
+        RequestError: the engine failed, or the server is stopping.
     """
     is_first = True
-    async for found in live.pieces():
-        if found is not None and is_first:
+    async for item in live.pieces():
+        if item is not None and is_first:
             serving.metrics.note_first(time.monotonic() - begin)
             is_first = False
-        if found is not None and found[1].finish_reason == "cancelled":
+        if item is not None and item[1].finish_reason == "cancelled":
             raise overloaded("the server is stopping", serving.config.grace_s)
-        yield found
+        yield item
     serving.metrics.note_answers(live.completions())
 
 
@@ -55,15 +55,15 @@ async def chat_events(
     begins: str,
     begin: float,
 ) -> AsyncIterator[bytes]:
-    """Yield the events of a chat.
+    """Yield the events of a chat completion.
 
     Args:
-        serving: what answers.
-        live: what is being written.
-        body: that asked.
-        tools: that may be called.
-        begins: what an answer may begin with that is not shown.
-        begin: when the request came, by the monotonic clock.
+        serving: server state.
+        live: running request.
+        body: request body.
+        tools: tools that may be called.
+        begins: prefix of the answer that is not shown.
+        begin: arrival time of the request, of the monotonic clock.
     """
     head = Head("chat.completion.chunk", body.model, "chatcmpl")
     no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
@@ -74,32 +74,32 @@ async def chat_events(
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         return event(head.as_json([{**choice, **more}], **no_usage))
 
-    def shown(index: int, found: str | Call) -> dict[str, Any]:
-        if isinstance(found, str):
-            return {"content": found}
+    def shown(index: int, content: str | Call) -> dict[str, Any]:
+        if isinstance(content, str):
+            return {"content": content}
         calls[index] += 1
-        return {"tool_calls": [found.as_json(calls[index] - 1)]}
+        return {"tool_calls": [content.as_json(calls[index] - 1)]}
 
     for index in range(body.count):
         yield part(index, {"role": "assistant", "content": ""})
     try:
-        async for came in _pieces(serving, live, begin):
-            if came is None:
+        async for item in _pieces(serving, live, begin):
+            if item is None:
                 yield _PULSE
                 continue
-            piece = came[1]
+            piece = item[1]
             index, reading = piece.index, readings[piece.index]
-            told: dict[str, Any] = {}
+            extra: dict[str, Any] = {}
             if piece.logprobs:
-                told = {"logprobs": chat_logprobs(piece.logprobs)}
-            found = [*reading.feed(piece.text)]
+                extra = {"logprobs": chat_logprobs(piece.logprobs)}
+            contents = [*reading.feed(piece.text)]
             if piece.finish_reason is not None:
-                found += reading.end()
-            if told and not found:
-                found = [""]
-            for one in found:
-                yield part(index, shown(index, one), None, **told)
-                told = {}
+                contents += reading.end()
+            if extra and not contents:
+                contents = [""]
+            for content in contents:
+                yield part(index, shown(index, content), None, **extra)
+                extra = {}
             if piece.finish_reason is not None:
                 name = "tool_calls" if reading.has_calls else finish_name(piece.finish_reason)
                 yield part(index, {}, name)
@@ -114,28 +114,28 @@ async def chat_events(
 async def text_events(
     serving: Serving, live: LiveRequest, body: CompletionRequest, begin: float
 ) -> AsyncIterator[bytes]:
-    """Yield the events of completions; see `chat_events`."""
+    """Yield the events of text completions; see `chat_events`."""
     head = Head("text_completion", body.model, "cmpl")
     no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     lengths: dict[int, int] = {}
     try:
-        async for came in _pieces(serving, live, begin):
-            if came is None:
+        async for item in _pieces(serving, live, begin):
+            if item is None:
                 yield _PULSE
                 continue
-            number, piece = came
-            index, told = number * body.count + piece.index, None
+            number, piece = item
+            index, logprobs = number * body.count + piece.index, None
             if body.logprobs is not None and piece.logprobs:
-                told = text_logprobs(piece.logprobs, lengths.get(index, 0))
-                lengths[index] = lengths.get(index, 0) + sum(map(len, told["tokens"]))
+                logprobs = text_logprobs(piece.logprobs, lengths.get(index, 0))
+                lengths[index] = lengths.get(index, 0) + sum(map(len, logprobs["tokens"]))
             reason = piece.finish_reason
             choice = {
                 "index": index,
                 "text": piece.text,
-                "logprobs": told,
+                "logprobs": logprobs,
                 "finish_reason": None if reason is None else finish_name(reason),
             }
-            if piece.text or told or reason:
+            if piece.text or logprobs or reason:
                 yield event(head.as_json([choice], **no_usage))
     except RequestError as error:
         yield event(error_body(error))

@@ -1,4 +1,4 @@
-"""What stands in front of every request: who it is from, what is said of every answer, the log."""
+"""Middleware of all requests: authentication, response headers, request log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bmforge.serve.serving import Serving
 
 __all__ = ["Gate"]
 
-# They tell nothing but that the server is there, and are asked by machines without keys.
+# They reveal only that the server runs, and are requested by health checks without keys.
 _OPEN = ("/health", "/ready")
 _HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
@@ -28,18 +28,18 @@ _HEADERS = {
 
 
 class Gate:
-    """Lets requests through to an app, as an ASGI middleware.
+    """ASGI middleware that authenticates, adds headers, counts and logs requests.
 
     Args:
-        app: what is behind.
-        serving: whose keys and limits hold.
+        app: wrapped application.
+        serving: server state with keys and limits.
     """
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app, self._serving = app, serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; what is refused is not read."""
+        """Serve one request; the body of a rejected request is not read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,7 +51,7 @@ class Gate:
             await error_response(error)(scope, receive, seen)
         except Exception as error:
             _log_failure(error)
-            if seen.status:  # nothing more can be said; the connection ends in the middle
+            if seen.status:  # the response has begun; the connection is aborted
                 raise
             failed = RequestError("the server failed; its log says more", status=500)
             await error_response(failed)(scope, receive, seen)
@@ -72,16 +72,16 @@ class Gate:
             state["key"] = keys.find(headers.get("authorization"))
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a request, and log it: never what was said in it, nor what stood behind ``?``."""
+        """Count and log a request, without its contents and query string."""
         route = scope.get("route")
-        path = getattr(route, "path", "other")  # not what was asked for, which may be anything
+        path = getattr(route, "path", "other")  # not the requested path, which is arbitrary
         self._serving.metrics.note_request(path, status, seconds)
         if self._serving.config.log_requests:
             get_logger().info("%s %s %s %.3f s", scope["method"], path, status or "left", seconds)
 
 
 class _Seen:
-    """Sends an answer with the headers of every answer, and remembers its status."""
+    """Sends a response with the common headers, and records its status."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.status = send, 0
@@ -96,6 +96,6 @@ class _Seen:
 
 
 def _log_failure(error: Exception) -> None:
-    """Say where the server failed, not with which words: they may be a person's."""
+    """Log where the server failed, without the error's text, which may be private."""
     places = "".join(traceback.format_tb(error.__traceback__))
     get_logger().error("%s in\n%s", type(error).__name__, places.rstrip())

@@ -1,4 +1,4 @@
-"""`serve`: listening, until the process is told to stop, and ending what runs."""
+"""`serve`: listen until the process is stopped, then shut down gracefully."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from bmforge.serve.sleeping import AnyEngine
 __all__ = ["GracefulServer", "bind_address", "make_server", "serve"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# After running requests were cut short their answers still have to be sent.
+# Time to send the answers of requests that were cut short.
 _LAST_WORDS_S = 5
 
 
 class GracefulServer(uvicorn.Server):
-    """Stops when it is told to: takes nothing new, gives what runs its time, then ends it.
+    """Server with graceful shutdown: rejects new requests, then waits, then cancels.
 
     Args:
-        config: of uvicorn.
-        serving: what it serves.
+        config: configuration of uvicorn.
+        serving: server state.
     """
 
     def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
@@ -48,7 +48,7 @@ class GracefulServer(uvicorn.Server):
         self.serving = serving
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running requests end, those that take longer with what they have written."""
+        """Let running requests finish; cancel those that exceed the grace period."""
         serving = self.serving
         serving.admission.is_closing = True
         if serving.live:
@@ -62,7 +62,7 @@ class GracefulServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at the first signal, and at the second one without waiting."""
+        """Stop gracefully at the first signal, and immediately at the second."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -74,7 +74,7 @@ class GracefulServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Note a signal."""
+        """Record a signal."""
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
@@ -92,18 +92,18 @@ def serve(
     listener: socket.socket | None = None,
     deltas: Mapping[str, str] | None = None,
 ) -> None:
-    """Serve an engine until the process is told to stop (SIGINT, SIGTERM).
+    """Serve an engine until the process is stopped (SIGINT, SIGTERM).
 
     Args:
-        engine: stays the caller's, who closes it.
-        config: where to listen, and the limits.
-        directory: of the model, for its name and its chat template.
-        embedder: of a second model, that embeds.
-        listener: of `bind_address`; None calls it.
-        deltas: as of `create_app`.
+        engine: engine, which the caller closes.
+        config: address and limits.
+        directory: directory of the model, for its name and chat template.
+        embedder: engine of a second model for embeddings.
+        listener: socket of `bind_address`; None creates one.
+        deltas: adapters, see `create_app`.
 
     Raises:
-        ConfigError: the address is taken or is not ours, or others could ask without a key.
+        ConfigError: the address is in use or not of this machine, or a key is required.
     """
     config = config or ServeConfig()
     keys = load_keys(config, os.environ)
@@ -116,16 +116,16 @@ def serve(
 
 
 def make_server(app: FastAPI, listener: socket.socket) -> GracefulServer:
-    """Return a server, and say where it will listen.
+    """Return a server, and log its address.
 
     Args:
-        app: of `create_app`.
-        listener: the socket that it is to be run with.
+        app: application of `create_app`.
+        listener: socket to run it with.
     """
     serving: Serving = app.state.serving
     config = serving.config
     server = GracefulServer(_configure(app, config), serving)
-    listener.listen(config.max_connections)  # whoever has read the address is not refused
+    listener.listen(config.max_connections)  # listen before the address is announced
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     get_logger().info("serving %s at http://%s:%d/", serving.name, shown, port)
@@ -142,7 +142,7 @@ def _configure(app: Any, config: ServeConfig) -> uvicorn.Config:
         loop="asyncio",
         lifespan="on",
         log_config=None,
-        log_level="critical",  # what goes wrong is logged by the gate, without people's words
+        log_level="critical",  # errors are logged by the middleware, without private text
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -154,22 +154,22 @@ def _configure(app: Any, config: ServeConfig) -> uvicorn.Config:
 
 
 def bind_address(config: ServeConfig) -> socket.socket:
-    """Return a socket at the address where a server will listen.
+    """Return a socket bound to the server's address.
 
     Raises:
-        ConfigError: the address is taken, or is not this machine's.
+        ConfigError: the address is in use, or is not of this machine.
     """
     try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
-        made = socket.socket(family)
+        addresses = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
+        listener = socket.socket(family)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
         except OSError:
-            made.close()
+            listener.close()
             raise
-        return made
+        return listener
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(

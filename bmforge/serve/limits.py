@@ -1,4 +1,4 @@
-"""How much one client, and all together, may ask of a server at a time."""
+"""Limits on concurrent requests and request rate, per client and in total."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _MOST_KNOWN = 4096
 
 
 class Admission:
-    """Lets requests in, or tells them when to come again.
+    """Admission control of requests.
 
     Args:
-        config: the limits.
-        clock: seconds from some beginning on.
+        config: limits.
+        clock: monotonic time in seconds.
 
     Attributes:
-        is_closing: nothing new is let in.
-        count: requests that are in.
+        is_closing: new requests are rejected.
+        count: number of admitted requests.
     """
 
     def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,19 +34,19 @@ class Admission:
         self.is_closing = False
         self.count = 0
         self._by_key: dict[str, int] = {}
-        # key -> requests that it may still begin at a time; it is full again after a minute.
+        # key -> (remaining requests, time of the last one): a token bucket refilled per minute.
         self._left: dict[str, tuple[float, float]] = {}
 
     @contextmanager
     def enter(self, key: str, count: int = 1) -> Iterator[None]:
-        """Count a request of a key for as long as it runs.
+        """Count a request for as long as it runs.
 
         Args:
-            key: whose it is: the name of a key, or an address.
-            count: requests that it is for the engine, such as prompts.
+            key: client: name of a key, or an address.
+            count: number of engine requests, such as prompts.
 
         Raises:
-            RequestError: 429 where this client has asked too much, 503 where all have.
+            RequestError: 429 if this client exceeds its limit, 503 if all clients do.
         """
         self._check(key, count)
         self.count += count
@@ -61,7 +61,7 @@ class Admission:
 
     @property
     def has_room(self) -> bool:
-        """Whether another request would be let in."""
+        """True if another request would be admitted."""
         return not self.is_closing and self.count < self._config.max_requests
 
     def _check(self, key: str, count: int) -> None:
@@ -79,7 +79,7 @@ class Admission:
         self._take_turn(key)
 
     def _take_turn(self, key: str) -> None:
-        """Take one of a key's requests of a minute; what is left fills up evenly."""
+        """Take one request from the client's token bucket."""
         most, now = self._config.max_rate_per_min, self._clock()
         left, since = self._left.get(key, (float(most), now))
         left = min(float(most), left + (now - since) * most / _MINUTE_S)
@@ -90,22 +90,19 @@ class Admission:
                 429,
             )
         self._left[key] = left - 1, now
-        if len(self._left) > _MOST_KNOWN:  # addresses are many; who waited a minute is as new
+        if len(self._left) > _MOST_KNOWN:  # drop clients whose buckets are full again
             since = now - _MINUTE_S
-            self._left = {one: kept for one, kept in self._left.items() if kept[1] > since}
+            self._left = {name: entry for name, entry in self._left.items() if entry[1] > since}
 
 
 def check_at_most(name: str, count: int, most: int, what: str) -> None:
-    """Check a number of things against a limit.
+    """Raise `RequestError` if a count exceeds its limit.
 
     Args:
-        name: of the field.
-        count: how many there are.
-        most: how many there may be.
-        what: they are.
-
-    Raises:
-        RequestError: there are more.
+        name: name of the field.
+        count: actual number.
+        most: limit.
+        what: noun for the counted things.
     """
     if count > most:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Requests of the engine's thread, seen from the event loop."""
+"""Requests in the engine's thread, accessed from the event loop."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _PULSE_S = 10.0
 
 
 class GoneError(Exception):
-    """The client has gone: nobody reads an answer."""
+    """The client has disconnected."""
 
 
 class LiveRequest:
-    """What an engine writes for one client's request, as the event loop takes it.
+    """A client's request in the engine, as the event loop reads it.
 
     Args:
-        handles: of the engine, one for every prompt.
+        handles: engine handles, one per prompt.
         max_unread_bytes: generated text buffered for a slow client before the request ends.
         prompt_tokens: tokens of all prompts.
 
     Attributes:
-        is_read: whether the client has taken all of it.
+        is_read: the client has received everything.
         new_tokens: tokens generated so far, of all answers.
     """
 
@@ -53,19 +53,19 @@ class LiveRequest:
             handle.watch(partial(self._wake, loop, number))
 
     def _wake(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Have the event loop look; the engine's thread calls this."""
+        """Notify the event loop; called by the engine's thread."""
         loop.call_soon_threadsafe(self._fetch, number)
 
     def _fetch(self, number: int) -> None:
-        """Take what the engine has written at once, so that all that is waiting is counted."""
+        """Fetch new pieces immediately, so that the unread size counts all of them."""
         try:
-            found = self.handles[number].take()
+            pieces = self.handles[number].take()
         except Exception as error:
             self._error = self._error or _failed(error)
-            found = []
-        self._pieces += [(number, piece) for piece in found]
-        self.new_tokens += sum(len(piece.ids) for piece in found)
-        self._unread += sum(_size(piece) for piece in found)
+            pieces = []
+        self._pieces += [(number, piece) for piece in pieces]
+        self.new_tokens += sum(len(piece.ids) for piece in pieces)
+        self._unread += sum(_size(piece) for piece in pieces)
         if self._unread > self._most and self._error is None:
             self.cancel()
             self._error = RequestError("the answer was not read", status=408)
@@ -73,19 +73,19 @@ class LiveRequest:
 
     @property
     def done(self) -> bool:
-        """Whether the engine has ended with all of it."""
+        """True if the engine has finished all answers."""
         return all(handle.done for handle in self.handles)
 
     def cancel(self) -> None:
-        """Let every answer end with what is there, before the engine's next step."""
+        """End every answer with its text so far, before the engine's next step."""
         for handle in self.handles:
             handle.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
-        """Yield (number of the prompt, piece) as they come; None from time to time if none does.
+        """Yield (prompt index, piece) as they arrive; None periodically if none does.
 
         Raises:
-            RequestError: the engine failed, or too much was waiting.
+            RequestError: the engine failed, or too much text is unread.
         """
         while True:
             while self._pieces:
@@ -94,7 +94,7 @@ class LiveRequest:
                 yield number, piece
             if self._error is not None:
                 raise self._error
-            if self.done:  # what was put last may not have been told yet
+            if self.done:  # the last pieces may not have been notified yet
                 for number in range(len(self.handles)):
                     self._fetch(number)
                 if not self._pieces and self._error is None:
@@ -108,7 +108,7 @@ class LiveRequest:
                 yield None
 
     async def whole(self) -> list[list[Completion]]:
-        """Return all answers to every prompt, when they have ended.
+        """Return all answers of every prompt when they are finished.
 
         Raises:
             RequestError: the engine failed.
@@ -118,7 +118,7 @@ class LiveRequest:
         return self.completions()
 
     def completions(self) -> list[list[Completion]]:
-        """Return the answers to every prompt; all have ended."""
+        """Return the answers of every prompt; all must be finished."""
         return [handle.wait(0) for handle in self.handles]
 
 
@@ -127,7 +127,7 @@ def _size(piece: Piece) -> int:
 
 
 def _failed(error: Exception) -> RequestError:
-    if isinstance(error, ConfigError):  # such as a rule that leaves no token
+    if isinstance(error, ConfigError):  # such as a grammar that allows no token
         return RequestError(str(error), code="invalid_value")
     return RequestError(
         f"the engine cannot go on ({type(error).__name__})", status=503, code="engine_failed"
@@ -135,7 +135,7 @@ def _failed(error: Exception) -> RequestError:
 
 
 class LiveRequests:
-    """All requests that run, so that they can be ended together."""
+    """All running requests, so that they can be cancelled together."""
 
     def __init__(self) -> None:
         self._all: set[LiveRequest] = set()
@@ -145,17 +145,17 @@ class LiveRequests:
         return len(self._all) + len(self._futures)
 
     def add(self, live: LiveRequest) -> None:
-        """Remember a request."""
+        """Register a request."""
         self._all.add(live)
 
     def end(self, live: LiveRequest) -> None:
-        """Forget a request; if it still runs it is cancelled, and gives its memory back."""
+        """Unregister a request; a running one is cancelled and releases its memory."""
         self._all.discard(live)
         if not live.done:
             live.cancel()
 
     def cancel_all(self) -> None:
-        """Let every answer end with what is there."""
+        """End every answer with its text so far."""
         for live in self._all:
             live.cancel()
         for future in self._futures:
@@ -163,7 +163,7 @@ class LiveRequests:
 
     @contextmanager
     def ending(self, future: Future[Any]) -> Iterator[None]:
-        """Remember what is done whole for as long as somebody waits for it."""
+        """Register a non-streaming task while it is awaited."""
         self._futures.add(future)
         try:
             yield
@@ -173,17 +173,17 @@ class LiveRequests:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T], stop: Callable[[], Any]) -> T:
-    """Return the result of `work`, unless the client goes before.
+    """Return the result of `work`, unless the client disconnects first.
 
-    Starlette lets a handler that streams nothing run on when nobody waits for its answer.
+    Starlette keeps running a non-streaming handler after the client has disconnected.
 
     Args:
-        receive: of a request whose body was read.
-        work: what is waited for; it is cancelled when the client goes.
-        stop: called as soon as the client goes.
+        receive: ASGI receive of a request whose body was read.
+        work: awaitable; cancelled when the client disconnects.
+        stop: called as soon as the client disconnects.
 
     Raises:
-        GoneError: the client has gone.
+        GoneError: the client has disconnected.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_until_gone(receive))

@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' form."""
+"""Server metrics in Prometheus format."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """The figures of one server; two servers of a process do not share them."""
+    """The metrics of one server; several servers in a process have separate ones."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "bmforge_requests",
-            "Requests, by path and status.",
+            "Requests by path and status.",
             ("path", "status"),
             registry=registry,
         )
         self._seconds = Histogram(
-            "bmforge_request_seconds", "Time to the end of an answer.", ("path",),
+            "bmforge_request_seconds", "Time to the end of a response.", ("path",),
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self._first = Histogram(
-            "bmforge_first_token_seconds", "Time to the first piece of text.",
+            "bmforge_first_token_seconds", "Time to first token.",
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self._tokens = Counter(
-            "bmforge_tokens", "Tokens that were read, were known, or were written.", ("kind",),
+            "bmforge_tokens", "Prompt tokens, cached tokens and new tokens.", ("kind",),
             registry=registry,
         )  # fmt: skip
         self._ends = Counter(
-            "bmforge_answers", "Answers, by why they ended.", ("reason",), registry=registry
+            "bmforge_answers", "Answers by finish reason.", ("reason",), registry=registry
         )
         self._busy = Gauge(
             "bmforge_engine_requests", "Requests in the engine.", ("state",), registry=registry
         )
         self._pages = Gauge(
-            "bmforge_engine_pages", "Pages of keys and values.", ("state",), registry=registry
+            "bmforge_engine_pages", "KV cache blocks.", ("state",), registry=registry
         )
-        self._open = Gauge("bmforge_open_requests", "Requests that were let in.", registry=registry)
+        self._open = Gauge("bmforge_open_requests", "Admitted requests.", registry=registry)
 
     def note_request(self, path: str, status: int, seconds: float) -> None:
-        """Count a request that was answered."""
+        """Count a finished HTTP request."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
     def note_first(self, seconds: float) -> None:
-        """Note how long the first piece of an answer took."""
+        """Record the time to first token."""
         self._first.observe(seconds)
 
     def note_answers(self, completions: Sequence[Sequence[Completion]]) -> None:
-        """Count what answers took."""
+        """Count the tokens and finish reasons of answers."""
         for answers in completions:
             self._tokens.labels("prompt").inc(answers[0].prompt_tokens)
             self._tokens.labels("cached").inc(answers[0].cached_tokens)
@@ -73,11 +73,11 @@ class Metrics:
         self._tokens.labels("new").inc(new_tokens)
 
     def write(self, status: RequestsStatus, count: int) -> tuple[bytes, str]:
-        """Return all figures, and the type of their text.
+        """Return all metrics, and their content type.
 
         Args:
-            status: of the engine.
-            count: requests that were let in and have not ended.
+            status: status of the engine.
+            count: number of admitted, unfinished requests.
         """
         self._busy.labels("running").set(status.running)
         self._busy.labels("waiting").set(status.waiting)

@@ -1,7 +1,7 @@
-"""What requests may say: OpenAI's names, strictly, and which of them only look like they matter.
+"""Request types: OpenAI's fields, validated strictly.
 
-Types are not converted: a text is no number. A field that would change the answer and is not
-served here is refused by name, unless it has the value that changes nothing.
+Types are not coerced: a string is no number. An unsupported field that would change the answer is
+rejected by name, unless it has its neutral value.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = [
 Share = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-# Of a hundred thousand wrong things in a list one is told.
+# fail_fast: report only the first error of a list, which may have a hundred thousand.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 Inputs = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
 
 
 class Strict(BaseModel):
-    """Fields are of their types, and there are no others."""
+    """Base of all types: strict types, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
 
 class StreamOptions(Strict):
-    """How to stream."""
+    """Options of streaming."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class StructuredOutputs(Strict):
-    """What every answer must be a case of, besides JSON; one of them. The names are vLLM's."""
+    """Constraint on every answer other than a JSON schema, with vLLM's names; one of them."""
 
     regex: str | None = None
     choice: Texts | None = None
@@ -59,7 +59,7 @@ class StructuredOutputs(Strict):
 
 
 class JsonSchema(Strict):
-    """A schema and its name."""
+    """A named JSON schema."""
 
     name: str = Field(max_length=64)
     description: str | None = None
@@ -68,7 +68,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """Of which form an answer is."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -81,7 +81,7 @@ class ResponseFormat(Strict):
 
 
 class Function(Strict):
-    """A function that may be called."""
+    """Definition of a function."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
@@ -90,14 +90,14 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool: a function."""
+    """A tool, which is a function."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Strict):
-    """Which function."""
+    """Name of a function."""
 
     name: str
 
@@ -110,14 +110,14 @@ class ToolChoice(Strict):
 
 
 class CalledFunction(Strict):
-    """A function as it was called."""
+    """A function call with its arguments."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Strict):
-    """A call that an assistant has made."""
+    """A tool call of an assistant message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -126,7 +126,7 @@ class ToolCall(Strict):
 
 
 class TextPart(Strict):
-    """A content part; only text is supported."""
+    """Part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -134,7 +134,7 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    """What somebody said."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -160,14 +160,14 @@ class Message(Strict):
 
     @property
     def text(self) -> str:
-        """What was said as one text."""
+        """The content as one text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)
 
 
 class Writing(Strict):
-    """What chats and completions have in common."""
+    """Common fields of chat and text completions."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -175,7 +175,7 @@ class Writing(Strict):
     stop: str | Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Sampling.
+    # Sampling parameters.
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: Share | None = None
     seed: int | None = None
@@ -193,7 +193,7 @@ class Writing(Strict):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
-    # They change nothing of an answer.
+    # Accepted and ignored.
     user: str | None = None
 
     @model_validator(mode="after")
@@ -236,17 +236,17 @@ class Writing(Strict):
 
     @property
     def stops(self) -> list[str]:
-        """Texts that end an answer."""
+        """Stop strings."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with what it took."""
+        """True if a stream ends with the token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
 class ChatRequest(Writing):
-    """A conversation that is to go on."""
+    """Request of a chat completion."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -256,7 +256,7 @@ class ChatRequest(Writing):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    # They change nothing of an answer.
+    # Accepted and ignored.
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -264,7 +264,7 @@ class ChatRequest(Writing):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prediction: dict[str, Any] | None = None
-    # Only as what changes nothing.
+    # Accepted with their neutral values only.
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     reasoning_effort: None = None
     verbosity: None = None
@@ -279,8 +279,8 @@ class ChatRequest(Writing):
 
     @model_validator(mode="after")
     def _fits(self) -> ChatRequest:
-        given = self.max_tokens, self.max_completion_tokens
-        if None not in given and given[0] != given[1]:
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
             raise ValueError("max_tokens and max_completion_tokens contradict each other")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs has no effect without logprobs")
@@ -290,33 +290,33 @@ class ChatRequest(Writing):
 
     @property
     def most_tokens(self) -> int | None:
-        """The longest answer, by either name."""
+        """Maximum length of an answer, by either name."""
         return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionRequest(Writing):
-    """Texts, or token ids, that are to go on."""
+    """Request of text completions, of texts or token ids."""
 
     prompt: Inputs
     logprobs: int | None = Field(None, ge=0)
-    # Only as what changes nothing.
+    # Accepted with their neutral values only.
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Every prompt by itself."""
+        """The prompts as a list."""
         return split_inputs(self.prompt, "prompt")
 
     @property
     def most_tokens(self) -> int | None:
-        """The longest answer."""
+        """Maximum length of an answer."""
         return self.max_tokens
 
 
 class EmbeddingRequest(Strict):
-    """Texts, or token ids, that are to be embedded."""
+    """Request of embeddings, of texts or token ids."""
 
     model: str
     input: Inputs
@@ -326,12 +326,12 @@ class EmbeddingRequest(Strict):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Every text by itself."""
+        """The inputs as a list."""
         return split_inputs(self.input, "input")
 
 
 class DocumentsRequest(Strict):
-    """CPM-Bee's documents: what stands under ``<ans>`` is written."""
+    """Request of CPM-Bee documents, whose texts under ``<ans>`` are generated."""
 
     model: str
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
@@ -346,15 +346,15 @@ class DocumentsRequest(Strict):
     user: str | None = None
 
 
-def split_inputs(given: Any, name: str) -> list[str | list[int]]:
-    """Return the texts, or lists of ids, that are one or several.
+def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
+    """Return one or several inputs (texts or lists of ids) as a list.
 
     Raises:
         RequestError: there is none, or one is empty.
     """
-    found = [given] if isinstance(given, str) else list(given)
-    if found and isinstance(found[0], int):
-        found = [found]
-    if not found or not all(found):
+    items = [inputs] if isinstance(inputs, str) else list(inputs)
+    if items and isinstance(items[0], int):
+        items = [items]
+    if not items or not all(items):
         raise RequestError(f"{name} is empty; give at least one text, and no empty ones", name)
-    return found
+    return items

@@ -1,4 +1,4 @@
-"""The page, and what it shows of the server. It loads nothing from elsewhere."""
+"""Routes of the chat page, which loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bmforge.serve.serving import serving_of
 __all__ = ["router"]
 
 router = APIRouter(include_in_schema=False)
-# Scripts make elements, and never HTML of a text: the browser holds them to it.
+# Trusted Types: the browser enforces that scripts never create HTML from text.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -43,11 +43,11 @@ async def index() -> Response:
 
 @router.get("/page/state")
 async def state(request: Request) -> Response:
-    """Return what the page shows of the server."""
+    """Return the server status shown on the page."""
     serving = serving_of(request)
     plan = serving.engine.plan
     parts = [[name, size] for name, size in plan.parts()]
-    status = await run_in_threadpool(serving.engine.requests_status)  # a model may be opening
+    status = await run_in_threadpool(serving.engine.requests_status)  # may wait for a loading model
     return JSONResponse(
         {
             "model": serving.name,

@@ -1,6 +1,6 @@
-"""Connections with deadlines: for what a client sends, and for what it does not take.
+"""HTTP connections with deadlines for slow clients, sending or receiving.
 
-uvicorn waits for ever for the rest of a head or a body, and for a reader that has stopped.
+uvicorn waits forever for the rest of a request, and for a client that stopped reading.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _WHOLE = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
 
 
 class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 on one connection, closed when the client keeps it waiting.
+    """HTTP/1.1 protocol that closes the connection of a client that is too slow.
 
     Args:
-        limits: of the server.
-        more: as uvicorn gives them.
+        limits: limits of the server.
+        more: arguments from uvicorn.
     """
 
     def __init__(self, limits: ServeConfig, **more: Any) -> None:
@@ -35,9 +35,9 @@ class DeadlineProtocol(H11Protocol):
         self._unsent = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take a connection, or say that there are too many."""
+        """Accept a connection, or reject it if there are too many."""
         super().connection_made(transport)  # type: ignore[arg-type]
-        # Whatever is not taken at once counts as waiting.
+        # Any data that the kernel does not take immediately counts as unsent.
         self.transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self._limits.max_connections:
             self._turn_away(503, "Service Unavailable")
@@ -45,22 +45,22 @@ class DeadlineProtocol(H11Protocol):
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadlines."""
+        """Cancel the deadlines."""
         self._stop_receiving()
         self._stop_sending()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on; all of a request must be there in time, and only one at once.
+        """Read data; a request must be complete in time, and pipelining is not supported.
 
-        While a second request is waiting in the buffer nothing more is read, and a client that
-        goes would not be noticed.
+        With a second request in the buffer nothing more would be read, so that a disconnect would
+        not be noticed.
         """
         if self._receiving is None and not self._is_answering():
             self._await_request()
         try:
             super().data_received(data)
-        except h11.LocalProtocolError:  # nonsense behind an answer that has begun
+        except h11.LocalProtocolError:  # invalid data after a response has begun
             self.transport.abort()
             return
         if self.conn.their_state in _WHOLE:
@@ -69,12 +69,12 @@ class DeadlineProtocol(H11Protocol):
                 self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Begin to wait for the client to take what there is."""
+        """Start the deadline for the client to read."""
         super().pause_writing()
         self._await_reader()
 
     def resume_writing(self) -> None:
-        """All was taken."""
+        """Stop the deadline; everything was sent."""
         self._stop_sending()
         super().resume_writing()
 
@@ -94,7 +94,7 @@ class DeadlineProtocol(H11Protocol):
         self._turn_away(408, "Request Timeout")
 
     def _turn_away(self, status: int, phrase: str) -> None:
-        """Say why, where no answer has begun, and close."""
+        """Send an error if no response has begun, and close."""
         if self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started:
@@ -113,7 +113,7 @@ class DeadlineProtocol(H11Protocol):
             self._sending = None
 
     def _look_at_reader(self) -> None:
-        """Leave a client that has taken nothing; one that is slow gets more time."""
+        """Abort a client that has read nothing; a slow one gets more time."""
         if self.transport.get_write_buffer_size() < self._unsent:
             self._await_reader()
         else:

@@ -1,4 +1,4 @@
-"""What can be asked of a server: the paths, and how each becomes requests of the engine."""
+"""Routes of chat and text completions, and their conversion to engine requests."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from bmforge.serve.writing import (
 __all__ = ["GONE", "StrictRoute", "check_engine", "router"]
 
 _LARGE = 1 << 16
-_COMPLETION_TOKENS = 16  # OpenAI's default, of completions alone
+_COMPLETION_TOKENS = 16  # OpenAI's default for text completions
 GONE = 499
 
 
 class StrictRequest(Request):
-    """A request whose body is limited, and read by `parse_json`."""
+    """A request with a limited body, parsed by `parse_json`."""
 
     async def body(self) -> bytes:
         """Return the body.
 
         Raises:
-            RequestError: 413, it is too large: by what its head says, or by what comes.
+            RequestError: 413, too large by its Content-Length or by its actual size.
         """
         if not hasattr(self, "_body"):
             most = self.app.state.serving.config.max_body_bytes
@@ -64,7 +64,7 @@ class StrictRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """Return the body's value; a large one does not keep others waiting."""
+        """Return the parsed body; a large one is parsed in a thread."""
         if not hasattr(self, "_json"):
             body, config = await self.body(), self.app.state.serving.config
             if len(body) > _LARGE:
@@ -75,10 +75,10 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that reads JSON strictly."""
+    """A route with strict JSON parsing."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
-        """Return what answers a request."""
+        """Return the handler of a request."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -91,11 +91,11 @@ router = APIRouter(route_class=StrictRoute)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; what stands behind them ends with them, however they end.
+    """Server-sent events, with a callback at their end.
 
     Args:
-        events: encoded.
-        on_end: called at the end, also where nothing was sent.
+        events: encoded events.
+        on_end: called at the end, also if nothing was sent.
     """
 
     media_type = "text/event-stream"
@@ -105,7 +105,7 @@ class EventStream(StreamingResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -113,10 +113,10 @@ class EventStream(StreamingResponse):
 
 
 async def check_engine(serving: Serving, engine: Any) -> None:
-    """Tell an engine that refuses one request from one that takes none any more.
+    """Raise an error if an engine is closed or has failed, and not only refuses one request.
 
     Raises:
-        RequestError: 503, it was closed or has failed.
+        RequestError: 503, the engine was closed or has failed.
     """
     try:
         await run_in_threadpool(engine.call, lambda: None)
@@ -130,10 +130,10 @@ async def check_engine(serving: Serving, engine: Any) -> None:
 async def start(
     serving: Serving, requests: Sequence[EngineRequest], prompt_tokens: int
 ) -> LiveRequest:
-    """Submit requests with so many prompt tokens to the engine.
+    """Submit requests to the engine; `prompt_tokens` is the number of all of their tokens.
 
     Raises:
-        RequestError: it does not take one.
+        RequestError: the engine refuses one.
     """
     handles = []
     try:
@@ -151,7 +151,7 @@ async def start(
 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request) -> Response:
-    """Go on with a conversation."""
+    """Answer a chat completion request."""
     begin = time.monotonic()
     serving = serving_of(request)
     served = serving.find(body.model, "chat")
@@ -187,7 +187,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request) -> Response:
-    """Go on with texts."""
+    """Answer a text completion request."""
     begin = time.monotonic()
     serving = serving_of(request)
     served = serving.find(body.model, "completions")
@@ -236,10 +236,10 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
 async def whole_answers(
     serving: Serving, live: LiveRequest, request: Request
 ) -> list[list[Completion]] | None:
-    """Return all answers when they have ended; None where the client has gone before.
+    """Return all answers when they are finished; None if the client has disconnected.
 
     Raises:
-        RequestError: the engine failed, or the server stops.
+        RequestError: the engine failed, or the server is stopping.
     """
     try:
         answers = await unless_gone(request.receive, live.whole(), live.cancel)

@@ -1,4 +1,4 @@
-"""Which rules for answers are taken: small ones, without what stands elsewhere, that compile."""
+"""Validation of constraints (schemas, regular expressions, grammars) before use."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from bmforge.serve.tools import LITERAL_KEYWORDS
 
 __all__ = ["RuleChecker"]
 
-_KEPT = 512  # verdicts
+_KEPT = 512  # cached results
 _AT_ONCE = 2
 _FIELD = {"json": "response_format", "regex": "structured_outputs", "lark": "structured_outputs"}
 
 
 class RuleChecker:
-    """Compiles rules in processes of their own, and remembers what came of it.
+    """Compiles constraints in separate processes, and caches the results.
 
     Args:
-        config: the limits.
+        config: limits.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -42,7 +42,7 @@ class RuleChecker:
         self._client_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def check(self, rule: Constraint, client: str, name: str | None = None) -> None:
-        """Check a rule.
+        """Validate a constraint.
 
         Args:
             rule: constraint of the answers.
@@ -50,8 +50,8 @@ class RuleChecker:
             name: request field that holds the rule (default: by the kind of the rule).
 
         Raises:
-            RequestError: it is too large or too deep, refers to what is not in it, has what cannot
-                be kept, or compiles too long.
+            RequestError: too large or too deep, with an external reference, unsupported, or too
+                slow to compile.
         """
         name = name or _FIELD[rule.kind]
         size = len(rule.source.encode())
@@ -73,23 +73,23 @@ class RuleChecker:
     def _check_schema(self, schema: Any, name: str) -> None:
         depth = json_depth(schema)
         check_at_most(name, depth, self._config.max_schema_depth, "levels of the schema")
-        left = [schema]
-        while left:
-            one = left.pop()
-            if isinstance(one, dict):
-                target = one.get("$ref", one.get("$dynamicRef", "#"))
+        remaining = [schema]
+        while remaining:
+            item = remaining.pop()
+            if isinstance(item, dict):
+                target = item.get("$ref", item.get("$dynamicRef", "#"))
                 if isinstance(target, str) and not target.startswith("#"):
                     raise RequestError(
                         f"{name}: a $ref leads out of the schema, and nothing is fetched",
                         name,
                         code="invalid_schema",
                     )
-                left += [value for key, value in one.items() if key not in LITERAL_KEYWORDS]
-            elif isinstance(one, list):
-                left += one
+                remaining += [value for key, value in item.items() if key not in LITERAL_KEYWORDS]
+            elif isinstance(item, list):
+                remaining += item
 
     async def _compile(self, rule: Constraint, client: str) -> str | None:
-        """Return what is wrong with a rule, by a process that has little time and memory."""
+        """Compile a constraint in a limited process; return its error, or None."""
         limits = self._config
         try:
             own_turn = self._client_turns.setdefault(client, asyncio.Lock())
@@ -100,7 +100,7 @@ class RuleChecker:
 
     async def _run(self, rule: Constraint) -> str | None:
         limits = self._config
-        asked = {
+        job = {
             "kind": rule.kind,
             "source": rule.source,
             "cpu_s": limits.schema_cpu_s,
@@ -117,15 +117,15 @@ class RuleChecker:
             env={"PATH": os.defpath, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
         )
         try:
-            out, _ = await process.communicate(json.dumps(asked).encode())
+            out, _ = await process.communicate(json.dumps(job).encode())
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if process.returncode:
             return _tell_end(process.returncode, limits)
-        found = json.loads(out)["error"]
-        return None if found is None else str(found)
+        error = json.loads(out)["error"]
+        return None if error is None else str(error)
 
 
 def _tell_end(status: int, limits: ServeConfig) -> str:

@@ -1,10 +1,10 @@
-"""Schemas, regular expressions and grammars compile in a process of their own first.
+"""Program that compiles a schema, regular expression or grammar in a process of its own.
 
-A short schema can ask for more time and memory than there is (many patterns that must hold
-together), its compiler cannot be stopped, and its limits do not hold it. A process can be.
+A short schema can need more time and memory than available (many patterns that must hold together).
+Its compiler cannot be interrupted and ignores its limits; a process can be killed.
 
-This file is also the program of that process: it imports nothing of ours, and a parent that is
-killed does not leave it behind, as its own time is short.
+This file is also the program of that process. It imports nothing of bmforge, and ends soon after a
+killed parent because its own time is limited.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["compile_rule", "main"]
 
 
 def main() -> int:
-    """Read a rule and its limits as JSON, and write ``{"error": text or null}``."""
-    asked = json.load(sys.stdin)
-    _limit_process(asked["cpu_s"], asked["memory_bytes"], asked["wall_s"])
-    json.dump({"error": compile_rule(asked["kind"], asked["source"])}, sys.stdout)
+    """Read a constraint and its limits as JSON, and write ``{"error": text or null}``."""
+    job = json.load(sys.stdin)
+    _limit_process(job["cpu_s"], job["memory_bytes"], job["wall_s"])
+    json.dump({"error": compile_rule(job["kind"], job["source"])}, sys.stdout)
     return 0
 
 
 def _limit_process(cpu_s: int, memory_bytes: int, wall_s: float) -> None:
-    """Let the system end this process when it takes too much, whatever it is doing."""
+    """Set limits at which the system kills this process."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
@@ -37,7 +37,7 @@ def _limit_process(cpu_s: int, memory_bytes: int, wall_s: float) -> None:
 
 
 class _Bytes:
-    """A tokenizer of bytes: what is compiled does not depend on whose it is."""
+    """Byte-level tokenizer: compilation does not depend on the model's tokenizer."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -49,11 +49,11 @@ class _Bytes:
 
 
 def compile_rule(kind: str, source: str) -> str | None:
-    """Return what is wrong with a rule, None where it can be kept.
+    """Return the error of a constraint, None if it is valid.
 
     Args:
         kind: "json", "regex" or "lark".
-        source: the rule.
+        source: the constraint.
     """
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -68,11 +68,11 @@ def compile_rule(kind: str, source: str) -> str | None:
         return str(error)
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-    if is_error or messages:  # what is not kept is not left out silently
+    if is_error or messages:  # warnings name parts that would be ignored silently
         return "; ".join(messages)
     matcher = LLMatcher(tokenizer, grammar)
     if not matcher.is_error():
-        matcher.compute_bitmask()  # much is put off until the first token
+        matcher.compute_bitmask()  # much work is deferred to the first token
     return matcher.get_error() or None
 
 

@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""State shared by the routes of a server."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _TOKENIZING_THREADS = 2
 
 @dataclass(frozen=True)
 class Served:
-    """A model that can be asked for something.
+    """A model that requests can name.
 
     Args:
-        name: by which it is asked.
-        engine: an `Engine`, or a `SleepingEngine`.
+        name: name in requests.
+        engine: an `Engine` or a `SleepingEngine`.
         abilities: "chat", "completions", "documents", "embeddings".
-        delta: of the engine's model, that answers; None is the model as it is.
+        delta: adapter of the engine's model; None is the base model.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Served:
 
     @property
     def licences(self) -> dict[str, Any]:
-        """The model's licence, "unknown" where none is said, and what it was made of."""
-        known = getattr(self.engine.model, "provenance", Provenance())
-        made_of = [{"kind": p.kind, "name": p.name, "licence": p.licence} for p in known.parts]
-        return {"licence": known.licence or UNKNOWN, "made_of": made_of}
+        """License of the model ("unknown" if not stated), and the parts it was made from."""
+        provenance = getattr(self.engine.model, "provenance", Provenance())
+        made_of = [{"kind": p.kind, "name": p.name, "licence": p.licence} for p in provenance.parts]
+        return {"licence": provenance.licence or UNKNOWN, "made_of": made_of}
 
     @classmethod
     def of(cls, name: str, engine: Any) -> Served:
-        """Return an engine with all that its model can do."""
+        """Return an engine's model with everything it can do."""
         traits = engine.model.traits
         if traits.objective == "documents" and traits.writes:
             return cls(name, engine, ("documents",))
@@ -65,18 +65,18 @@ class Served:
 
 @dataclass
 class Serving:
-    """An engine and everything that stands around it.
+    """State of a server.
 
     Args:
-        main: what writes, or whatever else its model does.
-        config: the limits.
-        keys: who may ask.
-        directory: of the model, where its chat template is.
-        embedder: a second model, that embeds.
-        deltas: name by which one is asked -> its name in the model.
+        main: main model.
+        config: limits.
+        keys: API keys.
+        directory: directory of the main model, with its chat template.
+        embedder: second model, for embeddings.
+        deltas: name in requests -> name of an adapter of the main model.
 
     Attributes:
-        is_failed: the engine takes nothing any more.
+        is_failed: the engine accepts no requests any more.
     """
 
     main: Served
@@ -91,10 +91,10 @@ class Serving:
     began: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        """Make what follows from these.
+        """Create the objects that depend on these.
 
         Raises:
-            ConfigError: two are asked by the same name.
+            ConfigError: two models have the same name.
         """
         names = [model.name for model in self.models]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -113,17 +113,17 @@ class Serving:
 
     @property
     def engine(self) -> Any:
-        """What writes."""
+        """Engine of the main model."""
         return self.main.engine
 
     @property
     def name(self) -> str:
-        """Of the model that writes."""
+        """Name of the main model."""
         return self.main.name
 
     @property
     def models(self) -> list[Served]:
-        """All models: the one that writes, the same with each delta, the one that embeds."""
+        """All models: the main model, the same with each adapter, and the embedding model."""
         main = self.main
         tuned = [
             Served(name, main.engine, main.abilities, delta) for name, delta in self.deltas.items()
@@ -131,49 +131,50 @@ class Serving:
         return [main, *tuned, *([] if self.embedder is None else [self.embedder])]
 
     def end(self, live: LiveRequest) -> None:
-        """Forget a request; if it still runs it is cancelled, and gives its memory back."""
+        """Unregister a request; a running one is cancelled and releases its memory."""
         if not live.is_read:
             self.metrics.note_left(live.prompt_tokens, live.new_tokens)
         self.live.end(live)
 
     def find(self, name: str, ability: str | None = None) -> Served:
-        """Return the model of a name.
+        """Return the model with a name.
 
         Args:
-            name: that was asked for.
-            ability: that it needs; None needs none.
+            name: name in the request.
+            ability: required ability; None requires none.
 
         Raises:
-            RequestError: there is no such model, or it cannot do that.
+            RequestError: unknown model, or one without the ability.
         """
-        found = next((model for model in self.models if model.name == name), None)
-        if found is None:
-            known = ", ".join(repr(model.name) for model in self.models)
+        served = next((model for model in self.models if model.name == name), None)
+        if served is None:
+            names = ", ".join(repr(model.name) for model in self.models)
             raise RequestError(
-                f"there is no model {name[:80]!r} here, only {known}",
+                f"there is no model {name[:80]!r} here, only {names}",
                 "model",
                 status=404,
                 code="model_not_found",
             )
-        if ability is not None and ability not in found.abilities:
+        if ability is not None and ability not in served.abilities:
             raise RequestError(
-                f"{found.name!r} can be asked for {', '.join(found.abilities)}, not for {ability}",
+                f"{served.name!r} can be asked for {', '.join(served.abilities)}, "
+                f"not for {ability}",
                 "model",
                 code="unsupported_model",
             )
-        return found
+        return served
 
 
 def serving_of(request: HTTPRequest) -> Serving:
-    """Return what a request is served by."""
+    """Return the server state of a request."""
     serving: Serving = request.app.state.serving
     return serving
 
 
 def client_of(request: HTTPRequest) -> str:
-    """Return by what a client's requests are counted: its key, or without keys its address.
+    """Return the client by which requests are counted: its key, or without keys its address.
 
-    Who has one address of IPv6 has 2^64 of them, so of these the network counts.
+    IPv6 clients are counted by their /64 network, because each has 2^64 addresses.
     """
     host = "" if request.client is None else request.client.host
     try:
@@ -187,6 +188,6 @@ def client_of(request: HTTPRequest) -> str:
 
 
 def key_of(request: HTTPRequest) -> str:
-    """Return the name of the key that a request came with, "" without keys."""
+    """Return the name of a request's key, "" without keys."""
     name: str = request.scope["state"].get("key", "")
     return name

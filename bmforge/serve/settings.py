@@ -1,4 +1,4 @@
-"""Where a server listens, and what it lets one client ask of it. Nothing heavy is imported here."""
+"""Address and limits of a server; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,49 +16,48 @@ KEYS_VARIABLE = "BMFORGE_API_KEYS"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How a server listens, and its limits.
+    """Address and limits of a server.
 
     Args:
-        host: address to listen at; any but this machine's own needs keys, or `allow_no_key`.
-        port: 0 takes a free one, which the log names.
-        name: of the model in requests; None takes that of its directory.
-        embedding_name: of a second model, that embeds; None is "embedding".
-        keys_file: a file with one key a line. Keys are read from the variable BMFORGE_API_KEYS as
-            well, divided by commas.
-        allow_no_key: let everybody who reaches the address ask.
-        allow_hosts: names besides this machine's own by which the server may be called without a
-            key.
-        grace_s: running requests get so long when the server is told to stop.
-        receive_s: a request's head and body must be there within so many seconds.
-        idle_s: a connection without a request is closed after so many seconds.
-        send_s: a client that takes nothing for so many seconds is left.
-        request_s: longest time of one request; what was written until then is its answer.
-        max_body_bytes: of a request.
-        max_json_depth: of objects and lists in a request.
-        max_json_values: of values in a request.
-        max_json_keys: of names of fields in a request.
-        max_prompt_tokens: None takes what the engine was planned for.
-        max_new_tokens: longest answer. None takes what the engine was planned for.
-        max_choices: answers to one prompt (`n`).
-        max_prompts: prompts or documents in one request.
-        max_inputs: texts in one request for embeddings.
-        max_stops: stop texts.
-        max_stop_chars: of one stop text.
-        max_logit_bias: tokens with a bias.
-        max_logprobs: likeliest tokens that are told for each token.
-        max_tools: of one request.
-        max_schema_bytes: of a schema, regular expression or grammar.
-        max_schema_depth: of a schema.
-        schema_cpu_s: processor time in which a schema must compile.
-        schema_memory_bytes: memory in which it must.
-        schema_s: time in which it must, waiting for others included.
-        template_s: time in which the chat template must write a conversation.
-        max_connections: open at once.
-        max_requests: running and waiting at once; more are told to come again.
-        max_requests_per_key: of these by one key; without keys by one address.
-        max_rate_per_min: requests of one key, or address, in a minute.
-        max_unread_bytes: text that was written and not taken; a request is cancelled at more.
-        log_requests: one line for every request: its path, status and time.
+        host: address to listen on; other than loopback needs keys, or allow_no_key.
+        port: port to listen on; 0 is a free port, which the log names.
+        name: model name in requests (default: name of its directory).
+        embedding_name: name of a second model for embeddings (default: embedding).
+        keys_file: file with one API key per line; more keys come from the environment variable
+            BMFORGE_API_KEYS, separated by commas.
+        allow_no_key: serve all clients without a key.
+        allow_hosts: host names that requests without a key may use, in addition to localhost.
+        grace_s: time in seconds for running requests when the server is stopped.
+        receive_s: time limit in seconds for receiving a request.
+        idle_s: time in seconds after which an idle connection is closed.
+        send_s: time in seconds after which a client that reads nothing is disconnected.
+        request_s: time limit in seconds of a request; the answer ends with the text so far.
+        max_body_bytes: maximum size of a request body in bytes.
+        max_json_depth: maximum nesting depth of a request body.
+        max_json_values: maximum number of values in a request body.
+        max_json_keys: maximum number of keys in a request body.
+        max_prompt_tokens: maximum prompt length in tokens (default: the engine's).
+        max_new_tokens: maximum answer length in tokens (default: the engine's).
+        max_choices: maximum number of answers per prompt (n).
+        max_prompts: maximum number of prompts or documents per request.
+        max_inputs: maximum number of texts per embeddings request.
+        max_stops: maximum number of stop strings.
+        max_stop_chars: maximum length of a stop string in characters.
+        max_logit_bias: maximum number of tokens in logit_bias.
+        max_logprobs: maximum number of top_logprobs per token.
+        max_tools: maximum number of tools per request.
+        max_schema_bytes: maximum size of a schema, regular expression or grammar in bytes.
+        max_schema_depth: maximum nesting depth of a schema.
+        schema_cpu_s: CPU time limit in seconds for compiling a schema.
+        schema_memory_bytes: memory limit in bytes for compiling a schema.
+        schema_s: time limit in seconds for compiling a schema, waiting included.
+        template_s: time limit in seconds for rendering the chat template.
+        max_connections: maximum number of open connections.
+        max_requests: maximum number of running and waiting requests; more are rejected (503).
+        max_requests_per_key: maximum number of those per key, or per address without keys.
+        max_rate_per_min: maximum number of requests per key or address and minute.
+        max_unread_bytes: generated text buffered for a slow client before its request is cancelled.
+        log_requests: log path, status and duration of every request.
     """
 
     host: str = "127.0.0.1"
@@ -101,7 +100,7 @@ class ServeConfig:
     log_requests: bool = True
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` with every field that is out of range or without effect."""
+        """Raise `ConfigError` with all fields that are out of range or without effect."""
         problems = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -133,7 +132,7 @@ class ServeConfig:
 
 
 def is_loopback(name: str) -> bool:
-    """Tell whether a host's name or address is this machine's own."""
+    """Return True if a host name or address is loopback."""
     bare = name.strip("[]").rstrip(".").lower()
     try:
         return ipaddress.ip_address(bare).is_loopback

@@ -1,4 +1,4 @@
-"""An engine that gives its memory back while nobody asks."""
+"""An engine that is unloaded while idle and loaded on demand."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["AnyEngine", "SleepingEngine"]
 
 
 class SleepingEngine:
-    """Opens an engine when it is asked for something, and closes it when it has been idle.
+    """Loads an engine on demand, and unloads it after an idle time.
 
-    It can be asked for what a server asks of an `Engine`, by any thread.
+    It offers what the server needs of an `Engine`, for any thread.
 
     Args:
-        open_engine: makes the engine; it is called at once, so that what is wrong is said now.
-        directory: of the model.
-        idle_s: seconds without a request after which the engine is closed.
-        clock: seconds from some beginning on.
+        open_engine: creates the engine; called immediately, so that errors are raised now.
+        directory: directory of the model.
+        idle_s: time in seconds without requests after which the engine is unloaded.
+        clock: monotonic time in seconds.
 
     Attributes:
-        model: without weights, for what must be known of it while the engine sleeps.
-        config: of the engine.
-        tokenizer: of the model.
-        plan: where everything was when the engine was open last.
+        model: model without weights, for its properties while the engine is unloaded.
+        config: configuration of the engine.
+        tokenizer: tokenizer of the model.
+        plan: memory plan of the engine when it was last loaded.
     """
 
     def __init__(
@@ -53,33 +53,33 @@ class SleepingEngine:
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine has its memory."""
+        """True if the engine is loaded."""
         return self._engine is not None
 
     def submit(self, request: Request) -> Handle:
-        """As `Engine.submit` does."""
+        """Submit a request; see `Engine.submit`."""
         return self._use(lambda engine: engine.submit(request))
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """As `Engine.call` does."""
+        """Call a function in the engine's thread; see `Engine.call`."""
         return self._use(lambda engine: engine.call(function))
 
     def submit_embed(self, inputs: Any, **options: Any) -> Future[Any]:
-        """As `Engine.submit_embed` does."""
+        """Submit texts to embed; see `Engine.submit_embed`."""
         return self._use(lambda engine: engine.submit_embed(inputs, **options))
 
     def submit_documents(self, documents: Any, **options: Any) -> Future[Any]:
-        """As `Engine.submit_documents` does."""
+        """Submit documents to fill; see `Engine.submit_documents`."""
         return self._use(lambda engine: engine.submit_documents(documents, **options))
 
     def requests_status(self) -> RequestsStatus:
-        """As `Engine.requests_status` does; it wakes nobody."""
+        """Return the engine's request status, without loading it."""
         with self._lock:
             engine = self._engine
             return RequestsStatus(0, 0, 0, 0) if engine is None else engine.requests_status()
 
     def doze(self) -> bool:
-        """Close the engine if it has been idle for long enough; tell whether it is closed."""
+        """Unload the engine if it has been idle for long enough; return True if it is unloaded."""
         with self._lock:
             engine = self._engine
             if engine is None:
@@ -90,24 +90,24 @@ class SleepingEngine:
             if self._clock() - self._last < self._idle_s:
                 return False
             self._engine = None
-            engine.close()  # whoever asks now waits: two models need not fit
+            engine.close()  # under the lock, because two models may not fit into memory
             del engine
             gc.collect()
         get_logger().info("engine: closed, as nobody has asked for %g s", self._idle_s)
         return True
 
     def close(self) -> None:
-        """Close it for good."""
+        """Close the engine permanently."""
         with self._lock:
             if self._engine is not None:
                 self._engine.close()
 
     def __enter__(self) -> SleepingEngine:
-        """Return it."""
+        """Return the engine."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the engine."""
         self.close()
 
     def _use(self, work: Callable[[Engine], Any]) -> Any:

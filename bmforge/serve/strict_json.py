@@ -1,4 +1,4 @@
-"""JSON as it is meant: what Python's reader lets pass, and what only wants to hurt, is refused."""
+"""Strict and bounded JSON parsing of request bodies."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from bmforge.serve.settings import ServeConfig
 
 __all__ = ["json_depth", "parse_json"]
 
-# Whole strings, so that what stands in them is not counted, and what opens, closes and divides. A
-# string that does not end goes to the end: to look for one at each of its quotes takes for ever.
+# Whole strings, so that their contents are not counted, and structural characters. An unterminated
+# string matches to the end: searching one from each of its quotes would take quadratic time.
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{},:]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MOST_DIGITS = 19  # of 64 bits
+_MOST_DIGITS = 19  # digits of a 64-bit integer
 
 
 def parse_json(body: bytes, config: ServeConfig) -> Any:
-    """Return the value of a request's body.
+    """Parse a request body.
 
     Raises:
-        RequestError: not UTF-8, not JSON, too deep or with too many values; or it has NaN, an
-            infinity, an integer of more than 19 digits, a key twice, or half of a surrogate pair.
+        RequestError: not UTF-8, not JSON, too deep or with too many values; NaN, an infinity, an
+            integer of more than 19 digits, a duplicate key, or half of a surrogate pair.
     """
     _check_size(body, config)
     try:
@@ -41,14 +41,14 @@ def parse_json(body: bytes, config: ServeConfig) -> Any:
         )
     except json.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON: {error.msg} at character {error.pos}") from None
-    # Only an escape can bring one in: bytes of one are not UTF-8.
+    # Surrogates come from escapes only: their bytes are not valid UTF-8.
     if "\\ud" in text or "\\uD" in text:
         _refuse_surrogates(value)
     return value
 
 
 def _check_size(body: bytes, config: ServeConfig) -> None:
-    """Count before anything is built: a reader of nested lists may run out of stack."""
+    """Count before parsing: Python's parser of nested lists may overflow the stack."""
     depth = values = keys = 0
     for mark in _MARKS.finditer(body):
         kind = body[mark.start()]
@@ -70,13 +70,13 @@ def _check_size(body: bytes, config: ServeConfig) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         shown = twice.encode("utf-8", "replace").decode()[:60]
         raise RequestError(f"the key {shown!r} is there twice", code="duplicate_key")
-    return found
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -97,14 +97,14 @@ def _float(digits: str) -> float:
 
 
 def _refuse_surrogates(value: Any) -> None:
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, list):
-            left += one
-        elif isinstance(one, str) and _SURROGATE.search(one):
+    remaining = [value]
+    while remaining:
+        item = remaining.pop()
+        if isinstance(item, dict):
+            remaining += [*item.keys(), *item.values()]
+        elif isinstance(item, list):
+            remaining += item
+        elif isinstance(item, str) and _SURROGATE.search(item):
             raise RequestError(
                 "a text has half of a surrogate pair, which is no character: write the character "
                 "itself, or both halves"
@@ -112,13 +112,13 @@ def _refuse_surrogates(value: Any) -> None:
 
 
 def json_depth(value: Any) -> int:
-    """Return how deep objects and lists in a value are nested; 0 for what is neither."""
+    """Return the nesting depth of objects and lists; 0 for other values."""
     depth, level = 0, [value]
     while True:
-        level = [one for one in level if isinstance(one, dict | list)]
+        level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return depth
         depth += 1
         level = [
-            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+            inner for item in level for inner in (item.values() if isinstance(item, dict) else item)
         ]

@@ -1,7 +1,7 @@
-"""Functions that a model may, or must, call.
+"""Tool calls: functions that a model may or must call.
 
-A call that must come is held to JSON by a constraint. One that may come is looked for in what is
-written, as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen's form and Hermes').
+A required call is constrained to JSON. An optional one is detected in the answer, as
+``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (format of Qwen and Hermes).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class Call:
-    """A call as clients read it.
+    """A tool call.
 
     Args:
-        name: of the function.
-        arguments: as JSON.
+        name: name of the function.
+        arguments: arguments as JSON.
     """
 
     name: str
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
-        """Return it with an id of its own; in a stream with its index."""
-        found: dict[str, Any] = {} if index is None else {"index": index}
+        """Return the call with a new id; in a stream with its index."""
+        position: dict[str, Any] = {} if index is None else {"index": index}
         function = {"name": self.name, "arguments": self.arguments}
         return {
-            **found,
+            **position,
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
             "function": function,
@@ -49,14 +49,14 @@ class Call:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of tools.
+    """Use of tools in a request.
 
     Args:
-        shown: what the template gets; None where there is nothing to call.
-        names: of what may be called.
-        rule: constraint of the answer where a call is required.
-        begin: start of the answer then.
-        max_calls: most calls in one answer; None is any number.
+        shown: tools passed to the template; None without tools.
+        names: functions that may be called.
+        rule: constraint on the answer if a call is required.
+        begin: beginning of the answer if a call is required.
+        max_calls: maximum number of calls in one answer; None is unlimited.
     """
 
     shown: list[dict[str, Any]] | None = None
@@ -67,14 +67,14 @@ class ToolUse:
 
 
 def find_tools(body: ChatRequest, writes_calls: bool) -> ToolUse:
-    """Return how the tools of a request are used.
+    """Return how a request uses tools.
 
     Args:
-        body: the request.
-        writes_calls: the model's template asks for calls in the form that is looked for.
+        body: request body.
+        writes_calls: the model's template uses the detectable call format.
 
     Raises:
-        RequestError: calls may come in a form that is not known, or must in two.
+        RequestError: optional calls in an unsupported format, or conflicting constraints.
     """
     if not body.tools or body.tool_choice == "none":
         return ToolUse()
@@ -112,15 +112,15 @@ def find_tools(body: ChatRequest, writes_calls: bool) -> ToolUse:
 
 
 def _call_rule(functions: dict[str, dict[str, Any] | None]) -> Constraint:
-    """Return the rule that an answer is a call of one of some functions.
+    """Return the constraint that an answer is a call of one of the functions.
 
-    Every function's schema is a definition of its own, and what refers to its root goes there.
+    Every function's schema becomes a definition; references to its root are redirected to it.
     """
     definitions, calls = {}, []
     for number, (name, schema) in enumerate(functions.items()):
-        place = f"tool{number}"
-        definitions[place] = _move(schema or {"type": "object"}, f"#/$defs/{place}")
-        properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{place}"}}
+        key = f"tool{number}"
+        definitions[key] = _move(schema or {"type": "object"}, f"#/$defs/{key}")
+        properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{key}"}}
         calls.append(
             {
                 "type": "object",
@@ -134,7 +134,7 @@ def _call_rule(functions: dict[str, dict[str, Any] | None]) -> Constraint:
 
 def _move(schema: Any, root: str) -> Any:
     if isinstance(schema, list):
-        return [_move(one, root) for one in schema]
+        return [_move(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
     moved = {
@@ -149,43 +149,43 @@ def _move(schema: Any, root: str) -> Any:
 
 
 def read_call(text: str, names: Collection[str]) -> Call | None:
-    """Return the call that a text is; None where it is something else."""
+    """Parse a text as a call; None if it is none."""
     try:
-        found = json.loads(text)
+        call = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    name = found.get("name") if isinstance(found, dict) else None
+    name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or name not in names:
         return None
-    arguments = found.get("arguments", {})
+    arguments = call.get("arguments", {})
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return Call(name, arguments) if isinstance(arguments, str) else None
 
 
 class CallReader:
-    """Tells calls from text, while both are written.
+    """Separates calls from text in a stream.
 
     Args:
-        names: of the functions; a call of any other is text.
+        names: functions; a call of another one is text.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names, self._held = names, ""
 
     def feed(self, text: str) -> Iterator[str | Call]:
-        """Yield what is known of what was written so far."""
+        """Yield text and calls that are complete after the next piece of text."""
         self._held += text
         while True:
             before, opened, rest = self._held.partition(_OPEN)
             if not opened:
-                kept = _begun(self._held)
-                said, self._held = (
-                    self._held[: len(self._held) - kept],
-                    self._held[-kept:] if kept else "",
+                size = _begun(self._held)
+                ready, self._held = (
+                    self._held[: len(self._held) - size],
+                    self._held[-size:] if size else "",
                 )
-                if said:
-                    yield said
+                if ready:
+                    yield ready
                 return
             if before:
                 yield before
@@ -197,9 +197,9 @@ class CallReader:
             self._held = behind.removeprefix("\n")
 
     def end(self) -> str:
-        """Return what was held back and turned out to be text."""
-        said, self._held = self._held, ""
-        return said
+        """Return the buffered rest, which is text."""
+        rest, self._held = self._held, ""
+        return rest
 
 
 def _begun(text: str) -> int:

@@ -1,4 +1,4 @@
-"""What is asked about a server: its models, whether it is well, its figures."""
+"""Routes for models, health and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _describe(served: Served, began: int) -> dict[str, object]:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """Name what can be asked."""
+    """List the models."""
     serving = serving_of(request)
     data = [_describe(served, serving.began) for served in serving.models]
     return JSONResponse({"object": "list", "data": data})
@@ -43,14 +43,14 @@ async def model(name: str, request: Request) -> Response:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Response:
-    """Say that the server answers."""
+    """Report that the server runs."""
     return JSONResponse({"status": "ok"})
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Say whether new requests are taken."""
+    """Report whether new requests are accepted."""
     serving = serving_of(request)
     is_ready = serving.admission.has_room and not serving.is_failed
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
@@ -58,7 +58,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Return all figures for Prometheus."""
+    """Return the metrics for Prometheus."""
     serving = serving_of(request)
     status = await run_in_threadpool(serving.engine.requests_status)
     content, kind = serving.metrics.write(status, serving.admission.count)

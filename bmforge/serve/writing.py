@@ -1,4 +1,4 @@
-"""From what a request says to what an engine is asked, limits checked."""
+"""Conversion of request bodies to engine options, with limit checks."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _MOST_DIGITS = 10  # of a token id; int() refuses more than 4,300
 
 
 def row_tokens(engine: AnyEngine) -> int:
-    """Return the longest row, prompt and answer together."""
+    """Return the maximum sequence length, prompt and answer together."""
     return engine.config.tokens_of(engine.model)
 
 
 def longest_prompt(engine: AnyEngine, config: ServeConfig) -> int:
-    """Return the longest row that is read and not gone on with."""
+    """Return the maximum length of a prompt."""
     return min(config.max_prompt_tokens or row_tokens(engine), row_tokens(engine))
 
 
 def check_limits(body: Writing, config: ServeConfig) -> None:
-    """Check the numbers of a request.
+    """Check the counts in a request against the limits.
 
     Raises:
-        RequestError: there is more of something than is served.
+        RequestError: a count exceeds its limit.
     """
     check_at_most("n", body.count, config.max_choices, "answers")
     check_at_most("stop", len(body.stops), config.max_stops, "texts")
@@ -100,20 +100,20 @@ def longest_token_bytes(tokenizer: Any) -> int:
 
 
 def longest_answer(
-    asked: int | None, prompt_tokens: int, engine: AnyEngine, config: ServeConfig
+    requested: int | None, prompt_tokens: int, engine: AnyEngine, config: ServeConfig
 ) -> int:
-    """Return how many tokens an answer may have.
+    """Return the maximum length of an answer in tokens.
 
     Args:
-        asked: by the client; None is as many as there is room for.
-        prompt_tokens: of the prompt.
-        engine: whose rows have a longest one.
-        config: the limits.
+        requested: requested length; None is the maximum.
+        prompt_tokens: length of the prompt.
+        engine: engine with the maximum sequence length.
+        config: limits.
 
     Raises:
-        RequestError: the prompt leaves no room, or more was asked than is served.
+        RequestError: the prompt is too long, or the request exceeds the limit.
     """
-    apart = engine.model.traits.reads == "apart"  # what is read and what is written are two rows
+    apart = engine.model.traits.reads == "apart"  # prompt and answer are separate sequences
     limit = row_tokens(engine)
     most_prompt = min(longest_prompt(engine, config), limit if apart else limit - 1)
     if prompt_tokens > most_prompt:
@@ -121,18 +121,18 @@ def longest_answer(
             f"the prompt has {prompt_tokens} tokens, and at most {most_prompt} are read here",
             code="context_length_exceeded",
         )
-    room = limit if apart else limit - prompt_tokens
-    most = min(room, config.max_new_tokens or room)
-    if asked is None:
+    space = limit if apart else limit - prompt_tokens
+    most = min(space, config.max_new_tokens or space)
+    if requested is None:
         return most
-    if asked > most:
+    if requested > most:
         raise RequestError(
-            f"{asked} new tokens were asked for; behind {prompt_tokens} tokens of prompt at most "
-            f"{most} are written here",
+            f"{requested} new tokens were asked for; behind {prompt_tokens} tokens of prompt "
+            f"at most {most} are written here",
             "max_tokens",
             code="context_length_exceeded",
         )
-    return asked
+    return requested
 
 
 def to_options(
@@ -143,25 +143,25 @@ def to_options(
     likeliest: int | None,
     stops: Sequence[str] = (),
 ) -> GenerationConfig:
-    """Return how to write, as the engine is told.
+    """Return the generation options of a request.
 
     Args:
-        body: the request.
-        engine: whose tokenizer spells what must not come.
-        max_new_tokens: of each answer.
-        ends: tokens that end it; None leaves that to the engine.
-        likeliest: tokens that are told in each place; None tells no probabilities.
-        stops: texts that end it besides those of the request.
+        body: request body.
+        engine: engine with the tokenizer.
+        max_new_tokens: maximum length of each answer.
+        ends: end tokens; None is the engine's default.
+        likeliest: number of top log-probabilities per token; None returns none.
+        stops: stop strings in addition to those of the request.
 
     Raises:
-        RequestError: a field that does not fit the model, or another field.
+        RequestError: a field does not fit the model, or another field.
     """
-    drawing: dict[str, Any] = {"do_sample": not body.is_greedy}
-    if drawing["do_sample"]:  # greedy decoding is the same for any value of these
-        drawing["temperature"] = 1.0 if body.temperature is None else body.temperature
-        drawing |= {"top_p": body.top_p, "min_p": body.min_p or None}
-        drawing |= {"top_k": body.top_k if (body.top_k or 0) > 0 else None}
-        drawing |= {"seed": None if body.seed is None else body.seed % (1 << 63)}
+    sampling: dict[str, Any] = {"do_sample": not body.is_greedy}
+    if sampling["do_sample"]:  # with greedy decoding the other parameters have no effect
+        sampling["temperature"] = 1.0 if body.temperature is None else body.temperature
+        sampling |= {"top_p": body.top_p, "min_p": body.min_p or None}
+        sampling |= {"top_k": body.top_k if (body.top_k or 0) > 0 else None}
+        sampling |= {"seed": None if body.seed is None else body.seed % (1 << 63)}
     elif body.count > 1:
         raise RequestError("n above 1 needs a temperature above 0", "n", code="invalid_value")
     try:
@@ -177,7 +177,7 @@ def to_options(
             eos_token_id=ends,
             stop_strings=(*body.stops, *stops),
             logprobs=likeliest,
-            **drawing,
+            **sampling,
         )
     except BmforgeError as error:
         raise RequestError(str(error), code="invalid_value") from error
@@ -195,7 +195,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...],
 
 
 def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
-    found = {}
+    biases = {}
     for text, bias in (body.logit_bias or {}).items():
         is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
         if not (is_number and int(text) < engine.model.config.vocab_size):
@@ -205,17 +205,17 @@ def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
                 "logit_bias",
                 code="invalid_value",
             )
-        found[int(text)] = bias
-    return found
+        biases[int(text)] = bias
+    return biases
 
 
 def find_constraint(
     form: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> Constraint | None:
-    """Return what every answer must be a case of, by either field.
+    """Return the constraint on every answer, from either field.
 
     Raises:
-        RequestError: both fields, several rules at once, or one that is none.
+        RequestError: both fields, several constraints, or an invalid one.
     """
     rules: dict[str, Any] = {}
     if form is not None and form.type == "json_object":
@@ -231,18 +231,18 @@ def find_constraint(
 
 
 def _read_outputs(outputs: StructuredOutputs) -> dict[str, Constraint]:
-    name, found = "structured_outputs", {}
+    name, constraints = "structured_outputs", {}
     try:
         if outputs.json_schema is not None:
-            found[f"{name}.json"] = Constraint.json_schema(outputs.json_schema)
+            constraints[f"{name}.json"] = Constraint.json_schema(outputs.json_schema)
         if outputs.regex is not None:
-            found[f"{name}.regex"] = Constraint.regex(outputs.regex)
+            constraints[f"{name}.regex"] = Constraint.regex(outputs.regex)
         if outputs.choice is not None:
-            found[f"{name}.choice"] = Constraint.choices(outputs.choice)
+            constraints[f"{name}.choice"] = Constraint.choices(outputs.choice)
         if outputs.grammar is not None:
-            found[f"{name}.grammar"] = Constraint.lark(outputs.grammar)
+            constraints[f"{name}.grammar"] = Constraint.lark(outputs.grammar)
     except BmforgeError as error:
         raise RequestError(str(error), name, code="invalid_value") from error
-    if not found:
+    if not constraints:
         raise RequestError(f"{name} has no rule: json, regex, choice or grammar", name)
-    return found
+    return constraints
