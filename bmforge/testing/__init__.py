@@ -1,4 +1,4 @@
-"""Tools for people who test what they build on bmforge: gloo workers, tiny models, tolerances.
+"""Test utilities for code built on bmforge: gloo workers, tiny models, tolerances.
 
 Start reading at `pool.py`.
 """

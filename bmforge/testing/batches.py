@@ -1,4 +1,4 @@
-"""Random inputs and labels for a model of any kind, by its head."""
+"""Random inputs and labels for any model, by head."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Batch = dict[str, Tensor]
 
 
 def make_batch(model: Any, batch: int = 2, length: int = 12, seed: int = 1) -> Tensor:
-    """Return random token ids (batch, length); the vocabulary's last one stays free for padding."""
+    """Return random token ids (batch, length), without the last one, which is used as padding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.config.vocab_size - 1, (batch, length), generator=generator)
 
 
 def make_labels(model: Any, inputs: Batch, seed: int = 2) -> Batch:
-    """Return the arguments that make a model with these inputs return a loss.
+    """Return the label arguments with which the model returns a loss.
 
-    Some labels are -100, so that what is not counted is tested as well.
+    Some labels are -100, to test that they are ignored.
     """
     config = model.config
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What every family can do: the tables of docs/capabilities.md, and the mark of the tests."""
+"""Capabilities that the tests of every family cover; the tables of docs/capabilities.md."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TypeVar
 
 __all__ = ["CAPABILITIES", "ROOMS", "capability", "find_capabilities"]
 
-# Room that owns them -> capabilities, in the order of the page's tables and their columns. A new
-# column is a name here and one marked test in a suite. "changed: " is of a model that was changed
-# in the three ways of `nn` at once.
+# Package -> capabilities, in the order of the page's tables and their columns. A new column is a
+# name here and one marked test in a suite. "changed: " means a model with the three kinds of
+# changes of `nn` at once.
 ROOMS: dict[str, tuple[str, ...]] = {
     "nn": ("low-rank", "int8", "int4", "resize"),
     "models": (
@@ -83,7 +83,7 @@ _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
 def capability(*names: str) -> Callable[[_Test], _Test]:
-    """Mark a test method as the proof of capabilities; a cell of the page then names it."""
+    """Mark a test method as the test of capabilities; the page's cell names it."""
     unknown = set(names) - set(CAPABILITIES)
     assert not unknown, f"{unknown} are not in CAPABILITIES"
 
@@ -95,7 +95,7 @@ def capability(*names: str) -> Callable[[_Test], _Test]:
 
 
 def find_capabilities(suite: type) -> dict[str, str]:
-    """Return capability -> name of the test method that proves it, of one test class."""
+    """Return a dictionary from capability to the name of its test method, for one test class."""
     found: dict[str, str] = {}
     for attribute in sorted(dir(suite)):
         test = getattr(suite, attribute)

@@ -1,4 +1,4 @@
-"""Changed models and the plain ones that they must equal, for `changed_suite.py`."""
+"""Changed models and equivalent plain models, for `changed_suite.py`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _RANK = 2
-# Layers that get a part, and layers that are kept as int8 rows: some get both, some neither.
+# Layers with an added part, and layers stored as int8: some are in both lists, some in neither.
 _PARTS_BESIDE = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 _STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
 def resized(model: nn.Module) -> list[Change]:
-    """Return half the heads and half the features for the last block of every stack."""
+    """Return changes that halve the heads and the MLP width of the last block of every stack."""
     last = {name.rpartition(".")[0]: name for name, m in model.named_modules() if is_block(m)}
     changes = []
     for name in last.values():
@@ -54,31 +54,31 @@ def resized(model: nn.Module) -> list[Change]:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Tell a block from other modules."""
+    """Return whether a module is a block."""
     return isinstance(module, Block)
 
 
 def low_rank_everywhere(model: nn.Module) -> Change:
-    """Return parts beside projections, experts and the language model's head."""
-    found = [
+    """Return a change that adds low-rank parts to projections, experts and the LM head."""
+    names = [
         name
         for name, module in model.named_modules()
         if isinstance(module, (LMHead, Experts))
         or (isinstance(module, nn.Linear) and name.endswith(_PARTS_BESIDE))
     ]
-    return Change("low_rank", tuple(found), {"rank": _RANK, "alpha": 3.0})
+    return Change("low_rank", tuple(names), {"rank": _RANK, "alpha": 3.0})
 
 
 def stored_as_int8(model: nn.Module) -> Change:
-    """Return int8 rows for projections, experts, the token embedding and the head."""
-    found = [
+    """Return a change that stores projections, experts, token embedding and LM head as int8."""
+    names = [
         name
         for name, module in model.named_modules()
         if isinstance(module, (LMHead, Experts))
         or (isinstance(module, nn.Linear) and name.endswith(_STORED))
         or (isinstance(module, nn.Embedding) and name == "embed")
     ]
-    return Change("int8", tuple(found))
+    return Change("int8", tuple(names))
 
 
 def widen(batch: Batch) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ def widen(batch: Batch) -> dict[str, Tensor]:
 
 
 def change_everything(model: Any) -> tuple[Change, ...]:
-    """Return every change at once, for a model that is not changed yet."""
+    """Return all changes at once, for an unchanged model."""
     narrowed = copy.deepcopy(model)
     for change in resized(model):
         narrowed.change_(change)
@@ -101,7 +101,7 @@ def list_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
-    """Let parts add something: their second matrices are zero at first."""
+    """Set the second matrices of the parts, initially zero, to random values."""
     generator = torch.Generator().manual_seed(7)
     for part in list_parts(model):
         for name, parameter in part.named_parameters():
@@ -110,10 +110,10 @@ def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
 
 
 def merge_parts_(model: nn.Module, whole: nn.Module) -> dict[str, tuple[str, str, float]]:
-    """Add what parts add to the plain weights of `whole`; tied weights part ways.
+    """Add the products of low-rank parts to the plain weights of `whole`; unties tied weights.
 
     Returns:
-        name of each merged weight -> names of its part's matrices, and the part's scale.
+        dictionary from merged weight to the names of the part's two matrices and its scale.
     """
     merged: dict[str, tuple[str, str, float]] = {}
     for name, part in model.named_modules():
@@ -121,8 +121,8 @@ def merge_parts_(model: nn.Module, whole: nn.Module) -> dict[str, tuple[str, str
             continue
         owner = name.rpartition(".")[0]
         keys = {"weight": ""} if isinstance(part, LowRank) else {k: f"{k}_" for k in part.keys}
-        for key, stem in keys.items():
-            down, up = f"{name}.{stem}down", f"{name}.{stem}up"
+        for key, prefix in keys.items():
+            down, up = f"{name}.{prefix}down", f"{name}.{prefix}up"
             module = whole.get_submodule(owner)
             added = part.scale * value_of(model, up) @ value_of(model, down)
             plain = getattr(module, key).detach()
@@ -132,28 +132,28 @@ def merge_parts_(model: nn.Module, whole: nn.Module) -> dict[str, tuple[str, str
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter by name, without its gradient."""
+    """Return a parameter by name, detached."""
     return model.get_parameter(name).detach()
 
 
 def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
-    """Return name, rows and scales of every packed weight."""
-    found = []
+    """Return name, rows and scales of every int8 weight."""
+    stored = []
     for name, module in model.named_modules():
         if isinstance(module, RowStore):
-            found.append((f"{name}.weight", module.weight, module.scale))
+            stored.append((f"{name}.weight", module.weight, module.scale))
         elif isinstance(module, Int8Experts):
-            found += [
+            stored += [
                 (f"{name}.{key}", getattr(module, key), getattr(module, f"{key}_scale"))
                 for key in ("gate_proj", "up_proj", "down_proj")
                 if getattr(module, key) is not None
             ]
-    return found
+    return stored
 
 
 @torch.no_grad()
 def silence_the_rest_(whole: nn.Module, narrow: nn.Module) -> None:
-    """Make zero what the narrower blocks have not of the last projections of attention and MLP."""
+    """Zero the columns of the last projections that the narrower model does not have."""
     for name, block in narrow.named_modules():
         if not is_block(block):
             continue
@@ -165,26 +165,26 @@ def silence_the_rest_(whole: nn.Module, narrow: nn.Module) -> None:
                     _silence_heads_(attn.o_proj.weight, new_spec, old_spec)
                     _rescale_(attn.o_proj.weight, new_spec.out_scale, old_spec.out_scale)
         if old.mlp is not None:
-            kept, experts = block.spec.mlp.intermediate_size, getattr(old.mlp, "experts", None)
-            last = old.mlp.down_proj.weight if experts is None else experts.down_proj
-            last[..., kept:] = 0
-            _rescale_(last, block.spec.mlp.out_scale, old.spec.mlp.out_scale)
+            size, experts = block.spec.mlp.intermediate_size, getattr(old.mlp, "experts", None)
+            weight = old.mlp.down_proj.weight if experts is None else experts.down_proj
+            weight[..., size:] = 0
+            _rescale_(weight, block.spec.mlp.out_scale, old.spec.mlp.out_scale)
 
 
 def _silence_heads_(weight: Tensor, new: Any, old: Any) -> None:
-    """Leave the first queries of the first key-value heads."""
+    """Keep the first queries of the first key-value heads; zero the others."""
     groups = weight.unflatten(1, (old.num_kv_heads, -1, old.head_dim))
     groups[:, new.num_kv_heads :] = 0
     groups[:, :, new.num_heads // new.num_kv_heads :] = 0
 
 
 def _rescale_(weight: Tensor, new: float, old: float) -> None:
-    """A scale that follows from a width is that of the new one (Tensor Programs)."""
+    """Apply the new model's scale, which depends on the width (Tensor Programs)."""
     weight *= new / old
 
 
 def run_step_of(model: Any, batch: Batch, owner: Any = None) -> dict[str, Tensor]:
-    """Return the loss and every gradient."""
+    """Return the loss and all gradients."""
     owner = model if owner is None else owner
     owner.zero_grad()
     loss = model(**batch).loss
@@ -196,6 +196,6 @@ def run_step_of(model: Any, batch: Batch, owner: Any = None) -> dict[str, Tensor
 
 def list_outputs(output: Any) -> dict[str, Tensor]:
     """Return the tensors of a model's output by name."""
-    found = {name: value for name, value in output._asdict().items() if torch.is_tensor(value)}
-    assert found
-    return found
+    tensors = {name: value for name, value in output._asdict().items() if torch.is_tensor(value)}
+    assert tensors
+    return tensors

@@ -1,4 +1,4 @@
-"""What every family must do when it was changed: parts beside layers, int8 rows in their place."""
+"""Tests of changed models for every family: low-rank parts and int8 weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["ChangedSuite"]
 
 
 class ChangedSuite:
-    """Changed models are models; `FamilySuite` inherits this."""
+    """Tests of changed models; `FamilySuite` inherits this."""
 
     model_class: ClassVar[type[Model]]
 
@@ -52,21 +52,21 @@ class ChangedSuite:
         raise TypeError(f"{type(self).__name__} defines no tiny_config")
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments besides labels."""
+        """Return the model's arguments other than labels."""
         raise TypeError(f"{type(self).__name__} defines no make_inputs")
 
     @pytest.fixture
     def changed(self, tiny: Model) -> ModelConfig:
-        """The tiny config with every change at once."""
+        """The tiny config with all changes at once."""
         return self.changed_config(tiny)
 
     def changed_config(self, tiny: Model) -> ModelConfig:
-        """Return a model's config with every change at once."""
+        """Return a model's config with all changes at once."""
         return tiny.config.replace(changes=change_everything(tiny))
 
     @capability("low-rank")
     def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
-        """What parts add is what merged weights give; their gradients follow from the merged."""
+        """A low-rank part equals merged weights, and its gradients follow from theirs."""
         model, batch = self._doubled(tiny)
         whole = copy.deepcopy(model)
         model.change_(low_rank_everywhere(model))
@@ -84,7 +84,7 @@ class ChangedSuite:
 
     @capability("int8")
     def test_int8_has_the_bits_of_its_dequantised_twin(self, tiny: Model) -> None:
-        """Rows times scales in plain layers give the same bits, loss, logits and gradients."""
+        """Int8 weights equal dequantized plain weights bit for bit: loss, logits, gradients."""
         model, batch = self._doubled(tiny)
         twin = copy.deepcopy(model)
         model.change_(stored_as_int8(model))
@@ -97,7 +97,7 @@ class ChangedSuite:
 
     @capability("resize")
     def test_resized_is_the_model_with_zeros(self, tiny: Model) -> None:
-        """A narrower layer computes what the whole one does when the rest of it is zero."""
+        """A narrower layer equals the full layer with the removed part set to zero."""
         model, batch = self._doubled(tiny)
         whole = copy.deepcopy(model)
         for change in resized(tiny):
@@ -112,11 +112,11 @@ class ChangedSuite:
     def test_changed_saves_and_opens(
         self, tiny: Model, changed: ModelConfig, tmp_path: Path
     ) -> None:
-        """A changed model opens as it was saved; nothing is left out, on meta it draws the same."""
+        """A changed model is saved and opened exactly; initialization on meta gives the same."""
         model = self.model_class.from_config(changed).eval()
         meta = init_weights_(self.model_class.from_config(changed, device="meta"), 0)
         assert_equal_trees(meta.state_dict(), model.state_dict())
-        *sizes, parts, rows = changed.changes  # layers that are narrowed later keep what they had
+        *sizes, parts, rows = changed.changes  # a layer that is narrowed later keeps its parts
         after = self.model_class.from_config(tiny.config.replace(changes=tuple(sizes)))
         after.change_(parts).change_(rows)
         assert_equal_trees(after.state_dict(), model.state_dict())
@@ -133,7 +133,7 @@ class ChangedSuite:
 
     @capability("changed: recompute", "changed: stream", "changed: offload")
     def test_changed_streams(self, changed: ModelConfig) -> None:
-        """Blocks with packed weights and parts stream in, what they keep waits on the host."""
+        """Blocks with int8 weights and parts stream in; activations are offloaded to the host."""
         model = self.model_class.from_config(changed)
         spread_parts_(model)
         freeze_base_(model)
@@ -158,7 +158,7 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: compile")
     def test_changed_compiles_whole(self, changed: ModelConfig) -> None:
-        """Training a changed model is one graph without breaks, with the same numbers."""
+        """Training a changed model compiles to one graph with the same results."""
         torch.compiler.reset()
         model = self.model_class.from_config(changed, dtype=torch.float64)
         batch = widen(self.make_inputs(model))
@@ -169,14 +169,14 @@ class ChangedSuite:
         torch.compiler.reset()
 
     def write_text(self, model: Any) -> Tensor | None:
-        """Return what the model writes, greedily; None for a family that writes nothing."""
+        """Return greedily generated ids; None for a family that does not generate."""
         if not model.traits.writes:
             return None
         return generate(model, make_batch(model, 2, length=6), max_new_tokens=5, do_sample=False)
 
     @capability("changed: generate")
     def test_changed_generates(self, tiny: Model) -> None:
-        """Parts on packed layers write what the plain model of the same weights writes."""
+        """Int8 layers with parts generate what the plain model with the same weights generates."""
         model = copy.deepcopy(tiny).double()
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
         spread_parts_(model, 1.0)
@@ -196,7 +196,7 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: checkpoint")
     def test_changed_goes_on_elsewhere(self, changed: ModelConfig, tmp_path: Path) -> None:
-        """Two steps on a cut pipeline, saved, and the third on one process: as on one alone."""
+        """Two steps on a pipeline, a checkpoint, a third step on one process: as three on one."""
         model = self.model_class.from_config(changed)
         inputs = self.make_inputs(model, batch=4)
         arguments = self.model_class, changed, inputs, make_labels(model, inputs)
@@ -221,35 +221,35 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: tensor")
     def test_changed_tensor_parallel(self, changed: ModelConfig) -> None:
-        """Parts are cut as what they stand beside, packed rows as plain ones."""
+        """Parts are sharded like their layer, int8 rows like plain ones."""
         self.check_changed(changed, "tensor")
 
     @pytest.mark.long
     @capability("changed: sequence")
     def test_changed_sequence_parallel(self, changed: ModelConfig) -> None:
-        """The same with tokens divided between the parts of a block."""
+        """The same with sequence parallelism."""
         self.check_changed(changed, "sequence")
 
     @pytest.mark.long
     @capability("changed: pipeline")
     def test_changed_pipeline(self, changed: ModelConfig) -> None:
-        """Two stages of a changed model are one."""
+        """Two pipeline stages equal one process."""
         self.check_changed(changed, "pipeline")
 
     @pytest.mark.long
     @capability("changed: context")
     def test_changed_context_parallel(self, changed: ModelConfig) -> None:
-        """Rows divided over two processes are one process."""
+        """Sequences split over two processes equal one process."""
         self.check_changed(changed, "context")
 
     @pytest.mark.long
     @capability("changed: combined")
     def test_changed_layouts_combine(self, changed: ModelConfig) -> None:
-        """A pipeline whose stages are cut and whose tokens are divided, with recompute."""
+        """Pipeline, tensor and sequence parallelism together, with recompute."""
         self.check_changed(changed, "combined")
 
     def check_changed_experts(self, changed: ModelConfig) -> None:
-        """Divided experts with parts and int8 rows; for suites of families with them."""
+        """Expert parallelism with parts and int8 rows; for suites of families with experts."""
         self.check_changed(changed, "expert")
 
     def check_changed(self, changed: ModelConfig, where: str, **more: Any) -> None:
@@ -257,7 +257,7 @@ class ChangedSuite:
         check_suite(self, changed, where, **more)
 
     def _doubled(self, tiny: Model) -> tuple[Any, Batch]:
-        """Return a copy in float64 and a batch for it."""
+        """Return a float64 copy and a batch for it."""
         model = copy.deepcopy(tiny).double()
         batch = widen(self.make_inputs(model))
         return model, batch | make_labels(model, batch)

@@ -1,4 +1,4 @@
-"""What every family must do when it is made small: each way, all of them, and a teacher beside."""
+"""Tests of compression for every family: each method, all of them, with and without a teacher."""
 
 from __future__ import annotations
 
@@ -44,43 +44,43 @@ _EXPERTS = MoEfyConfig(num_experts=4, share=0.5, router="similarity")
 
 
 class CompressSuite:
-    """Small models of a family; `FamilySuite` inherits this.
+    """Tests of compressed models; `FamilySuite` inherits this.
 
     Attributes:
-        smaller: the sizes that the tiny model's layers shrink to.
+        smaller: sizes to which the tiny model's layers are reduced.
     """
 
     model_class: ClassVar[type[Model]]
     smaller: ClassVar[dict[str, Any]] = {"intermediate_size": 64}
 
     def wide_config(self) -> ModelConfig:
-        """Return the tiny config with widths that groups of 32 columns divide."""
+        """Return the tiny config with widths divisible by 32."""
         raise TypeError(f"{type(self).__name__} defines no wide_config")
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments besides labels."""
+        """Return the model's arguments other than labels."""
         raise TypeError(f"{type(self).__name__} defines no make_inputs")
 
     def fat(self) -> Any:
-        """Return a fresh model whose MLPs can be halved, or split into experts."""
+        """Return a new model whose MLPs can be halved or split into experts."""
         config = self.wide_config()
         known = {field.name for field in fields(config)}
         sizes = {name: _WIDE for name in ("intermediate_size", "expert_size") if name in known}
         return self.model_class.from_config(config.replace(**sizes)).train()
 
     def has_experts(self) -> bool:
-        """Tell whether the family has experts already."""
+        """Return whether the family already has experts."""
         return any(isinstance(module, MoE) for module in self.fat().modules())
 
     def skip_experts(self) -> None:
-        """Skip what makes experts of MLPs."""
+        """Skip a test that splits MLPs into experts."""
         if self.has_experts():
             pytest.skip("its layers have experts already")
 
     def make_small(
         self, config: CompressConfig, folder: Path, before: Any = None
     ) -> tuple[Any, Compression]:
-        """Compress, train, finish, save, open and stream; return the small model and the job."""
+        """Compress, train, finish, save, open and stream; return model and job."""
         model: Any = self.fat() if before is None else before
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
@@ -108,7 +108,7 @@ class CompressSuite:
 
     @torch.no_grad()
     def check_opens(self, small: Any, folder: Path) -> None:
-        """A directory gives the small model back, whole and streamed."""
+        """Check that the saved model opens and streams with the same outputs."""
         inputs = self.make_inputs(small)
         want = list_outputs(small(**inputs))
         small.save_pretrained(folder)
@@ -129,21 +129,21 @@ class CompressSuite:
     @pytest.mark.long
     @capability("distill")
     def test_distilled(self, tmp_path: Path) -> None:
-        """A student learns; what it learned with is not in its file."""
+        """A student's loss decreases; training-only tensors are not saved."""
         small, _ = self.make_small(CompressConfig(distill=_DISTILL), tmp_path / "model")
         assert set(persistent_tensors(small)) == set(persistent_tensors(self.fat()))
 
     @pytest.mark.long
     @capability("qat")
     def test_trained_with_rounding(self, tmp_path: Path) -> None:
-        """What was trained as integers is integers."""
+        """Weights trained with fake quantization become packed integers."""
         small, _ = self.make_small(CompressConfig(quantize=_QUANTIZE), tmp_path / "model")
         assert any(isinstance(module, PackedStore) for module in small.modules())
 
     @pytest.mark.long
     @capability("sparse")
     def test_zeros_stay(self, tmp_path: Path) -> None:
-        """Half of every group of four, after steps of AdamW."""
+        """2:4 sparsity is kept after steps of AdamW."""
         small, job = self.make_small(CompressConfig(prune=_ZEROS), tmp_path / "model")
         for name in job.methods[0]._places:  # type: ignore[attr-defined]
             for matrix in _matrices(small.get_parameter(name)):
@@ -153,7 +153,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("structured")
     def test_smaller_shapes(self, tmp_path: Path) -> None:
-        """Half of every MLP is gone."""
+        """The model has fewer parameters."""
         config = CompressConfig(structure=StructureConfig(**self.smaller))
         small, _ = self.make_small(config, tmp_path / "model")
         before = sum(t.numel() for t in persistent_tensors(self.fat()).values())
@@ -162,7 +162,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("experts")
     def test_experts(self, tmp_path: Path) -> None:
-        """MLPs become experts; all of them at work are the dense model."""
+        """MLPs become experts; with all experts active they equal the dense model."""
         self.skip_experts()
         config = CompressConfig(moefy=_EXPERTS)
         small, _ = self.make_small(config, tmp_path / "model")
@@ -178,7 +178,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("cook")
     def test_all_at_once(self, tmp_path: Path) -> None:
-        """Smaller shapes, experts, zeros and integers, with a teacher in each phase."""
+        """Structure, experts, sparsity and quantization together, with a teacher."""
         experts = None if self.has_experts() else replace(_EXPERTS, num_experts=2)
         config = CompressConfig(structure=StructureConfig(**self.smaller), moefy=experts)
         small, _ = self.make_small(config, tmp_path / "first")
@@ -193,5 +193,5 @@ def _task(model: Any, batch: Any, num_items: float) -> Tensor:
 
 
 def _matrices(parameter: Tensor) -> list[Tensor]:
-    """Return the matrices of a parameter, of a stack each."""
+    """Return the matrices of a parameter, one per expert for a 3-D one."""
     return list(parameter) if parameter.dim() == 3 else [parameter]

@@ -1,4 +1,4 @@
-"""What decoder-only families must do besides `ModelSuite`: padding, packing, cached decoding."""
+"""Tests of decoder-only families besides `ModelSuite`: padding, packing, cached decoding."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["DecoderOwnSuite", "DecoderSuite"]
 
 
 class DecoderOwnSuite:
-    """What a decoder shows by itself; `tiny` is a small model of it."""
+    """Tests of a decoder without a reference model; `tiny` is a small model."""
 
     def test_cached_decode(self, tiny: Model) -> None:
-        """Feeding a sequence in pieces through a cache gives the logits of feeding it whole."""
+        """Decoding in pieces with a cache gives the logits of one forward."""
         check_cached_decode(tiny)
 
     def test_packed_documents(self, tiny: Model) -> None:
-        """Documents packed into one row, positions starting anew, give what each gives alone."""
+        """Documents packed into one row give the same logits as each alone."""
         check_packed_documents(tiny)
 
     @pytest.mark.long
     def test_decoding_compiles_whole(self, tiny: Model) -> None:
-        """Cached decoding is one graph without breaks, with the same numbers."""
+        """Cached decoding compiles to one graph with the same results."""
         torch.compiler.reset()
         ids = make_batch(tiny)
         compiled = torch.compile(tiny, fullgraph=True, backend="eager")
@@ -44,26 +44,26 @@ class DecoderOwnSuite:
 
 
 class DecoderSuite(DecoderOwnSuite, ModelSuite):
-    """Numbers of a decoder against transformers, for every case.
+    """Comparison of a decoder with transformers, for every case.
 
-    `long_length` is the length of the sequences compared, beyond a scaled rotary embedding's
-    original context where a case has one.
+    `long_length` is the sequence length of the comparison; for a case with scaled rotary
+    embeddings it exceeds the original context length.
     """
 
     long_length: ClassVar[int] = 24
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return long rows of token ids."""
+        """Return long sequences of token ids."""
         return {"input_ids": make_batch(model, batch, self.long_length, seed)}
 
     def test_last_logits(self, twin: Twin) -> None:
-        """`logits_to_keep` gives the last of all logits."""
+        """`logits_to_keep` returns the last logits."""
         ids = make_batch(twin.ours)
         assert_close(twin.ours(ids, logits_to_keep=2).logits, twin.ours(ids).logits[:, -2:])
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_padding(self, twin: Twin, side: str) -> None:
-        """Real tokens of a padded batch have transformers' logits; padding makes no NaN."""
+        """Logits of a padded batch equal transformers', without NaN at padding."""
         ids = make_batch(twin.ours)
         mask = torch.ones_like(ids)
         mask[0, :5] = 0
@@ -81,7 +81,7 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         assert_close(twin.ours(ids, labels=ids, num_items_in_batch=7).loss, theirs)
 
     def test_padded_gradients_are_finite(self, twin: Twin) -> None:
-        """Rows that start with padding give finite gradients."""
+        """Rows that start with padding have finite gradients."""
         ids = make_batch(twin.ours)
         mask = torch.ones_like(ids)
         mask[0, :-1] = 0
@@ -100,7 +100,7 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
     @capability("generate")
     @pytest.mark.parametrize("beams", [1, 3])
     def test_generates_the_same_ids(self, twin: Twin, beams: int) -> None:
-        """Greedy and beam search give transformers' ids, padded prompts too."""
+        """Greedy and beam search return transformers' ids, for padded prompts too."""
         ids = make_batch(twin.ours, length=6, seed=4)
         mask = torch.ones_like(ids)
         mask[0, :2] = 0
@@ -110,7 +110,7 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
 
 
 def check_cached_decode(model: Model) -> None:
-    """Compare decoding in pieces with one call, with and without left padding."""
+    """Compare decoding in pieces with one forward, with and without left padding."""
     ids = make_batch(model)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

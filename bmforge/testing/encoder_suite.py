@@ -1,4 +1,4 @@
-"""What text encoders must do besides `ModelSuite`: padding, segments, packing."""
+"""Tests of text encoders besides `ModelSuite`: padding, segments, packing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["EncoderSuite"]
 
 
 class EncoderSuite(ModelSuite):
-    """Numbers of a bidirectional text encoder against transformers, for every case."""
+    """Comparison of a bidirectional text encoder with transformers, for every case."""
 
     not_applicable: ClassVar[dict[str, str]] = {
         "generate": "has no next token",
@@ -24,14 +24,14 @@ class EncoderSuite(ModelSuite):
     }
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return rows of token ids, the first with padding on the right, and segments."""
+        """Return token ids, the first row with padding on the right."""
         ids = make_batch(model, batch, seed=seed)
         mask = torch.ones_like(ids)
         mask[0, -3:] = 0
         return {"input_ids": ids, "attention_mask": mask}
 
     def test_padding_changes_nothing(self, twin: Twin) -> None:
-        """A padded row's real tokens are those of the row alone."""
+        """The tokens of a padded row have the outputs of the row alone."""
         ids = make_batch(twin.ours)
         mask = torch.ones_like(ids)
         mask[0, 7:] = 0
@@ -41,7 +41,7 @@ class EncoderSuite(ModelSuite):
         assert_close(padded[:1, :7], alone)
 
     def test_packed_documents(self, twin: Twin) -> None:
-        """Documents packed into one row, positions starting anew, give what each gives alone."""
+        """Documents packed into one row have the outputs of each alone."""
         ids = make_batch(twin.ours, batch=1)
         lengths = (3, 5, 4)
         documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]

@@ -1,4 +1,4 @@
-"""What every family must do in the low-memory runtime, under any budget."""
+"""Tests of the low-memory engine for every family, with any budget."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ _LAYERS = 4
 
 
 class EngineSuite:
-    """A model within a budget is the model; `FamilySuite` inherits this.
+    """Comparison of models with and without a memory budget; `FamilySuite` inherits this.
 
     Attributes:
-        deep_options: fields of the config that a model of four blocks needs, some of which move
-            under the smallest budget.
+        deep_options: fields of the config for a model of four blocks, some of which are moved
+            with the smallest budget.
     """
 
     deep_options: Mapping[str, Any] = {}
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments besides labels."""
+        """Return the model's arguments other than labels."""
         raise TypeError(f"{type(self).__name__} defines no make_inputs")
 
     def write_text(self, model: Any) -> Tensor | None:
-        """Return what the model writes, greedily; None for a family that writes nothing."""
+        """Return greedily generated ids; None for a family that does not generate."""
         raise TypeError(f"{type(self).__name__} defines no write_text")
 
     @pytest.fixture
     def deep(self, tiny: Model) -> Model:
-        """A tiny model of as many blocks as some have to move."""
+        """A tiny model with enough blocks that some are moved."""
         config = tiny.config.replace(num_layers=_LAYERS, **self.deep_options)
         return type(tiny).from_config(config, seed=2).eval()
 
     @capability("engine")
     @torch.no_grad()
     def test_engine_has_the_bits(self, deep: Model, tmp_path: Path) -> None:
-        """Opened with the smallest budget, a model answers and writes what it does without one."""
+        """With the smallest budget, outputs and generated ids are bit-identical."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
         deep.save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ class EngineSuite:
     @capability("devices")
     @torch.no_grad()
     def test_devices_have_the_bits(self, deep: Model, tmp_path: Path) -> None:
-        """Divided over two devices a model answers and writes what it does on one."""
+        """Split over two devices, outputs and generated ids are bit-identical."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
         deep.save_pretrained(tmp_path)
@@ -88,13 +88,13 @@ class EngineSuite:
 
     @capability("devices")
     def test_no_operation_mixes_devices(self, deep: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whatever a divided model does, all that meets is on one device."""
+        """No operation of a split model has tensors of two devices."""
         places = {name: (FIRST, SECOND)[n % 3 % 2] for n, name in enumerate(_blocks_of(deep))}
         inputs, runs, fake = self.make_inputs(deep), largest_runs(deep), FakeDevices()
         inputs |= make_labels(deep, inputs)
         spread_blocks_(deep, places, FIRST)
         fake.place_(deep, FIRST, places)
-        # As while compiling, nothing looks at values.
+        # Pretend to compile: code that reads tensor values is then skipped.
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         with fake:
             loss = deep(**fake.move(inputs, FIRST)).loss
@@ -110,7 +110,7 @@ class EngineSuite:
     @capability("budget")
     @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.long), 1.0])
     def test_budget_is_kept(self, deep: Model, share: float) -> None:
-        """Of weights no more than planned is here, and a step's loss and gradients are the same."""
+        """No more weights than planned are resident; loss and gradients are bit-identical."""
         batch = self.make_inputs(deep)
         batch |= make_labels(deep, batch)
         want = run_step_of(copy.deepcopy(deep), batch)
@@ -136,7 +136,7 @@ def _blocks_of(model: Model) -> list[str]:
 
 
 def _smallest(source: Any, **options: Any) -> int:
-    """Return the least budget, as the engine says it."""
+    """Return the smallest budget, as stated in the engine's error."""
     with pytest.raises(ConfigError, match=r"is the smallest that works|is enough") as caught:
         Engine(source, device_budget_bytes=1, config=_CONFIG, **options)
     return int(str(caught.value).split("too small: ")[1].split()[0])

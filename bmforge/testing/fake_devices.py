@@ -1,6 +1,6 @@
-"""Running a model as if on several accelerators, without one: what mixes devices raises.
+"""Simulation of several accelerators with fake tensors: mixing devices raises an error.
 
-Of the kinds of devices that are not there "lazy" is one that torch can describe views on.
+The device type "lazy" is used because torch supports views on it without the hardware.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ FIRST, SECOND = torch.device("lazy", 0), torch.device("lazy", 1)
 
 
 class FakeDevices(FakeTensorMode):
-    """Inside it tensors have a device, a shape and no values.
+    """Context in which tensors have a device and a shape but no values.
 
-    Torch's fake tensors check of every operation that what it takes is on one device.
+    For every operation, torch's fake tensors check that all arguments are on one device.
     """
 
     def place_(
         self, model: nn.Module, home: torch.device, blocks: Mapping[str, torch.device]
     ) -> None:
-        """Have a model's tensors be fake ones, in place.
+        """Replace a model's tensors by fake ones, in place.
 
         Args:
-            model: whose they are.
-            home: where what is in none of the blocks is.
-            blocks: name -> device.
+            model: the model.
+            home: device of everything outside the blocks.
+            blocks: dictionary from block name to device.
         """
         for name, device in blocks.items():
             self._give_(model.get_submodule(name), device)
         self._give_(model, home)
 
     def move(self, values: Any, device: torch.device) -> Any:
-        """Return values whose tensors are fake ones on a device."""
+        """Return the values with their tensors replaced by fake ones on a device."""
         return tree_map_only(Tensor, lambda tensor: self._describe(tensor, device), values)
 
     def _give_(self, module: nn.Module, device: torch.device) -> None:
-        made: dict[int, Tensor] = {}
-        for one in module.modules():
-            for kind in (one._parameters, one._buffers):
+        fakes: dict[int, Tensor] = {}
+        for child in module.modules():
+            for kind in (child._parameters, child._buffers):
                 for name, tensor in kind.items():
                     if tensor is not None and tensor.device.type == "cpu":
-                        if id(tensor) not in made:
-                            made[id(tensor)] = self._describe(tensor, device)
-                        kind[name] = made[id(tensor)]
+                        if id(tensor) not in fakes:
+                            fakes[id(tensor)] = self._describe(tensor, device)
+                        kind[name] = fakes[id(tensor)]
 
     def _describe(self, tensor: Tensor, device: torch.device) -> Tensor:
         with self:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake

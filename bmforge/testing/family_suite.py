@@ -1,4 +1,4 @@
-"""What every family must do, whether or not another library has it; see `model_suite.py`."""
+"""Tests that every family must pass, independent of other libraries; see `model_suite.py`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class FamilySuite(
     PromptSuite,
     CompressSuite,
 ):
-    """Building, copying, compiling, laying out. A subclass sets `model_class` and `tiny_config`.
+    """Building, copying, compiling and layouts. A subclass sets `model_class` and `tiny_config`.
 
     Attributes:
         model_class: the family.
-        not_applicable: capability -> why this family cannot have it.
-        drawn_ones: globs of parameters besides norms that start at 1, or otherwise not at random.
+        not_applicable: dictionary from capability to the reason why it does not apply.
+        drawn_ones: globs of parameters other than norms that are not initialized randomly.
     """
 
     model_class: ClassVar[type[Model]]
@@ -57,17 +57,17 @@ class FamilySuite(
         raise TypeError(f"{type(self).__name__} defines no tiny_config")
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments besides labels."""
+        """Return the model's arguments other than labels."""
         return {"input_ids": make_batch(model, batch, seed=seed)}
 
     @pytest.fixture
     def tiny(self) -> Model:
-        """A fresh tiny model."""
+        """A new tiny model."""
         return self.model_class.from_config(self.tiny_config()).eval()
 
     @capability("meta init")
     def test_meta_then_init(self, tiny: Model) -> None:
-        """A model built on meta and initialised later is the one built at once; seeds decide."""
+        """Building on meta and initializing later equals building directly; seeds matter."""
         config = tiny.config
         meta = self.model_class.from_config(config, device="meta")
         assert all(p.is_meta for p in meta.parameters())
@@ -77,7 +77,7 @@ class FamilySuite(
         assert not any(torch.equal(other[n], tiny.state_dict()[n]) for n in drawn)
 
     def test_init_has_the_promised_spread(self, tiny: Model) -> None:
-        """Matrices have mean 0 and the family's standard deviation, biases are 0, norms 1."""
+        """Matrices have mean 0 and the family's standard deviation; biases are 0, norms 1."""
         for name, parameter in tiny.named_parameters():
             if parameter.dim() == 1:
                 assert torch.all(parameter == (1.0 if name.endswith("norm.weight") else 0.0)), name
@@ -87,7 +87,7 @@ class FamilySuite(
             assert abs(parameter.std().item() / std - 1) < 5 / math.sqrt(2 * count), name
 
     def test_copy_repr_and_pickle(self, tiny: Model) -> None:
-        """A deep copy computes the same and shares nothing; the config survives pickling."""
+        """A deep copy computes the same and shares no memory; the config can be pickled."""
         inputs = self.make_inputs(tiny)
         twin = copy.deepcopy(tiny)
         assert_equal_trees(_tensors(twin(**inputs)), _tensors(tiny(**inputs)))
@@ -99,7 +99,7 @@ class FamilySuite(
         assert type(tiny.config).__name__ in repr(tiny.config)
 
     def test_dtypes(self, tiny: Model) -> None:
-        """Half-precision models keep their ties and stay close to fp32."""
+        """Half-precision models keep tied weights and are close to fp32."""
         inputs = self.make_inputs(tiny)
         exact = _tensors(tiny(**inputs))
         for dtype in (torch.bfloat16, torch.float16):
@@ -111,16 +111,16 @@ class FamilySuite(
 
     @capability("compile")
     def test_compiles_whole(self, tiny: Model) -> None:
-        """Training is one graph without breaks, with the same numbers."""
+        """Training compiles to one graph with the same results."""
         self.check_compiled(tiny, "eager")
 
     @pytest.mark.long
     def test_compiles_to_code(self, tiny: Model) -> None:
-        """The same through the code generator."""
+        """The same with inductor."""
         self.check_compiled(tiny, "inductor")
 
     def check_compiled(self, tiny: Model, backend: str) -> None:
-        """Compare a compiled step with a plain one."""
+        """Compare a compiled step with an eager one."""
         torch.compiler.reset()
         batch = self.make_inputs(tiny)
         batch |= make_labels(tiny, batch)
@@ -136,7 +136,7 @@ class FamilySuite(
         torch.compiler.reset()
 
     def test_saving_and_opening_is_exact(self, tiny: Model, tmp_path: Path) -> None:
-        """What was saved is what opens, weights and config, in fp32 and bf16."""
+        """Weights and config are saved and opened exactly, in fp32 and bf16."""
         for dtype in (torch.float32, torch.bfloat16):
             model, place = copy.deepcopy(tiny).to(dtype), tmp_path / str(dtype)
             model.save_pretrained(place)
@@ -146,29 +146,29 @@ class FamilySuite(
 
     @capability("recompute")
     def test_recompute(self, tiny: Model) -> None:
-        """Activations made again in backward give the same gradients."""
+        """Recomputing activations in the backward pass gives the same gradients."""
         self.check_layout(tiny, world=1, layout=Layout(), recompute=True)
 
     @pytest.mark.long
     @capability("zero-2")
     def test_zero_2(self, tiny: Model) -> None:
-        """ZeRO-2 on two processes is one process."""
+        """ZeRO-2 on two processes equals one process."""
         self.check_layout(tiny, world=2, layout=Layout(zero=2))
 
     @capability("zero-3")
     def test_zero_3(self, tiny: Model) -> None:
-        """ZeRO-3 with recompute on two processes is one process."""
+        """ZeRO-3 with recompute on two processes equals one process."""
         self.check_layout(tiny, world=2, layout=Layout(zero=3), recompute=True)
 
     @capability("tensor")
     def test_tensor_parallel(self, tiny: Model) -> None:
-        """Every block cut over two processes is one process."""
+        """Tensor parallelism on two processes equals one process."""
         self.check_layout(tiny, world=2, layout=Layout(tp=2))
 
     @pytest.mark.long
     @capability("sequence")
     def test_sequence_parallel(self, tiny: Model) -> None:
-        """The same with tokens divided between the parts, and recompute."""
+        """The same with sequence parallelism and recompute."""
         self.check_layout(
             tiny, world=2, layout=Layout(tp=2, sequence_parallel=True), recompute=True
         )
@@ -176,27 +176,27 @@ class FamilySuite(
     @pytest.mark.long
     @capability("pipeline")
     def test_pipeline(self, tiny: Model) -> None:
-        """Two stages on two processes are one process."""
+        """Two pipeline stages equal one process."""
         self.check_layout(tiny, world=2, layout=Layout(pp=2), micro_batches=2)
 
     @capability("context")
     def test_context_parallel(self, tiny: Model) -> None:
-        """Rows divided over two processes are one process."""
+        """Context parallelism on two processes equals one process."""
         self.check_layout(tiny, world=2, layout=Layout(cp=2))
 
     def check_experts(self, tiny: Model) -> None:
-        """Experts divided over two processes are one process; for suites of families with them."""
+        """Expert parallelism on two processes equals one; for suites of families with experts."""
         self.check_layout(tiny, world=2, layout=Layout(ep=2))
 
     @capability("combined")
     def test_layouts_combine(self, tiny: Model) -> None:
-        """A pipeline whose stages are cut and whose tokens are divided, with recompute."""
+        """Pipeline, tensor and sequence parallelism together, with recompute."""
         layout = Layout(pp=2, tp=2, sequence_parallel=True)
         self.check_layout(tiny, world=4, layout=layout, micro_batches=2, recompute=True)
 
     @capability("stream", "offload")
     def test_blocks_live_elsewhere(self, tiny: Model) -> None:
-        """Weights that stream in and block inputs that wait on the host give the same bits."""
+        """Streamed weights and offloaded block inputs give bit-identical results."""
         batch = self.make_inputs(tiny)
         batch |= make_labels(tiny, batch)
         kept = {name: p.detach().clone() for name, p in tiny.named_parameters()}
@@ -223,7 +223,7 @@ class FamilySuite(
 
     @pytest.mark.long
     def test_tensor_parallel_and_zero(self, tiny: Model) -> None:
-        """ZeRO over what tensor parallelism left whole, on four processes."""
+        """ZeRO together with tensor parallelism, on four processes."""
         for zero in (0, 2, 3):
             layout = Layout(zero=zero, tp=2, sequence_parallel=zero == 3)
             self.check_layout(tiny, world=4, layout=layout)
@@ -238,15 +238,15 @@ def _loss_and_gradients(model: Model, batch: Batch) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert found
-    return {"loss": loss.detach(), **found}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients
+    return {"loss": loss.detach(), **gradients}
 
 
 def _tensors(output: Any) -> dict[str, torch.Tensor]:
-    found = {name: value for name, value in output._asdict().items() if torch.is_tensor(value)}
-    assert found
-    return found
+    tensors = {name: value for name, value in output._asdict().items() if torch.is_tensor(value)}
+    assert tensors
+    return tensors
 
 
 def _as_dtype(batch: Batch, dtype: torch.dtype) -> Batch:

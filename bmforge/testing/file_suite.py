@@ -1,4 +1,4 @@
-"""Files of a model family: strict import, whole errors, several forms. See `model_suite.py`."""
+"""Tests of a family's files: strict import, complete errors, several formats."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["FileSuite"]
 
 
 class FileSuite:
-    """What a family does with good and bad files; `tiny` is a small model of it."""
+    """Tests with valid and invalid files; `tiny` is a small model."""
 
     model_class: ClassVar[type[Model]]
 
     @pytest.fixture
     def saved(self, tiny: Model, tmp_path: Path) -> Path:
-        """The directory `tiny` was saved in."""
+        """Directory with the saved `tiny` model."""
         tiny.save_pretrained(tmp_path / "model")
         return tmp_path / "model"
 
@@ -39,20 +39,20 @@ class FileSuite:
         return file, tensors
 
     def test_opens_by_model_type(self, tiny: Model, saved: Path) -> None:
-        """AutoModel finds the family and the weights come back bit for bit."""
+        """AutoModel finds the family, and the weights are bit-identical."""
         model = AutoModel.from_pretrained(saved)
         assert type(model) is self.model_class
         assert_equal_trees(model.state_dict(), tiny.state_dict())
         assert not model.training
 
     def test_unknown_model_type(self, saved: Path) -> None:
-        """A family that does not exist is named beside those that do."""
+        """The error for an unknown family lists the known ones."""
         self._edit_config(saved, model_type="mamba9")
         with pytest.raises(ConfigError, match=r"mamba9.*gpt2.*llama"):
             AutoModel.from_pretrained(saved)
 
     def test_unknown_fields(self, saved: Path) -> None:
-        """Fields that could change numbers raise, all of them; empty ones and allowed ones pass."""
+        """Unknown fields raise an error that lists all of them; empty and allowed ones pass."""
         self._edit_config(saved, frobnicate=3, second_field="x", off=False, none=None, empty=[])
         with pytest.raises(ConfigError, match=r"frobnicate.*second_field") as caught:
             self.model_class.from_pretrained(saved)
@@ -62,7 +62,7 @@ class FileSuite:
         assert model.config.to_hf()["frobnicate"] == 3
 
     def test_damaged_config(self, saved: Path) -> None:
-        """A config.json that is not JSON, or not there, is named."""
+        """The error for an invalid or missing config.json names the file."""
         (saved / "config.json").write_text("{")
         with pytest.raises(ConfigError, match=r"config\.json"):
             AutoModel.from_pretrained(saved)
@@ -72,7 +72,7 @@ class FileSuite:
                 opener.from_pretrained(saved)
 
     def test_weights_that_do_not_fit(self, tiny: Model, saved: Path) -> None:
-        """Missing, unexpected and wrongly shaped weights are all listed; the model stays."""
+        """The error lists missing, unexpected and misshapen weights; the model is unchanged."""
         file, tensors = self._edit_weights(saved)
         names = sorted(name for name in tensors if ".0." in name)
         missing, wrong = names[0], names[1]
@@ -89,7 +89,7 @@ class FileSuite:
 
     @pytest.mark.parametrize("keep", [0, 5, 0.5, 0.99])
     def test_truncated_weights(self, saved: Path, keep: float) -> None:
-        """A safetensors file cut short is refused."""
+        """A truncated safetensors file raises an error."""
         file = saved / "model.safetensors"
         data = file.read_bytes()
         file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
@@ -97,13 +97,13 @@ class FileSuite:
             self.model_class.from_pretrained(saved)
 
     def test_no_weights(self, saved: Path) -> None:
-        """A directory without weights says what was looked for."""
+        """The error for a directory without weights names the expected file."""
         (saved / "model.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
             self.model_class.from_pretrained(saved)
 
     def test_save_does_not_overwrite(self, tiny: Model, saved: Path) -> None:
-        """A directory that holds a model is left alone unless told otherwise."""
+        """An existing model directory is not overwritten without `overwrite=True`."""
         other = self.model_class.from_config(tiny.config, seed=5)
         with pytest.raises(CheckpointError, match="overwrite=True"):
             other.save_pretrained(saved)
@@ -114,7 +114,7 @@ class FileSuite:
         assert not (saved / "model.safetensors").exists()  # readers would prefer it to the index
 
     def test_sharded_files(self, tiny: Model, tmp_path: Path) -> None:
-        """Large models go into several files with an index, which transformers' names describe."""
+        """Large models are saved as several files with an index."""
         tiny.save_pretrained(tmp_path, max_file_bytes=20_000)
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
@@ -139,7 +139,7 @@ class FileSuite:
         assert_equal_trees(again.state_dict(), other.state_dict())
 
     def test_pickled_weights(self, tiny: Model, saved: Path) -> None:
-        """`pytorch_model.bin` opens, with dead buffers of old checkpoints; code in it does not."""
+        """`pytorch_model.bin` opens, old unused buffers included; pickled code does not."""
         file, tensors = self._edit_weights(saved)
         first = next(name for name in tensors if ".0." in name)
         layer = first[: first.index(".0.") + 3]
@@ -154,7 +154,7 @@ class FileSuite:
         assert not file.exists()
 
     def test_names_without_prefix(self, tiny: Model, saved: Path) -> None:
-        """Checkpoints of the bare model, without the family's prefix, open as well."""
+        """Checkpoints without the family's name prefix open as well."""
         prefix = self.model_class.hf_prefix
         file, tensors = self._edit_weights(saved)
         bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -163,12 +163,12 @@ class FileSuite:
         assert_equal_trees(model.state_dict(), tiny.state_dict())
 
     def test_wrong_config_class(self) -> None:
-        """Another family's config is refused by name."""
+        """Another config class raises an error that names the expected one."""
         with pytest.raises(ConfigError, match=f"{self.model_class.config_class.__name__}.*str"):
             self.model_class.from_config("gpt2-small")  # type: ignore[arg-type]
 
     def test_unknown_preset(self) -> None:
-        """A misspelt preset gets the nearest name."""
+        """The error for an unknown preset suggests the nearest name."""
         config_class = self.model_class.config_class
         name = next(iter(config_class.presets))
         with pytest.raises(ConfigError, match=f"Did you mean {name!r}"):

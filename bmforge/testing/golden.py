@@ -1,4 +1,4 @@
-"""Vectors that an original model's own code made: weights, inputs, outputs, gradients."""
+"""Reference vectors from an original implementation: weights, inputs, outputs, gradients."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Golden:
     ``grad:NAME`` and the original config as a JSON string.
 
     Args:
-        path: of the .npz file.
-        atol: how far outputs may be off.
+        path: path of the .npz file.
+        atol: absolute tolerance of the outputs.
     """
 
     def __init__(self, path: Path, atol: float) -> None:
         self.atol = atol
         with np.load(path, allow_pickle=False) as arrays:
             self.config: dict[str, Any] = json.loads(str(arrays["config"]))
-            found = {n: arrays[n] for n in arrays.files}
-            tensors = {n: torch.from_numpy(a) for n, a in found.items() if a.dtype.kind != "U"}
+            loaded = {n: arrays[n] for n in arrays.files}
+            tensors = {n: torch.from_numpy(a) for n, a in loaded.items() if a.dtype.kind != "U"}
         self.weights, self.inputs, self.outputs, self.gradients = (
             {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
             for kind in ("weight:", "input:", "output:", "grad:")
@@ -45,12 +45,12 @@ class Golden:
         (directory / "config.json").write_text(json.dumps({**self.config, **fields}))
 
     def check(self, name: str, actual: Tensor, rows: Any = ...) -> None:
-        """Compare what was computed with an output, or with some of its rows."""
+        """Compare a computed tensor with an output, or with some rows of it."""
         want = self.outputs[name]
         assert_close({name: actual[rows]}, {name: want[rows]}, rtol=0.0, atol=self.atol)
 
     def check_gradients(self, model: Model) -> None:
-        """Compare a model's gradients with all that the file has, under the original names."""
+        """Compare a model's gradients with all of those in the file, by their original names."""
         got = rename_to_theirs(
             model,
             {

@@ -1,4 +1,4 @@
-"""Training steps of any family on any layout, for comparison with one process."""
+"""Training steps on any layout, for comparison with one process."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def train_on_layout(
 ) -> dict[str, Tensor]:
     """Train three steps of SGD with clipped gradients on a layout; runs on every worker.
 
-    With `frozen` only what stands beside a changed model's layers is trained.
+    With `frozen`, only the added parts of a changed model are trained.
 
     Returns:
-        the first loss and the norm of its gradient, every gradient ("grad/NAME") and, at the end,
-        every parameter ("end/NAME") that is on this process, whole.
+        the first loss and its gradient norm, every gradient ("grad/NAME") and every final
+        parameter ("end/NAME") of this process, unsharded.
     """
     init_distributed()
     model = model_class.from_config(config, device="meta", dtype=dtype)
@@ -70,7 +70,7 @@ def train_on_layout(
     items = model.count_items(labels) / data_parallel_size(mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for step in range(_STEPS):
         losses = run_step(
             model, lambda batch: model(**batch, num_items_in_batch=items).loss, batches
@@ -78,12 +78,12 @@ def train_on_layout(
         if step == 0:
             loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=dtype)
             total = sum_over_axes(loss, mesh, *_ALL_BUT_TP) / gradient_ranks(mesh)
-            found = {"loss": total, **_collect(model, "grad")}
+            results = {"loss": total, **_collect(model, "grad")}
         norm = clip_grad_norm_(model, 0.5)
-        found.setdefault("norm", norm.to(dtype))
+        results.setdefault("norm", norm.to(dtype))
         optimizer.step()
         optimizer.zero_grad()
-    return {**found, **_collect(model, "end")}
+    return {**results, **_collect(model, "end")}
 
 
 def train_and_save(
@@ -96,16 +96,16 @@ def train_and_save(
     resume_from: str | None,
     save_to: str | None,
 ) -> dict[str, Tensor]:
-    """Train the parts of a changed model by AdamW up to so many steps; runs on every worker.
+    """Train the parts of a changed model with AdamW; runs on every worker.
 
     Args:
-        model_class, config, inputs, labels, layout: as there.
-        steps: in all, those of the checkpoint included.
-        resume_from: directory of a checkpoint to go on from, or None.
-        save_to: directory for the checkpoint of the last step, or None.
+        model_class, config, inputs, labels, layout: see `train_on_layout`.
+        steps: total number of steps, those of the checkpoint included.
+        resume_from: checkpoint directory to resume from, or None.
+        save_to: directory for the final checkpoint, or None.
 
     Returns:
-        every tensor of the model that is here, whole.
+        every tensor of this process, unsharded.
     """
     init_distributed()
     model = model_class.from_config(config, device="meta", dtype=torch.float64)
@@ -113,7 +113,7 @@ def train_and_save(
     parallelize(model, layout)
     init_weights_(model, seed=3)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Not AdamW's eps of 1e-8: it would make much of what the order of summation leaves.
+    # The default eps of 1e-8 would amplify differences from the order of summation.
     optimizer = torch.optim.AdamW(trained, lr=0.01, eps=1e-3)
     done = 0
     if resume_from is not None:
@@ -133,7 +133,7 @@ def train_and_save(
     return {name: _whole(tensor) for name, tensor in persistent_tensors(model).items()}
 
 
-# Name -> how suites lay a model out.
+# Layouts that the suites test, by name.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "zero-2": {"world": 2, "layout": Layout(zero=2)},
     "zero-3": {"world": 2, "layout": Layout(), "recompute": True},
@@ -155,10 +155,10 @@ def check_suite(suite: Any, config: Any, where: str, **more: Any) -> None:
     """Compare a family's model on one of `LAYOUTS` with one process.
 
     Args:
-        suite: has `model_class` and `make_inputs`.
-        config: of the model.
+        suite: object with `model_class` and `make_inputs`.
+        config: the model's config.
         where: a name in `LAYOUTS`.
-        more: of `check_layout`.
+        more: options of `check_layout`.
     """
     model = suite.model_class.from_config(config)
     inputs = suite.make_inputs(model, batch=4)
@@ -178,9 +178,9 @@ def check_layout(
     micro_batches: int = 1,
     frozen: bool = False,
 ) -> None:
-    """Compare a layout with one plain process, at float64's tolerance.
+    """Compare a layout with one process, at float64's tolerance.
 
-    Compared are the loss, every gradient, their norm, and the parameters after three steps.
+    Compares the loss, all gradients, their norm, and the parameters after three steps.
     """
     arguments = (model_class, config, inputs, labels)
     want = _train_on_one(*arguments, micro_batches, frozen)
@@ -201,7 +201,7 @@ def check_layout(
 
 
 def _train_on_one(*arguments: Any) -> dict[str, Tensor]:
-    """What one plain process makes; remembered for the next layout of the same model."""
+    """Return the results of one process; cached for the next layout of the same model."""
     key = pickle.dumps(arguments)
     if key not in _REMEMBERED:
         *given, micro_batches, frozen = arguments
@@ -215,7 +215,7 @@ def _train_on_one(*arguments: Any) -> dict[str, Tensor]:
 
 
 def _cut(batch: Batch, micro_batches: int, mesh: Any) -> Any:
-    """Yield this process's micro-batches; rows lie in slots [micro-batch][process][row]."""
+    """Yield this process's micro-batches; rows are ordered [micro-batch][process][row]."""
     size, rank = data_parallel_size(mesh), data_parallel_rank(mesh)
     rows = next(iter(batch.values())).shape[0] // (micro_batches * size)
     for number in range(micro_batches):

@@ -1,4 +1,4 @@
-"""A tokenizer of letters with every mark that a family asks for: tiny models can be asked by it."""
+"""Character tokenizer with the special tokens of all families, for tiny models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bmforge.tokenizers.base import Tokenizer
 
 __all__ = ["BEE_MARKS", "LetterTokenizer", "letters_for"]
 
-# What vocabularies of CPM-Ant and CPM-Bee begin with.
+# First tokens of the vocabularies of CPM-Ant and CPM-Bee.
 BEE_MARKS = (
     *("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>"),
     *("<root>", "<ans>", "<option>"),
@@ -24,7 +24,7 @@ _BLANKS = 4
 
 
 class LetterTokenizer(Tokenizer):
-    """Small letters, each a token; what is no letter is unknown. It has 43 tokens."""
+    """Lower-case letters, one token each; others are unknown. It has 43 tokens."""
 
     roles: ClassVar[Mapping[str, str]] = {
         "pad": "<pad>",
@@ -46,39 +46,39 @@ class LetterTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Return it: it needs no files."""
+        """Return a tokenizer; it needs no files."""
         return cls()
 
     def _files(self) -> dict[str, bytes]:
         return {}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of letters."""
+        """Return the ids of the characters."""
         return [self._ids.get(letter, self._ids["<unk>"]) for letter in text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return letters, and marks by their names."""
-        found = list(ids)
-        if any(not 0 <= id < len(self._tokens) for id in found):
-            raise DataError(f"{found} has ids beyond the {len(self._tokens)} letters and marks.")
-        return "".join(self._tokens[id] for id in found)
+        """Return the characters; special tokens are shown by name."""
+        listed = list(ids)
+        if any(not 0 <= id < len(self._tokens) for id in listed):
+            raise DataError(f"{listed} has ids beyond the {len(self._tokens)} letters and marks.")
+        return "".join(self._tokens[id] for id in listed)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a letter or mark."""
+        """Return the id of a character or special token."""
         return self._ids.get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id."""
+        """Return a dictionary from token to id."""
         return {token: id for id, token in enumerate(self._tokens)}
 
     @property
     def vocab_size(self) -> int:
-        """43."""
+        """Number of tokens: 43."""
         return len(self._tokens)
 
 
 def letters_for(model: Any) -> Tokenizer:
-    """Return a tokenizer of letters that a model's prompts can be made with."""
+    """Return a character tokenizer that works for a model's prompts."""
     if model.traits.objective != "documents":
         return LetterTokenizer()
     marks = "<pad> <unk> <mask> </n> </_> <s> </s> <root> <ans> <option> _ 0"

@@ -1,9 +1,9 @@
-"""Opens models within budgets that are enforced, and says what they took: a program and its cases.
+"""Measurement of models with enforced memory budgets: a program and its cases.
 
     python -m bmforge.testing.limited_engine DIRECTORY SHARE TOKENS DTYPE
 
-opens a model with `SHARE` of what lies between its smallest budget and all of its weights, uses it
-with rows of `TOKENS` tokens in a control group of that size, and prints what it found as JSON.
+opens a model with the budget `smallest + SHARE * (all weights - smallest)`, runs it with sequences
+of `TOKENS` tokens in a control group of that size, and prints the measurements as JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from bmforge.testing.memory_group import limit_memory
 
 __all__ = ["ALLOWANCE", "CASES", "MODELS", "Case", "run_limited"]
 
-# A budget holds what an engine plans for; this is what may come on top.
+# A budget covers what the engine plans; this is the allowance for everything else.
 ALLOWANCE = 1.02
 _SIZES: dict[str, Any] = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1408}
 
@@ -74,7 +74,7 @@ def _make_gpt2() -> Any:
 
 
 def _make_small() -> Any:
-    """The quickstart's model."""
+    """Return a model of the quickstart's size."""
     sizes: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 192, "num_layers": 4}
     return GPT2.from_config(GPT2Config(**sizes, num_heads=6, max_seq_len=128))
 
@@ -97,9 +97,9 @@ class Case(NamedTuple):
 
     Attributes:
         model: a name in `MODELS`.
-        share: of what lies between the smallest budget and all weights.
-        tokens: of the longest row.
-        dtype: of the weights.
+        share: fraction of the range from the smallest budget to all weights.
+        tokens: maximum sequence length.
+        dtype: dtype of the weights.
     """
 
     model: str
@@ -131,12 +131,12 @@ CASES = (
 
 
 def run_limited(directory: Path, case: Case) -> dict[str, Any]:
-    """Return what the program says, run in a process of its own.
+    """Run the program in a subprocess and return its output.
 
     Raises:
-        RuntimeError: it was ended, as the kernel does where it takes too much, or it failed.
+        RuntimeError: it failed, or the kernel killed it for using too much memory.
     """
-    load_step()  # compiled here, where memory is not limited
+    load_step()  # compile here, where memory is not limited
     arguments = [str(directory), str(case.share), str(case.tokens), case.dtype]
     done = subprocess.run(
         [sys.executable, "-m", __name__, *arguments],
@@ -147,12 +147,12 @@ def run_limited(directory: Path, case: Case) -> dict[str, Any]:
     )
     if done.returncode:
         raise RuntimeError(f"{case} ended with {done.returncode}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, object]:
-    """Use a model with `share` of what lies between the smallest budget and all weights."""
+    """Run a model with a budget given by `share`, see the module."""
     config = EngineConfig(max_tokens=tokens)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "config": config}
     least = _smallest(directory, options)
@@ -184,7 +184,7 @@ def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, ob
 
 
 def _smallest(directory: str, options: dict[str, Any], whole: bool = False) -> int:
-    """Return the least budget, or with `whole` the least with which everything stays."""
+    """Return the smallest budget, or with `whole` the smallest with which nothing is moved."""
     try:
         Engine(directory, device_budget_bytes=1, **options)
     except ConfigError as error:

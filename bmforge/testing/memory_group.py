@@ -1,8 +1,7 @@
-"""Letting a process have so much memory and not a byte more, and saying how much it took.
+"""Limit and measurement of a process's memory.
 
-A control group counts a process's pages and the file cache that it fills. A process joins one after
-its imports: pages that it has by then stay with the group it comes from, so what the new one counts
-is what came after.
+A control group counts a process's pages and its file cache. A process joins a group after its
+imports: pages allocated before stay in the old group, so the new group counts only what came after.
 
 Source: the kernel's cgroup-v1/memory.rst and cgroup-v2.rst.
 """
@@ -18,7 +17,7 @@ from bmforge.host_tuning import give_back_memory
 __all__ = ["MemoryGroup", "ResidentSet", "limit_memory"]
 
 _ROOT = Path("/sys/fs/cgroup")
-# What a group calls its limit, its highest use so far, and that of its cache: version 1, 2.
+# File names of a group's limit and its peak usage, for versions 1 and 2.
 _FILES = (
     ("memory.limit_in_bytes", "memory.max_usage_in_bytes"),
     ("memory.max", "memory.peak"),
@@ -26,13 +25,13 @@ _FILES = (
 
 
 class MemoryGroup:
-    """A control group below this process's own, with a limit.
+    """A control group with a limit, below this process's own.
 
     Args:
-        limit_bytes: above this the kernel ends the process.
+        limit_bytes: limit above which the kernel kills the process.
 
     Raises:
-        OSError: no group can be made here.
+        OSError: no group can be created.
     """
 
     kind = "control group"
@@ -50,17 +49,17 @@ class MemoryGroup:
             raise
 
     def peak_bytes(self) -> int:
-        """Return the most that was charged at once."""
+        """Return the peak usage."""
         return int((self._folder / self._peak).read_text())
 
     def leave(self) -> None:
-        """Go back to where the process came from, and remove the group."""
+        """Return to the original group, and remove this one."""
         (self._own / "cgroup.procs").write_text(str(os.getpid()))
         self._folder.rmdir()
 
 
 class ResidentSet:
-    """Stands in where no group can be made: only measures, by the process's resident set."""
+    """Fallback without control groups: only measures, by the resident set size."""
 
     kind = "resident set"
 
@@ -68,11 +67,11 @@ class ResidentSet:
         give_back_memory()
         reset = Path("/proc/self/clear_refs")
         if reset.exists():
-            reset.write_text("5")  # the highest use begins anew
+            reset.write_text("5")  # reset the peak
         self._before = resident_bytes()
 
     def peak_bytes(self) -> int:
-        """Return how far the resident set has grown at most."""
+        """Return the peak growth of the resident set."""
         return peak_resident_bytes() - self._before
 
     def leave(self) -> None:
@@ -80,7 +79,7 @@ class ResidentSet:
 
 
 def limit_memory(limit_bytes: int) -> MemoryGroup | ResidentSet:
-    """Let this process have so much more memory from now on, where that can be enforced."""
+    """Limit this process's additional memory from now on, where that is possible."""
     try:
         return MemoryGroup(limit_bytes)
     except OSError:
@@ -88,7 +87,7 @@ def limit_memory(limit_bytes: int) -> MemoryGroup | ResidentSet:
 
 
 def _own_group() -> tuple[Path, tuple[str, str]]:
-    """Return the folder of this process's group and its files' names.
+    """Return the folder of this process's group and its file names.
 
     Raises:
         OSError: the system has none.

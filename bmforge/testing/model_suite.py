@@ -1,12 +1,13 @@
-"""The battery for a family that transformers has; adding a family is adding one small class.
+"""Test suite for a family that transformers has; a new family needs one small class.
 
     class TestGPT2(DecoderSuite, FileSuite):
         model_class = GPT2
         hf_class = transformers.GPT2LMHeadModel
         cases = {"default": {"n_embd": 32, ...}, "untied": {...}}
 
-Each case is the fields of a tiny transformers config. What needs no twin is in `FamilySuite`, what
-only some kinds have in `DecoderSuite`, `EncoderSuite` and `Seq2SeqSuite`, files in `FileSuite`.
+Each case is the fields of a tiny transformers config. Tests without a reference are in
+`FamilySuite`, tests of some kinds in `DecoderSuite`, `EncoderSuite` and `Seq2SeqSuite`, files in
+`FileSuite`.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _COMPARED = (
 
 
 class ModelSuite(FamilySuite):
-    """Numbers of a family against transformers, for every case and every head.
+    """Comparison of a family with transformers, for every case and every head.
 
     Attributes:
         hf_class: transformers' class with the family's first head.
-        cases: name -> fields of a tiny config.
-        hf_heads: head -> transformers' class, for the other heads.
+        cases: dictionary from name to fields of a tiny config.
+        hf_heads: dictionary from head to transformers' class, for the other heads.
     """
 
     hf_class: ClassVar[Any]
@@ -54,7 +55,7 @@ class ModelSuite(FamilySuite):
     hf_heads: ClassVar[dict[str, Any]] = {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run a test once per case, or per head, when it asks for one."""
+        """Parametrize a test by case or head if it has that argument."""
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", list(self.cases), scope="class")
         if "head" in metafunc.fixturenames:
@@ -75,21 +76,21 @@ class ModelSuite(FamilySuite):
 
     @capability("logits")
     def test_outputs_and_hidden_states(self, twin: Twin) -> None:
-        """Every hidden state and all results are transformers'."""
+        """All hidden states and outputs equal transformers'."""
         self.check_outputs(twin)
 
     @capability("gradients")
     def test_loss_and_gradients(self, twin: Twin) -> None:
-        """The loss and the gradient of every weight are transformers', under its names."""
+        """The loss and all gradients equal transformers', by their names."""
         self.check_gradients(twin)
 
     @capability("conversion")
     def test_conversion_is_exact(self, twin: Twin, tmp_path: Path) -> None:
-        """Saved by us and opened by transformers, weights and config are what they were."""
+        """A model saved by bmforge and opened by transformers has the same weights and config."""
         self.check_conversion(twin, self.hf_class, tmp_path)
 
     def test_every_head(self, head: str, tmp_path: Path) -> None:
-        """The other heads: numbers, gradients and conversion."""
+        """Outputs, gradients and conversion of the other heads."""
         hf_class = self.hf_heads[head]
         fields = dict(next(iter(self.cases.values())))
         if head.endswith("classification"):
@@ -98,14 +99,14 @@ class ModelSuite(FamilySuite):
             fields["pad_token_id"] = fields["vocab_size"] - 1
         twin = make_twin(self.model_class, hf_class, fields, tmp_path / "theirs")
         assert twin.ours.config.head == head
-        # First, because transformers' forward writes into its config.
+        # Before the others, because transformers' forward modifies its config.
         self.check_conversion(twin, hf_class, tmp_path / "ours")
         self.check_outputs(twin)
         if head != "none":
             self.check_gradients(twin)
 
     def test_a_new_head_is_asked_for(self, head: str, tmp_path: Path) -> None:
-        """A head the checkpoint lacks comes only with `new_head`; the body stays bit for bit."""
+        """A head that the checkpoint lacks needs `new_head`; other weights are bit-identical."""
         base = self.model_class.from_config(self.tiny_config())
         base.save_pretrained(tmp_path / "base")
         names = set(base.config.heads[head].names)
@@ -125,7 +126,7 @@ class ModelSuite(FamilySuite):
         assert_equal_trees(again.state_dict(), model.state_dict())
 
     def check_outputs(self, twin: Twin) -> None:
-        """Compare everything both models return."""
+        """Compare all outputs of both models."""
         inputs = self.make_inputs(twin.ours)
         theirs = self.run_theirs(twin.theirs, inputs, output_hidden_states=True)
         ours = twin.ours(**inputs, output_hidden_states=True)
@@ -138,7 +139,7 @@ class ModelSuite(FamilySuite):
         assert torch.equal(ours.last_hidden_state, ours.hidden_states[-1])
 
     def check_gradients(self, twin: Twin) -> None:
-        """Compare the loss and every gradient."""
+        """Compare the loss and all gradients."""
         inputs = self.make_inputs(twin.ours)
         inputs |= make_labels(twin.ours, inputs)
         twin.theirs.zero_grad()
@@ -151,7 +152,7 @@ class ModelSuite(FamilySuite):
         assert_close(self.our_gradients(twin.ours), self.their_gradients(twin.theirs))
 
     def check_conversion(self, twin: Twin, hf_class: Any, place: Path) -> None:
-        """Ours -> theirs -> ours: equal weights, equal configs."""
+        """Compare weights and configs after conversion to transformers and back."""
         twin.ours.save_pretrained(place)
         back = hf_class.from_pretrained(place)
         assert_equal_trees(back.state_dict(), twin.theirs.state_dict())
@@ -161,11 +162,11 @@ class ModelSuite(FamilySuite):
         assert again.config == twin.ours.config
 
     def run_theirs(self, model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
-        """Run transformers' model on the same arguments; a family whose names differ overrides."""
+        """Run transformers' model; overridden by families with other argument names."""
         return model(**inputs, **options)
 
     def our_gradients(self, model: Model) -> dict[str, Tensor]:
-        """Return the gradients of ours in the published form, zeros where there is none."""
+        """Return bmforge's gradients by their published names, zeros where there is none."""
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
@@ -173,7 +174,7 @@ class ModelSuite(FamilySuite):
         return rename_to_theirs(model, gradients)
 
     def their_gradients(self, model: Any) -> dict[str, Tensor]:
-        """Return the gradients of theirs, zeros where there is none."""
+        """Return transformers' gradients, zeros where there is none."""
         return {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
@@ -181,18 +182,18 @@ class ModelSuite(FamilySuite):
 
 
 def _compare(ours: Any, theirs: Any) -> list[str]:
-    """Compare the results that both have; return their names."""
-    found = []
+    """Compare the outputs that both have; return their names."""
+    names = []
     for name in _COMPARED:
         mine, other = getattr(ours, name, None), theirs.get(name)
         if mine is not None and other is not None:
             assert_close({name: mine}, {name: other}, atol=_noise(other))
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _noise(reference: Tensor) -> float:
-    """What fp32 leaves of sums as large as the tensor's largest element: 1e-6 of it."""
+    """Return the fp32 rounding error of sums as large as the largest element: 1e-6 of it."""
     return 1e-6 * max(1.0, reference.abs().max().item())
 
 

@@ -1,4 +1,4 @@
-"""What every family that writes text must do in the native step, against torch's way."""
+"""Tests of the native decoding step for every generating family, against torch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["NativeSuite", "decode_both_ways"]
 
 
 class NativeSuite:
-    """The native step is torch's blocks; `FamilySuite` inherits this."""
+    """Comparison of the native step with torch; `FamilySuite` inherits this."""
 
     @capability("native step")
     @pytest.mark.parametrize("scheme", ["", "int8", "int4"])
     @torch.no_grad()
     def test_native_step(self, wide: Model, scheme: str) -> None:
-        """Scores of padded rows, one token after the other and several at once, are torch's.
+        """Logits of padded rows, with one token or several per step, equal torch's.
 
-        With activations as they are, to rounding; where they become 8 bits, a last bit of what is
-        rounded can make a step of it.
+        With float activations they are equal to rounding; with 8-bit activations a difference in
+        the last bit can change a rounded value, so the tolerance is larger.
         """
         if not wide.traits.writes:
             return
@@ -44,7 +44,7 @@ class NativeSuite:
             self.check_native_step(model, 0.05 if is_rounded else 1e-5)
 
     def check_native_step(self, model: Any, off: float) -> None:
-        """Compare both ways within `off` of the largest score."""
+        """Compare both within `off` of the largest logit."""
         native, plain, counts = decode_both_ways(model)
         stack: Any = model.decoder if hasattr(model, "decoder") else model
         assert counts == [(0, 0)] + [(len(stack.layers), 0)] * 4
@@ -54,16 +54,16 @@ class NativeSuite:
 def decode_both_ways(
     model: Any, masked: bool = True
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Return scores of some steps, natively and through torch, and what ran how.
+    """Return logits of some steps, native and by torch, and how the blocks were run.
 
     Shape:
-        returns (steps, B, V) twice; and blocks run natively and through torch, step by step
+        returns (steps, B, V) twice; and the numbers of native and torch blocks of each step
     """
     ids = make_batch(model, 2, length=7, seed=3)
     mask = torch.ones_like(ids) if masked else None
     if mask is not None:
         mask[0, slice(-2, None) if model.traits.reads == "apart" else slice(0, 2)] = 0
-    found, counts = [], []
+    results, counts = [], []
     for is_native in (True, False):
         decoder, start = start_decoder(model, ids, mask, 8)
         step: Any = decoder.cache.step
@@ -73,5 +73,5 @@ def decode_both_ways(
             scores.append(decoder.run(tokens))
             if is_native:
                 counts.append((step.native_blocks, step.torch_blocks))
-        found.append(torch.stack(scores))
-    return found[0], found[1], counts
+        results.append(torch.stack(scores))
+    return results[0], results[1], counts

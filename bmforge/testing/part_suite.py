@@ -1,4 +1,4 @@
-"""What every part that changes a model must say of itself, whoever wrote it; see `nn.part`."""
+"""Check of the tensor notes that every part must give; see `nn.part`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["check_part"]
 
 
 def check_part(part: nn.Module) -> None:
-    """Raise `AssertionError` for a part that says too little of its tensors, or what cannot be.
+    """Raise `AssertionError` for a part with missing or invalid tensor notes.
 
     Args:
-        part: with memory, not laid out.
+        part: a part with memory, not sharded.
     """
     notes = tensor_notes(part)
     own: dict[str, Any] = dict(part.named_parameters(recurse=False))

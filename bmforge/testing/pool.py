@@ -1,10 +1,10 @@
-"""A pool of gloo workers that lives for the whole test run.
+"""Pool of gloo workers for the whole test run.
 
-Starting four processes that import torch costs seconds, a job on a running pool about 0.1 s. Every
-job gets a fresh default process group, so no state leaks from one test into the next. A worker that
-dies (gloo aborts the process on some errors) or hangs is named; the pool starts anew with the next
-job. One that a signal ended says where it was; the job is run once more on new workers, as backends
-and hosts crash now and then, and a crash that does not come again is a warning.
+Starting four processes that import torch takes seconds, a job on a running pool about 0.1 s. Every
+job has a new default process group, so no state leaks between tests. A worker that dies (gloo
+aborts the process on some errors) or hangs is named in the error; the pool restarts with the next
+job. After a crash by a signal the job is run once more on new workers, as backends and hosts
+crash now and then; a crash that does not recur is a warning.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from bmforge.errors import DistributedError
 
 __all__ = ["WorkerPool", "run_distributed", "shutdown_pool"]
 
-# After one rank has failed the others usually wait in a collective for ever.
+# After one rank has failed, the others usually wait in a collective forever.
 _GRACE_S = 5.0
 
 
 class _CrashError(DistributedError):
-    """A signal ended a worker."""
+    """A worker was killed by a signal."""
 
 
 def _serve(rank: int, connection: Connection, place: str) -> None:
-    """Worker main: run jobs until the connection closes; where a signal ends it, say in a file."""
+    """Run jobs until the connection is closed; a crash is written to the file `place`."""
     torch.set_num_threads(1)
-    last_words = open(place, "w")  # noqa: SIM115 - as long as the process
-    faulthandler.enable(last_words)
+    crash_log = open(place, "w")  # noqa: SIM115 - open as long as the process
+    faulthandler.enable(crash_log)
     modules = 0
     while True:
-        if len(sys.modules) > modules:  # what imports made need not be looked through again
+        if len(sys.modules) > modules:  # exclude imported objects from garbage collection
             modules = len(sys.modules)
             gc.freeze()
         try:
@@ -62,7 +62,7 @@ def _serve(rank: int, connection: Connection, place: str) -> None:
 def _run_job(
     rank: int, world: int, port: int, job_number: int, path: list[str], payload: bytes
 ) -> tuple[bool, Any]:
-    """Run one function inside a fresh process group; return (ok, result or traceback)."""
+    """Run one function in a new process group; return (ok, result or traceback)."""
     sys.path[:] = path
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
@@ -70,7 +70,7 @@ def _run_job(
             f"job{job_number}", dist.TCPStore("127.0.0.1", port, is_master=False)
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        dist.barrier()  # a short job must not be over before all are connected
+        dist.barrier()  # a short job must not end before all are connected
         function, args, kwargs = pickle.loads(payload)
         torch.manual_seed(0)
         return True, function(*args, **kwargs)
@@ -83,9 +83,9 @@ def _run_job(
 
 
 def _forget_meshes() -> None:
-    """Let go of what outlives a job's process groups: torch's caches, and garbage.
+    """Clear torch's caches and garbage that outlive a job's process groups.
 
-    What they keep are meshes that are equal to those of later jobs, with groups that are gone; and
+    The caches hold meshes with destroyed groups that compare equal to those of later jobs, and
     each of these groups keeps three threads that wake up a hundred times a second.
     """
     _clear_sharding_prop_cache()
@@ -97,14 +97,14 @@ def _forget_meshes() -> None:
 
 @dataclass
 class _Worker:
-    """A process, the way to it, and the file where it says what ended it."""
+    """A process, its connection, and the file with its crash log."""
 
     process: Any
     connection: Connection
     last_words: Any
 
     def describe_end(self) -> str:
-        """Return how it ended, and where it was."""
+        """Return the exit code and the crash log."""
         self.process.join(timeout=1)
         said = f"the process died with exit code {self.process.exitcode}"
         words = self.last_words.read().partition("\nExtension modules")[0]
@@ -113,7 +113,7 @@ class _Worker:
 
 @dataclass
 class WorkerPool:
-    """Worker processes, grown on demand to the largest world asked for."""
+    """Worker processes; the pool grows to the largest world size used."""
 
     _workers: list[_Worker] = field(default_factory=list)
     _jobs: int = 0
@@ -133,11 +133,11 @@ class WorkerPool:
             function: a function of an importable module (it is pickled by name).
             world: number of processes.
             args: positional arguments, pickled.
-            timeout_s: after this long the ranks that have not answered are named.
+            timeout_s: time limit in seconds; ranks without a result are then named.
             kwargs: keyword arguments, pickled.
 
         Raises:
-            DistributedError: a rank raised, died or hung; says which, with its traceback.
+            DistributedError: a rank raised, died or hung; with its number and traceback.
         """
         payload = pickle.dumps((function, args, kwargs))
         try:
@@ -200,7 +200,7 @@ class WorkerPool:
         return [results[rank][1] for rank in range(world)]
 
     def close(self) -> None:
-        """Stop every worker; the next job starts new ones."""
+        """Stop all workers; the next job starts new ones."""
         for worker in self._workers:
             worker.connection.close()
             worker.process.kill()

@@ -1,4 +1,4 @@
-"""What every family must do with prompts: answer zero shot, train soft rows, score whole words."""
+"""Tests of prompts for every family: zero shot, training of soft tokens, multi-token words."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _HEADS = ("masked_lm", "language_model", "sequence_to_sequence")
 
 
 def prompted_config(config: Any) -> Any:
-    """Return a tiny config with a head that predicts tokens, and GLM's marks as letters have."""
+    """Return a tiny config with an LM head, and GLM's special tokens as in the tokenizer."""
     config = config.replace(head=next(head for head in _HEADS if head in config.heads))
     if hasattr(config, "sop_token_id"):
         config = config.replace(sop_token_id=5, mask_token_id=4)
-    if hasattr(config, "num_relations"):  # of documents, as many as their tree can have
+    if hasattr(config, "num_relations"):  # at least the number of relations in a tree
         config = config.replace(num_relations=80)
     return config
 
 
 def open_prompted(model_class: type[Model], config: Any, **options: Any) -> tuple[Any, Any]:
-    """Return a model in float64 that can be asked, and its tokenizer."""
+    """Return a float64 model for prompts, and its tokenizer."""
     model = model_class.from_config(prompted_config(config), dtype=torch.float64, **options)
     return model.eval(), letters_for(model)
 
 
 class PromptSuite:
-    """Prompts on a family; `FamilySuite` inherits this."""
+    """Tests of prompts; `FamilySuite` inherits this."""
 
     model_class: ClassVar[type[Model]]
 
@@ -48,7 +48,7 @@ class PromptSuite:
 
     @capability("prompt")
     def test_prompt(self) -> None:
-        """Classes zero shot and by whole words are closed forms of all logits; rows learn."""
+        """Class logits follow from all logits, for single and multi-token words; training works."""
         model, tokenizer = open_prompted(self.model_class, self.tiny_config())
         template = Template(PROMPT, tokenizer, model)
         words = ManualVerbalizer(_WORDS, tokenizer, join="mean", normalize=False)
@@ -58,43 +58,45 @@ class PromptSuite:
 
 
 def _all_logits(classifier: PromptClassifier, prompts: Any) -> tuple[Tensor, Tensor]:
-    """Return the logits of all positions, and where the answers are."""
+    """Return the logits of all positions, and the positions of the answers."""
     batch = classifier.collate(prompts)
-    places = batch.pop("mask_at")
-    return classifier.model(**batch).logits, places
+    positions = batch.pop("mask_at")
+    return classifier.model(**batch).logits, positions
 
 
 def _check_first(classifier: PromptClassifier) -> None:
     template, words = classifier.template, classifier.verbalizer
     with torch.no_grad():
-        found = classifier.classify(PROMPTED)
-        logits, places = _all_logits(classifier, [template.encode(one) for one in PROMPTED])
+        scored = classifier.classify(PROMPTED)
+        logits, positions = _all_logits(classifier, [template.encode(one) for one in PROMPTED])
     for row in range(len(PROMPTED)):
-        said = logits[row, places[row, 0]]
-        scores = [torch.stack([said[ids].mean() for ids in own]).mean() for own in words.tokens]
-        assert_close(found[row], torch.stack(scores))
+        token_logits = logits[row, positions[row, 0]]
+        scores = [
+            torch.stack([token_logits[ids].mean() for ids in own]).mean() for own in words.tokens
+        ]
+        assert_close(scored[row], torch.stack(scores))
 
 
 def _check_whole(model: Any, template: Template, tokenizer: Any) -> None:
-    """Whole words: every token after those before it, or each at a mask of its own."""
+    """Check multi-token words: each token after the previous ones, or each at its own mask."""
     words = ManualVerbalizer(_WORDS, tokenizer, join="joint", normalize=False)
     classifier = PromptClassifier(model, template, words, frozen=True)
-    found = classifier.classify(PROMPTED)
+    scored = classifier.classify(PROMPTED)
     with torch.no_grad():
         for row, example in enumerate(PROMPTED):
             scores = []
             for ids in words.answers(example):
                 prompt = template.encode(example, answer=ids)
-                logits, places = _all_logits(classifier, [prompt])
-                said = logits[0, places[0]].log_softmax(-1)
+                logits, positions = _all_logits(classifier, [prompt])
+                log_probs = logits[0, positions[0]].log_softmax(-1)
                 assert prompt.predicted == ids
-                scores.append(sum(said[n, id] for n, id in enumerate(ids)))
-            whole = torch.stack(scores)
-            assert_close(found[row], torch.stack([whole[:2].mean(), whole[2]]))
+                scores.append(sum(log_probs[n, id] for n, id in enumerate(ids)))
+            totals = torch.stack(scores)
+            assert_close(scored[row], torch.stack([totals[:2].mean(), totals[2]]))
 
 
 def _check_learning(classifier: PromptClassifier) -> None:
-    """Three steps on the rows alone lower the loss."""
+    """Check that three steps on the soft tokens alone lower the loss."""
     (rows,) = classifier.template.soft_parameters
     batch = classifier.collate([classifier.ask(one) for one in PROMPTED], [0, 1])
     optimizer, losses = torch.optim.Adam([rows], lr=1e-3), []

@@ -1,4 +1,4 @@
-"""What every family must do with packed weights: against dequantised twins, and in files."""
+"""Tests of quantized weights for every family: against dequantized models, and in files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["QuantizedSuite", "dequantized_twin"]
 
-_WIDTH = 32  # columns of a group
+_WIDTH = 32  # columns per group
 _SIZES = ("hidden_size", "intermediate_size", "expert_size", "shared_size", "embed_size")
 
 
 def dequantized_twin(plain: Model, model: Model) -> Model:
-    """Return a copy of the plain model with the weights that the quantised one stands for."""
+    """Return a copy of the plain model with dequantized weights."""
     twin: Any = copy.deepcopy(plain)
     kept = dict(twin.named_parameters(remove_duplicate=False))
     with torch.no_grad():
@@ -44,27 +44,27 @@ def dequantized_twin(plain: Model, model: Model) -> Model:
 
 
 class QuantizedSuite(ChangedSuite):
-    """Packed models are models; `FamilySuite` inherits this."""
+    """Tests of quantized models; `FamilySuite` inherits this."""
 
     def wide_config(self) -> ModelConfig:
-        """Return the tiny config with widths that groups of 32 columns divide."""
+        """Return the tiny config with widths divisible by 32."""
         config = self.tiny_config()
         known = {field.name for field in fields(config)}
         sizes = {name: getattr(config, name) for name in _SIZES if name in known}
         if config.num_heads * config.head_dim % _WIDTH:
             sizes["head_dim"] = config.head_dim
-        found = {n: -(-size // _WIDTH) * _WIDTH for n, size in sizes.items() if size}
-        return config.replace(**found)
+        rounded = {n: -(-size // _WIDTH) * _WIDTH for n, size in sizes.items() if size}
+        return config.replace(**rounded)
 
     @pytest.fixture
     def wide(self) -> Model:
-        """A fresh model of these sizes."""
+        """A new model of these sizes."""
         return self.model_class.from_config(self.wide_config()).eval()
 
     @pytest.mark.parametrize("scheme", ["int4", "int8"])
     @capability("int4")
     def test_packed_is_its_dequantised_twin(self, wide: Model, scheme: str) -> None:
-        """Loss and gradients of norms and biases are the twin's; with int8 activations nearly."""
+        """Loss and gradients equal the dequantized model's; approximately with int8 activations."""
         plain: Any = copy.deepcopy(wide).double()
         spec = replace(PRESETS[scheme], activations="float")
         model: Any = quantize_(copy.deepcopy(plain), spec)
@@ -82,8 +82,8 @@ class QuantizedSuite(ChangedSuite):
 
     @capability("int4")
     def test_packed_saves_and_opens(self, wide: Model, tmp_path: Path) -> None:
-        """Everything that is usually packed is, and a directory gives it back; so does packing
-        while a plain directory is read.
+        """All default targets are packed, saved and opened exactly; quantizing a plain directory
+        while opening it gives the same.
         """
         wide.save_pretrained(tmp_path / "plain")
         model = quantize_(copy.deepcopy(wide), "int4")

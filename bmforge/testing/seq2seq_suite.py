@@ -1,4 +1,4 @@
-"""What encoder-decoders must do besides `ModelSuite`: two masks, cached decoding, generation."""
+"""Tests of encoder-decoders besides `ModelSuite`: masks, cached decoding, generation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Seq2SeqSuite"]
 
 
 class Seq2SeqSuite(ModelSuite):
-    """Numbers of an encoder-decoder against transformers, for every case."""
+    """Comparison of an encoder-decoder with transformers, for every case."""
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return sources, the first with padding on the right, and targets so far."""
+        """Return sources, the first with padding on the right, and decoder inputs."""
         ids = make_batch(model, batch, seed=seed)
         mask = torch.ones_like(ids)
         mask[0, -3:] = 0
@@ -32,7 +32,7 @@ class Seq2SeqSuite(ModelSuite):
         return inputs
 
     def test_cached_decode(self, twin: Twin) -> None:
-        """Feeding the target in pieces gives the logits of feeding it whole."""
+        """Decoding the target in pieces gives the logits of one forward."""
         inputs = self.make_inputs(twin.ours)
         targets = inputs.pop("decoder_input_ids")
         whole = twin.ours(**inputs, decoder_input_ids=targets).logits
@@ -46,7 +46,7 @@ class Seq2SeqSuite(ModelSuite):
     @capability("generate")
     @pytest.mark.parametrize("beams", [1, 3])
     def test_generates_the_same_ids(self, twin: Twin, beams: int) -> None:
-        """Greedy and beam search give transformers' ids, padded sources too."""
+        """Greedy and beam search return transformers' ids, for padded sources too."""
         inputs = self.make_inputs(twin.ours)
         del inputs["decoder_input_ids"]
         options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False}

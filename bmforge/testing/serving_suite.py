@@ -1,4 +1,4 @@
-"""What every family must do when many ask at once."""
+"""Tests of concurrent requests for every family."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _NEW = 4
 
 
 class ServingSuite:
-    """Requests beside each other are answered as alone; `FamilySuite` inherits this."""
+    """Concurrent requests have the same answers as alone; `FamilySuite` inherits this."""
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments besides labels."""
+        """Return the model's arguments other than labels."""
         raise TypeError(f"{type(self).__name__} defines no make_inputs")
 
     @capability("serve")
     @pytest.mark.long
     def test_serves_many(self, tiny: Model) -> None:
-        """What is written, or embedded, for each is what it gets alone; prompts of any length."""
+        """Concurrent requests of any length have the same answers or embeddings as alone."""
         rows = EngineConfig(max_rows=4)
         with Engine(tiny, config=rows, tokenizer=self.serving_tokenizer()) as engine:
             if tiny.traits.writes:
@@ -44,7 +44,7 @@ class ServingSuite:
     @capability("adapters per request")
     @pytest.mark.long
     def test_adapters_per_request(self, tiny: Model) -> None:
-        """Each request has the bits of a model with its delta alone, whatever runs beside it."""
+        """Each request is bit-identical to a model with its delta alone, whatever else runs."""
         for name, built in (("a", Lora(tiny, name="a", rank=2)), ("b", Adapter(tiny, name="b"))):
             generator = torch.Generator().manual_seed(ord(name))
             with torch.no_grad():
@@ -55,14 +55,14 @@ class ServingSuite:
         rows = EngineConfig(max_rows=4)
         with Engine(tiny, config=rows, tokenizer=self.serving_tokenizer()) as engine:
             answer = self.answer_with if tiny.traits.writes else self.embed_with
-            found = answer(engine, choices)
-            for names, got in zip(choices, found, strict=True):
+            answers = answer(engine, choices)
+            for names, got in zip(choices, answers, strict=True):
                 use_deltas(tiny, names or ())
                 (want,) = answer(engine, [None])
                 assert_equal_trees(got, want)
 
     def answer_with(self, engine: Engine, choices: Sequence[Any]) -> list[Any]:
-        """Return what is written for prompts with each choice of deltas, all at once."""
+        """Return the answers to prompts with each choice of deltas, submitted at once."""
         prompts = self.serving_prompts(engine.model)[1:4]
         config = GenerationConfig(max_new_tokens=_NEW, eos_token_id=())
         handles = [
@@ -70,7 +70,7 @@ class ServingSuite:
             for names in choices
         ]
         return [
-            {str(n): _told(handle.wait(120)[0]) for n, handle in enumerate(some)}
+            {str(n): _as_tensor(handle.wait(120)[0]) for n, handle in enumerate(some)}
             for some in handles
         ]
 
@@ -80,7 +80,7 @@ class ServingSuite:
         return [{"embedding": engine.embed(row, delta=names)} for names in choices]
 
     def serving_tokenizer(self) -> Any:
-        """Return the tokenizer of a family that reads no plain ids; None for the others."""
+        """Return the tokenizer of a family that does not read plain ids; None for the others."""
         return None
 
     def serving_prompts(self, model: Any) -> list[Any]:
@@ -102,12 +102,12 @@ class ServingSuite:
             assert [(a.ids, a.text) for a in one] == [(a.ids, a.text) for a in beside]
             if not isinstance(request.prompt, str) and not request.options.do_sample:
                 ids = torch.tensor([request.prompt])
-                seen = torch.ones_like(ids)  # no id of a prompt is padding
+                seen = torch.ones_like(ids)  # the prompt has no padding
                 want = generate(engine.model, ids, seen, request.options)[0, -_NEW:].tolist()
                 assert list(one[0].ids) == want[-len(one[0].ids) :]
 
     def check_calls(self, engine: Engine) -> None:
-        """Compare what threads that ask at once get with what each gets alone."""
+        """Compare calls from several threads at once with each call alone."""
         inputs = [self.make_inputs(engine.model, 2, seed) for seed in range(5)]
         rows = [next(iter(one.values())) for one in inputs]
         want = [engine.embed(row) for row in rows]
@@ -125,6 +125,6 @@ class ServingSuite:
             assert torch.equal(got[number], expected)
 
 
-def _told(answer: Completion) -> Tensor:
-    """Return an answer as numbers: its ids, or where it has none the characters of its text."""
+def _as_tensor(answer: Completion) -> Tensor:
+    """Return an answer's ids as a tensor, or the code points of its text if it has no ids."""
     return torch.tensor(answer.ids or [ord(one) for one in answer.text])

@@ -1,6 +1,6 @@
-"""What every class of templates must do: cut by the laws, ask alike alone and in a batch.
+"""Tests for template classes: truncation, and equal outputs alone and in a batch.
 
-A class of one's own inherits `TemplateSuite` in a test and says how one is made; see
+A test class for your own template inherits `TemplateSuite` and defines how one is created; see
 docs/prompts.md.
 """
 
@@ -45,7 +45,7 @@ _EXAMPLES: tuple[dict[str, Any], ...] = (
 
 
 def open_tiny(kind: str, seed: int = 0) -> Any:
-    """Return a tiny model in float64 that is asked in one of the ways of `TINY_MODELS`."""
+    """Return a tiny float64 model of one of the kinds of `TINY_MODELS`."""
     model_class, config = TINY_MODELS[kind]
     model = model_class.from_config(config, dtype=torch.float64)
     init_weights_(model, seed)
@@ -53,13 +53,13 @@ def open_tiny(kind: str, seed: int = 0) -> Any:
 
 
 class TemplateSuite:
-    """Laws of templates; a test class inherits it and defines `template_class`, or `make`.
+    """Tests of a template; a test class inherits it and defines `template_class`, or `make`.
 
     Attributes:
-        template_class: a `Template`, or a class that inherits it.
-        text: that it is made with; its masks stand last, so that every kind of model reads it.
-        kinds: ways of asking that it is for.
-        examples: at least two that it takes.
+        template_class: `Template`, or a subclass.
+        text: template text; its masks are last, so that every kind of model can read it.
+        kinds: kinds of models that the template supports.
+        examples: at least two valid examples.
     """
 
     template_class: ClassVar[type[Template]]
@@ -68,17 +68,17 @@ class TemplateSuite:
     examples: ClassVar[Sequence[Mapping[str, Any]]] = _EXAMPLES
 
     def make(self, tokenizer: Tokenizer, model: Any) -> Template:
-        """Return a template on a model."""
+        """Return a template for a model."""
         return self.template_class(self.text, tokenizer, model)
 
     def opened(self) -> Iterator[tuple[Any, Template]]:
-        """Yield a fresh model and template of every kind."""
+        """Yield a new model and template of every kind."""
         for kind in self.kinds:
             model = open_tiny(kind)
             yield model, self.make(_LETTERS, model)
 
     def test_pieces_are_of_the_example(self) -> None:
-        """Pieces have the masks that the template says, and an example is not changed by them."""
+        """Wrapping gives the template's masks and does not change the example."""
         for _, template in self.opened():
             for example in self.examples:
                 before = repr(example)
@@ -89,49 +89,49 @@ class TemplateSuite:
                 assert repr(example) == before
 
     def test_ids_are_known_to_the_model(self) -> None:
-        """Every id is a token's or a row's; places of answers lie in the prompt, one a mask."""
+        """Ids are valid, and there is one answer position per mask, inside the prompt."""
         for model, template in self.opened():
             for example in self.examples:
                 prompt = template.encode(example)
                 assert max(prompt.input_ids) < count_ids(model.embed)
                 assert len(prompt.mask_at) == template.num_masks
                 answered = prompt.decoder_input_ids or prompt.input_ids
-                assert all(0 <= place < len(answered) for place in prompt.mask_at)
+                assert all(0 <= position < len(answered) for position in prompt.mask_at)
                 assert prompt == template.encode(example)
 
     @pytest.mark.parametrize("cut", CUTS)
     def test_cutting(self, cut: Any) -> None:
-        """A cut prompt has exactly the longest length; what may not be cut is in every one."""
+        """A truncated prompt has exactly the maximum length and keeps protected tokens."""
         for _, template in self.opened():
             for example in self.examples:
                 whole = template.encode(example)
                 assert whole.num_cut == 0
-                least = _shortest(template, example, cut)
-                kept = template.encode(example, least, cut)
-                for longest in range(least, len(whole) + 2):
-                    found = template.encode(example, longest, cut)
-                    assert len(found) == min(longest, len(whole))
-                    assert found.num_cut == len(whole) - len(found)
-                    assert _is_inside(kept.input_ids, found.input_ids)
-                    assert len(found.mask_at) == len(whole.mask_at)
+                minimum = _shortest(template, example, cut)
+                kept = template.encode(example, minimum, cut)
+                for max_length in range(minimum, len(whole) + 2):
+                    encoded = template.encode(example, max_length, cut)
+                    assert len(encoded) == min(max_length, len(whole))
+                    assert encoded.num_cut == len(whole) - len(encoded)
+                    assert _is_inside(kept.input_ids, encoded.input_ids)
+                    assert len(encoded.mask_at) == len(whole.mask_at)
                 with pytest.raises(ConfigError, match="row 7"):
-                    template.encode(example, least - 1, cut, "row 7")
+                    template.encode(example, minimum - 1, cut, "row 7")
 
     def test_a_missing_field_is_named(self) -> None:
-        """An example without what the template asks for is an error, not an empty text."""
+        """A missing field raises an error."""
         for _, template in self.opened():
             with pytest.raises(ConfigError, match="asks for"):
                 template.wrap({})
 
     def test_alone_and_together(self) -> None:
-        """What is said of an example does not depend on the others of its batch."""
+        """An example's logits do not depend on the rest of its batch."""
         for model, template in self.opened():
             together = _ask(model, [template.encode(one) for one in self.examples])
             for row, example in enumerate(self.examples):
                 assert_close(together[row], _ask(model, [template.encode(example)])[0])
 
     def test_what_is_trained(self) -> None:
-        """Trained parts are in the model, get gradients, and learn; a template may have none."""
+        """Trained parameters are in the model, have gradients, and lower the loss; may be none."""
         for model, template in self.opened():
             trained = template.soft_parameters
             ours = {id(parameter) for parameter in model.parameters()}
@@ -151,11 +151,11 @@ class TemplateSuite:
             assert losses[-1] < losses[0]
 
     def test_saved_with_the_model(self, tmp_path: Path) -> None:
-        """Rows are saved with the model, and read back by a template made anew on it."""
+        """Soft tokens are saved with the model and read by a new template."""
         for model, template in self.opened():
             rows = getattr(model.embed, "prompt", None)
             if not isinstance(rows, Prompt):
-                continue  # nothing trained, or what is folded first
+                continue  # nothing trained, or it has to be merged first
             with torch.no_grad():
                 rows.weight.add_(0.5)
             prompts = [template.encode(one) for one in self.examples]
@@ -167,26 +167,26 @@ class TemplateSuite:
 
 
 def _shortest(template: Template, example: Any, cut: Any) -> int:
-    """Return the least length that a prompt fits into."""
-    for longest in range(1, len(template.encode(example)) + 1):
+    """Return the smallest length that the prompt fits into."""
+    for length in range(1, len(template.encode(example)) + 1):
         try:
-            template.encode(example, longest, cut)
+            template.encode(example, length, cut)
         except ConfigError:
             continue
-        return longest
+        return length
     raise AssertionError("no length is enough for the prompt's own")
 
 
 def _is_inside(some: Sequence[int], ids: Sequence[int]) -> bool:
-    """Tell whether ids hold some others in their order."""
+    """Return whether `some` is a subsequence of `ids`."""
     rest = iter(ids)
     return all(id in rest for id in some)
 
 
 def _ask(model: Any, prompts: Sequence[Encoded]) -> Tensor:
-    """Return what a model says at the masks of prompts: (B, M, V)."""
+    """Return the logits (B, M, V) at the masks of prompts."""
     columns = lay_questions([Question([one], [], []) for one in prompts], _LETTERS.pad_id or 0)
     batch = {name: torch.tensor(values) for name, values in columns.items()}
-    found = ask_model(model, batch, batch.pop("mask_at"))
-    assert found is not None
-    return found.logits
+    answer = ask_model(model, batch, batch.pop("mask_at"))
+    assert answer is not None
+    return answer.logits

@@ -1,4 +1,4 @@
-"""One table of tolerances, and comparisons that say which tensor is off and by how much."""
+"""Tolerances by dtype, and comparisons that name the tensors that differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["TOLERANCES", "assert_close", "assert_equal_trees"]
 
-# dtype -> (rtol, atol). float64: a wrong layout shows and the order of summation does not.
+# dtype -> (rtol, atol). float64's detects a wrong layout and ignores the order of summation.
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-9, 1e-12),
     torch.float32: (1e-5, 1e-6),
@@ -28,13 +28,13 @@ def assert_close(
     """Compare tensors, or two mappings of tensors with equal keys, at the dtype's tolerance.
 
     Args:
-        actual: what was computed.
-        expected: the independent reference.
-        rtol: relative tolerance; None takes the table's.
-        atol: absolute tolerance; None takes the table's.
+        actual: computed tensors.
+        expected: reference tensors.
+        rtol: relative tolerance; None is the dtype's.
+        atol: absolute tolerance; None is the dtype's.
 
     Raises:
-        AssertionError: names every key that differs, with the largest difference.
+        AssertionError: some differ; lists all of them with their largest difference.
     """
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         actual, expected = {"tensor": actual}, {"tensor": expected}
@@ -47,9 +47,9 @@ def assert_close(
         table_rtol, table_atol = TOLERANCES.get(want.dtype, (0.0, 0.0))
         r, a = table_rtol if rtol is None else rtol, table_atol if atol is None else atol
         if got.shape != want.shape or not torch.allclose(got, want, rtol=r, atol=a):
-            off = (got - want).abs().max().item() if got.shape == want.shape else "shape"
+            difference = (got - want).abs().max().item() if got.shape == want.shape else "shape"
             wrong.append(
-                f"{name}: {tuple(got.shape)} largest difference {off} (rtol {r}, atol {a})"
+                f"{name}: {tuple(got.shape)} largest difference {difference} (rtol {r}, atol {a})"
             )
     assert not wrong, "\n".join(wrong)
 

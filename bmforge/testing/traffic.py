@@ -1,14 +1,14 @@
-"""Counting what a process sends: every collective and message, and how many bytes it is given.
+"""Measurement of a process's communication: every collective and message, with its bytes.
 
-All of them, those of FSDP2, DTensor and functional collectives included, end in an operator of the
-namespaces `c10d` or `_c10d_functional`, and a `TorchDispatchMode` sees every operator. It sees
-those of backward as well: on a CPU backward runs on the thread that asked for it, and autograd's
-own threads take that thread's modes over. Wrapping the functions of `torch.distributed` instead
-would miss whoever has imported one by name (bmforge's own `collectives.py`), and functional
-collectives, which call none of them.
+All of them, including those of FSDP2, DTensor and functional collectives, end in an operator of the
+namespaces `c10d` or `_c10d_functional`, and a `TorchDispatchMode` sees every operator. It also sees
+those of the backward pass: on a CPU it runs on the calling thread, and autograd's own threads
+inherit that thread's modes. Patching the functions of `torch.distributed` instead would miss
+callers that imported them by name (bmforge's own `collectives.py`), and functional collectives,
+which call none of them.
 
-Not seen: what goes through the store, by which processes meet and groups are made, and calls of
-threads that the program itself starts.
+Not counted: traffic of the store, used for rendezvous and group creation, and calls from threads
+that the program itself starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bmforge.errors import DistributedError
 __all__ = ["Call", "Traffic", "Volume", "add_up"]
 
 _NAMESPACES = ("c10d", "_c10d_functional")
-# Beginning of an operator's name -> kind; the first that fits holds.
+# Prefix of an operator's name -> kind; the first match is used.
 _KINDS = {
     **{"allgather": "all_gather", "all_gather": "all_gather"},
     **{"allreduce": "all_reduce", "all_reduce": "all_reduce"},
@@ -38,7 +38,7 @@ _KINDS = {
     **{"barrier": "barrier", "monitored_barrier": "barrier"},
 }
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
-# What the operators call the tensors that they are given.
+# Names of the operators' input arguments.
 _INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")
 
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ...
-        num_bytes: of the input as it is given on this process; of what arrives for recv.
+        num_bytes: size of the input on this process; for recv of the received tensor.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 class Volume(NamedTuple):
-    """All calls of one kind."""
+    """Number and bytes of all calls of one kind."""
 
     number: int
     num_bytes: int
@@ -65,10 +65,10 @@ class Traffic(TorchDispatchMode):
     """Counts the collectives and messages that this process issues inside of ``with Traffic()``.
 
     Attributes:
-        calls: how often each call was issued; a call over a group of one counts too.
+        calls: number of times each call was issued; calls of groups of one count too.
 
     Raises:
-        DistributedError: an operator that communicates in a way that is not known here.
+        DistributedError: an unknown communication operator.
     """
 
     def __init__(self) -> None:
@@ -82,9 +82,9 @@ class Traffic(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Note an operator that communicates, and run it."""
+        """Count a communication operator, and run it."""
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes back as operators on what is here of it
+            return NotImplemented  # it is dispatched again on the local tensors
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
         if namespace in _NAMESPACES and name not in _SILENT:
@@ -98,19 +98,19 @@ class Traffic(TorchDispatchMode):
 
 
 def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return what an operator is about to do."""
+    """Return the kind and size of an operator call."""
     name = func._schema.name.partition("::")[2].lstrip("_")
     kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    found = next((given[key] for key in _INPUTS if key in given), None)
-    if kind is None or found is None:
+    inputs = next((given[key] for key in _INPUTS if key in given), None)
+    if kind is None or inputs is None:
         raise DistributedError(
             f"{func} communicates, and Traffic does not know how. Give its name a kind in "
             "bmforge/testing/traffic.py."
         )
-    tensors = (t for t in tree_leaves(found) if isinstance(t, Tensor))
-    # A barrier's tensor only says on which device to wait.
+    tensors = (t for t in tree_leaves(inputs) if isinstance(t, Tensor))
+    # A barrier's tensor only selects the device.
     return Call(kind, 0 if kind == "barrier" else sum(t.nbytes for t in tensors))
 
 

@@ -1,4 +1,4 @@
-"""A transformers model and its bmforge twin with the same weights, for parity tests.
+"""A transformers model and a bmforge model with the same weights, for comparison.
 
 Needs transformers (the `dev` extra). Nothing is downloaded: weights are random.
 """
@@ -25,9 +25,9 @@ class Twin:
     """Two models with one set of weights.
 
     Args:
-        theirs: the transformers model, in eval mode, its attention written out.
-        ours: the same, opened by bmforge from `directory`.
-        directory: where transformers saved it.
+        theirs: the transformers model, in eval mode, with eager attention.
+        ours: the same model, opened by bmforge from `directory`.
+        directory: directory with the saved transformers model.
     """
 
     theirs: Any
@@ -39,9 +39,9 @@ def build_reference(hf_class: Any, fields: Mapping[str, Any], seed: int = 0) -> 
     """Return a transformers model with random weights, norms and biases included.
 
     Args:
-        hf_class: such as ``transformers.GPT2LMHeadModel``.
-        fields: of its config.
-        seed: of the weights.
+        hf_class: model class, such as ``transformers.GPT2LMHeadModel``.
+        fields: fields of its config.
+        seed: seed of the weights.
     """
     torch.manual_seed(seed)
     model = hf_class(hf_class.config_class(**fields, attn_implementation="eager")).eval()
@@ -62,6 +62,6 @@ def make_twin(
 
 
 def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring tensors shaped like our parameters (gradients, say) into the published form."""
+    """Return tensors shaped like our parameters, such as gradients, by their published names."""
     groups = group_by_source(model.active_rules())
     return {name: assemble_source(rules, tensors.__getitem__) for name, rules in groups.items()}

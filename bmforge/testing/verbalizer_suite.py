@@ -1,6 +1,6 @@
-"""What every class of verbalizers must do: rows by themselves, gradients, calibration, state.
+"""Tests for verbalizer classes: independent rows, gradients, calibration, state.
 
-A class of one's own inherits `VerbalizerSuite` in a test and says how one is made; see
+A test class for your own verbalizer inherits `VerbalizerSuite` and defines how one is created; see
 docs/prompts.md.
 """
 
@@ -31,12 +31,12 @@ _TAKES = ("logits", "words", "hidden", "both")
 
 
 class VerbalizerSuite:
-    """Laws of verbalizers; a test class inherits it and defines `make`.
+    """Tests of a verbalizer; a test class inherits it and defines `make`.
 
     Attributes:
-        kind: of the tiny model that is asked: masked, causal or spans.
-        examples: four that it takes.
-        template: asks about them; with as many masks as the verbalizer reads.
+        kind: kind of the tiny model: masked, causal or spans.
+        examples: four valid examples.
+        template: template text, with as many masks as the verbalizer reads.
     """
 
     kind: ClassVar[str] = "masked"
@@ -48,14 +48,14 @@ class VerbalizerSuite:
         raise TypeError(f"{type(self).__name__} defines no make")
 
     def opened(self) -> PromptClassifier:
-        """Return a fresh classifier with it."""
+        """Return a new classifier with the verbalizer."""
         model = open_tiny(self.kind)
         template = Template(self.template, _LETTERS, model)
         verbalizer = self.make(_LETTERS, model).double()
         return PromptClassifier(model, template, verbalizer).eval()
 
     def test_what_it_says_of_itself(self) -> None:
-        """It says what it reads, of how many masks, of how many classes, and whether normalised."""
+        """The verbalizer defines its input, the numbers of masks and classes, and normalization."""
         verbalizer = self.opened().verbalizer
         assert verbalizer.takes in _TAKES
         assert verbalizer.num_classes >= 2
@@ -63,15 +63,15 @@ class VerbalizerSuite:
         assert isinstance(verbalizer.normalize, bool)
 
     def test_a_score_for_every_class(self) -> None:
-        """Scores are finite, (B, C), and differ from one example to another."""
+        """Scores are finite, (B, C), and differ between examples."""
         classifier = self.opened()
-        found = classifier.classify(self.examples)
-        assert found.shape == (len(self.examples), classifier.verbalizer.num_classes)
-        assert torch.isfinite(found).all()
-        assert not torch.equal(found[0], found[1])
+        scores = classifier.classify(self.examples)
+        assert scores.shape == (len(self.examples), classifier.verbalizer.num_classes)
+        assert torch.isfinite(scores).all()
+        assert not torch.equal(scores[0], scores[1])
 
     def test_rows_by_themselves(self) -> None:
-        """An example scores the same alone, in a batch, and in another order."""
+        """An example's scores do not depend on the rest of its batch or its order."""
         classifier = self.opened()
         together = classifier.classify(self.examples)
         for row, example in enumerate(self.examples):
@@ -79,7 +79,7 @@ class VerbalizerSuite:
         assert_close(classifier.classify(self.examples[::-1]), together.flip(0))
 
     def test_it_learns(self) -> None:
-        """The model and what is trained of the verbalizer get gradients, and the loss falls."""
+        """The model and the verbalizer's parameters have gradients, and the loss decreases."""
         classifier = self.opened().train()
         classes = classifier.verbalizer.num_classes
         asked = [classifier.ask(one) for one in self.examples]
@@ -99,7 +99,7 @@ class VerbalizerSuite:
         assert any(bool(p.grad.any()) for p in classifier.model.parameters() if p.grad is not None)
 
     def test_another_number_of_masks_is_refused(self) -> None:
-        """A template with other masks than it reads is an error when they are put together."""
+        """A template with another number of masks raises an error."""
         classifier = self.opened()
         text = classifier.template.text + '{"mask"}'
         template = Template(text, _LETTERS, open_tiny("masked"))
@@ -107,7 +107,7 @@ class VerbalizerSuite:
             PromptClassifier(classifier.model, template, classifier.verbalizer)
 
     def test_state_comes_back(self) -> None:
-        """What was trained is in its state, and a fresh one that gets it scores the same."""
+        """A verbalizer's state can be loaded into another, with the same scores."""
         one, other = self.opened(), self.opened()
         with torch.no_grad():
             for parameter in one.verbalizer.parameters():
@@ -116,26 +116,26 @@ class VerbalizerSuite:
         assert_close(other.classify(self.examples), one.classify(self.examples))
 
     def test_calibration(self) -> None:
-        """On texts that find all words alike it changes nothing; of no text it is an error."""
+        """Calibration with uniform logits changes nothing; with no examples it raises an error."""
         classifier = self.opened()
         verbalizer = classifier.verbalizer
         calibrate = getattr(verbalizer, "calibrate_", None)
         if calibrate is None:
             pytest.skip("it has no calibrate_")
         before = classifier.classify(self.examples)
-        said = self._vocab_logits(classifier)
+        logits = self._vocab_logits(classifier)
         with pytest.raises(ConfigError, match="at least one"):
-            calibrate(said[:0])
-        calibrate(torch.zeros_like(said))
+            calibrate(logits[:0])
+        calibrate(torch.zeros_like(logits))
         after = classifier.classify(self.examples)
         kept = after.shape == before.shape and verbalizer.normalize
         if kept and getattr(verbalizer, "drop_ratio", 0) == 0:
             assert_close(after, before)
-        calibrate(said)
+        calibrate(logits)
         assert torch.isfinite(classifier.classify(self.examples)).all()
 
     def _vocab_logits(self, classifier: PromptClassifier) -> Tensor:
-        """Return what the verbalizer is given of the examples."""
+        """Return the verbalizer's input logits for the examples."""
         with torch.no_grad():
             asked = [classifier.ask(one) for one in self.examples]
             return classifier(**classifier.collate(asked)).vocab_logits
