@@ -1,4 +1,4 @@
-"""Write the tables of docs/licences.md: every licence that is known, with its clauses.
+"""Write the tables of docs/licences.md: all known licenses, with their clauses.
 
     python dev/licence_pages.py
 

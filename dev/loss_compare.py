@@ -1,4 +1,4 @@
-"""Run two commits or two layouts, or read two runs, and say where their losses part.
+"""Compare the losses of two commits, layouts or runs, and report where they diverge.
 
     python dev/loss_compare.py runs/a runs/b
     python dev/loss_compare.py zero=3,world=2 tp=2,world=2 --config tiny.toml --steps 20
@@ -36,13 +36,13 @@ _LAYOUT = re.compile(r"\w+=[^,=]+(,\w+=[^,=]+)*")
 
 @dataclass(frozen=True)
 class Job:
-    """What is run for a side that is no run directory yet.
+    """Job to run for a side that is not a run directory.
 
     Args:
-        recipe: its name.
+        recipe: name of the recipe.
         config: TOML file, as for `bmforge train`.
-        steps: instead of the config's; None takes those.
-        repository: where git looks for revisions, and the code that layouts run.
+        steps: number of steps; None is the config's.
+        repository: git repository of the revisions, and the code for layouts.
     """
 
     recipe: str
@@ -53,13 +53,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where one quantity of two runs parts.
+    """Divergence of one quantity of two runs.
 
     Args:
-        name: of the quantity.
-        exact: first step at which it is not the same number; None where it always is.
-        beyond: first step at which it differs by more than the tolerance.
-        largest: largest relative difference; infinite where only one is finite.
+        name: name of the quantity.
+        exact: first step at which the values differ; None if they never do.
+        beyond: first step at which they differ by more than the tolerance.
+        largest: largest relative difference; infinite if only one is finite.
     """
 
     name: str
@@ -69,14 +69,14 @@ class Parting:
 
 
 def relative_difference(a: float | None, b: float | None) -> float:
-    """Return |a - b| over the larger of the two; None stands for a number that was not finite."""
+    """Return |a - b| relative to the larger of the two; None stands for a non-finite number."""
     if a is None or b is None:
         return 0.0 if a is b else math.inf
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
 
 
 def find_parting(name: str, a: Rows, b: Rows, rtol: float) -> Parting:
-    """Compare one quantity at the steps that both have."""
+    """Compare one quantity at the common steps."""
     common = sorted(a.keys() & b.keys())
     off = {step: relative_difference(a[step].get(name), b[step].get(name)) for step in common}
     return Parting(
@@ -99,7 +99,7 @@ def compare(a: Rows, b: Rows, rtol: float = RTOL) -> list[Parting]:
 
 
 def describe(a: Rows, b: Rows, partings: Sequence[Parting], rtol: float) -> str:
-    """Return a line per quantity, and the numbers of the steps around the first parting."""
+    """Return a line per quantity, and the values of the steps around the first divergence."""
     titles = ("", "first differs", f"first beyond {rtol:g}", "largest relative difference")
     lines = [f"A has {_span(a)}, B has {_span(b)}", ""]
     table: list[Sequence[str]] = [titles]
@@ -132,7 +132,7 @@ def _align(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def kind_of(side: str, job: Job) -> Literal["run", "layout", "revision"]:
-    """Tell what a side is, before anything is run.
+    """Return the kind of a side, before anything is run.
 
     Raises:
         ConfigError: it is none of the three, or there is no config to run it with.
@@ -153,7 +153,7 @@ def kind_of(side: str, job: Job) -> Literal["run", "layout", "revision"]:
 
 
 def read_side(side: str, job: Job, scratch: Path) -> Rows:
-    """Return step -> metrics of a side, running it first if it is no run directory."""
+    """Return the metrics of a side by step, after running it if necessary."""
     kind = kind_of(side, job)
     run_dir = Path(side) if kind == "run" else scratch / "run"
     if kind == "layout":
@@ -175,7 +175,7 @@ def run_layout(side: str, job: Job, run_dir: Path) -> None:
 
 @contextmanager
 def worktree(revision: str, repository: Path, path: Path) -> Iterator[Path]:
-    """Check a revision out beside the repository's own files, for as long as it is needed."""
+    """Check a revision out to a temporary worktree."""
     git = ["git", "-C", str(repository), "worktree"]
     added = _run([*git, "add", "--detach", str(path), revision])
     if added.returncode != 0:
@@ -187,7 +187,7 @@ def worktree(revision: str, repository: Path, path: Path) -> Iterator[Path]:
 
 
 def _train(job: Job, run_dir: Path, code: Path, layout: Mapping[str, str], world: int) -> None:
-    """Run `bmforge train` with the package of a directory."""
+    """Run `bmforge train` with the package in a directory."""
     start = [sys.executable, "-m"]
     if world > 1:
         start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m"]
@@ -195,7 +195,7 @@ def _train(job: Job, run_dir: Path, code: Path, layout: Mapping[str, str], world
     options += [] if job.steps is None else ["--train.steps", str(job.steps)]
     for name, value in layout.items():
         options += [f"--layout.{name.replace('_', '-')}", value]
-    # The package of `code`, not one that lies in the current directory.
+    # Import the package of `code`, not one in the current directory.
     env = {**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
     done = _run([*start, "bmforge", "train", job.recipe, *options], env)
     if done.returncode != 0:
@@ -210,15 +210,15 @@ def _run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare two sides; return 0 where they agree within the tolerance, else 1 (2: an error)."""
+    """Compare two sides; return 0 if they agree within the tolerance, else 1 (2: an error)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("a", help="run directory, layout or revision")
-    parser.add_argument("b", help="the same")
+    parser.add_argument("b", help="run directory, layout or revision to compare with")
     parser.add_argument("--config", type=Path, help="TOML file of the run")
-    parser.add_argument("--recipe", default="gpt2-pretrain", help="what it configures")
-    parser.add_argument("--steps", type=int, help="instead of the config's")
+    parser.add_argument("--recipe", default="gpt2-pretrain", help="recipe that the file configures")
+    parser.add_argument("--steps", type=int, help="number of steps (default: the config's)")
     parser.add_argument("--rtol", type=float, default=RTOL, help="relative tolerance (%(default)s)")
     given = parser.parse_args(arguments)
     job = Job(given.recipe, given.config, given.steps)

@@ -1,4 +1,4 @@
-"""List which imports of the old packages resolve in `bmforge.compat`, program by program.
+"""List the imports of the old packages that resolve in `bmforge.compat`, by program.
 
     python dev/old_imports.py CHECKOUTS [--all]
 
@@ -51,7 +51,7 @@ def imports(source: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def resolve(module: str, name: str) -> str:
-    """Return "" if an import resolves, else its error."""
+    """Return "" if an import resolves, or its error."""
     package, _, inside = module.partition(".")
     target = ".".join(filter(None, ("bmforge.compat", RENAMED.get(package, package), inside)))
     try:

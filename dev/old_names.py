@@ -1,4 +1,4 @@
-"""Write the tables of names of the migrating pages: what became of each name of an old package.
+"""Write the name tables of the migrating pages: replacements of each name of an old package.
 
     python dev/old_names.py
     python dev/old_names.py bmtrain CHECKOUT/bmtrain    # public names there that the table lacks
@@ -28,14 +28,14 @@ def table_of(package: str) -> Table:
 
 
 def row_text(row: Row) -> str:
-    """Return a row's line."""
+    """Return the line of a row."""
     names = ", ".join(f"`{name}`" for name in row.names)
     note = f"use {row.note}" if row.state == "gone" else row.note
     return f"| {names} | {row.state} | {note} |\n"
 
 
 def render(package: str) -> str:
-    """Return a package's tables, with the marks around them."""
+    """Return a package's tables, between markers."""
     parts = [f"<!-- names of {package}: written by dev/old_names.py -->\n"]
     for title, rows in table_of(package).items():
         parts.append(f"\n#### {title}\n\n| name | here | |\n|---|---|---|\n")
@@ -57,7 +57,7 @@ def page(package: str, text: str) -> str:
 
 
 def public_names(folder: Path) -> Iterator[str]:
-    """Yield what a package's source defines without an underscore: `name`, or `Class.method`.
+    """Yield the public names that a package's source defines: `name`, or `Class.method`.
 
     Of methods, not those that every module or autograd function has.
     """
@@ -72,7 +72,7 @@ def public_names(folder: Path) -> Iterator[str]:
 
 
 def lacking(package: str, folder: Path) -> list[str]:
-    """Return the public names of an old package's source that its table does not have.
+    """Return the public names of an old package's source that are missing in its table.
 
     A method may be in the table below a parent class.
     """

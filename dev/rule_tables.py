@@ -1,4 +1,4 @@
-"""Write the tables of docs/cleaning.md: every rule with its bounds, source and an example.
+"""Write the tables of docs/cleaning.md: all rules with their limits, sources and examples.
 
     python dev/rule_tables.py
 
@@ -20,7 +20,7 @@ END = "<!-- end of rules -->\n"
 
 
 def show_bounds(bounds: Bounds) -> str:
-    """Return bounds as a reader writes them."""
+    """Return limits in readable form."""
     low, high = (f"{one:g}" if one is not None else "" for one in (bounds.low, bounds.high))
     if low and high:
         return f"{low} to {high}"
@@ -28,7 +28,7 @@ def show_bounds(bounds: Bounds) -> str:
 
 
 def clean_cell(text: str) -> str:
-    """Return text that does not break a table."""
+    """Return text escaped for a table."""
     return text.replace("|", "\\|").replace("\n", " / ")
 
 

@@ -1,4 +1,4 @@
-"""Write the names of all options of `bmforge train`, which are known before torch is imported.
+"""Write the names of all options of `bmforge train`, which are needed before torch is imported.
 
     python dev/train_options.py
 
@@ -34,7 +34,7 @@ FIELDS = frozenset(_NAMES.split())
 
 
 def find_fields(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of a config's fields, as options spell them."""
+    """Yield the dotted option names of a config's fields."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name = prefix + field.name.replace("_", "-")

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/bmtrain_program.py
     python -m torch.distributed.launch --nproc-per-node 2 examples/bmtrain_program.py
 
-It learns to copy a sequence. Every process takes its rows of the same batches, so the losses are
-the same however it is started.
+It learns to copy a sequence. The processes share the rows of the same batches, so the losses do not
+depend on their number.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Linear(bmt.DistributedModule):
         self.bias = bmt.DistributedParameter(torch.empty(out), init_method=torch.nn.init.zeros_)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project."""
+        """Return the projection of `x`."""
         return F.linear(x, self.weight, self.bias)
 
 
 class TransformerBlock(bmt.DistributedModule):
-    """Attention and a feed-forward layer on a residual."""
+    """Attention and a feed-forward layer with residuals."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class TransformerBlock(bmt.DistributedModule):
         self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Mix tokens, then channels."""
+        """Apply attention, then the feed-forward layer."""
         rows, length, width = x.shape
         query, key, value = self.qkv(F.layer_norm(x, (width,))).chunk(3, -1)
         heads = [t.view(rows, length, self.heads, -1).transpose(1, 2) for t in (query, key, value)]
@@ -58,7 +58,7 @@ class TransformerBlock(bmt.DistributedModule):
 
 
 class Model(bmt.DistributedModule):
-    """Tables, blocks and a head."""
+    """Embeddings, blocks and a head."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Model(bmt.DistributedModule):
         self.head = Linear(WIDTH, VOCAB)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return scores for the token after each."""
+        """Return the logits of the next tokens."""
         length = ids.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
         x = F.embedding(ids, self.tokens) + self.positions[:length]
@@ -79,7 +79,7 @@ class Model(bmt.DistributedModule):
 
 
 def batch(step: int) -> Tensor:
-    """Return this process's rows: a random half and the same half again."""
+    """Return this process's rows: random tokens, repeated once."""
     draw = torch.Generator().manual_seed(step)
     half = torch.randint(0, VOCAB, (ROWS, LENGTH // 2), generator=draw)
     rows = torch.cat((half, half), 1).chunk(bmt.world_size())[bmt.rank()]
@@ -113,5 +113,5 @@ def main(steps: int = 100) -> list[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="train a copying model")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--local-rank", "--local_rank", type=int, default=0)  # of the old launcher
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0)  # old launcher
     main(parser.parse_args().steps)

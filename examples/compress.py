@@ -1,8 +1,8 @@
-"""Halve a model's MLPs, make half of its weights zeros, quantise it; it learns from what it was.
+"""Halve a model's MLPs, prune half of its weights, quantize it; the original is the teacher.
 
     python examples/compress.py MODEL TEXT OUT [STEPS]
 
-MODEL is a directory or hub id of a decoder, TEXT a file of text, OUT the small model's directory.
+MODEL is a directory or hub id of a decoder, TEXT a text file, OUT the output directory.
 """
 
 import sys

@@ -1,16 +1,16 @@
-"""Train a model and a batch function of your own in tensor, pipeline and data parallel.
+"""Train your own model and batch function with tensor, pipeline and data parallelism.
 
     python examples/own_model_pipeline.py --steps 20
     torchrun --nproc-per-node 4 examples/own_model_pipeline.py --steps 20 --tp 2 --pp 2
     torchrun --nproc-per-node 8 examples/own_model_pipeline.py --steps 20 --tp 2 --pp 2
 
-What programs for CPM-Pretrain gave its engine, and what is in its place:
+Replacements for what programs for CPM-Pretrain passed to its engine:
 
-- `LayerSpec`, which built layers late: the model is built on the meta device, so that nothing is
-  allocated, and `init_weights_` draws the part that a process keeps.
-- `model_provider`, `_input_grad` and `_input_type`: the forward runs the blocks that `span` says.
-  It begins with what the stage before has carried on (`arrived`) and returns what it carries on
-  itself: any tensors, with a gradient or without.
+- `LayerSpec`, which built layers lazily: the model is built on the meta device, without memory, and
+  `init_weights_` initializes only the shard of each process.
+- `model_provider`, `_input_grad` and `_input_type`: the forward runs the blocks in `span`. Its
+  input is the output of the previous stage (`arrived`), and it returns the input of the next one:
+  any tensors, with a gradient or without.
 - `get_batch_pipe`: `make_batch` below. Every stage gets the whole batch.
 - Megatron's `mpu` layers: `RULES` says which layers are cut, and how.
 """
@@ -58,7 +58,7 @@ RULES = LayoutRules(
 
 
 class Output(NamedTuple):
-    """What a call returns: the end's results, or on an earlier stage what it carries on."""
+    """Output of a call: the results of the last stage, or the tensors for the next stage."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -66,7 +66,7 @@ class Output(NamedTuple):
 
 
 class Mixer(nn.Module):
-    """Mixes every position with the mean of those before; its channels are cut over `tp`."""
+    """Mixes every position with the mean of the previous ones; channels are sharded over `tp`."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Mixer(nn.Module):
 
 
 class Block(nn.Module):
-    """A norm and a mixer around a residual."""
+    """A norm and a mixer with a residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Predicts the next byte; texts of a batch have weights."""
+    """Predicts the next byte; the texts of a batch are weighted."""
 
     arrived: tuple[Tensor, ...] = ()
 
@@ -106,15 +106,15 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def layout_rules(self) -> LayoutRules:
-        """Say where layouts cut."""
+        """Return how layouts shard the modules."""
         return RULES
 
     def init_std(self, name: str) -> float:
-        """Return the deviation with which a parameter is drawn, by its name."""
+        """Return the standard deviation of a parameter's initialization, by its name."""
         return 0.2 if name.startswith("embed") else 0.1
 
     def count_items(self, batch: Mapping[str, Tensor]) -> int:
-        """Return how many predictions a batch asks for."""
+        """Return the number of predictions in a batch."""
         return int((batch["labels"] != -100).sum())
 
     def forward(
@@ -143,7 +143,7 @@ class ByteModel(nn.Module):
 
 
 def make_batch(texts: list[bytes], weights: list[float]) -> dict[str, Tensor]:
-    """Turn raw texts into what the model is called with: your own `get_batch`."""
+    """Convert raw texts to the model's arguments: your own `get_batch`."""
     ids = torch.zeros(len(texts), SEQ_LEN + 1, dtype=torch.int64)
     is_text = torch.zeros(len(texts), SEQ_LEN, dtype=torch.bool)
     for row, text in enumerate(texts):
@@ -159,7 +159,7 @@ def make_batch(texts: list[bytes], weights: list[float]) -> dict[str, Tensor]:
 
 
 class Texts:
-    """This process's micro-batches of each step: a pure function of the step."""
+    """This process's micro-batches, a pure function of the step."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.lines = [line.encode() for text in topics.values() for line in text.splitlines()]
@@ -188,14 +188,14 @@ class Texts:
 
 
 def weighted_loss(model: nn.Module, batch: Mapping[str, Tensor], num_items: float) -> Any:
-    """Call the model on a micro-batch; on a pipeline's earlier stages there is no loss yet."""
+    """Call the model on a micro-batch; only the last pipeline stage returns a loss."""
     return model(**batch, num_items=num_items).loss
 
 
 def main(
     steps: int = 20, tp: int = 1, pp: int = 1, zero: int = 3, run_dir: str | None = None
 ) -> list[float]:
-    """Train and return the loss of every step."""
+    """Train, and return the loss of every step."""
     world = init_distributed()
     layout = Layout(zero=zero, tp=tp, pp=pp)  # type: ignore[arg-type]
     mesh = build_mesh(layout, world.device)
@@ -223,7 +223,7 @@ if __name__ == "__main__":
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--zero", type=int, choices=[0, 2, 3], default=3)
-    parser.add_argument("--run-dir", help="keep metrics and checkpoints here, and resume")
+    parser.add_argument("--run-dir", help="directory for metrics and checkpoints, to resume from")
     options = parser.parse_args()
     main(options.steps, options.tp, options.pp, options.zero, options.run_dir)
     shutdown_distributed()

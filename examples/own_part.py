@@ -1,10 +1,10 @@
-"""A part of your own in a model of the zoo: a trained gate behind every MLP, on any layout.
+"""Your own part in a bmforge model: a trained gate after every MLP, on any layout.
 
     python examples/own_part.py
     torchrun --nproc-per-node 2 examples/own_part.py --tp 2
 
-The part says how its tensor is drawn and beside what it may stand; initialising, tensor, pipeline
-and context parallelism, ZeRO, saving and loading follow from that.
+The part defines the initialization of its tensor and the sharding that it supports; initialization,
+tensor, pipeline and context parallelism, ZeRO, saving and loading then work.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ CONFIG = LlamaConfig(
 
 
 class Gate(BesidePart):
-    """Multiplies what a module makes by a trained vector."""
+    """Multiplies a module's output by a trained vector."""
 
-    cut_styles = frozenset({"", "part"})  # beside what tensor parallelism leaves whole at its end
+    cut_styles = frozenset({"", "part"})  # unsharded modules, and those with sharded children
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Start at one, so that nothing changes at first."""
+        """Return ones as the initialization, so that the model is initially unchanged."""
         return {"weight": TensorNote("ones")}
 
     def forward(self, out: Tensor) -> Tensor:
         return out * self.weight
 
     def join(self, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Called with what the MLP was given and what it made."""
+        """Return the new output from the MLP's inputs and output."""
         return self(out)
 
 
 def build() -> Model:
-    """Describe a Llama with gates; it has no memory yet."""
+    """Return a Llama with gates on the meta device."""
     model = Llama.from_config(CONFIG, device="meta", dtype=torch.float64)
     with torch.device("meta"):
         for block in model.layers.values():
@@ -67,7 +67,7 @@ def build() -> Model:
 
 
 def main(layout: Layout, steps: int = 4, export: str | None = None) -> dict[str, Any]:
-    """Train a few steps on text; return the losses and, after a save, what was loaded again."""
+    """Train a few steps on text; return the losses and the saved and reloaded parameters."""
     init_distributed()
     model = init_weights_(parallelize(build(), layout), seed=0)
     mesh = mesh_of(model)

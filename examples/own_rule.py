@@ -1,4 +1,4 @@
-"""A rule of your own in a preparation: `python examples/own_rule.py FOLDER OUT`."""
+"""Your own quality rule: `python examples/own_rule.py FOLDER OUT`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from bmforge.data.clean import Bounds, JudgeByRules, Rule, RuleSet, TextStatisti
 
 
 def shout(text: TextStatistics) -> float:
-    """Return how many exclamation marks a text has."""
+    """Return the number of exclamation marks in a text."""
     return text.text.count("!")
 
 
-# Raise the set's version when a rule changes, so that a journal knows.
+# Increase the version of the set when a rule changes: resuming checks it.
 MINE = RuleSet("mine", 1, (Rule("shouts", shout, Bounds(high=3)),))
 
-if __name__ == "__main__":  # worker processes read this file as well
+if __name__ == "__main__":  # worker processes import this file as well
     judge = JudgeByRules("none", (MINE,))
     steps = [Step("mine", judge, judge.version)]
     config = PrepareConfig(vocab_size=512, workers=2, skip_bad=True)

@@ -1,10 +1,10 @@
-"""Win back what quantising costs, by training norms and biases alone under a budget of memory.
+"""Recover quality lost by quantization, by training norms and biases within a memory budget.
 
     bmforge quickstart
     python examples/recover_quantised.py runs/quickstart/export runs/quickstart/data int4 24
 
-The base stays packed, and blocks for which the budget (MiB, for the model and its steps without
-gradients) has no room come and go; the float model's answers are what is learnt.
+The weights stay packed, and blocks that do not fit into the budget (in MiB, for the model and
+steps without gradients) are streamed; the float model is the teacher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS, ROWS = 200, 8
 
 
 def read_rows(folder: str, length: int) -> torch.Tensor:
-    """Return tokens of a store as rows: (rows, length)."""
+    """Return tokens of a store with shape (rows, length)."""
     store = TokenStore(folder)
     ids = torch.cat([torch.from_numpy(store[i].astype("int64")) for i in range(len(store))])
     return ids[: len(ids) // length * length].view(-1, length)
@@ -30,7 +30,7 @@ def read_rows(folder: str, length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def loss_of(model: torch.nn.Module, rows: torch.Tensor) -> float:
-    """Return the mean loss of a held-out token."""
+    """Return the mean loss per held-out token."""
     return float(torch.stack([model(input_ids=r, labels=r).loss for r in rows.split(ROWS)]).mean())
 
 
@@ -65,4 +65,4 @@ if __name__ == "__main__":
     share = (
         f"{(before - after) / cost:.0%} of it" if cost > 0.001 else "nothing: there is too little"
     )
-    print(f"it cost {cost:.4f} nats a token; won back: {share}")
+    print(f"quantization cost {cost:.4f} nats per token; recovered: {share}")

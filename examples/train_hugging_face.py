@@ -1,11 +1,11 @@
-"""Train a Hugging Face model as it is: the transformers class, sharded over the processes.
+"""Train an unmodified Hugging Face model, sharded over the processes.
 
     bmforge prepare --out runs/text
     python examples/train_hugging_face.py --data runs/text
     torchrun --nproc-per-node 2 examples/train_hugging_face.py --data runs/text --family llama
 
 The model is an ordinary `transformers` one with random weights; put
-`AutoModelForCausalLM.from_pretrained(...)` in its place to go on from trained ones.
+`AutoModelForCausalLM.from_pretrained(...)` in its place to start from trained ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEQ_LEN = 64
 
 
 def build_model(family: str, vocab_size: int) -> PreTrainedModel:
-    """A small model with random weights, the same on every process; each keeps its share."""
+    """Return a small random model, the same on every process before it is sharded."""
     torch.manual_seed(0)
     if family == "gpt2":
         shape = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": SEQ_LEN}
@@ -57,7 +57,7 @@ def build_model(family: str, vocab_size: int) -> PreTrainedModel:
 def main(
     data: str, family: str = "gpt2", steps: int = 50, run_dir: str | None = None
 ) -> list[float]:
-    """Train and return the loss of every step."""
+    """Train, and return the loss of every step."""
     world = init_distributed()
     store = TokenStore(Path(data) / "train" / "tokens")
     model = build_model(family, int(store.tokens.max()) + 1).to(world.device)
@@ -87,10 +87,10 @@ def main(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="train a Hugging Face model")
-    parser.add_argument("--data", required=True, help="a directory made by `bmforge prepare`")
+    parser.add_argument("--data", required=True, help="directory written by `bmforge prepare`")
     parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--run-dir", help="keep metrics and checkpoints here, and resume")
+    parser.add_argument("--run-dir", help="directory for metrics and checkpoints, to resume from")
     arguments = parser.parse_args()
     main(arguments.data, arguments.family, arguments.steps, arguments.run_dir)
     shutdown_distributed()

@@ -1,11 +1,11 @@
-"""Train a module of your own: any nn.Module with repeated blocks, sharded over the processes.
+"""Train your own module: any nn.Module with repeated blocks, sharded over the processes.
 
     python examples/train_own_module.py --steps 100
     torchrun --nproc-per-node 2 examples/train_own_module.py --steps 100
 
-Three things are yours: the module, a loader (anything that gives each process its rows and knows
-where it stands), and an objective. `parallelize` finds the repeated blocks and shards each of them;
-the Trainer brings accumulation, clipping, the schedule, metrics, and checkpoints that resume.
+You provide the module, a loader (any iterable of each process's rows with a state), and an
+objective. `parallelize` finds the repeated blocks and shards each of them; the Trainer adds
+accumulation, clipping, the schedule, metrics, and checkpoints to resume from.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEQ_LEN, ROWS_PER_STEP = 64, 8
 
 
 class Block(nn.Module):
-    """Looks back with a causal convolution, then thinks about each byte."""
+    """A causal convolution, then an MLP for each byte."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Predicts the next byte of a text."""
+    """Language model of bytes."""
 
     def __init__(self, width: int = 64, depth: int = 3) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ByteModel(nn.Module):
 
 
 class TextRows:
-    """This process's rows of each step: a pure function of the step, so its state is one number."""
+    """This process's rows, a pure function of the step, so that the state is one number."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         text = "\n".join(topics.values()).encode()
@@ -88,16 +88,16 @@ class TextRows:
 
 
 def next_byte_loss(model: nn.Module, batch: Mapping[str, Tensor], num_items: float) -> Tensor:
-    """Sum of the losses divided by `num_items`, so that the mean is over all processes."""
+    """Return the sum of the losses divided by `num_items`, the mean over all processes."""
     logits = model(batch["ids"])[:, :-1]
     targets = batch["labels"][:, 1:]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / num_items
 
 
 def main(steps: int = 100, run_dir: str | None = None) -> list[float]:
-    """Train and return the loss of every step."""
+    """Train, and return the loss of every step."""
     world = init_distributed()
-    torch.manual_seed(0)  # the same weights on every process; each keeps its share
+    torch.manual_seed(0)  # the same weights on every process before sharding
     model = ByteModel().to(world.device)
     layout = Layout(zero=3)
     mesh = build_mesh(layout, world.device)
@@ -119,7 +119,7 @@ def main(steps: int = 100, run_dir: str | None = None) -> list[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="train a module of your own")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--run-dir", help="keep metrics and checkpoints here, and resume")
+    parser.add_argument("--run-dir", help="directory for metrics and checkpoints, to resume from")
     arguments = parser.parse_args()
     main(arguments.steps, arguments.run_dir)
     shutdown_distributed()
